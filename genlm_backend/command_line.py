@@ -172,13 +172,7 @@ def _generate(options: argparse.Namespace) -> Answer:
 
 
 def answer_texts(options: argparse.Namespace) -> None:
-    """Print a line of JSON for each text that the options of a command name.
-
-    Raises:
-        OptionError: (``ValueError``) If a file cannot be read.
-        BrokenPipeError: If nobody reads on.
-        Exception: What loading or asking the model raises; what came before is printed then.
-    """
+    """Print a line of JSON for each text that the options of a command name."""
     texts = _texts(options.files or ["-"], options.whole)
     answer: Answer = options.answers(options)
     from genlm_backend.backends.registry import load_model_by_name
@@ -189,11 +183,7 @@ def answer_texts(options: argparse.Namespace) -> None:
 
 
 def _texts(files: list[str], is_whole: bool) -> Iterator[str]:
-    """Return the texts of files: their lines that are not blank, or the whole of each.
-
-    Raises:
-        OptionError: If a file cannot be read, before the first is.
-    """
+    """Return the texts of files: their lines that are not blank, or the whole of each."""
     for path in files:
         if path != "-" and not os.access(path, os.R_OK):
             raise OptionError(f"there is no file {path!r} that can be read")

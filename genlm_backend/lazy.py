@@ -10,14 +10,7 @@ from typing import Any
 def lazy_names(
     namespace: dict[str, Any], names: Mapping[str, str], submodules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package.
-
-    Args:
-        namespace: The package's ``globals()``, where a name is kept once it has been asked for.
-        names: Module that defines each public name, or the module and the name that it has
-            there, ``"module:name"``.
-        submodules: Modules of the package that are attributes of it without being imported.
-    """
+    """Return the ``__getattr__`` and ``__dir__`` of a package."""
 
     package = namespace["__name__"]
 

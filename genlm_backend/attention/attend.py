@@ -26,14 +26,6 @@ class Attend(abc.ABC, Generic[Given]):
 
         A batch may carry this reading, or one that has advanced from it, and is read so then. For
         a batch that carries none, it is made when the pass begins.
-
-        Args:
-            past: What the rows have cached.
-            num_new: Number of new tokens of each row: ``[B]``.
-
-        Returns:
-            The reading, or ``None`` where this way has no use for one: it copies each row's past,
-            or there is nothing to read.
         """
         return None
 
@@ -50,27 +42,13 @@ class Attend(abc.ABC, Generic[Given]):
         """
 
     def keep(self, batch: PackedBatch, given: Given) -> None:
-        """Keep the keys and values that an evaluated pass has left; none by default.
-
-        Args:
-            batch: The batch.
-            given: What the model was given.
-        """
+        """Keep the keys and values that an evaluated pass has left; none by default."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A maker of an ``Attend`` over a store of keys and values.
-
-    Attributes:
-        over: Makes it over a store.
-        probing: Makes it so that contexts of a few tokens go through all of it, in passes with so
-            many columns more than their longest past has, which models of transformers count: as
-            beside a context that is longer.
-        copies: Whether it copies the columns of every row.
-        is_called: Whether the model has to call it, as the attention that its configs name.
-    """
+    """A maker of an ``Attend`` over a store of keys and values."""
 
     over: Callable[[Any], Attend[Any]]
     probing: Callable[[Any, int], Attend[Any]]

@@ -24,26 +24,14 @@ _TINIEST: Final = float(np.finfo(np.float32).tiny)
 @final
 @dataclass(slots=True, eq=False)
 class Attended(Generic[A]):
-    """Partial attention of some queries.
-
-    Attributes:
-        operators: The operators of the library.
-        values: Weighted means of the values: ``[N, heads, M, value_dim]``.
-        logsumexp: Logarithms of the sums of the exponentials of the scores: float32
-            ``[N, heads, M]``; ``-inf`` where everything was masked.
-    """
+    """Partial attention of some queries."""
 
     operators: Operators[A]
-    values: A
-    logsumexp: A
+    values: A  # [N, heads, M, value_dim]
+    logsumexp: A  # [N, heads, M] float32
 
     def merge(self, other: Attended[A], rows: A | None) -> None:
-        """Add what the queries of some rows have attended to in another block.
-
-        Args:
-            other: With as many ``N`` as there are rows.
-            rows: Their numbers; ``None`` for all.
-        """
+        """Add what the queries of some rows have attended to in another block."""
         operators, values, logsumexp = self.operators, self.values, self.logsumexp
         if rows is not None:
             values, logsumexp = values[rows], logsumexp[rows]
@@ -58,11 +46,7 @@ class Attended(Generic[A]):
             self.values[rows], self.logsumexp[rows] = values, logsumexp
 
     def dampened(self, sinks: A) -> A:
-        """Return the values with one more score for each query, which has no value.
-
-        Args:
-            sinks: The scores: what is broadcast to ``[heads, M]``.
-        """
+        """Return the values with one more score for each query, which has no value."""
         operators = self.operators
         sums = self.logsumexp - operators.as_type_of(sinks, self.logsumexp)
         share = operators.sigmoid(sums)[..., None]
@@ -87,28 +71,14 @@ def together(queries: A) -> A:
 @final
 @dataclass(frozen=True, slots=True)
 class Block(Generic[A]):
-    """How scores are made of the products of queries and keys.
-
-    Attributes:
-        operators: The operators of the library.
-        scaling: What products are multiplied by.
-        softcap: Bound that scores approach, as in Gemma 2; ``None`` for no bound.
-    """
+    """How scores are made of the products of queries and keys."""
 
     operators: Operators[A]
     scaling: float
     softcap: float | None = None
 
     def attend(self, query: A, keys: A, values: A, mask: A | None) -> Attended[A]:
-        """Attend from ``M`` queries to ``n`` keys and values.
-
-        Args:
-            query: ``[N, heads, M, dim]``.
-            keys: ``[N, heads, n, dim]``.
-            values: ``[N, heads, n, value_dim]``.
-            mask: What is added to the scores: float32 ``[N, 1, M, n]`` of 0 and ``-inf``; ``None``
-                for zeros. Each query attends to something.
-        """
+        """Attend from ``M`` queries to ``n`` keys and values."""
         if self.softcap is None:
             found = self.operators.fused(query, keys, values, self.scaling, mask)
             if found is not None:
@@ -116,14 +86,7 @@ class Block(Generic[A]):
         return self.attend_if_any(query, keys, values, mask)
 
     def attend_causally(self, query: A, keys: A, values: A, group_size: int) -> Attended[A] | None:
-        """Attend from each of ``Q`` tokens to itself and to those before it, if it can be at once.
-
-        Args:
-            query: ``[N, heads, group * Q, dim]``: heads of a group one after another.
-            keys: ``[N, heads, Q, dim]``.
-            values: ``[N, heads, Q, value_dim]``.
-            group_size: Number of heads of a group.
-        """
+        """Attend from each of ``Q`` tokens to itself and the tokens before it."""
         if self.softcap is not None:
             return None
         found = self.operators.fused_causally(query, keys, values, self.scaling, group_size)

@@ -25,15 +25,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of one context that go through the model in one pass.
-
-    Attributes:
-        token_ids: The new tokens; at least one.
-        slots: Slots that receive the new tokens' keys and values; empty to keep none.
-        outputs: Indices into ``token_ids`` after which the row of logits is wanted.
-        shift: Number that the positions of the new tokens are larger by than their indices.
-        num_new: Number of new tokens.
-    """
+    """Consecutive tokens of one context that go through the model in one pass."""
 
     token_ids: Sequence[int]
     slots: Sequence[int] | NDArray[Any] = ()
@@ -64,33 +56,16 @@ class RowStates(abc.ABC):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """The arrays of one forward pass of ``B`` rows, padded to ``Q`` new tokens.
+    """The arrays of one forward pass of ``B`` rows, padded to ``Q`` new tokens."""
 
-    Attributes:
-        input_ids: int64 ``[B, Q]``; padding is 0.
-        position_ids: int64 ``[B, Q]``; padding repeats the row's last position.
-        new_slots: int64 ``[num_new]``: where the new tokens' keys and values go.
-        new_columns: int64 ``[num_new]``: which of the ``B * Q`` columns they are, or ``None``
-            for all of them.
-        output_rows: int64 ``[num_outputs]``: the row of each wanted output.
-        output_columns: int64 ``[num_outputs]``: its column.
-        num_new: Number of new tokens of each row: int64 ``[B]``.
-        num_past: Number of tokens before them: int64 ``[B]``.
-        past: These tokens.
-        reading: How they are read; ``None`` where the way to attend is to find out.
-        states: The running states of its rows, of a model that has such. All rows have as many new
-            tokens then, and all begin or none does.
-        is_step: Whether it is a decode step: all rows have one new token and the output behind it.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    new_slots: torch.Tensor
-    new_columns: torch.Tensor | None
-    output_rows: torch.Tensor
-    output_columns: torch.Tensor
-    num_new: NDArray[np.int64]
-    num_past: NDArray[np.int64]
+    input_ids: torch.Tensor  # [B, Q] int64
+    position_ids: torch.Tensor  # [B, Q] int64
+    new_slots: torch.Tensor  # [num_new] int64
+    new_columns: torch.Tensor | None  # [num_new] int64
+    output_rows: torch.Tensor  # [num_outputs] int64
+    output_columns: torch.Tensor  # [num_outputs] int64
+    num_new: NDArray[np.int64]  # [B] int64
+    num_past: NDArray[np.int64]  # [B] int64
     past: Paths
     reading: Reading | None = None
     states: RowStates | None = None
@@ -122,13 +97,7 @@ class PackedBatch:
 def pack(
     spans: Sequence[Span], past: Paths | None = None, states: RowStates | None = None
 ) -> PackedBatch:
-    """Pad spans to one rectangle.
-
-    Args:
-        spans: The spans. All have slots for their new tokens, or none has.
-        past: What each has before them; ``None`` for nothing.
-        states: Their running states, of a model that has such.
-    """
+    """Pad spans to one rectangle."""
     num_new = np.array([span.num_new for span in spans])
     past = Paths.none(len(spans)) if past is None else past
     num_past = past.num_tokens
@@ -164,16 +133,7 @@ def pack_step(
     reading: Reading | None,
     states: RowStates | None = None,
 ) -> PackedBatch:
-    """Pack a decode step: one new token of each row, and the output behind it.
-
-    Args:
-        token_ids: The tokens: ``[B]``.
-        slots: Slots that receive their keys and values: ``[B]``.
-        past: The tokens before them.
-        reading: How these are read, as the way to attend would have it; ``None`` to leave it to
-            find out.
-        states: The running states of its rows, of a model that has such.
-    """
+    """Pack a decode step: one new token of each row, and the output behind it."""
     rows, num_past = torch.arange(len(token_ids), dtype=torch.int64), past.num_tokens
     return PackedBatch(
         input_ids=torch.from_numpy(token_ids)[:, None],

@@ -21,18 +21,12 @@ class Paths:
 
     A node is a token behind those above it. The arrays are those of the tree, or views of them,
     indexed by node; they hold as long as the tree is not changed.
-
-    Attributes:
-        parent: int32: the node above each; anything for a root.
-        depth: int32: number of tokens up to and with each node; 0 for a root.
-        slot: int32: where the token's keys and values are; anything for a root.
-        nodes: int64 ``[B]``: the last cached token of each row, or a root for none.
     """
 
     parent: NDArray[np.int32]
     depth: NDArray[np.int32]
     slot: NDArray[np.int32]
-    nodes: NDArray[np.int64]
+    nodes: NDArray[np.int64]  # [B] int64
 
     @classmethod
     def of(cls, tree: Nodes, nodes: NDArray[np.int32]) -> Self:
@@ -51,21 +45,13 @@ class Paths:
         return self.depth[self.nodes].astype(np.int64)
 
     def columns(self, num_columns: int) -> NDArray[np.int64]:
-        """Return the slots of every row, padded on the left: int64 ``[B, num_columns]``.
-
-        Args:
-            num_columns: Number of columns, as many as the longest row has tokens or more.
-        """
+        """Return the slots of every row, padded on the left: int64 ``[B, num_columns]``."""
         slots = np.full((len(self.nodes), num_columns), PADDING_SLOT, np.int64)
         _write_columns(self.parent, self.depth, self.slot, self.nodes, slots)
         return slots
 
     def write_last(self, slots: NDArray[np.int64]) -> None:
-        """Write the slots of the last tokens of every row, the last one first.
-
-        Args:
-            slots: Where to, ``[B, n]``; a row with fewer tokens leaves what is behind them.
-        """
+        """Write the slots of the last tokens of every row, the last one first."""
         _write_last(self.parent, self.depth, self.slot, self.nodes, slots)
 
 

@@ -29,17 +29,11 @@ Copied beside the new ones, cached tokens would need a mask as high as there are
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Cached tokens, and the rows whose contexts all have them.
+    """Cached tokens, and the rows whose contexts all have them."""
 
-    Attributes:
-        rows: int64 ``[G]``: rows of the pass, ascending.
-        positions: int64 ``[n]``: where the tokens stand in the contexts, ascending.
-        slots: int64 ``[n]``: their slots.
-    """
-
-    rows: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [G] int64
+    positions: NDArray[np.int64]  # [n] int64
+    slots: NDArray[np.int64]  # [n] int64
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -52,17 +46,11 @@ class Part:
 
 
 class _Grown(NamedTuple):
-    """A table whose rows are some of another's, with a column more.
-
-    Attributes:
-        before: The other one.
-        rows: Row of it that each row is: int64 ``[B]``.
-        column: The last column: int64 ``[B]``.
-    """
+    """A table whose rows are some of another's, with a column more."""
 
     before: _Table
-    rows: NDArray[np.int64]
-    column: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [B] int64
+    column: NDArray[np.int64]  # [B] int64
 
 
 @final
@@ -99,14 +87,10 @@ class Rest:
     """Slots that each row of a pass reads for itself: ``P`` columns, and then the new ones.
 
     Columns are padded on the left, new tokens on the right.
-
-    Attributes:
-        num_columns: ``P``.
-        is_padded: bool ``[B]``: whether each row has padding.
     """
 
     num_columns: int
-    is_padded: NDArray[np.bool_]
+    is_padded: NDArray[np.bool_]  # [B] bool
     _slots: _Table
     _positions: _Table
 
@@ -141,19 +125,11 @@ class Rest:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Wear:
-    """How far a reading is from one that would be made anew.
-
-    Attributes:
-        num_columns: Number of columns that the rest had when it was made.
-        num_tokens: Number of tokens that it has taken to make it, parts and columns.
-        origins: Row that each row had then: int64 ``[B]``.
-        num_repeated: Number of tokens that have been copied since for several rows that were one,
-            summed over the steps.
-    """
+    """How far a reading is from one that would be made anew."""
 
     num_columns: int
     num_tokens: int
-    origins: NDArray[np.int64]
+    origins: NDArray[np.int64]  # [B] int64
     num_repeated: int = 0
 
     def advanced(self, rows: NDArray[np.int64]) -> Wear:
@@ -167,18 +143,11 @@ class Wear:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Advance:
-    """The way from a reading to that of the next decode step.
-
-    Attributes:
-        before: The ``identity`` of the former.
-        rows: Row of the former that each row goes on from: int64 ``[B]``.
-        slots: Slot of the token more that each row has: int64 ``[B]``.
-        parts: Numbers of the parts of the former that are still read.
-    """
+    """The way from a reading to that of the next decode step."""
 
     before: object
-    rows: NDArray[np.int64]
-    slots: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [B] int64
+    slots: NDArray[np.int64]  # [B] int64
     parts: tuple[int, ...]
 
 
@@ -189,33 +158,18 @@ MIN_ADDED: Final = 64
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """How a pass reads what is cached.
-
-    Attributes:
-        parts: Stretches that are read once for all of their rows.
-        rest: Everything else.
-        num_past: Number of cached tokens of each row: int64 ``[B]``.
-        wear: What has happened since it was made.
-        advance: The way from the reading before it; ``None`` where it was made anew.
-        identity: What a later ``Advance`` knows it by.
-    """
+    """How a pass reads what is cached."""
 
     parts: tuple[Part, ...]
     rest: Rest
-    num_past: NDArray[np.int64]
+    num_past: NDArray[np.int64]  # [B] int64
     wear: Wear
     advance: Advance | None = None
     identity: object = field(default_factory=object)
 
     @classmethod
     def of(cls, past: Paths, num_new: NDArray[np.int64], few_tokens: int) -> Self:
-        """Divide what the rows of a pass have cached, in time linear in what is distinct of it.
-
-        Args:
-            past: What they have cached.
-            num_new: Number of new tokens of each row: ``[B]``.
-            few_tokens: Such as ``FEW_TOKENS``.
-        """
+        """Divide what the rows of a pass have cached, in time linear in what is distinct of it."""
         # A tree may be large, and most of it is not touched: fresh zeros cost what is written.
         numbers = np.zeros(len(past.parent), np.int32)
         is_long = num_new >= MANY_NEW_TOKENS
@@ -246,14 +200,7 @@ class Reading:
         return num_added > most or wear.num_repeated > wear.num_tokens
 
     def advanced(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Reading:
-        """Return the reading of the next decode step, each of whose rows has a token more.
-
-        Args:
-            rows: Row that each row of the step goes on from: int64 ``[B]``, in any order, some
-                several times, some not at all.
-            slots: Slot of the token that it has cached beside: int64 ``[B]``. What was cached is
-                where it was.
-        """
+        """Return the reading of the next decode step, each of whose rows has a token more."""
         parts: list[Part] = []
         numbers: list[int] = []
         everybody = np.arange(len(rows))

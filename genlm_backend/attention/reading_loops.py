@@ -20,23 +20,7 @@ from genlm_backend.runtime.compiled import compiled
 def divide(
     parent: Any, depth: Any, slot: Any, nodes: Any, is_long: Any, few_tokens: int, numbers: Any
 ) -> Any:
-    """Divide the tokens of ``B`` rows into parts and a rest, in time linear in both.
-
-    Args:
-        parent: As in ``Paths``, like the three that follow.
-        depth: As there.
-        slot: As there.
-        nodes: As there.
-        is_long: Whether whatever a row has is worth a product: bool ``[B]``.
-        few_tokens: Such as ``FEW_TOKENS``.
-        numbers: Zeros, int32, one for each node of the tree.
-
-    Returns:
-        Slots and positions of the tokens by number; numbers of the tokens of all parts; bounds of
-        the parts among these, ``[num_parts + 1]``; by number, where a token's rows start in the
-        order of a walk through the tree, and how many they are; that order, ``[B]``; slots and
-        positions of the rest, ``[B, P]``.
-    """
+    """Divide the tokens of ``B`` rows into parts and a rest, in time linear in both."""
     found, first, above, last = _climb(parent, depth, nodes, numbers)
     slots, positions = np.empty(len(above), np.int64), np.empty(len(above), np.int64)
     for k in range(1, len(above)):
@@ -50,12 +34,7 @@ def divide(
 
 @compiled
 def _climb(parent: Any, depth: Any, nodes: Any, numbers: Any) -> Any:
-    """Number the tokens of all rows.
-
-    Returns:
-        Nodes of the tokens, and nothing behind them; where the tokens that each row has met first
-        start, ``[B + 1]``; the token above each; and the last token of each row.
-    """
+    """Number the tokens of all rows."""
     most = 0
     for row in range(len(nodes)):
         most += depth[nodes[row]]
@@ -117,11 +96,7 @@ def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
 
 @compiled
 def _part(first: Any, above: Any, slots: Any, num_rows: Any, num_long: Any, few_tokens: int) -> Any:
-    """Choose what is read together.
-
-    Returns:
-        Flags of the tokens that are not; bounds of the parts among the tokens of all; these tokens.
-    """
+    """Choose what is read together."""
     is_rest = np.ones(len(above), np.bool_)
     shared, bounds = np.empty(len(above), np.int64), np.empty(len(above) + 1, np.int64)
     num_shared = num_parts = 0

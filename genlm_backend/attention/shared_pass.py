@@ -37,29 +37,17 @@ class Stored(Protocol[A]):
         ...
 
     def read_by_head(self, layer: int, slots: A | slice) -> tuple[A, A]:
-        """Return keys and values of some slots: ``[B, heads, n, dim]`` each.
-
-        Args:
-            layer: The layer's index.
-            slots: Which: ``[B, n]``; or a slice for one row of them, of which views are returned
-                if the store is exact.
-        """
+        """Return keys and values of some slots: ``[B, heads, n, dim]`` each."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class PartIndices(Generic[A]):
-    """Where the keys and values of a part are, and who attends to them.
+    """Where the keys and values of a part are, and who attends to them."""
 
-    Attributes:
-        rows: ``[G]``, or ``None`` for all rows of the pass.
-        slots: ``[1, n]``, or a slice of the store where they follow one another.
-        num_tokens: ``n``.
-    """
-
-    rows: A | None
-    slots: A | slice
+    rows: A | None  # [G]
+    slots: A | slice  # [1, n]
     num_tokens: int
 
     @classmethod
@@ -88,18 +76,11 @@ def _rows_of(operators: Operators[A], part: Part, num_rows: int, device: Any) ->
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Indices(Generic[A]):
-    """The indices of one pass of ``B`` rows, on one device.
-
-    Attributes:
-        operators: The operators of the library.
-        device: The device.
-        rest: ``[B, P]``: slots of what each row reads for itself.
-        parts: The parts.
-    """
+    """The indices of one pass of ``B`` rows, on one device."""
 
     operators: Operators[A]
     device: Any
-    rest: A
+    rest: A  # [B, P]
     parts: tuple[PartIndices[A], ...]
 
     @classmethod
@@ -114,12 +95,7 @@ class Indices(Generic[A]):
         )
 
     def advanced(self, reading: Reading, advance: Advance) -> Indices[A]:
-        """Return the indices of the next step, of which a row and a slot each come to the device.
-
-        Args:
-            reading: How it is read.
-            advance: The way there from the reading of these indices.
-        """
+        """Return the indices of the next step; one row and one slot each go to the device."""
         operators, device, num_rows = self.operators, self.device, len(advance.rows)
         rows, slots = (
             operators.put(torch.from_numpy(i), device) for i in (advance.rows, advance.slots)
@@ -151,21 +127,12 @@ class PassMasks(Generic[A]):
     """Which keys the queries of a pass may attend to, in layers of one kind.
 
     Heads of one group are queries of their own, the first head's ``Q`` before the second's.
-
-    Attributes:
-        operators: The operators of the library.
-        device: Where the masks are.
-        rest: What is added to scores: float32 ``[B, 1, group * Q, P + Q]`` of 0 and ``-inf``;
-            ``None`` for zeros.
-        parts: The same for each part, ``[1, 1, G * group * Q, n]``.
-        is_read: Whether anything of each part may be attended to.
-        is_causal: Whether ``rest`` says nothing but that new tokens see those before them.
     """
 
     operators: Operators[A]
     device: Any
-    rest: A | None
-    parts: tuple[A | None, ...]
+    rest: A | None  # [B, 1, group * Q, P + Q] float32
+    parts: tuple[A | None, ...]  # [1, 1, G * group * Q, n]
     is_read: tuple[bool, ...]
     is_causal: bool
 
@@ -179,16 +146,7 @@ class PassMasks(Generic[A]):
         group_size: int,
         device: Any,
     ) -> PassMasks[A]:
-        """Return the masks of a pass.
-
-        Args:
-            operators: The operators of the library.
-            allowed: bool ``[B, 1, Q, L]`` over all positions; ``None`` where all before count.
-            batch: The new tokens.
-            reading: How what is cached is read.
-            group_size: Number of heads that share a head of keys.
-            device: Where the layers are.
-        """
+        """Return the masks of a pass."""
         new = new_positions(batch)
         positions = torch.cat([torch.from_numpy(reading.rest.positions), new], 1)[:, None, None, :]
         num_new = new.shape[1]
@@ -224,12 +182,7 @@ class PassMasks(Generic[A]):
         )
 
     def advanced(self, reading: Reading, advance: Advance) -> PassMasks[A]:
-        """Return the masks of the next decode step, where all before count in both.
-
-        Args:
-            reading: How it is read.
-            advance: The way there from the decode step that these are for.
-        """
+        """Return the masks of the next decode step, where all before count in both."""
         operators, device, rest = self.operators, self.device, self.rest
         if rest is not None and not reading.rest.is_padded.any():
             rest = None  # the rows that had padding are gone
@@ -254,13 +207,7 @@ def _joined(mask: torch.Tensor, group_size: int) -> torch.Tensor:
 
 
 class LastArrays(NamedTuple):
-    """Arrays of the last pass, a decode step, of which those of the next one are made.
-
-    Attributes:
-        identity: The identity of its reading.
-        indices: Its indices, by device.
-        masks: Its masks where all before count, by what ``SharedPass`` knows them by.
-    """
+    """Arrays of the last pass, a decode step, of which those of the next one are made."""
 
     identity: object
     indices: dict[Any, Indices[Any]]
@@ -272,19 +219,6 @@ class SharedPass(abc.ABC, Generic[A]):
 
     Indices and masks are made when they are first asked for on a device; a decode step's are made
     of the last one's there, if that is the one it goes on from.
-
-    Args:
-        store: Where keys and values are.
-        batch: The new tokens.
-        reading: How what is cached is read.
-        last: Arrays of the last step; ``None`` for none.
-        wider: Number of columns before the new tokens that the model is told of, beside those of
-            the longest past.
-
-    Attributes:
-        operators: The operators of the library.
-        num_past: Number of columns before the new tokens that the model is told of.
-        num_attended: Number of layers that have attended.
     """
 
     operators: Operators[A]
@@ -346,21 +280,7 @@ class SharedPass(abc.ABC, Generic[A]):
         softcap: float | None = None,
         sinks: A | None = None,
     ) -> A:
-        """Attend to the parts and to the rest, and merge: ``[B, heads, Q, value_dim]``.
-
-        Args:
-            query: Queries of the new tokens: ``[B, heads, Q, dim]``.
-            keys: What ``take`` was given last.
-            values: The same.
-            given: What the layer was given for a mask, by its identity in ``_allowed``; ``None``
-                where all before count.
-            scaling: What products are multiplied by.
-            softcap: Bound that scores approach; ``None`` for no bound.
-            sinks: One more score for each head, which has no value: ``[heads]``; ``None`` for none.
-
-        Raises:
-            ModelStateError: (``RuntimeError``) If keys, values or mask are others.
-        """
+        """Attend to the parts and to the rest, and merge: ``[B, heads, Q, value_dim]``."""
         if self._new is None or self._new[1] is not keys or self._new[2] is not values:
             raise self.attends_otherwise("to keys or values that are others than the kept ones")
         if given is not None and id(given) not in self._allowed:

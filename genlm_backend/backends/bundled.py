@@ -31,11 +31,7 @@ def is_bundled(name: str) -> bool:
 
 
 def bundled_file(name: str) -> Path:
-    """Return the file of the bundled model's quantised weights, which stays as it came.
-
-    Raises:
-        MissingExtraError: If the package is not installed.
-    """
+    """Return the file of the bundled model's quantised weights, which stays as it came."""
     module, distribution, filename = BUNDLED[name]
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:

@@ -19,10 +19,6 @@ def resolve_name(name: str) -> str:
     """Return a local path or a hub's repository id for ``name``.
 
     A local directory wins over a bundled model of the same name.
-
-    Raises:
-        MissingExtraError: If the name is a bundled model's and its package is not installed.
-        OptionTypeError: (``TypeError``) If ``name`` is no string or path.
     """
     name = check_name(name)
     if Path(name).is_dir():
@@ -31,12 +27,7 @@ def resolve_name(name: str) -> str:
 
 
 def check_name(name: Any) -> str:
-    """Return a model's name as a string.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If the name is no string or path.
-        OptionError: (``ValueError``) If the name is empty.
-    """
+    """Return a model's name as a string."""
     return text("name", str(name) if isinstance(name, Path) else name)
 
 
@@ -52,20 +43,12 @@ def hub_options(path: str) -> dict[str, Any]:
     """Return options for a loader: ``local_files_only`` where the hub does not answer.
 
     Without it, a loader asks the hub again for each file.
-
-    Args:
-        path: Local path or repository that ``resolve_name`` has returned.
     """
     return {} if Path(path).is_dir() or hub_answers() else {"local_files_only": True}
 
 
 def check_holds(path: str, *files: str) -> None:
-    """Raise an ``OSError`` if a local directory has none of some files.
-
-    Args:
-        path: Local path or repository that ``resolve_name`` has returned.
-        *files: Names of files, any of which will do.
-    """
+    """Raise an ``OSError`` if a local directory has none of some files."""
     directory = Path(path)
     if directory.is_dir() and not any((directory / name).exists() for name in files):
         there = shown(sorted(entry.name for entry in directory.iterdir()))
@@ -73,11 +56,7 @@ def check_holds(path: str, *files: str) -> None:
 
 
 def check_has_tokenizer(path: str) -> None:
-    """Raise an ``OSError`` if a local directory has no file of a tokenizer.
-
-    Args:
-        path: Local path or repository that ``resolve_name`` has returned.
-    """
+    """Raise an ``OSError`` if a local directory has no file of a tokenizer."""
     names = [entry.name for entry in Path(path).iterdir()] if Path(path).is_dir() else ["tokenizer"]
     if not any(part in name for name in names for part in _PARTS_OF_TOKENIZER_FILES):
         raise OSError(
@@ -94,9 +73,6 @@ def check_reachable(path: str) -> None:
     """Raise an ``OSError`` if a model is in no local cache and the hub does not answer.
 
     It is for loaders that take no ``hub_options``.
-
-    Args:
-        path: Local path or repository that ``resolve_name`` has returned.
     """
     if Path(path).is_absolute() and not Path(path).exists():
         raise OSError("there is no such file or directory")
@@ -131,17 +107,7 @@ def explained(name: str) -> Iterator[None]:
 def named_ends(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[int, ...] | None:
-    """Return the ids that end a text by the files of a model, without its weights.
-
-    Args:
-        name: Name that ``resolve_name`` takes.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Whether code that comes with the model may run.
-
-    Returns:
-        What the model's generation config would name, if transformers loaded it; ``None`` where
-        that is nothing, or there are no such files.
-    """
+    """Return the ids that end a text by the files of a model, without its weights."""
     from transformers import AutoConfig, GenerationConfig
 
     path = resolve_name(name)

@@ -120,11 +120,6 @@ def check_loading(
     """Check what ``load_model_by_name`` takes; return the backend's class and its options.
 
     Nothing is looked for or loaded.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds.
-        UnknownBackendError: (``ValueError``) If there is no such backend.
     """
     file = check_name(name)
     options = optional(mapping)("llm_opts", llm_opts) or {}
@@ -207,18 +202,7 @@ VLLM_KV_CACHE_DTYPES: Final[Mapping[str, str]] = {
 def shared_options(
     backend: str, shared: Mapping[str, Any], more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the ``llm_opts`` of a backend for options that several backends have.
-
-    Args:
-        backend: Name of the backend.
-        shared: ``batch_size``, ``row_cache_bytes``, ``device``, ``threads`` (of a forward pass on
-            the CPU), ``kv_cache_bytes``, ``kv_cache_dtype``; ``None`` leaves one to the backend.
-        more: Options in the backend's own words, which go before; what is in one of their
-            mappings goes beside what the shared ones have there.
-
-    Raises:
-        OptionError: (``ValueError``) If the backend has no such option.
-    """
+    """Return the ``llm_opts`` of a backend for options that several backends have."""
     known = {**_OF_EVERY, **_SHARED.get(backend, {})}
     options: dict[str, Any] = {}
     for name, value in shared.items():

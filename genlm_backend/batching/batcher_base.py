@@ -186,16 +186,7 @@ class BatcherBase(abc.ABC, Generic[Q, R]):
 
 @final
 class Call(Generic[T]):
-    """A function that the worker thread is to run between two batches.
-
-    Args:
-        function: Called once, unless the future is cancelled before.
-
-    Attributes:
-        future: Future of what it returns or raises, until it is run: the frames of an error that
-            it raises know the call, and the call does not know the error then.
-        is_wanted: Whether anybody may still want that.
-    """
+    """A function that the worker thread is to run between two batches."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()

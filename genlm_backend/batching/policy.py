@@ -109,11 +109,7 @@ _CHECKS = {
 
 @final
 class Ticker:
-    """The turns of one event loop since queries began to wait.
-
-    Attributes:
-        is_scheduled: Whether the loop has been asked for another turn for the queue.
-    """
+    """The turns of one event loop since queries began to wait."""
 
     __slots__ = ("_last", "_num_quiet_turns", "_num_turns", "_seen", "_since", "is_scheduled")
 

@@ -16,17 +16,7 @@ Loop: TypeAlias = asyncio.AbstractEventLoop | None
 
 @final
 class Several:
-    """The caller of many queries, who waits for all of their results at once.
-
-    Args:
-        loop: Its event loop; ``None`` for a thread that blocks.
-
-    Attributes:
-        loop: As given.
-        future: Future of the results, in the order of the queries; one of its event loop, or of
-            its thread where it has none.
-        is_settled: Whether it has been told all results, or an error.
-    """
+    """The caller of many queries, who waits for all of their results at once."""
 
     __slots__ = ("_num_missing", "_numbers", "_results", "future", "is_settled", "loop")
 
@@ -43,15 +33,7 @@ class Several:
         self._numbers, self._num_missing = numbers, len(set(numbers))
 
     def told_all(self, first: int, results: Sequence[Any]) -> Any:
-        """Note the results of a batch that is all of its own; return what the future gets by it.
-
-        Args:
-            first: Number of the query of the first result.
-            results: A result, or an error, of each.
-
-        Returns:
-            All results; nothing, and nothing is noted, where others are missing or one is an error.
-        """
+        """Note the results of a batch that is all of its own; return what the future gets by it."""
         is_whole = not self.is_settled and self._num_missing == len(results)
         if not is_whole or self._results or has_errors(results):
             return _NOTHING
@@ -113,20 +95,6 @@ class Round:
     It is the queue that callers ask into, the batch that is evaluated, and what results are handed
     back by. An element of ``callers`` is a caller, a dictionary of them where equal queries were
     asked, or ``None`` where nobody waits any more.
-
-    Args:
-        first: Number of its first query.
-
-    Attributes:
-        first: As given.
-        keys: What each query is known by.
-        queries: The queries.
-        callers: Callers of each query.
-        weights: What queries count for in a batch, by their numbers; those that count for 1 may
-            not be there.
-        loops: Event loops of all callers, maybe of some that have gone.
-        num_abandoned: Number of queries that nobody waits for, as far as is known.
-        evaluated: Indices of the queries that are evaluated.
     """
 
     __slots__ = (
@@ -220,11 +188,7 @@ class Round:
         return self.keys[index]
 
     def gone(self, stop: int | None = None) -> list[int]:
-        """Return the numbers of queries whose last caller has gone without a word.
-
-        Args:
-            stop: Number of queries to look at; all by default.
-        """
+        """Return the numbers of queries whose last caller has gone without a word."""
         own = self.callers[:stop]
         if self._are_futures(own) and not any(loop and loop.is_closed() for loop in self.loops):
             gone = [f.done() or getattr(f, "is_gone", False) for f in own]
@@ -255,12 +219,7 @@ class Round:
     def size(
         self, max_weight: float, computed_with: Callable[[Any], Hashable] | None = None
     ) -> int:
-        """Return how many of the oldest queries make a batch.
-
-        Args:
-            max_weight: What they weigh together at most, unless it is one that weighs more.
-            computed_with: As a batcher has it.
-        """
+        """Return how many of the oldest queries make a batch."""
         is_plain = not self.weights and not self.num_abandoned
         if is_plain and (computed_with is None or len(self.callers) <= max_weight):
             return min(len(self.callers), int(max_weight))
@@ -408,11 +367,7 @@ def call_threadsafe(
 
 
 def as_weight(weight: Any) -> float:
-    """Return the weight of a query as a number.
-
-    Raises:
-        OptionError: (``ValueError``) If it is none, not a number, or below zero.
-    """
+    """Return the weight of a query as a number."""
     try:
         number = float(weight)
     except (TypeError, ValueError, OverflowError) as error:

@@ -17,11 +17,7 @@ _ENDED: Final = "the worker thread has ended, as it does when the interpreter ex
 
 @final
 class _Calls(queue.SimpleQueue):
-    """A queue that one thread works off, and that takes nothing any more once it has been closed.
-
-    Attributes:
-        thread: The thread that works it off, once it has begun.
-    """
+    """A queue that one thread works off until it is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,10 +63,6 @@ class Worker:
         """Queue ``call``, which must raise nothing: an exception would end the thread.
 
         Not to be called by two threads at once.
-
-        Raises:
-            BatcherClosedError: After ``stop()``, and once the interpreter has come so far in
-                exiting that there are no threads any more.
         """
         if self.is_stopped:
             raise BatcherClosedError(_ENDED)

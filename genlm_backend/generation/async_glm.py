@@ -376,18 +376,9 @@ def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
 @final
 @dataclass(eq=False)
 class _Task:
-    """A request of an engine for each of some rows, and one result of them all.
+    """A request of an engine for each of some rows, and one result of them all."""
 
-    Attributes:
-        rows: Token ids as they were given, ``[batch, length]``.
-        contexts: The prompt of each row.
-        configs: The configuration of each row.
-        pad_token_id: Token behind shorter texts.
-        requests: The request of each row; none before ``submit``.
-        result: Future of the result, settled once.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # [batch, length]
     contexts: list[Context]
     configs: list[GenerationConfig]
     pad_token_id: int
@@ -426,11 +417,7 @@ class _Task:
                 self.result.set_result(found)
 
     def _joined(self, found: list[list[Generation]]) -> torch.Tensor:
-        """Return each row with its continuations, padded.
-
-        Raises:
-            OutOfSlotsError: If a text was interrupted, which only the lack of memory does to it.
-        """
+        """Return each row with its continuations, padded."""
         texts = [(row, t) for row, several in zip(self.rows, found, strict=True) for t in several]
         if any(text.finish_reason == "interrupted" for _, text in texts):
             raise OutOfSlotsError("the task's keys and values do not fit into the model's memory")

@@ -365,13 +365,6 @@ def replaced(
     error: type[Exception],
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> C:
-    """Return a dataclass with fields changed.
-
-    Args:
-        config: The dataclass.
-        fields: New values by name.
-        error: What to raise for a name that is no field.
-        elsewhere: Names of other libraries, and the field that each is here.
-    """
+    """Return a dataclass with fields changed."""
     check_fields(type(config), fields, error, elsewhere)
     return dataclasses.replace(config, **fields)  # pyright: ignore[reportArgumentType]

@@ -402,11 +402,7 @@ class Constraint:
         return self.fork()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled.
-
-        Raises:
-            NotPicklableError: (``TypeError``) Always: a grammar's state lives in one process.
-        """
+        """Refuse to be pickled."""
         raise NotPicklableError(
             "a Constraint cannot be pickled: fork() copies it here; in another process, make it "
             "anew and advance it by its token_ids"

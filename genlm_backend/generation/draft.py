@@ -31,18 +31,6 @@ class Draft(abc.ABC):
 
     Until ``is_finished``: await ``ask()``, then call ``choose()``. Between the two calls a draft
     may wait for as long as anybody likes.
-
-    Args:
-        lm: The model.
-        prompt: Checked.
-        config: How.
-
-    Attributes:
-        contexts: The token ids of each text so far, prompt included; what is asked next.
-        width: Number of contexts asked at once, at most.
-        lora_name: Name of the adapter that the contexts are read with.
-        is_finished: Whether every text is complete.
-        scores: The score of each text that has one, by its number.
     """
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
@@ -103,11 +91,7 @@ class Draft(abc.ABC):
 
 @final
 class Text:
-    """Bytes in, characters out: never half of one, and none that a stop string may still take back.
-
-    Args:
-        stops: Strings that end the text; none of them is empty.
-    """
+    """Decode bytes to whole characters, holding back those that a stop string may still cut."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = [stop.encode() for stop in stops]
@@ -153,15 +137,7 @@ class Text:
 
 @final
 class Sample(Draft):
-    """One text: awaits logits, processes them, chooses a token, and knows which is the last.
-
-    Args:
-        lm: The model.
-        prompt: Checked.
-        config: How.
-        number: Number of the text among those of the prompt.
-        stream: Number of its random stream among those of the seed.
-    """
+    """One text: awaits logits, processes them, chooses a token, and knows which is the last."""
 
     def __init__(
         self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int, stream: int

@@ -248,11 +248,7 @@ def _warn(warning: str) -> None:
 
 
 def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> GenerationConfig:
-    """Return the configuration that a caller means.
-
-    Raises:
-        GenerationConfigError: If it is none, or a field is wrong.
-    """
+    """Return the configuration that a caller means."""
     if config is not None and not isinstance(config, GenerationConfig):
         is_theirs = hasattr(config, "to_diff_dict")
         hint = " of transformers: GenerationConfig.from_hf takes it" if is_theirs else ""
@@ -266,14 +262,7 @@ def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> Gene
 def make_drafts(
     lm: AsyncLM, prompt: Prompt, config: GenerationConfig, stream: int = 0
 ) -> list[Draft]:
-    """Return the drafts that make the texts: one for each, or one beam search.
-
-    Args:
-        lm: The model.
-        prompt: Checked.
-        config: How.
-        stream: Number of the first one's random stream; the others have the next ones.
-    """
+    """Return the drafts that make the texts: one for each, or one beam search."""
     if config.num_beams > 1:
         return [BeamSearch(lm, prompt, config)]
     return [Sample(lm, prompt, config, number, stream + number) for number in range(config.n)]

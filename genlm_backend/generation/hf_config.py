@@ -125,12 +125,7 @@ def own_config(lm: AsyncLM) -> Any:
 
 
 def fields_of_hf(config: Any) -> dict[str, Any]:
-    """Return the fields of a ``GenerationConfig`` that gives the texts of ``model.generate``.
-
-    Raises:
-        GenerationConfigError: (``ValueError``) Naming a key that would change the text and is not
-            done here.
-    """
+    """Return the fields of a ``GenerationConfig`` that gives the texts of ``model.generate``."""
     given = config.to_diff_dict()
     fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
     if given.get("num_return_sequences") is not None:

@@ -26,16 +26,6 @@ def config_of_kwargs(
 
     As in ``model.generate``, the padding of a row counts for ``max_length`` and ``min_length``,
     and a text has no end but its length where there is no ``eos_token_id``.
-
-    Args:
-        defaults: The model's own ``transformers.GenerationConfig``.
-        kwargs: Options of ``model.generate``, and ``seed``.
-        row: Which row.
-        width: Tokens of the row, its padding among them.
-
-    Raises:
-        ContextError: (``ValueError``) If ``max_length`` leaves no room beside the row.
-        GenerationConfigError: (``ValueError``) Naming what is not honoured, or wrong.
     """
     merged, ours = copy.deepcopy(defaults), {}
     for name, value in kwargs.items():
@@ -99,16 +89,7 @@ _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type
 def rows_of(
     inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any], contexts: Contexts
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids ``[batch, length]`` and which of them count, bool of the same shape.
-
-    Args:
-        inputs: What ``AsyncGLM.submit`` takes.
-        contexts: What checks each ``Context``; one of another model is refused.
-
-    Raises:
-        ContextError: (``ValueError``) If they are none, empty, of another shape or type, or come
-            with something that would have to be ignored.
-    """
+    """Return token ids ``[batch, length]`` and which of them count, bool of the same shape."""
     is_mapping = isinstance(inputs, Mapping)
     if is_mapping and "input_ids" not in inputs:
         raise ContextError(f"the inputs have no 'input_ids', only {sorted(inputs)}")
@@ -140,16 +121,7 @@ def rows_of(
 
 
 def pictures_of(inputs: Any, rows: torch.Tensor, mask: torch.Tensor) -> dict[str, Any] | None:
-    """Return the inputs that a processor has made of pictures; ``None`` where there are none.
-
-    Args:
-        inputs: What ``AsyncGLM.submit`` takes.
-        rows: Token ids of them, ``[batch, length]``.
-        mask: Whether each of the token ids counts, bool ``[batch, length]``.
-
-    Raises:
-        ContextError: (``ValueError``) If there are pictures and more than one row, or padding.
-    """
+    """Return the inputs that a processor has made of pictures; ``None`` where there are none."""
     if not isinstance(inputs, Mapping) or not inputs.keys() - _KNOWN_INPUTS:
         return None
     if len(rows) != 1 or not mask.all():

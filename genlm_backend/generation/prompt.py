@@ -29,15 +29,7 @@ Chat = Sequence[Mapping[str, Any]]
 @final
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that goes with its model and configuration.
-
-    Attributes:
-        context: The prompt, with the pictures that it begins with.
-        token_ids: Token ids of the prompt.
-        eos_token_ids: The tokens that end a text.
-        max_length: Tokens of prompt and text together, at most.
-        constraint: At the beginning of a text, for each text to fork; or ``None``.
-    """
+    """A prompt that goes with its model and configuration."""
 
     context: Context
     token_ids: tuple[int, ...]
@@ -53,21 +45,7 @@ class Prompt:
         config: GenerationConfig,
         max_length: int | None = None,
     ) -> Prompt:
-        """Check a prompt and a configuration against a model.
-
-        Args:
-            lm: The model.
-            prompt: A text, a chat's messages, or token ids.
-            config: The configuration.
-            max_length: Tokens of prompt and text together, where others set a bound too.
-
-        Raises:
-            ContextError: (``ValueError``) If the prompt is empty, leaves no room for a token, or
-                cannot be encoded by the model's tokenizer.
-            ContextTypeError: (``TypeError``) If its ids are not integers.
-            PictureError: (``ValueError``) If it does not go with the pictures of ``mm_info``.
-            GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
-        """
+        """Check a prompt and a configuration against a model."""
         context = _context(lm, prompt, config)
         token_ids = tuple(context)
         lm.check_adapter(config.lora_name)
@@ -129,11 +107,7 @@ def _check_is_one(prompt: Any) -> None:
 
 
 def _encode(lm: AsyncLM, text: str) -> list[int]:
-    """Return the token ids of a text.
-
-    Raises:
-        ContextError: If it has none, or the model's tokenizer does not encode text.
-    """
+    """Return the token ids of a text."""
     method = getattr(lm.tokenizer, "encode", None)
     if method is None:
         raise ContextError("the model's tokenizer cannot encode text: pass token ids")
@@ -145,11 +119,7 @@ def _encode(lm: AsyncLM, text: str) -> list[int]:
 
 
 def _encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
-    """Return the token ids of a chat, up to where the answer begins, by the model's template.
-
-    Raises:
-        ContextError: If the messages are not ``role`` and text, or there is no template.
-    """
+    """Return the token ids of a chat, up to where the answer begins, by the model's template."""
     _check_roles(messages)
     for message in messages:
         if not isinstance(message.get("content"), str):
@@ -165,11 +135,7 @@ def _encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
 
 
 def _chat_text(lm: AsyncLM, messages: Chat) -> str:
-    """Return the text of a chat about pictures, by the template of their processor.
-
-    Raises:
-        ContextError: If there is no template, or it does not take the messages.
-    """
+    """Return the text of a chat about pictures, by the template of their processor."""
     _check_roles(messages)
     processor = getattr(lm, "processor", None)
     source: Any = processor if getattr(processor, "chat_template", None) else lm.tokenizer

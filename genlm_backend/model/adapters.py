@@ -54,11 +54,7 @@ class AdapterNames:
         self._loaded -= {adapter}
 
     def get(self, name: str) -> Adapter:
-        """Return the adapter of a name.
-
-        Raises:
-            UnknownAdapterError: If there is none.
-        """
+        """Return the adapter of a name."""
         named = self._named
         if name not in named:
             known = ", ".join(map(repr, sorted(named))) or "none are"

@@ -19,13 +19,7 @@ from genlm_backend.model.scoring import Answer, Question
 
 @final
 class Answering:
-    """Answers of an evaluator: checked, without ids that no token has, and rows kept.
-
-    Args:
-        evaluator: What answers.
-        rows: Where rows are kept.
-        adapters: The adapters that are loaded.
-    """
+    """Answers of an evaluator: checked, without ids that no token has, and rows kept."""
 
     def __init__(self, evaluator: Evaluator, rows: RowCache[Row], adapters: AdapterNames) -> None:
         self._is_bounded, self._reads_out = True, False
@@ -41,13 +35,7 @@ class Answering:
     def set_vocabulary(
         self, vocab_size: int, undefined_ids: Collection[int], *, are_omitted: bool = False
     ) -> None:
-        """Say how wide rows are and which ids no token has, before anything is asked.
-
-        Args:
-            vocab_size: Width of the rows.
-            undefined_ids: Ids that no token has.
-            are_omitted: Whether the evaluator's rows are without them; see ``EvaluatorInfo``.
-        """
+        """Say how wide rows are and which ids no token has, before anything is asked."""
         self._evaluator.undefined_ids = tuple(sorted(undefined_ids))
         self._is_to_exclude = bool(undefined_ids) and not are_omitted
         self._vocab_size = vocab_size
@@ -89,11 +77,7 @@ class Answering:
     def _found(
         self, questions: Sequence[Question], found: Any, num_clears: int
     ) -> list[Answer | Exception]:
-        """Return the evaluator's answers, checked; keep the rows.
-
-        Raises:
-            EvaluationError: If there is not one answer for each question.
-        """
+        """Return the evaluator's answers, checked; keep the rows."""
         if not isinstance(found, Sequence) or len(found) != len(questions):
             what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
             raise EvaluationError(f"{self._verb} returned {what} for {len(questions)} queries")

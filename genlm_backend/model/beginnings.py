@@ -9,13 +9,7 @@ TOKENS_PER_BLOCK: Final = 512
 
 
 class _Block(NamedTuple):
-    """Ids that have been checked, as many as a block has.
-
-    Attributes:
-        ids: The ids.
-        packed: The same as bytes.
-        like_bools: The places of those that equal a ``bool``.
-    """
+    """Ids that have been checked, as many as a block has."""
 
     ids: list[int]
     packed: bytes

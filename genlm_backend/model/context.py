@@ -103,11 +103,7 @@ class Context(Sequence[int]):
         return self.followed_by(self.contexts.packed(token_ids))
 
     def __radd__(self, token_ids: Any) -> Context:
-        """Return the context behind more tokens, which are checked.
-
-        Raises:
-            PictureError: (``ValueError``) If it begins with pictures.
-        """
+        """Return the context behind more tokens, which are checked."""
         if self.pictures is not None:
             raise PictureError("nothing can be put before the pictures that a context begins with")
         return self.contexts.of(token_ids).followed_by(self.packed().tobytes())
@@ -224,17 +220,7 @@ class Context(Sequence[int]):
 
 @final
 class Contexts:
-    """The contexts of one model.
-
-    Args:
-        vocab_size: Number of ids that the model has.
-
-    Attributes:
-        vocab_size: As given.
-        image_token_id: The id that stands for a part of a picture, which no list may hold; ``None``
-            where there is none. It can be set.
-        image_reader: Which library reads its pictures. It can be set.
-    """
+    """The contexts of one model."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -248,11 +234,6 @@ class Contexts:
         Accepts any iterable of Python or NumPy integers and one-dimensional integer arrays and
         tensors. What becomes of a list afterwards does not matter. ``name`` is what messages call
         them.
-
-        Raises:
-            ContextTypeError: If they are not integers (a ``bool`` is none), or not iterable.
-            ContextError: If one is outside ``0 … vocab_size - 1``, or they are a ``Context`` of
-                another model.
         """
         if isinstance(token_ids, Context):
             if token_ids.contexts is self:
@@ -284,12 +265,7 @@ class Contexts:
     def check(
         self, token_ids: Any, max_length: int | None = None, name: str = "token_ids"
     ) -> Context:
-        """Return token ids as a ``Context`` that can be asked.
-
-        Raises:
-            ContextTypeError: As ``of``.
-            ContextError: As there, and if there are none, or more than ``max_length``.
-        """
+        """Return token ids as a ``Context`` that can be asked."""
         is_own = isinstance(token_ids, Context) and token_ids.contexts is self
         context: Context = token_ids if is_own else self.of(token_ids, name)
         num_tokens = len(context)
@@ -303,12 +279,7 @@ class Contexts:
         return context
 
     def check_id(self, token_id: Any) -> int:
-        """Return one token id as an ``int``.
-
-        Raises:
-            ContextTypeError: If it is no integer.
-            ContextError: If it is outside the vocabulary.
-        """
+        """Return one token id as an ``int``."""
         if type(token_id) is not int:
             token_id = _to_int(token_id)
         if not 0 <= token_id < self.vocab_size:
@@ -366,11 +337,7 @@ def of_no_model(token_ids: Any) -> Context:
 
 
 def listed_contexts(name: str, value: Any) -> list[Any]:
-    """Return an iterable of contexts as a list, without a look into them.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If it is no list, or one context in place of a list.
-    """
+    """Return an iterable of contexts as a list, without a look into them."""
     contexts = listed(name, value)
     if is_one_context(value, contexts):
         raise OptionTypeError(
@@ -387,11 +354,7 @@ def is_one_context(value: Any, parts: Sequence[Any]) -> bool:
 
 
 def _listed(token_ids: Any, name: str) -> list[Any]:
-    """Return token ids as a list: a list itself, and not a copy of it.
-
-    Raises:
-        ContextTypeError: If there is none of them to be had.
-    """
+    """Return token ids as a list: a list itself, and not a copy of it."""
     if hasattr(token_ids, "tolist") and hasattr(token_ids, "ndim"):
         if token_ids.ndim != 1:
             raise ContextTypeError(

@@ -32,19 +32,7 @@ RandomGenerator = np.random.Generator | torch.Generator
 def draw(
     row: Any, vocab_size: int, generator: RandomGenerator | None = None, temperature: float = 1.0
 ) -> int:
-    """Return a token id drawn from the softmax of ``row / temperature``, once both are checked.
-
-    Args:
-        row: Tensor on any device or array, float ``[vocab_size]``, normalised or not.
-        vocab_size: Number of ids that the model has.
-        generator: Random stream that one number is taken from; ``None`` for a fresh one.
-        temperature: Divisor of the row; 0 takes the first of the most probable tokens.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If an argument is of another type, such as a seed.
-        OptionError: (``ValueError``) If ``row`` has another shape, a NaN or no possible token, or
-            ``temperature`` is negative or NaN.
-    """
+    """Return a token id drawn from the softmax of ``row / temperature``, once both are checked."""
     scores, uniform = checked_row(row, vocab_size), uniform_of(generator)
     return draw_token(scores, TEMPERATURE("temperature", temperature), uniform, OptionError)
 
@@ -85,14 +73,6 @@ def draw_token(
     Takes one random number, and none at temperature 0, where it returns the first of the largest
     scores. Everything is NumPy's, on the calling thread: torch would wake a team of threads here,
     which then competes with the one that the model computes with.
-
-    Args:
-        scores: Scores of the tokens, normalised or not, ``[vocab]``; what is impossible is
-            ``-inf``. They are not modified.
-        temperature: Divisor of the scores, zero or more; infinity draws from all possible tokens
-            alike.
-        uniform: Function that returns a random number from 0 up to, and not including, 1.
-        error: Type of the error to raise if a score is NaN, or no token is possible.
     """
     largest = scores.max()
     check_possible(largest, error)
@@ -116,11 +96,6 @@ def tempered(
     """Return scores less the largest of them and divided by a temperature, in a new array.
 
     However large or small the temperature is, what is impossible stays so, and nothing overflows.
-
-    Args:
-        scores: Scores of the tokens, normalised or not, ``[vocab]``.
-        largest: The largest of them.
-        temperature: Divisor of the scores, above zero, infinity included.
     """
     # One array for all steps, whose memory is used again: the pages of new ones would cost more
     # than the arithmetic.
@@ -136,12 +111,7 @@ def tempered(
 
 
 def check_possible(score: float, error: type[Exception] = EvaluationError) -> None:
-    """Raise an error if the largest score of a row is none that can be chosen.
-
-    Args:
-        score: Largest score of the row; NaN counts as the largest.
-        error: Type of the error to raise.
-    """
+    """Raise an error if the largest score of a row is none that can be chosen."""
     if not math.isfinite(score):
         raise error(f"no token can be chosen from a row whose largest score is {score}")
 
@@ -173,15 +143,7 @@ class PackedMask:
         return f"PackedMask({num_tokens} of {self.vocab_size} tokens)"
 
     def __and__(self, allowed: Allowed) -> PackedMask:
-        """Return the mask of what is allowed by both.
-
-        Args:
-            allowed: Another mask, an array or tensor of bools ``[vocab_size]``, or token ids.
-
-        Raises:
-            OptionTypeError: (``TypeError``) If it is none of these.
-            OptionError: (``ValueError``) If it is of another vocabulary.
-        """
+        """Return the mask of what is allowed by both."""
         other = packed_mask(allowed, self.vocab_size, may_be_empty=True)
         if other is None:
             raise OptionTypeError("a mask cannot be joined with None")
@@ -204,20 +166,7 @@ Allowed: TypeAlias = Mask | Iterable[int]
 def packed_mask(
     allowed: Any, vocab_size: int, may_be_empty: bool = False, name: str = "allowed"
 ) -> bytes | None:
-    """Return the mask of the tokens that may be drawn, a bit for each, once it is checked.
-
-    Args:
-        allowed: Array or tensor of bools ``[vocab_size]``, a ``PackedMask``, or a collection of
-            token ids; ``None`` for all tokens.
-        vocab_size: Number of ids that the model has.
-        may_be_empty: Whether no token may be drawn, too.
-        name: Name of the argument, for errors.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If it is neither.
-        OptionError: (``ValueError``) If it is of another shape, an id is outside the vocabulary, or
-            no token is allowed.
-    """
+    """Return the mask of the tokens that may be drawn, a bit for each, once it is checked."""
     if allowed is None:
         return None
     if isinstance(allowed, PackedMask):
@@ -282,12 +231,7 @@ def _check_bits(name: str, mask: PackedMask, vocab_size: int) -> None:
 
 
 def as_ids_or_bools(name: str, values: Any) -> Any:
-    """Return a tensor of ids or bools as an array, and anything else as it is.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If it is a tensor of floats, or one without elements of
-            its own.
-    """
+    """Return a tensor of ids or bools as an array, and anything else as it is."""
     if not isinstance(values, torch.Tensor):
         return values
     is_exact = not (values.is_floating_point() or values.is_complex() or values.is_quantized)
@@ -303,16 +247,7 @@ _IDS: Final = sequence(integer(), "an array of bools or a collection of token id
 
 
 def checked_row(row: Any, vocab_size: int) -> NDArray[np.float32]:
-    """Return a row in the memory of the CPU, as float32; it shares memory where it is both.
-
-    Args:
-        row: Row to check, a tensor on any device or an array, of floats.
-        vocab_size: Number of elements that it must have.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If it is no dense tensor or array of floats.
-        OptionError: (``ValueError``) If it is of another shape.
-    """
+    """Return a row in the memory of the CPU, as float32; it shares memory where it is both."""
     if isinstance(row, torch.Tensor):
         is_row = row.is_floating_point() and row.layout is torch.strided and not row.is_meta
     else:
@@ -341,15 +276,7 @@ _FRESH: Final = random.SystemRandom()
 
 
 def uniform_of(generator: Any) -> Callable[[], float]:
-    """Return a function that returns random numbers from 0 up to, and not including, 1.
-
-    Args:
-        generator: Generator of NumPy or torch whose stream they are taken from, or ``None`` for
-            fresh ones.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If it is something else, such as a seed.
-    """
+    """Return a function that returns random numbers from 0 up to, and not including, 1."""
     if generator is None:
         return _FRESH.random
     if isinstance(generator, np.random.Generator):
@@ -369,12 +296,7 @@ _NUM_BLOCKS = 256
 
 
 def invert(weights: NDArray[np.float32], point: float) -> int:
-    """Return the index where the cumulative sum of ``weights`` passes ``point`` of the whole.
-
-    Args:
-        weights: Weights, each zero or more and not all zero, ``[n]``.
-        point: Share of the whole sum, from 0 up to, and not including, 1.
-    """
+    """Return the index where the cumulative sum of ``weights`` passes ``point`` of the whole."""
     return Inversion(weights).index(point)
 
 
@@ -386,9 +308,6 @@ class Inversion:
     vocabulary takes several times as long as a plain one. All sums are in float64, so that the
     rarest tokens behind the most probable ones are not rounded away. What weighs nothing is never
     found, however the sums round.
-
-    Args:
-        weights: Weights, each zero or more, ``[n]``; ``remove`` writes to them.
     """
 
     def __init__(self, weights: NDArray[np.float32]) -> None:

@@ -30,27 +30,14 @@ from genlm_backend.model.row import moved, spare_memory
 
 
 class Cuts(NamedTuple):
-    """Bounds on the tokens that are drawn from, as ``generate`` has them.
-
-    Attributes:
-        top_k: Only so many of the most probable tokens; 0 for no bound. Those that are as
-            probable as the last of them count as well.
-        top_p: Only tokens than which more probable ones have less than this probability together
-            (Holtzman et al., 2020, arXiv:1904.09751), above 0 to 1.
-        min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
-    """
+    """Bounds on the tokens that are drawn from, as ``generate`` has them."""
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
     def kept(self, scores: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.int64]:
-        """Return the indices of the tokens that are drawn from: int64 ``[n]``.
-
-        Args:
-            scores: The log-probabilities of the tokens, ``-inf`` for those that are none.
-            weights: Their weights at the temperature of the draw, of which the largest is 1.
-        """
+        """Return the indices of the tokens that are drawn from: int64 ``[n]``."""
         # By scores, since the weights of many are zero at a low temperature, and none is the less
         # probable for it: they are drawn where all others have been.
         is_left = scores > -np.inf
@@ -176,16 +163,7 @@ def _none_possible() -> EvaluationError:
 
 @final
 class _Pool:
-    """The tokens of a row that one or several are drawn from.
-
-    Args:
-        scores: Their log-probabilities; ``-inf`` for what is none of them: float32 ``[n]``.
-        ids: Token that each score is of, in order; ``None`` where they are of all tokens.
-        logprobs: The log-probabilities of all tokens.
-        temperature: Divisor of the scores.
-        cuts: Bounds on the tokens; ``None`` for none.
-        is_whole: Whether no token is left out.
-    """
+    """The tokens of a row that one or several are drawn from."""
 
     def __init__(
         self,
@@ -344,10 +322,6 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
 
     The cumulative sum of each row is inverted as ``invert`` does: sums of blocks are searched, and
     then one block, in float64.
-
-    Args:
-        drawings: The drawings.
-        rows: Their rows: float32 ``[n, vocab]``.
     """
     device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
     points = np.array([drawing.uniform for drawing in drawings])
@@ -390,12 +364,7 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
 def _drawn_plainly(
     rows: torch.Tensor, points: NDArray[np.float64]
 ) -> list[Draw | EvaluationError] | None:
-    """Return draws from whole rows at a temperature of 1; ``None`` where one has to be looked at.
-
-    Args:
-        rows: The rows: float32 ``[n, vocab]``.
-        points: The random number of each: float64 ``[n]``.
-    """
+    """Return draws from entire rows at temperature 1; ``None`` if a row needs a closer look."""
     token_ids, totals, logprobs = _inverted(rows.exp(), points, rows)
     if not ((totals > 0.5) & (totals < 2)).all():  # nothing is possible, or too little
         return None
@@ -445,13 +414,7 @@ def _cuts_of(drawing: Drawing) -> Cuts | None:
 def _within(
     cuts: Sequence[Cuts | None], scores: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return which tokens are drawn from: bool ``[n, vocab]``; see ``Cuts.kept``.
-
-    Args:
-        cuts: The bounds of each row; ``None`` for none.
-        scores: The log-probabilities of the tokens, ``-inf`` for those that are none.
-        weights: Their weights, of which the largest is 1.
-    """
+    """Return which tokens are drawn from: bool ``[n, vocab]``; see ``Cuts.kept``."""
     device, vocab_size = scores.device, scores.shape[1]
     bounds = [Cuts() if own is None else own for own in cuts]
     is_left = scores > -torch.inf
@@ -470,12 +433,7 @@ def _within(
 
 
 def _least_of_nuclei(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Return the least of the largest weights of each row that come to its share: float32 ``[n]``.
-
-    Args:
-        weights: Float32 ``[n, vocab]``.
-        shares: Float64 ``[n]``.
-    """
+    """Return each row's least weight within its share of probability: float32 ``[n]``."""
     points, size = shares * weights.sum(-1, dtype=torch.float64), _FEW_OF_NUCLEUS
     while True:
         size = min(size, weights.shape[1])
@@ -505,14 +463,6 @@ def _inverted(
 
     A device sums up blocks, and hands over one block of each row; both are searched here, since
     each of the small steps of a search would take a launch.
-
-    Args:
-        weights: Weights, each zero or more: float32 ``[n, vocab]``.
-        points: Share of the whole sum of each: float64 ``[n]``.
-        values: Numbers beside the weights: float32 ``[n, vocab]``.
-
-    Returns:
-        Indices, int64 ``[n]``; sums, float64 ``[n]``; and the values there, float32 ``[n]``.
     """
     padding = -weights.shape[1] % _NUM_BLOCKS
     padded = [torch.nn.functional.pad(one, (0, padding)) for one in (weights, values) if padding]
@@ -579,10 +529,6 @@ def log_mass(total: float, row: NDArray[np.floating]) -> float:
     It is never above 0, nor below the log-probability of one of them, and it is 0 where the row is
     whole and no token is left out that has a probability: a whole row sums to one but for the
     rounding of each. What is missing from a row that has been restricted before counts.
-
-    Args:
-        total: Logarithm of the sum of their probabilities, as rounded as these are.
-        row: Log-probabilities of all tokens, ``[vocab]``.
     """
     is_all = abs(total) < _ROUNDING and abs(total - log_sum(row)) < _REORDERED
     return 0.0 if is_all else min(total, 0.0)
@@ -615,17 +561,7 @@ _CUTS: Final = {
 
 
 def drawing_of(vocab_size: int, generator: Any, **options: Any) -> Callable[[Query], Drawing]:
-    """Return a maker of drawings, once its options are checked; it has the random number.
-
-    Args:
-        vocab_size: Number of ids that the model has.
-        generator: As ``draw_next_token`` has it.
-        **options: Its other arguments, but for the context and the adapter.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If an option is of another type.
-        OptionError: (``ValueError``) If one is out of its bounds.
-    """
+    """Return a maker of drawings, once its options are checked; it has the random number."""
     number_of, alike = _drawn_alike(vocab_size, generator, **options)
     return partial(Drawing, uniform=number_of(), **alike)
 
@@ -633,15 +569,7 @@ def drawing_of(vocab_size: int, generator: Any, **options: Any) -> Callable[[Que
 def drawings_of(
     vocab_size: int, generator: Any, num_draws: int, *, allowed: Any, **options: Any
 ) -> Callable[[Query], Drawing]:
-    """Return a maker of as many drawings, one after another, as ``drawing_of`` of one.
-
-    Args:
-        vocab_size: Number of ids that the model has.
-        generator: As ``batch_draw_next_token`` has it.
-        num_draws: Number of drawings.
-        allowed: As ``batch_draw_next_token`` has it.
-        **options: Its other arguments, but for the contexts and the adapter.
-    """
+    """Return a maker of as many drawings, one after another, as ``drawing_of`` of one."""
     dtype = getattr(allowed, "dtype", None)
     is_array = dtype is not None and getattr(allowed, "ndim", 0) == 1
     is_array = is_array and not getattr(dtype, "hasobject", False)
@@ -682,15 +610,7 @@ def _one_by_one(
 def several_draws_of(
     vocab_size: int, generator: Any, n: Any, distinct: Any, **options: Any
 ) -> Callable[[Query], SeveralDraws]:
-    """Return a maker of several draws, as ``drawing_of`` of one; it has the random numbers.
-
-    Args:
-        vocab_size: Number of ids that the model has.
-        generator: As ``draw_next_tokens`` has it.
-        n: The same.
-        distinct: The same.
-        **options: Its other arguments, but for the context and the adapter.
-    """
+    """Return a maker of several draws, as ``drawing_of`` of one; it has the random numbers."""
     count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
     number_of, alike = _drawn_alike(vocab_size, generator, **options)
     uniforms = tuple(number_of() for _ in range(count))

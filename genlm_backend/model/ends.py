@@ -9,11 +9,7 @@ import numpy as np
 
 
 def listed_ids(value: Any) -> tuple[int, ...] | None:
-    """Return the ``eos_token_id`` of a generation config or a tokenizer, as several ids.
-
-    Args:
-        value: A token id, or several in a list, an array or a tensor; ``None`` for none named.
-    """
+    """Return the ``eos_token_id`` of a generation config or a tokenizer, as several ids."""
     if value is None:
         return None
     values = value.tolist() if hasattr(value, "tolist") else value

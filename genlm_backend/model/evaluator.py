@@ -79,13 +79,7 @@ class EvaluatorInfo:
     omits_undefined: bool = False
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            OptionTypeError: (``TypeError``) If one has a wrong type.
-            OptionError: (``ValueError``) If one is out of its bounds.
-            DeviceError: (``ValueError``) If there is no such device.
-        """
+        """Check every field."""
         fields = {name: getattr(self, name) for name in _CHECKS}
         for name, value in checked(_CHECKS, fields).items():
             object.__setattr__(self, name, value)

@@ -110,14 +110,7 @@ NO_QUERY: Final = Query([0])
 def check_known_ids(
     name: str, ids: Iterable[int], vocab_size: int, error: type[Exception] = OptionError
 ) -> None:
-    """Raise an error if one of an option's token ids is outside the vocabulary.
-
-    Args:
-        name: Name of the option.
-        ids: Its token ids.
-        vocab_size: Number of ids that the model has.
-        error: Type of the error to raise.
-    """
+    """Raise an error if one of an option's token ids is outside the vocabulary."""
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise error(

@@ -120,13 +120,6 @@ class OwnReadout(Readout):
 
     It is hashed once, so that one that is modified while it waits is still found, and its answer is
     sent by itself, so that one that cannot be sent is missed by nobody else.
-
-    Args:
-        readout: The readout.
-
-    Attributes:
-        query: Its query.
-        readout: As given.
     """
 
     __slots__ = ("_hash", "_weight", "query", "readout")
@@ -184,12 +177,7 @@ class OwnReadout(Readout):
 
 
 def confined(readout: Readout) -> Readout:
-    """Return a readout of this library as it is, and one of a program's own as an ``OwnReadout``.
-
-    Raises:
-        TypeError: If it cannot be hashed.
-        OptionError: (``ValueError``) If its weight is none.
-    """
+    """Wrap a readout of a program's own in an ``OwnReadout``."""
     return readout if is_ours(type(readout)) else OwnReadout(readout)
 
 
@@ -204,17 +192,7 @@ def answers_by_rows(
     undefined_ids: Sequence[int] = (),
     is_unknown: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Return answers to questions, among them readouts, by an evaluator that knows no readouts.
-
-    Args:
-        evaluate: Returns answers to distinct questions without readouts, as an ``Evaluator``.
-        questions: The questions.
-        undefined_ids: Ids that no token has, and that its rows do not leave out by themselves.
-        is_unknown: Whether ``evaluate`` does not know a readout; it knows none by default.
-
-    Returns:
-        The answers; where it returned something else than one for each question, that.
-    """
+    """Return answers to questions, among them readouts, by an evaluator that knows no readouts."""
     kinds = {kind for kind in set(map(type, questions)) if issubclass(kind, Readout)}
     unknown = {i for i, q in enumerate(questions) if type(q) in kinds} if kinds else set[int]()
     if is_unknown is not None:
@@ -243,12 +221,7 @@ def answers_by_rows(
 
 @final
 class RowQuestions(NamedTuple):
-    """Questions of rows, for whoever has the rows, maybe in another process.
-
-    Attributes:
-        questions: What is asked of each row: its query, for the row itself, and readouts.
-        undefined_ids: Ids that no token has, and that rows do not leave out by themselves.
-    """
+    """Questions of rows, for whoever has the rows, maybe in another process."""
 
     questions: Sequence[Sequence[Any]]
     undefined_ids: tuple[int, ...] = ()

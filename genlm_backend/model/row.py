@@ -466,19 +466,6 @@ class RowCache(Generic[R]):
 
     Rows are stored and handed out as they are: whoever passes one on to be modified copies it.
     A row should own its memory, since a view would keep its whole batch alive.
-
-    Args:
-        budget: Bytes that the rows may take together; 0 stores nothing.
-        max_rows: Rows that may be stored; ``None`` for any number.
-        device: Where rows are kept; ``None`` for wherever they are when stored.
-
-    Attributes:
-        num_clears: Number of times that it has been cleared.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If a bound is no integer.
-        OptionError: (``ValueError``) If one is negative.
-        DeviceError: (``ValueError``) If the device is not there.
     """
 
     def __init__(

@@ -42,17 +42,6 @@ class Sampler:
 
     A draw uses one random number of the sampler's own, so that equal seeds give equal
     continuations, whatever else is sampled meanwhile.
-
-    Args:
-        temperature: Divisor of the log-probabilities; 0 takes the largest, and infinity draws
-            from all possible tokens alike.
-        seed: Seed of the random numbers; equal seeds and streams give equal draws from equal
-            rows. ``None`` draws afresh.
-        stream: Number of the stream among the independent ones of ``seed``.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If an argument is of another type.
-        OptionError: (``ValueError``) If an argument is negative, or ``temperature`` is NaN.
     """
 
     def __init__(self, temperature: float = 1.0, seed: int | None = None, stream: int = 0) -> None:
@@ -61,11 +50,7 @@ class Sampler:
         self._random = np.random.default_rng(entropy_of(given["seed"], given["stream"]))
 
     def draw(self, row: torch.Tensor) -> int:
-        """Return a token id drawn from ``row``, float ``[vocab]``, normalised or not.
-
-        Raises:
-            EvaluationError: (``RuntimeError``) If the row is NaN, or no token is possible.
-        """
+        """Return a token id drawn from ``row``, float ``[vocab]``, normalised or not."""
         return draw_token(as_scores(row), self.temperature, self._random.random)
 
     def uniform(self) -> float:
@@ -78,12 +63,7 @@ class Sampler:
 
 
 def entropy_of(seed: int | None, stream: int) -> np.random.SeedSequence:
-    """Return the entropy of a stream of random numbers.
-
-    Args:
-        seed: Seed of the streams; ``None`` for fresh ones.
-        stream: Number of the stream among the independent ones of ``seed``.
-    """
+    """Return the entropy of a stream of random numbers."""
     return np.random.SeedSequence(None if seed is None else [seed, stream])
 
 
@@ -128,16 +108,7 @@ def check_no_others(method: str, others: Iterable[str]) -> None:
 
 
 def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
-    """Return options of ``sample`` and ``batch_sample`` as they are meant.
-
-    Args:
-        vocab_size: Number of ids that the model has.
-        **options: Options by name.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If an option is of another type.
-        OptionError: (``ValueError``) If an option is out of its bounds.
-    """
+    """Return options of ``sample`` and ``batch_sample`` as they are meant."""
     given = checked(CHECKS, options)
     check_known_ids("eos_token_ids", given.get("eos_token_ids", ()), vocab_size)
     return given
@@ -146,13 +117,7 @@ def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
 def default_ends(
     own: Collection[int] | None, tokenizer: Any, is_token: Callable[[int], bool]
 ) -> frozenset[int]:
-    """Return the ids that end a text where a caller names none.
-
-    Args:
-        own: Ids that the model's generation config names; ``None`` where it names none.
-        tokenizer: Tokenizer of the model, which tells where the model names no token of its own.
-        is_token: Whether an id is a token's. What is not comes nowhere, and ends nothing.
-    """
+    """Return the ids that end a text where a caller names none."""
     of_tokenizer = listed_ids(getattr(tokenizer, "eos_token_id", None))
     found = (frozenset(filter(is_token, ids)) for ids in (own, of_tokenizer) if ids is not None)
     return next(filter(None, found), frozenset())

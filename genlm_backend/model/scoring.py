@@ -51,31 +51,15 @@ class TokenScores(NamedTuple):
 
 @final
 class Beginnings(NamedTuple):
-    """The tokens that begin as some tokens do, as intervals of an alphabet; a value that pickles.
-
-    Attributes:
-        order: The tokens in the order of their bytes: int32.
-        token_ids: The tokens that it knows the beginnings of, in order: int32 ``[n]``.
-        bounds: The interval of those that begin with the first byte of each, with its first two,
-            and so on, empty from its own length on: int32 ``[n, width, 2]``.
-        width: Number of bytes of the longest one, less one.
-    """
+    """The tokens that begin as some tokens do, as intervals of an alphabet."""
 
     order: bytes
-    token_ids: bytes
-    bounds: bytes
+    token_ids: bytes  # [n] int32
+    bounds: bytes  # [n, width, 2] int32
     width: int
 
     def log_masses(self, rows: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-        """Return the logarithms of the probabilities of all tokens that begin as targets do.
-
-        Args:
-            rows: Log-probabilities without a NaN, on any device: float32 ``[n, vocab]``.
-            targets: A token of each row.
-
-        Returns:
-            float64 ``[n, width]``, on the processor; ``-inf`` behind a target's last byte but one.
-        """
+        """Return the logarithms of the probabilities of all tokens that begin as targets do."""
         found = torch.full((len(rows), self.width), -torch.inf, dtype=torch.float64)
         if not self.width:
             return found
@@ -162,13 +146,7 @@ NOTHING: Final = Beside()
 
 
 def beside_of(entropy: Any, rank: Any, top: Any, groups: Any, vocab_size: int) -> Beside:
-    """Return the numbers that are told of each token, once they are checked.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If one is of a wrong type.
-        OptionError: (``ValueError``) If ``top`` is below 0 or above the size of the vocabulary, or
-            a group is of another vocabulary.
-    """
+    """Return the numbers that are told of each token, once they are checked."""
     most, masks = integer(0, vocab_size)("top", top), packed_groups(groups, vocab_size)
     return Beside(switch("entropy", entropy), switch("rank", rank), most, masks)
 
@@ -279,13 +257,6 @@ def check_scorings(
     """Return the scorings of continuations, each behind its own prompt, or all behind one.
 
     The longest context that one asks about, which is the text without its last token, has to fit.
-
-    Raises:
-        OptionTypeError: If prompts or continuations are no list.
-        OptionError: If these are not of one length.
-        ContextTypeError: If a prompt or a continuation is not integers.
-        ContextError: If a prompt is empty, an id is outside the vocabulary, it is another model's
-            ``Context``, or a text has more tokens than ``max_length`` before its last one.
     """
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
@@ -327,13 +298,7 @@ async def scores_of_rows(
     ask: Callable[[list[Query]], Awaitable[torch.Tensor]],
     chunk_size: int,
 ) -> list[torch.Tensor]:
-    """Return the scores of texts by way of rows, for models that score nothing themselves.
-
-    Args:
-        scorings: The texts.
-        ask: Returns the rows of queries: ``[n, vocab]``.
-        chunk_size: Number of rows to ask for at once, at most.
-    """
+    """Return the scores of texts by way of rows, for models that score nothing themselves."""
     scores = _RowScores(scorings, chunk_size)
     for queries in scores.chunks():
         scores.put(await ask(queries))
@@ -352,17 +317,7 @@ def scores_of_rows_sync(
 
 @torch.inference_mode()
 def numbers_of_rows(rows: torch.Tensor, targets: Sequence[int], beside: Beside) -> torch.Tensor:
-    """Return the numbers that are told of tokens, each of a row of its own.
-
-    Args:
-        rows: Log-probabilities, on any device: ``[n, vocab]``.
-        targets: The tokens: ``n`` ids.
-        beside: What is told of them.
-
-    Returns:
-        float32 ``[n]`` where that is nothing but the log-probability, on the rows' device; else
-        float64 ``[n, width]``, on the processor.
-    """
+    """Return the numbers that are told of tokens, each of a row of its own."""
     ids = torch.tensor(targets, dtype=torch.int64, device=rows.device)[:, None]
     logprobs = rows.gather(1, ids).float()
     if beside == NOTHING:
@@ -390,13 +345,7 @@ def numbers_of_rows(rows: torch.Tensor, targets: Sequence[int], beside: Beside) 
 
 
 def _ranks(rows: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Return how many numbers of each row come before one of it: int64 ``[n]``.
-
-    Args:
-        rows: float32 ``[n, vocab]``.
-        ids: Where that one is: int64 ``[n, 1]``.
-        logprobs: What it is: float32 ``[n, 1]``.
-    """
+    """Return how many numbers of each row come before one of it: int64 ``[n]``."""
     if rows.is_cpu:  # a row at a time stays in the cache
         pairs = zip(rows.numpy(), ids[:, 0].tolist(), logprobs[:, 0].numpy(), strict=True)
         counts = [

@@ -56,12 +56,7 @@ ReadoutOf: TypeAlias = Callable[[Query], Readout]
 
 
 def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
-    """Return the readout that ``make`` makes of a query; one of a program's own is ``confined``.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If it is no function, or makes something else, such as a
-            readout of another query.
-    """
+    """Return the readout that ``make`` makes of a query; one of a program's own is ``confined``."""
     return _confined(function("readout", make)(query), query)
 
 
@@ -94,12 +89,7 @@ def _confined(readout: Any, query: Query) -> Readout:
 @final
 @dataclass(frozen=True, slots=True)
 class Top(Readout):
-    """The ``k`` most probable tokens behind a context; the answer is a ``TopTokens``.
-
-    Attributes:
-        query: The context, and the adapter to read it with.
-        k: Number of tokens, from 1 to the size of the vocabulary.
-    """
+    """The ``k`` most probable tokens behind a context; the answer is a ``TopTokens``."""
 
     query: Query
     k: int
@@ -137,12 +127,7 @@ class Top(Readout):
 @final
 @dataclass(frozen=True, slots=True)
 class Chosen(Readout):
-    """The log-probabilities of chosen tokens behind a context: float32 ``[len(token_ids)]``.
-
-    Attributes:
-        query: The context, and the adapter to read it with.
-        token_ids: The tokens, in any order; one that is there twice is answered twice.
-    """
+    """The log-probabilities of chosen tokens behind a context: float32 ``[len(token_ids)]``."""
 
     query: Query
     token_ids: tuple[int, ...]
@@ -166,11 +151,7 @@ class Chosen(Readout):
 @final
 @dataclass(frozen=True, slots=True)
 class Entropy(Readout):
-    """The entropy of the token behind a context, in nats: a ``float``, summed in float64.
-
-    Attributes:
-        query: The context, and the adapter to read it with.
-    """
+    """The entropy of the token behind a context, in nats: a ``float``, summed in float64."""
 
     query: Query
     wanted: ClassVar[str] = "a float for an Entropy"
@@ -193,12 +174,7 @@ class Entropy(Readout):
 @final
 @dataclass(frozen=True, slots=True)
 class Masses(Readout):
-    """Logarithms of the probabilities of groups of tokens together: float64 ``[len(groups)]``.
-
-    Attributes:
-        query: The context, and the adapter to read it with.
-        groups: A bit for each token of each group, as ``packed_mask`` packs them.
-    """
+    """Logarithms of the probabilities of groups of tokens together: float64 ``[len(groups)]``."""
 
     query: Query
     groups: tuple[bytes, ...]
@@ -242,12 +218,7 @@ def masses_of(groups: Any, vocab_size: int) -> ReadoutOf:
 
 
 def packed_groups(groups: Any, vocab_size: int) -> tuple[bytes, ...]:
-    """Return a bit for each token of each group, once they are checked.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If they are no list, or one is no group of tokens.
-        OptionError: (``ValueError``) If one is of another vocabulary.
-    """
+    """Return a bit for each token of each group, once they are checked."""
     packed = list[bytes]()
     for i, group in enumerate(listed("groups", groups)):
         mask = packed_mask(group, vocab_size, True, f"groups[{i}]")
@@ -258,12 +229,7 @@ def packed_groups(groups: Any, vocab_size: int) -> tuple[bytes, ...]:
 
 
 def top_of(k: Any, vocab_size: int) -> ReadoutOf:
-    """Return a maker of ``Top``, once its number of tokens is checked.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If it is no integer.
-        OptionError: (``ValueError``) If it is below 1 or above the size of the vocabulary.
-    """
+    """Return a maker of ``Top``, once its number of tokens is checked."""
     return partial(Top, k=integer(1, vocab_size)("k", k))
 
 
@@ -276,12 +242,7 @@ def own_top(found: TopTokens, str_vocab: Sequence[str]) -> TopTokens:
 
 
 def chosen_of(chosen: Any, vocab_size: int) -> ReadoutOf:
-    """Return a maker of ``Chosen``, once its tokens are checked.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If they are no collection of integers, or a set.
-        OptionError: (``ValueError``) If one is outside the vocabulary.
-    """
+    """Return a maker of ``Chosen``, once its tokens are checked."""
     if isinstance(chosen, Set):
         raise OptionTypeError(f"chosen must be in an order, got a {type(chosen).__name__}")
     values = as_ids_or_bools("chosen", chosen)

@@ -25,17 +25,11 @@ NUM_REMEMBERED: Final = 8
 
 
 class _RememberedReading(NamedTuple):
-    """The reading of a decode step, from which that of a later one may go on.
-
-    Attributes:
-        reading: The reading.
-        handles: Handles of the nodes that the step's contexts came to, ascending: int64 ``[B]``.
-        order: The number of the context that came to each of them: ``[B]``.
-    """
+    """The reading of a decode step, from which that of a later one may go on."""
 
     reading: Reading
-    handles: NDArray[np.int64]
-    order: NDArray[np.intp]
+    handles: NDArray[np.int64]  # [B] int64
+    order: NDArray[np.intp]  # [B]
 
     def find(self, handles: NDArray[np.int64]) -> NDArray[np.intp] | None:
         """Return which of the contexts came to nodes; ``None`` where not all are of this step."""
@@ -53,10 +47,6 @@ class DecodeSteps:
     A context of a step is three integers: the node before its last token, that token and its slot.
     What a step reads is what an earlier one read, its rows permuted and one column more, where all
     contexts go on from those of one; and is found out anew otherwise.
-
-    Args:
-        forwards: What runs the model.
-        cache: What is kept.
     """
 
     def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
@@ -72,15 +62,7 @@ class DecodeSteps:
         cost: CostModel,
         aligns: bool,
     ) -> bool:
-        """Return whether queries are one token each behind what is kept, and fit one pass.
-
-        Args:
-            questions: The queries.
-            nodes: The nodes of their cached prefixes: ``[B]``.
-            sizes: Number of tokens before the last one of each: ``[B]``.
-            cost: Bounds on the rows and the tokens of a pass.
-            aligns: Whether rows of a pass have to have as many past tokens each.
-        """
+        """Return whether queries are one token each behind what is kept, and fit one pass."""
         depths = self._cache.tree.nodes.depth[nodes]
         least, deepest = int(depths.min()), int(depths.max())
         return (
@@ -94,16 +76,7 @@ class DecodeSteps:
     def rows(
         self, contexts: Sequence[Context], nodes: NDArray[np.int32]
     ) -> tuple[list[Row], NDArray[np.int32]] | None:
-        """Compute the rows behind contexts.
-
-        Args:
-            contexts: The contexts, of one adapter.
-            nodes: The nodes of the tokens before the last ones, used in this batch: ``[B]``.
-
-        Returns:
-            The rows, and the nodes of the contexts, 0 for one that a NaN came of and that is not
-            kept; ``None`` if there is no room for their tokens.
-        """
+        """Compute the rows behind contexts."""
         forwards, cache, tree = self._forwards, self._cache, self._cache.tree
         tokens = np.frombuffer(b"".join([c.last_packed for c in contexts]), np.int32)
         slots = tree.allocate(len(nodes), nodes)

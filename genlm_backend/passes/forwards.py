@@ -20,13 +20,7 @@ from genlm_backend.prefix import Nodes
 
 
 class Runner(abc.ABC):
-    """Forward passes of one model: spans in, logits at the wanted positions out.
-
-    Attributes:
-        model: The model.
-        num_forwards: Number of passes so far.
-        tokens_computed: Number of tokens in them, padding not counted.
-    """
+    """Forward passes of one model: spans in, logits at the wanted positions out."""
 
     model: Any
     num_forwards: int
@@ -54,20 +48,7 @@ class Runner(abc.ABC):
 
 @final
 class Forwards:
-    """Calls of a runner, whose logits become rows and scores.
-
-    Args:
-        runner: What calls the model.
-        finish: Makes one row of each vector of logits, ``[n, vocab]``, which it may overwrite, and
-            knows what it was normalised by.
-        score: Makes scores of logits, as ``scores_of_logits`` does.
-        check_wanted: Called before each pass; raises a ``QueryDroppedError`` where nobody waits.
-
-    Attributes:
-        runner: As given.
-        finish: As given.
-        check_wanted: As given.
-    """
+    """Calls of a runner, whose logits become rows and scores."""
 
     def __init__(
         self,
@@ -82,14 +63,7 @@ class Forwards:
     def of_segments(
         self, segments: Sequence[Segment], nodes: Nodes, states: RowStates | None, attend: Any
     ) -> None:
-        """Run segments in one pass, and hand its outputs to the jobs that want them.
-
-        Args:
-            segments: The segments.
-            nodes: The nodes that they are of.
-            states: The running states of their rows, of a model that has such.
-            attend: What they attend to.
-        """
+        """Run segments in one pass, and hand its outputs to the jobs that want them."""
         spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
         before = np.array([segment.before for segment in segments], np.int32)
         logits = self.runner.forward(pack(spans, Paths.of(nodes, before), states), attend)
@@ -104,14 +78,7 @@ class Forwards:
                     job.row = None if job.targets else row
 
     def alone(self, job: Job, span: Span, attend: Any, start: int = 0) -> None:
-        """Run tokens of one context in a pass of their own, and hand the job its outputs.
-
-        Args:
-            job: Whose tokens they are.
-            span: The tokens.
-            attend: What they attend to.
-            start: Number of tokens of the context before them.
-        """
+        """Run tokens of one context in a pass of their own, and hand the job its outputs."""
         self.check_wanted()
         logits = self.runner.forward([span], attend)
         if not job.targets:
@@ -136,12 +103,7 @@ class Forwards:
         self._put_scores(logits, [(rows[index], job, i) for index, job, i in wanted])
 
     def _put_scores(self, logits: torch.Tensor, wanted: Sequence[tuple[int, Job, int]]) -> None:
-        """Put what is told of targets where their jobs have it.
-
-        Args:
-            logits: ``[n, vocab]``.
-            wanted: The row of the logits for each target, its job and its number there.
-        """
+        """Put what is told of targets where their jobs have it."""
         kinds: defaultdict[Beside, list[tuple[int, Job, int]]] = defaultdict(list)
         for one in wanted:
             kinds[one[1].beside].append(one)

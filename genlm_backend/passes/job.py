@@ -27,28 +27,7 @@ def first_output(question: Question) -> int:
 @final
 @dataclass(slots=True, eq=False)
 class Job:
-    """One context on its way, and the outputs that are wanted behind its tokens.
-
-    Attributes:
-        context: The whole context.
-        node: The node of its cached prefix, which ends before the first output; that of the whole
-            context once it is kept. 0 where it is run whole.
-        start: Number of tokens of the prefix.
-        num_known: Number of its first tokens that the tree has. It is more than ``start`` where
-            there is no running state behind them, and the job begins at an earlier one.
-        next_start: Node of a running state that the context goes on from when it is one token
-            longer, 0 where there is none yet; ``None`` where it has not just become longer by one.
-        targets: The tokens whose log-probabilities are wanted behind the context's last positions,
-            one behind each; empty where a row is wanted behind the last one.
-        stop: Position after the last one.
-        first: Position of the first output.
-        missing: The tokens from ``start`` on.
-        shift: Number that positions of the missing tokens are larger by than their indices, behind
-            pictures.
-        row: The row, where one is wanted.
-        beside: What is told of each target beside its log-probability.
-        scores: What is told of each target otherwise: float64 ``[num_targets, beside.width]``.
-    """
+    """One context on its way, and the outputs that are wanted behind its tokens."""
 
     context: Context
     node: int = 0
@@ -62,7 +41,7 @@ class Job:
     next_start: int | None = None
     row: Row | None = None
     beside: Beside = NOTHING
-    scores: NDArray[np.float64] = field(init=False)
+    scores: NDArray[np.float64] = field(init=False)  # [num_targets, beside.width] float64
 
     def __post_init__(self) -> None:
         self.stop = len(self.context)

@@ -28,10 +28,6 @@ class Openings:
     """The beginnings of contexts that are pictures, each of which goes through the model at once.
 
     What follows an opening is text: its tokens are computed with those of all other contexts.
-
-    Args:
-        forwards: What runs the model.
-        cache: What is kept.
     """
 
     def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:

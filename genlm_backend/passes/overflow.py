@@ -32,11 +32,6 @@ def search(job: Job, spoilt: Sequence[int], size: int) -> Generator[Wanted]:
     way of nothing but probes, all outputs behind it are NaN by their own contexts. It need not: it
     may leave a window, or come behind the last attention. Then each output is run for itself,
     where another one does not answer it, which is right for any model and takes O(n²).
-
-    Args:
-        job: The text.
-        spoilt: The positions of its outputs that may be NaN by tokens behind them.
-        size: Number of outputs of one pass, at most.
     """
     text = job.context
     probe = yield from _probe(text)

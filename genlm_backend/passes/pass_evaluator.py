@@ -32,17 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class PassEvaluator(Evaluator):
-    """Answers queries by forward passes, and keeps what it has computed in a prefix cache.
-
-    Args:
-        runner: What calls the model.
-        device_type: Type of the device that it computes on: "cpu", "cuda", "mps".
-        attend_whole: The way to attend of contexts that are run whole.
-        output_device: Where rows are returned; ``None`` for where the model computes them.
-
-    Attributes:
-        passes: The passes.
-    """
+    """Answers queries by forward passes, and keeps what it has computed in a prefix cache."""
 
     def __init__(
         self,

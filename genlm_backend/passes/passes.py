@@ -54,26 +54,6 @@ class Passes:
     Contexts of one batch share what they have in common, with each other and with earlier
     contexts: match, plan, allocate, run, link. Where each has one token that is new, it is a
     decode step, and nothing is planned. Without slots, every context is run whole.
-
-    Args:
-        forwards: What calls the model, and makes answers of what it says.
-        cost: Cost of passes, by which a batch is divided.
-        attend_whole: The way to attend of contexts that are run whole.
-
-    Attributes:
-        forwards: As given.
-        runner: What calls the model.
-        cost: As given; it can be set.
-        attend_whole: As given; it can be set.
-        cache: What is kept.
-        openings: The beginnings of contexts that have pictures.
-        pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
-        aligns: Whether rows of a pass have to have as many past tokens each; it can be set.
-        going_on: How many tokens go on from a running state in one pass; it can be set.
-        most_shared: Number of tokens up to which contexts share anything, of a model that has other
-            keys for longer ones; infinite for most models; it can be set.
-        tokens_reused: Number of tokens whose keys and values were there.
-        tokens_without_room: Number of tokens of contexts that there was no room for, even alone.
     """
 
     def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: Attend) -> None:
@@ -154,10 +134,6 @@ class Passes:
 
         A text with more outputs than one pass may have is run again for those that are left, from
         its beginning. What is NaN is run again where padding or a later token may have made it so.
-
-        Args:
-            questions: The questions.
-            pads: Whether they may be padded beside longer ones, where the model allows it.
         """
         with_pictures = [question for question in questions if question.context.pictures]
         if with_pictures:
@@ -236,11 +212,7 @@ class Passes:
     # ---------------------------------------------------------------- with slots
 
     def computed(self, query: Query) -> int | None:
-        """Compute a context, with a state that it goes on from when it is asked again.
-
-        Returns:
-            Its node; it and the state are on the device. ``None`` if there is no room.
-        """
+        """Compute a context, with a state that it goes on from when it is asked again."""
         tree, size = self.tree, len(query.context)
         num_before = size - self.going_on.fewest
         if tree.states.num_states and num_before > 0 and query.context.pictures is None:
@@ -299,13 +271,7 @@ class Passes:
     def _at_states(
         self, nodes: NDArray[np.int32], sizes: NDArray[np.int32], lengths: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Return where contexts go on: the last node with a running state, or the root.
-
-        Args:
-            nodes: The nodes of their cached prefixes: ``[n]``.
-            sizes: Number of tokens before the first output of each: ``[n]``.
-            lengths: Number of tokens of each: ``[n]``.
-        """
+        """Return where contexts go on: the last node with a running state, or the root."""
         tree, fewest, most = self.tree, self.going_on.fewest, self.going_on.most
         if fewest > 1:
             nodes = tree.nodes.ancestors(nodes, np.maximum(sizes + 1 - fewest, 0).astype(np.int32))
@@ -319,13 +285,7 @@ class Passes:
     def _planned(
         self, questions: list[Question], nodes: NDArray[np.int32], matched: NDArray[np.int32]
     ) -> list[Answer] | None:
-        """Answer questions by segments and waves; ``None`` if there is no room for all.
-
-        Args:
-            questions: The questions.
-            nodes: The nodes that they go on from: ``[n]``.
-            matched: The nodes of what the tree has of each: ``[n]``.
-        """
+        """Answer questions by segments and waves; ``None`` if there is no room for all."""
         starts = self.tree.nodes.depth[nodes].tolist()
         jobs = [Job.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)]
         for job, known in zip(jobs, matched.tolist(), strict=True):
@@ -411,12 +371,7 @@ class Passes:
     # ---------------------------------------------------------------- running states
 
     def _look_ahead(self, job: Job, known: int) -> None:
-        """Note how much of a job's context the tree has, and what it goes on from next.
-
-        Args:
-            job: The job.
-            known: The node of what the tree has of it, before its first output.
-        """
+        """Note how much of a job's context the tree has, and what it goes on from next."""
         nodes, fewest = self.tree.nodes, self.going_on.fewest
         depth = int(nodes.depth[known])
         job.num_known = min(depth, job.first + 1 - fewest)
@@ -449,12 +404,7 @@ class Passes:
         self.tree.states.expect(nodes, weights, shares=fewest == 1)
 
     def _resumed(self, segment: Segment, found: dict[tuple[int, bytes], int]) -> int:
-        """Return the node that what is one token longer than a step goes on from; 0 for none.
-
-        Args:
-            segment: The segment.
-            found: Nodes of this batch by what is before them and their tokens, added to.
-        """
+        """Return the node that what is one token longer than a step goes on from; 0 for none."""
         size = segment.num_tokens - self.going_on.fewest
         if not segment.is_step or segment.job.next_start or size < 1:
             return segment.job.next_start or 0
@@ -547,14 +497,7 @@ def _in_halves(
     evaluate: Callable[[list[Question]], list[Answer]],
     starts: NDArray[np.int32] | None = None,
 ) -> list[Answer]:
-    """Return answers to two halves of a batch.
-
-    Args:
-        questions: The batch.
-        evaluate: Answers a half.
-        starts: The node that each goes on from, where its state may have to be fetched: those of
-            one node stay together, so that it is fetched once.
-    """
+    """Return answers to two halves of a batch."""
     order, middle = np.arange(len(questions)), len(questions) // 2
     if starts is not None:
         order = np.argsort(starts, kind="stable")

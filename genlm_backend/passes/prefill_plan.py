@@ -29,17 +29,7 @@ from genlm_backend.passes.state_bounds import StateBounds
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of forward passes, in units of one token's share of a large pass.
-
-    Attributes:
-        per_forward: Cost of any pass, however small: reading the weights, launching the kernels.
-        per_past_token: Cost of one cached token of one row: gathering and attending to it.
-        max_segment: Number of tokens of one context in one pass, at most; longer ones go in chunks.
-        max_tokens: Number of tokens of one pass, padding included, at most.
-        max_outputs: Number of positions of one pass that are projected onto the vocabulary, at
-            most, but for one of each row.
-        max_rows: Number of contexts of one pass, at most.
-    """
+    """Costs of forward passes, in units of one token's share of a large pass."""
 
     per_forward: float = 8.0
     per_past_token: float = 1 / 256
@@ -63,21 +53,7 @@ class CostModel:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Consecutive tokens to compute, of one context on behalf of all that share them.
-
-    Attributes:
-        job: A context that has these tokens.
-        start: Position of the first one.
-        stop: Position after the last one.
-        parent: The segment that computes what lies between the cached prefix and ``start``, or
-            ``None`` where nothing does.
-        wave: Number of waves that must have been computed before.
-        outputs: Positions behind which logits are wanted, in order, and who wants them.
-        nodes: Nodes of its tokens, once there are slots for them: int32 ``[num_tokens]``.
-        num_behind: Number of segments that begin where it ends.
-        leaves_state: Whether its last tokens are taken apart, so that there is a state before them.
-        resumed: Node that what is one token longer goes on from, where that is not the end; or 0.
-    """
+    """Consecutive tokens to compute, of one context on behalf of all that share them."""
 
     job: Job
     start: int
@@ -137,11 +113,7 @@ class Segment:
         return found
 
     def span(self, slots: NDArray[np.int32]) -> Span:
-        """Return the span of its new tokens, without those before it.
-
-        Args:
-            slots: Slots of its tokens, or none to keep nothing.
-        """
+        """Return the span of its new tokens, without those before it."""
         return Span(
             token_ids=self.token_ids,
             slots=slots,
@@ -151,13 +123,7 @@ class Segment:
 
 
 class Size(NamedTuple):
-    """Size of one row of a forward pass.
-
-    Attributes:
-        num_new: Number of new tokens.
-        num_past: Number of tokens before them.
-        num_outputs: Number of new tokens behind which logits are wanted.
-    """
+    """Size of one row of a forward pass."""
 
     num_new: int
     num_past: int
@@ -167,14 +133,7 @@ class Size(NamedTuple):
 def plan_segments(
     jobs: Sequence[Job], cost: CostModel, going_on: StateBounds | None = None
 ) -> list[Segment]:
-    """Return segments that together answer every job, parents before their children.
-
-    Args:
-        jobs: The jobs, of one adapter.
-        cost: What a pass costs.
-        going_on: How many tokens go on at once from a running state, of a model that has such. A
-            segment can begin only where another one ends then.
-    """
+    """Return segments that together answer every job, parents before their children."""
     segments: list[Segment] = []
     # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
     # in common, the cache would have found it for both. (Of a text that is scored, what is wanted
@@ -228,9 +187,6 @@ def plan_whole(wanted: Iterable[tuple[Job, Sequence[int]]]) -> list[Segment]:
 
     Behind the last output of a segment there is no token that could spoil the ones before. Of
     segments with equal tokens there is one.
-
-    Args:
-        wanted: Jobs, and positions behind which each wants logits, in order.
     """
     segments: dict[Context, Segment] = {}
     for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):
@@ -354,11 +310,6 @@ def most_passes(num_passes: NDArray[np.int32], lengths: NDArray[np.int32], cost:
     """Return how many passes are worth it, in which contexts go on one beside the other.
 
     Those that would take more are run whole.
-
-    Args:
-        num_passes: How many passes each context takes that goes on: ``[n]``.
-        lengths: Number of tokens of each: ``[n]``.
-        cost: What a pass costs.
     """
     order = np.argsort(num_passes, kind="stable")
     num_stepped = np.concatenate([[0], num_passes[order]])
@@ -402,12 +353,6 @@ def leave_states(
     Where no fewer than some tokens go on at once, a context goes on from before its end, where its
     step has come by without a stop. To stop there takes another pass of all segments that are as
     long, and spares the next step all but a few tokens of each, as far as there is room for states.
-
-    Args:
-        segments: The segments.
-        going_on: How many tokens go on at once.
-        cost: What a pass costs.
-        num_states: Number of states that there is room for.
     """
     fewest = going_on.fewest
     if fewest == 1:
@@ -426,12 +371,7 @@ def leave_states(
 
 
 def states_needed(passes: Iterable[Sequence[Segment]]) -> Iterator[tuple[int, list[int]]]:
-    """Yield the running states that are needed behind each pass that has made such.
-
-    Yields:
-        How many of those that passes so far have made are needed by later ones; and the nodes
-        whose states later ones go on from.
-    """
+    """Yield the running states that are needed behind each pass that has made such."""
     passes = list(passes)
     starts = Counter(one.job.node for each in passes for one in each if one.parent is None)
     made: Counter[Segment] = Counter()
@@ -452,20 +392,7 @@ def plan_groups(
     aligns: bool = False,
     has_states: bool = False,
 ) -> list[list[int]]:
-    """Divide rows into forward passes of the least total cost.
-
-    Args:
-        sizes: Size of each row.
-        cost: What a pass costs.
-        pads: Whether rows of different numbers of new tokens may be in one pass.
-        aligns: Whether all rows of a pass have to have the same number of past tokens.
-        has_states: Whether the rows have running states, which padding would change, and which
-            rows that begin have not.
-
-    Returns:
-        Groups of indices into ``sizes``. Rows are sorted by size and cut into runs by dynamic
-        programming over the places where the size changes.
-    """
+    """Divide rows into forward passes of the least total cost."""
     if aligns or has_states:
         kinds: defaultdict[int, list[int]] = defaultdict(list)
         for i, size in enumerate(sizes):

@@ -40,28 +40,6 @@ class PrefixCache:
     """The tree of contexts that are kept, and the stores of their keys, values and states.
 
     Without a store nothing is kept.
-
-    Args:
-        runner: What calls the model.
-        attend: The way to attend to what is kept.
-        store: Keys and values; ``None`` for none.
-        num_slots: Number of its slots.
-        host_store: Another one, for what is evicted from the first; ``None`` for none.
-        num_host_slots: Number of its slots.
-        states: Where running states are kept, of a model that has such.
-        host_states: Another one, for what is evicted from the first; ``None`` for none.
-        budgets: The bytes of all of these.
-        may_pin: Whether a node may be pinned, given it.
-
-    Attributes:
-        tree: The contexts.
-        store: As given.
-        state_store: Their running states; none of most models.
-        host_state_store: Those that are on the host.
-        attend: As given.
-        layout: Shapes of keys and values, and how they are kept or would be; it can be set.
-        keeps: Whether anything is kept.
-        budgets: As given.
     """
 
     def __init__(
@@ -106,15 +84,7 @@ class PrefixCache:
         return self.tree.match(context.packed(0, most), adapter, context.place)
 
     def pin(self, node: int, fewest: int) -> bool:
-        """Keep the path to a node until ``clear()``, and the state that contexts go on from.
-
-        Args:
-            node: The node.
-            fewest: Fewest tokens of a pass that goes on from a state.
-
-        Returns:
-            Whether there is such a state, and others have room; nothing is kept otherwise.
-        """
+        """Keep the path to a node until ``clear()``, and the state that contexts go on from."""
         tree = self.tree
         if not self._may_pin(node):
             return False
@@ -149,15 +119,7 @@ class PrefixCache:
         num_resumed: int,
         adapter: Adapter | None,
     ) -> bool:
-        """Keep a context whose keys and values are known; return whether there was room.
-
-        Args:
-            token_ids: The context.
-            codes: The codes of each layer's keys and values, ``[len(token_ids), columns]`` each.
-            states: The tensors of a running state, ``[1, *shape]`` each.
-            num_resumed: Number of its first tokens that the state is behind.
-            adapter: The adapter that it was computed with.
-        """
+        """Keep a context whose keys and values are known; return whether there was room."""
         tree = self.tree
         tree.begin()
         node = tree.match(token_ids, adapter)
@@ -205,14 +167,7 @@ class PrefixCache:
         before: NDArray[np.int32],
         states: RowStates,
     ) -> None:
-        """Give the states that rows have come to to nodes, as far as there is room.
-
-        Args:
-            nodes: The node that each row has come to, or 0 for one that is not kept: ``[B]``.
-            num_needed: How often each is needed in this batch: ``[B]``.
-            before: The node that each row went on from, 0 as well: ``[B]``.
-            states: The states.
-        """
+        """Give the states that rows have come to to nodes, as far as there is room."""
         _, rows = np.unique(nodes, return_index=True)
         rows = np.sort(rows[nodes[rows] > 0])
         own = nodes[rows]

@@ -22,11 +22,6 @@ class StateBounds(NamedTuple):
     The code of most models takes any number. Some scans begin anew whatever state there is, so
     that tokens have to come one by one; others round the steps of several tokens as they round
     those of a whole context, and a single one's otherwise.
-
-    Attributes:
-        fewest: Fewest tokens of a pass that goes on.
-        most: Most tokens of a pass; ``None`` for any number.
-        is_short: Whether there is no room for states but those that a batch goes on from itself.
     """
 
     fewest: int = 1
@@ -35,13 +30,7 @@ class StateBounds(NamedTuple):
 
     @classmethod
     def told_by(cls, at_once: float, one_by_one: float, rounding: float) -> Self:
-        """Derive the bounds from the distances of a trial's rows.
-
-        Args:
-            at_once: Distance from whole rows where several tokens go on at once.
-            one_by_one: The same where one goes on after the other.
-            rounding: Distance that computing in another order makes.
-        """
+        """Derive the bounds from the distances of a trial's rows."""
         if at_once > max(rounding, _TIMES * one_by_one):
             return cls(most=1)
         if one_by_one > max(rounding, _TIMES * at_once):
@@ -56,13 +45,7 @@ class StateBounds(NamedTuple):
         return _MANY if self.fewest == 1 else _MANY_BY_TWO
 
     def cut(self, num_tokens: int, begins: bool, most: int) -> int:
-        """Return how many of some tokens go through the model next.
-
-        Args:
-            num_tokens: Number of tokens that are left.
-            begins: Whether the first of them begins the context, so that any number will do.
-            most: Number of tokens of a context that one pass may have.
-        """
+        """Return how many of some tokens go through the model next."""
         size = self.part(num_tokens, begins, most)
         # A context that is asked again, or scored on, goes on from before its last tokens.
         return size - self.fewest if size == num_tokens >= self.many else size

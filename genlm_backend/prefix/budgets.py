@@ -19,13 +19,7 @@ _FEWEST_ROWS: Final = 8
 
 @final
 class Budgets(NamedTuple):
-    """Bytes that may be taken by what is kept of contexts.
-
-    Attributes:
-        kv: Bytes of keys, values and states on the device.
-        host: Bytes of them on the host.
-        states: Bytes of states, of those on the device.
-    """
+    """Bytes that may be taken by what is kept of contexts."""
 
     kv: int = 0
     host: int = 0
@@ -59,11 +53,7 @@ def default_kv_budget(layout: KVLayout) -> int:
 def check_budgets(
     kv_cache_bytes: int | None, host_cache_bytes: int, state_cache_bytes: int | None = None
 ) -> None:
-    """Check that something is kept where there are bytes for a part of it, or for more of it.
-
-    Raises:
-        OptionError: (``ValueError``) If nothing is.
-    """
+    """Check that something is kept where there are bytes for a part of it, or for more of it."""
     if state_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
             "kv_cache_bytes=0 keeps nothing, and so no running states: "
@@ -77,20 +67,7 @@ def check_budgets(
 
 
 def state_budget(wanted: int | None, budget: int, size: int, name: str, *, attends: bool) -> int:
-    """Return the bytes that running states may take; 0 of a model that has none.
-
-    Args:
-        wanted: ``state_cache_bytes``; ``None`` for half of the budget, or all where no layer
-            attends.
-        budget: The bytes of keys, values and states together.
-        size: Bytes of the state behind one token; 0 of a model that has none.
-        name: The model's name.
-        attends: Whether some layers keep keys and values.
-
-    Raises:
-        OptionError: (``ValueError``) If they are for nothing, or too many, or too few for one
-            state.
-    """
+    """Return the bytes that running states may take; 0 of a model that has none."""
     if not size:
         if wanted is not None:
             raise OptionError(

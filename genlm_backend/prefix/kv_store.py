@@ -20,19 +20,7 @@ FREE_SLOTS: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """The shape of one token's keys and values in one attention layer.
-
-    Attributes:
-        num_key_heads: Number of heads of the keys.
-        key_dim: Number of elements of one head's key.
-        num_value_heads: Number of heads of the values.
-        value_dim: Number of elements of one head's value; may differ from ``key_dim`` (latent
-            attention).
-        dtype: Type of the elements of both, as the model computes them.
-        device: Device on which the layer runs, and its slots live.
-        kept: Number format in which they are kept; ``None`` for ``dtype``.
-        mean_key: Mean of its keys, all heads in a row, float32; ``None`` where it is not known.
-    """
+    """The shape of one token's keys and values in one attention layer."""
 
     num_key_heads: int
     key_dim: int
@@ -54,11 +42,7 @@ class LayerLayout:
         return self.key_width + self.num_value_heads * self.value_dim
 
     def codec(self) -> Codec:
-        """Return the codec of the keys and values of tokens, the keys first.
-
-        Raises:
-            OptionError: (``ValueError``) If the number format is not for vectors of this shape.
-        """
+        """Return the codec of the keys and values of tokens, the keys first."""
         dim, mean = math.gcd(self.key_dim, self.value_dim), self.mean_key
         if mean is not None:
             mean = torch.nn.functional.pad(mean, (0, self.width - self.key_width))
@@ -72,13 +56,7 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shapes of what a model keeps of a context.
-
-    Attributes:
-        layers: Shapes of the layers that attend, first to last; none where it keeps no keys and
-            values.
-        states: Shapes of the running states behind a token; none for most models.
-    """
+    """The shapes of what a model keeps of a context."""
 
     layers: tuple[LayerLayout, ...] = ()
     states: StateLayout = field(default_factory=StateLayout)
@@ -91,15 +69,7 @@ class KVLayout:
     def kept_as(
         self, kept: KVCacheDtype | None, mean_keys: Sequence[torch.Tensor] | None = None
     ) -> Self:
-        """Return the same shapes, kept in a number format.
-
-        Args:
-            kept: The number format; ``None`` for the types that the layers compute in.
-            mean_keys: Mean of each layer's keys, where the format makes use of them.
-
-        Raises:
-            OptionError: (``ValueError``) If the format is not for vectors of some layer.
-        """
+        """Return the same shapes, kept in a number format."""
         means = mean_keys or [None] * len(self.layers)
         layers = [
             replace(layer, kept=kept, mean_key=mean)
@@ -136,18 +106,6 @@ class KVStore:
 
     On a CPU the operating system provides the memory page by page as slots are first written,
     so that an unused budget costs nothing.
-
-    Args:
-        layout: The shapes of the layers.
-        num_slots: Number of slots, beside the one for padding.
-        pins: Whether the processor's memory is pinned, from where CUDA devices copy by themselves.
-            All of it is taken at once then.
-
-    Attributes:
-        layout: As given.
-        bytes_per_slot: Number of bytes of one token's keys and values across all layers.
-        is_exact: Whether what is read is what was written.
-        codes: By layer, the tensors of codes, ``[num_slots + 1, columns]`` each.
     """
 
     def __init__(self, layout: KVLayout, num_slots: int, pins: bool = False) -> None:
@@ -161,16 +119,7 @@ class KVStore:
         ]
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Store the keys and values of some tokens in one layer.
-
-        Args:
-            layer: The layer's index.
-            slots: Where each token goes: int64 ``[n]`` on the layer's device.
-            rows: Its keys and then its values, all heads in a row: ``[n, width]``.
-
-        Returns:
-            The rows as they will be read.
-        """
+        """Store the keys and values of some tokens in one layer."""
         codec = self._codecs[layer]
         new = codec.encode(rows)
         for codes, of_tokens in zip(self.codes[layer], new, strict=True):
@@ -178,13 +127,7 @@ class KVStore:
         return codec.decode(new)
 
     def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of some slots in one layer, ``[n, heads * dim]`` each.
-
-        Args:
-            layer: The layer's index.
-            slots: Which: int64 ``[n]`` on the layer's device, as often as wanted each, of which
-                copies are returned; or a slice of them, of which views are if the store is exact.
-        """
+        """Return the keys and values of some slots in one layer, ``[n, heads * dim]`` each."""
         codes = self.codes[layer]
         if isinstance(slots, slice):
             found = tuple(of_slots[slots] for of_slots in codes)
@@ -197,13 +140,7 @@ class KVStore:
     def read_by_head(
         self, layer: int, slots: torch.Tensor | slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of rows of slots in one layer: ``[B, heads, n, dim]`` each.
-
-        Args:
-            layer: The layer's index.
-            slots: Which: int64 ``[B, n]`` on the layer's device; or a slice for one row of them,
-                of which views are returned if the store is exact.
-        """
+        """Return the keys and values of rows of slots in one layer: ``[B, heads, n, dim]`` each."""
         num_rows, which = (1, slots) if isinstance(slots, slice) else (len(slots), slots.view(-1))
         keys, values = self.read(layer, which)
         shape = self.layout.layers[layer]

@@ -19,14 +19,7 @@ _FIRST_STATES: Final = 16
 @final
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One array of the running state behind one token.
-
-    Attributes:
-        cache: Number of the ``ArraysCache`` that it is in, among those of a model.
-        index: Its index there.
-        shape: Its shape, without the axis of rows.
-        dtype: Type of its elements.
-    """
+    """One array of the running state behind one token."""
 
     cache: int
     index: int
@@ -42,11 +35,7 @@ class StateArray:
 @final
 @dataclass(frozen=True, slots=True)
 class MlxStateLayout:
-    """The running states of all layers; none where a model has no such layer.
-
-    Attributes:
-        arrays: Their arrays, layer by layer.
-    """
+    """The running states of all layers; none where a model has no such layer."""
 
     arrays: tuple[StateArray, ...] = ()
 
@@ -64,14 +53,6 @@ class MlxStateStore:
     """Running states by number, as a ``StateStore`` has them; the first stands for none.
 
     The arrays grow as states are first written, so that an unused budget takes no memory.
-
-    Args:
-        layout: Their arrays.
-        num_states: Number of states, beside the one that stands for none.
-
-    Attributes:
-        layout: As given.
-        num_states: As given.
     """
 
     def __init__(self, layout: MlxStateLayout, num_states: int) -> None:
@@ -85,11 +66,7 @@ class MlxStateStore:
         return [kept[index] for kept in self._kept]
 
     def write(self, numbers: Ints, states: Sequence[mx.array]) -> None:
-        """Fill states with arrays as ``read`` returns them.
-
-        Raises:
-            ModelStateError: If some state has another shape than it had.
-        """
+        """Fill states with arrays as ``read`` returns them."""
         if len(numbers) == 0:
             return
         self._make_room(int(np.max(numbers)) + 1)

@@ -18,14 +18,7 @@ _FIRST_SLOTS: Final = 1024
 @final
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of one token's keys and values in one layer.
-
-    Attributes:
-        num_heads: Number of heads of the keys, and of the values.
-        key_dim: Number of elements of one head's key.
-        value_dim: Number of elements of one head's value.
-        dtype: Type of the elements.
-    """
+    """The shape of one token's keys and values in one layer."""
 
     num_heads: int
     key_dim: int
@@ -44,16 +37,6 @@ class MlxStore:
 
     Each head has the slots one after another, so that a stretch of them is read where it lies.
     The arrays grow as slots are first written, so that an unused budget takes no memory.
-
-    Args:
-        shapes: The shapes of the layers.
-        num_slots: Number of slots, beside the one for padding.
-
-    Attributes:
-        shapes: As given.
-        bytes_per_slot: Number of bytes of one token's keys and values across all layers.
-        is_exact: Whether what is read is what was written: it is.
-        layout: No layers of torch.
     """
 
     layout = KVLayout()
@@ -69,26 +52,14 @@ class MlxStore:
         ]
 
     def read_by_head(self, layer: int, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
-        """Return keys and values of rows of slots in one layer: ``[B, heads, n, dim]`` each.
-
-        Args:
-            layer: The layer's index.
-            slots: Which: ``[B, n]``, of which copies are returned; or a slice for one row of them,
-                of which views are.
-        """
+        """Return keys and values of rows of slots in one layer: ``[B, heads, n, dim]`` each."""
         kept = [of_slots[:, slots] for of_slots in self._kept[layer]]
         if isinstance(slots, slice):
             return kept[0][None], kept[1][None]
         return kept[0].swapaxes(0, 1), kept[1].swapaxes(0, 1)
 
     def write(self, slots: np.ndarray, new: Sequence[tuple[mx.array, mx.array]]) -> None:
-        """Store keys and values of some tokens in all layers.
-
-        Args:
-            slots: Where each token goes: ``[n]``.
-            new: By layer, its keys and its values: ``[heads, n, dim]`` each, evaluated. Nothing
-                else may hold the arrays of the store meanwhile, or all of them would be copied.
-        """
+        """Store keys and values of some tokens in all layers."""
         if not self.shapes:  # of a model with running states alone
             return
         self._make_room(int(slots.max()) + 1)

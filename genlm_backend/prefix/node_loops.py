@@ -148,14 +148,6 @@ def link(parents, tokens, first, children, on_device, stamps, slots, table, node
 
     Where a parent has a child with the token of a node, that one stays. If it is on the host, the
     slot of the node is its own from then on.
-
-    Args:
-        nodes: Nodes that are not linked.
-        real: Where the nodes are written that stand for them.
-        spare: Where the slots are written that nobody has now, as ``Nodes.slot`` has them.
-
-    Returns:
-        Their number.
     """
     num_spare = 0
     for i in range(len(nodes)):
@@ -203,17 +195,6 @@ def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken,
 
     A node that nothing is below any more was used when the last one below it was, or later. Where
     that is later, it waits for another queue.
-
-    Args:
-        num_below: How many children keep a node from being taken; -1 for one that has been, which
-            keeps its parent no more.
-        queue: Leaves in the order of their stamps; what is no leaf any more is passed over.
-        queued: Their stamps.
-        taken: Where the nodes are written, leaves first; no more than there is room for.
-        is_on_device: Whether nodes are taken that are on the device, or those on the host.
-
-    Returns:
-        How many have been taken, and how many of the queue are done with.
     """
     num_taken = 0
     for i in range(len(queue)):

@@ -48,29 +48,9 @@ class Nodes:
 
     A node is *linked* when it can be found as a child of its parent. Numbers are used again; a
     place means one use of one node.
-
-    Attributes:
-        parent: Number of the node before, int32 ``[n]`` like all of these; 0 for a root.
-        token: Token id.
-        depth: Number of tokens up to this one and with it; 0 for a root.
-        root: Number of the root that it is below.
-        slot: Slot of its keys and values; minus one of the host for what is there; 0 for a root.
-        state: Number of the running state behind it; minus one of the host for what is there; 0 for
-            none; see ``States``.
-        first: One of its linked children where that is known, or 0.
-        num_children: Number of linked children.
-        num_on_device: Number of linked children on the device.
-        stamp: Time of its last use, int64 ``[n]``, or ``PINNED``.
-        num_uses: Number of its use, int64 ``[n]``.
-        digest: Digest of the tokens up to this one and with it, and of their root: uint64 ``[n]``,
-            where there are digests.
-        has_digests: Whether there are digests of nodes that are no roots; ``begin_digests`` makes
-            them, so that nobody pays for them who does not ask for any.
-        table: Linked nodes by their parents and tokens, int32; see ``node_loops``.
-        key: What all places have until the nodes are cleared.
     """
 
-    parent: Ints
+    parent: Ints  # [n] int32
     token: Ints
     depth: Ints
     root: Ints
@@ -79,9 +59,9 @@ class Nodes:
     first: Ints
     num_children: Ints
     num_on_device: Ints
-    stamp: Ints
-    num_uses: Ints
-    digest: NDArray[np.uint64]
+    stamp: Ints  # [n] int64
+    num_uses: Ints  # [n] int64
+    digest: NDArray[np.uint64]  # [n] uint64
     table: Ints
 
     def __init__(self) -> None:
@@ -158,14 +138,7 @@ class Nodes:
         return int(node)
 
     def grow(self, parents: Ints, tokens: Ints, slots: Ints, stamp: int) -> Ints:
-        """Return nodes behind others, one behind each, that are not linked.
-
-        Args:
-            parents: The nodes before them: int32 ``[n]``.
-            tokens: Their tokens.
-            slots: Their slots.
-            stamp: Time of their first use.
-        """
+        """Return nodes behind others, one behind each, that are not linked."""
         nodes = self.take(len(tokens))
         self.parent[nodes], self.token[nodes] = parents, tokens
         self.depth[nodes], self.root[nodes] = self.depth[parents] + 1, self.root[parents]
@@ -190,10 +163,6 @@ class Nodes:
 
         Where there is a child with the same token already, that stands for the node, which is
         free then; if it was on the host, the slot of the node is its own now.
-
-        Returns:
-            For each node the one that is found, and the slots that are left over, as ``slot`` has
-            them.
         """
         real, spare = np.empty_like(nodes), np.empty(len(nodes), np.int32)
         num_spare = node_loops.link(
@@ -253,14 +222,7 @@ class Nodes:
         return np.where(is_there & (self.root[nodes] == root), nodes, 0).astype(np.int32)
 
     def check(self, linked: Ints) -> None:
-        """Compare what nodes say of each other.
-
-        Args:
-            linked: All nodes of the table.
-
-        Raises:
-            CacheError: If something is wrong.
-        """
+        """Compare what nodes say of each other."""
         size, parents = self._num_made, self.parent[linked]
         num_children = np.bincount(parents, minlength=size)
         num_on_device = np.bincount(parents[self.slot[linked] > 0], minlength=size)

@@ -23,26 +23,6 @@ class PrefixTree:
     The tree is that of SGLang's RadixAttention (Zheng et al., 2024, arXiv:2312.07104) with a node
     for each token, in arrays. One thread at a time may call it. The README beside this file tells
     the protocol.
-
-    Args:
-        slots: Where the slots come from; nobody else may use it.
-        host_slots: Slots on the host, where what is evicted from the others is kept; ``None`` for
-            none.
-        moves: Copies between the two, where there are slots on the host.
-        states: Makes the running states of the nodes, of a model that has such; ``None`` for none.
-
-    Attributes:
-        slots: As given.
-        host_slots: As given; without any where there is no host tier.
-        nodes: The nodes.
-        states: The running states that nodes have; none of a model that has no such state.
-        num_evicted: Number of tokens that were dropped to make room so far.
-        num_recomputed: Number of tokens that came again so far after they had been dropped, as far
-            as the digests of the last 65,536 or so that were dropped tell.
-        num_to_host: Number of tokens moved to the host so far.
-        num_to_device: Number of tokens moved back so far.
-        num_slot_changes: Number of tokens that have got another slot of the device so far, as they
-            were moved back or computed anew.
     """
 
     def __init__(
@@ -92,13 +72,7 @@ class PrefixTree:
         namespace: Hashable = None,
         place: Place = NOWHERE,
     ) -> int:
-        """Return the node of the longest cached prefix, which is not evicted before ``begin``.
-
-        Args:
-            token_ids: The tokens.
-            namespace: Their namespace.
-            place: Place of a context that they begin with, or that begins with them.
-        """
+        """Return the node of the longest cached prefix, which is not evicted before ``begin``."""
         tokens = np.asarray(token_ids, np.int32)
         sizes = np.array([len(tokens)], np.int32)
         found = self.match_all([place], namespace, sizes, lambda _, start: tokens[start:])
@@ -115,13 +89,6 @@ class PrefixTree:
         """Return the nodes of the longest cached prefixes of contexts: int32 ``[n]``.
 
         They may be evicted until they are used.
-
-        Args:
-            places: For each, the place of a context that it begins with, or that begins with it.
-            namespace: Namespace of all.
-            sizes: Number of tokens that are asked for, of each: int32 ``[n]``.
-            tokens_of: Returns the tokens of one of them, given its number, from a position on, up
-                to its size. It is called for contexts whose places do not tell all.
         """
         nodes = self.recall(places, namespace, sizes)
         depths = self.nodes.depth
@@ -156,16 +123,7 @@ class PrefixTree:
                 stamps[own] = np.maximum(stamps[own], self._now)
 
     def allocate(self, count: int, ends: Ints | Sequence[int] = ()) -> Ints | None:
-        """Take ``count`` slots, evicting what is old; ``None`` if there is no room.
-
-        Args:
-            count: Number of slots.
-            ends: Nodes that are used since ``begin``. What is on the host of the paths to them is
-                moved to the device; nothing is if there is no room.
-
-        Returns:
-            The slots, int64, one after another where there is such a stretch.
-        """
+        """Take ``count`` slots, evicting what is old; ``None`` if there is no room."""
         ends = np.asarray(ends, np.int32)
         below = self._host_paths(ends)
         missing = count + len(below) - self.slots.num_free
@@ -180,13 +138,7 @@ class PrefixTree:
         return self.slots.allocate(count)
 
     def grow(self, parents: Ints, tokens: Ints, slots: Ints) -> Ints:
-        """Return nodes behind others, one behind each, which are found once they are linked.
-
-        Args:
-            parents: Nodes of the device, int32 ``[n]``.
-            tokens: Token ids, int32 ``[n]``.
-            slots: Slots that were allocated for their keys and values, ``[n]``.
-        """
+        """Return nodes behind others, one behind each, which are found once they are linked."""
         return self.nodes.grow(parents, tokens, slots, self._now)
 
     def grow_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
@@ -206,9 +158,6 @@ class PrefixTree:
 
         Where there is a node for the same token already, that stays, and the slot is free again; if
         its keys and values are on the host, the slot is its own now.
-
-        Returns:
-            The nodes that are found, of which some are others.
         """
         states = self.nodes.state[nodes] if self.states.num_states else None
         real, spare = self.nodes.link(nodes)
@@ -288,11 +237,6 @@ class PrefixTree:
         """Return how many of the first tokens are cached; changes no age.
 
         Where nodes have running states, tokens behind the last one are not counted.
-
-        Args:
-            token_ids: The tokens.
-            namespace: Their namespace.
-            tier: The tokens that are counted: those on the device, on the host, or both.
         """
         root = self._roots.get(namespace)
         if root is None:
@@ -376,11 +320,7 @@ class PrefixTree:
         return self._num_linked - int(num_kept)
 
     def check_integrity(self, held: Sequence[int] = ()) -> None:
-        """Count slots and nodes; ``held`` are slots allocated whose nodes are not linked.
-
-        Raises:
-            CacheError: If a slot has no owner or two, or nodes do not agree.
-        """
+        """Count slots and nodes; ``held`` are slots allocated whose nodes are not linked."""
         nodes = self.nodes
         linked = np.sort(nodes.table[nodes.table > 0])
         own = nodes.slot[linked]
@@ -538,11 +478,7 @@ class _Leaves:
 
 
 def _check_slots(slots: Slots, owned: Sequence[int]) -> None:
-    """Count slots.
-
-    Raises:
-        CacheError: If one has no owner or two.
-    """
+    """Count slots."""
     found = sorted([*owned, *slots.recycled()])
     if found != [*range(1, slots.num_touched + 1)]:
         raise CacheError(f"not every slot of {slots.num_touched} has one owner")

@@ -12,11 +12,7 @@ LONG_STRETCH: Final = 16
 
 
 class Kept(Protocol):
-    """Tensors whose rows are kept by number.
-
-    Attributes:
-        codes: Groups of them, with as many rows each.
-    """
+    """Tensors whose rows are kept by number."""
 
     codes: list[tuple[torch.Tensor, ...]]
 
@@ -28,11 +24,6 @@ class Mover:
     Where slots follow one another on both sides they are copied where they lie. Between a CUDA
     device and pinned memory that does not wait for the device: what is computed there afterwards
     comes after the copy, as does every other copy. Other slots are collected first.
-
-    Args:
-        device: The store that is computed with.
-        host: The store in the memory of the host.
-        first: Number of the slot that the first row of both is.
     """
 
     def __init__(self, device: Kept, host: Kept, first: int = 0) -> None:

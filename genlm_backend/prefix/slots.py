@@ -21,13 +21,6 @@ class Slots:
     """The free list of a store: slots by number, each free or handed out, and no tensors.
 
     Slots are numbered from 1; slot 0 is for padding.
-
-    Args:
-        num_slots: Number of slots that can be handed out.
-
-    Attributes:
-        num_slots: As given.
-        num_used: Number of slots handed out and not returned.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -48,11 +41,7 @@ class Slots:
         return self.num_slots - self.num_used
 
     def allocate(self, count: int) -> NDArray[np.int64]:
-        """Take ``count`` slots, one after another where there is such a stretch: int64.
-
-        Raises:
-            OutOfSlotsError: If fewer are free; none is taken then.
-        """
+        """Take ``count`` slots, one after another where there is such a stretch: int64."""
         if count > self.num_slots - self.num_used:
             raise OutOfSlotsError(f"{count} slots asked for, {self.num_free} free")
         self.num_used += count
@@ -121,11 +110,7 @@ class Slots:
         return self._next_unused - 1
 
     def recycled(self) -> set[int]:
-        """Return the slots handed out and returned; those never handed out are free too.
-
-        Raises:
-            CacheError: If a slot is on the free list twice or does not exist.
-        """
+        """Return the slots handed out and returned; those never handed out are free too."""
         stretches = [range(start, stop) for start, stop in self._stops.items()]
         free = set(itertools.chain.from_iterable(stretches))
         if len(free) != sum(map(len, stretches)):

@@ -37,13 +37,7 @@ def _marked(parents, depths, states, nodes, index):
 
 @compiled
 def _asked(parents, depths, states, nodes, has_state, weights):
-    """Return the tree of nodes, and how often each is computed or gone on from.
-
-    Returns:
-        The index of the node above each, -1 for none; the number of tokens between; whether it has
-        a state; and how much those count that go through it from the last state before it, or
-        from itself.
-    """
+    """Return the tree of nodes, and how often each is computed or gone on from."""
     index = np.zeros(len(parents), np.int32)
     all_nodes = _marked(parents, depths, states, nodes, index)
     size = len(all_nodes)
@@ -87,16 +81,6 @@ def most_missed(
     those of this batch come those that earlier ones used, the youngest first and of these the
     ones that are the most tokens behind another, since contexts of other batches may go on from
     them; and then what spares nothing.
-
-    Args:
-        nodes: The nodes that have states, may have them, or are asked, each once: ``[n]``.
-        has_state: Whether each has a state that stays in any case.
-        may_stay: Whether each has or may have one otherwise.
-        weights: How much the tokens of contexts count that may go on from each; 0 of most.
-        shares: Whether what several contexts have in common is computed once.
-        times: The batch in which each was used last.
-        now: This batch.
-        chosen: Where the indices of those that stay are written, no more than there is room for.
     """
     above, num_tokens, has, asked = _asked(parents, depths, states, nodes, has_state, weights)
     is_left, gains = may_stay.copy(), np.empty(len(nodes), np.int64)

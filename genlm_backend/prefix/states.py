@@ -35,16 +35,7 @@ NO_STATE: Final = 0
 @final
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of the running state behind one token.
-
-    Attributes:
-        layer: Index of the layer of the model's cache that it is in.
-        name: Name of the attribute there, a dictionary of tensors.
-        index: Key of the tensor in that dictionary.
-        shape: Its shape, without the axis of rows.
-        dtype: Type of its elements.
-        device: Device that it is on.
-    """
+    """One tensor of the running state behind one token."""
 
     layer: int
     name: str
@@ -60,12 +51,7 @@ class StateTensor:
 
 
 class CacheLayer(NamedTuple):
-    """Contents of one layer of a model's cache, which may be none.
-
-    Attributes:
-        attends: Whether it holds keys and values.
-        num_states: Number of running states that it may hold.
-    """
+    """Contents of one layer of a model's cache, which may be none."""
 
     attends: bool
     num_states: int
@@ -79,12 +65,7 @@ class CacheLayer(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The running states of all layers; none where a model has no such layer.
-
-    Attributes:
-        tensors: Their tensors, layer by layer.
-        layers: What each layer of the model's cache holds.
-    """
+    """The running states of all layers; none where a model has no such layer."""
 
     tensors: tuple[StateTensor, ...] = ()
     layers: tuple[CacheLayer, ...] = ()
@@ -105,18 +86,7 @@ class StateLayout:
 
 @final
 class StateStore:
-    """Preallocated running states, by number from 1 on.
-
-    Args:
-        layout: Their tensors.
-        num_states: Number of states.
-        pins: Whether the processor's memory is pinned, as of a ``KVStore``.
-
-    Attributes:
-        layout: As given.
-        num_states: As given.
-        codes: The tensors, ``[num_states, *shape]`` each, as of the one layer of a store.
-    """
+    """Preallocated running states, by number from 1 on."""
 
     def __init__(self, layout: StateLayout, num_states: int, pins: bool = False) -> None:
         self.layout, self.num_states = layout, num_states
@@ -157,19 +127,6 @@ class States:
 
     A node's state goes with the node. Others go for new ones in the order that ``give`` tells. What
     goes may be kept on the host, from where ``fetch`` brings it back.
-
-    Args:
-        nodes: The nodes of the tree.
-        num_states: Number of states that there are.
-        num_on_host: Number of states that the host has room for.
-        moves: Copies between the two, where the host has room.
-
-    Attributes:
-        num_states: As given.
-        host: The states on the host; without any where there is no host tier.
-        num_evicted: Number of states that had to go for others so far, and are nowhere.
-        num_to_host: Number of states that have gone to the host so far.
-        num_to_device: Number of states that have come back so far.
     """
 
     def __init__(
@@ -249,11 +206,7 @@ class States:
         return count <= self.num_states - int(is_kept.sum())
 
     def fetch(self, nodes: Ints) -> bool:
-        """Bring states of nodes, of those that have any, to the device while the others stay.
-
-        Returns:
-            Whether there is room for them; nothing comes where there is not.
-        """
+        """Bring states of nodes, of those that have any, to the device while the others stay."""
         state = self._nodes.state
         wanted = np.unique(nodes[state[nodes] < 0])
         if not len(wanted):
@@ -273,13 +226,7 @@ class States:
         return True
 
     def expect(self, nodes: Ints, weights: Ints | int = 1, shares: bool = True) -> None:
-        """Note which nodes contexts are likely to go on from after this batch.
-
-        Args:
-            nodes: The nodes, each as often as there are such contexts: int32 ``[n]``.
-            weights: How much the tokens of each count: int64 ``[n]``, or one number for all.
-            shares: Whether what several of them have in common is computed once.
-        """
+        """Note which nodes contexts are likely to go on from after this batch."""
         self._expected, inverse = np.unique(nodes, return_inverse=True)
         self._weights = np.zeros(len(self._expected), np.int64)
         np.add.at(self._weights, inverse, weights)
@@ -294,11 +241,6 @@ class States:
         a recent batch; or one of this batch, the new ones that are not needed among them, without
         which the fewest tokens are computed again for the contexts that were asked. A state that is
         not needed and finds no room may be one of the host: a negative number stands for that.
-
-        Args:
-            nodes: The nodes, each once: int32 ``[n]``.
-            num_needed: How often each is held from now on: ``[n]``. These are served first.
-            before: The nodes that rows went on from, by row; ``None`` for none.
         """
         numbers = np.zeros(len(nodes), np.int64)
         if before is not None:
@@ -334,12 +276,7 @@ class States:
             raise
 
     def _taken(self, nodes: Ints, is_needed: NDArray[np.bool_]) -> Ints:
-        """Return a free state for each node, for which another one may have gone, or 0.
-
-        Args:
-            nodes: The nodes, each once.
-            is_needed: Whether each is needed; those come first.
-        """
+        """Return a free state for each node, for which another one may have gone, or 0."""
         free, has_room = self._unused(len(nodes)), np.ones(len(nodes), np.bool_)
         if len(free) < len(nodes):
             gone = self._oldest(len(nodes) - len(free))
@@ -378,14 +315,7 @@ class States:
     def _chosen(
         self, new: Ints, is_needed: NDArray[np.bool_], gone: Ints, num_free: int
     ) -> tuple[Ints, NDArray[np.bool_]]:
-        """Return states that go, and of new nodes whether each gets one.
-
-        Args:
-            new: The nodes that are to have states.
-            is_needed: Whether each has to.
-            gone: States that go in any case.
-            num_free: How many nobody has.
-        """
+        """Return states that go, and of new nodes whether each gets one."""
         used = np.setdiff1d(np.flatnonzero(self._is_used()), gone)
         owners = np.concatenate([self._owner[used], new])
         nodes = np.concatenate([owners, np.setdiff1d(self._expected, owners)])
@@ -480,12 +410,7 @@ class States:
         return True
 
     def move(self, numbers: Ints, nodes: Ints) -> None:
-        """Give states to nodes that stand for those that had them, where they have none.
-
-        Args:
-            numbers: The states, 0 for none: ``[n]``.
-            nodes: The node that each is behind now: int32 ``[n]``.
-        """
+        """Give states to nodes that stand for those that had them, where they have none."""
         state, owners = self._nodes.state, (self._owner, self.host.owner)
         for i in np.flatnonzero(numbers != NO_STATE).tolist():
             node, number = nodes[i], int(numbers[i])
@@ -493,14 +418,7 @@ class States:
                 state[node], owners[int(number < 0)][abs(number)] = number, node
 
     def check(self, linked: Ints) -> None:
-        """Compare what nodes and states say of each other.
-
-        Args:
-            linked: All nodes that can be found.
-
-        Raises:
-            CacheError: If something is wrong.
-        """
+        """Compare what nodes and states say of each other."""
         states = self._nodes.state[linked]
         for of_tier, owner, num_used in (
             (states, self._owner, self.num_used),
@@ -520,14 +438,6 @@ class HostStates:
     """The running states of nodes that are in the memory of the host; ``Nodes.state`` is minus one.
 
     Those that no node has are free; after them, the ones go that were used least recently.
-
-    Args:
-        nodes: The nodes of the tree.
-        num_states: Number of states that there are.
-
-    Attributes:
-        num_states: As given.
-        owner: The node that has had each last: int32 ``[num_states + 1]``.
     """
 
     def __init__(self, nodes: Nodes, num_states: int) -> None:
@@ -554,17 +464,7 @@ class HostStates:
         self._stamp[np.maximum(-self._nodes.state[nodes], NO_STATE)] = now
 
     def assign(self, nodes: Ints, stamps: Ints | int, now: int) -> tuple[Ints, int]:
-        """Have nodes own states here, as far as there is room; none of this batch goes for them.
-
-        Args:
-            nodes: Nodes that have no state, the ones that matter most last: int32 ``[n]``.
-            stamps: Batch of the last use of each.
-            now: This batch.
-
-        Returns:
-            The number of each state, 0 where there is no room: int64 ``[n]``; and how many others
-            had to go.
-        """
+        """Have nodes own states here, as far as there is room; none of this batch goes for them."""
         is_used = self._is_used()
         free = np.flatnonzero(~is_used)[1:][: len(nodes)]
         old = np.flatnonzero(is_used & (self._stamp < now))

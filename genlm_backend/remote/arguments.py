@@ -46,18 +46,7 @@ _NOTHING: Final = -1
 
 
 class _Message(NamedTuple):
-    """Arguments as bytes, and what is new of what they refer to.
-
-    Attributes:
-        epoch: What all numbers belong to.
-        first: Number of the first new context; the others follow it.
-        bases: For each new context, the number of that which it extends, packed; -1 for none.
-        counts: For each, the number of tokens behind that, packed.
-        tokens: These tokens, packed.
-        pictures: New pictures, pickled, by number.
-        dropped: Numbers of what is to be forgotten after these arguments, packed.
-        arguments: The arguments, pickled.
-    """
+    """Arguments as bytes, and what is new of what they refer to."""
 
     epoch: bytes
     first: int
@@ -85,11 +74,7 @@ R = TypeVar("R", bound=_Reply)
 
 @final
 class _Kept:
-    """Numbers of what the far end keeps, the one that was used last at the end.
-
-    Args:
-        max_bytes: Bytes of all; more than those, and the first ones are dropped, but for the last.
-    """
+    """Numbers of what the far end keeps, the one that was used last at the end."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._total = max_bytes, 0
@@ -141,13 +126,7 @@ class Sender:
         self._new_pictures: dict[int, bytes] = {}
 
     def asked(self, verb: str, arguments: tuple[Any, ...], ask: Callable[[bytes], R]) -> R:
-        """Return the reply to a verb.
-
-        Args:
-            verb: Name of the verb; after ``clear``, nothing is known.
-            arguments: What it is given.
-            ask: Sends arguments that have been packed, and returns the reply.
-        """
+        """Return the reply to a verb."""
         if verb == "clear":
             self.forget()
         reply = ask(self.packed(arguments))
@@ -157,11 +136,7 @@ class Sender:
         return reply
 
     def packed(self, arguments: tuple[Any, ...]) -> bytes:
-        """Return arguments as bytes.
-
-        Raises:
-            Exception: What an object's own way of pickling raises; nothing has been sent then.
-        """
+        """Return arguments as bytes."""
         if self._next > _LAST_NUMBER:
             self.forget()
         self._begin()

@@ -27,10 +27,6 @@ class Channel:
     """Whole messages over a socket, whose other end may stop at any moment.
 
     One thread sends and one receives.
-
-    Args:
-        sock: The socket, which whoever has made it closes.
-        seconds: Seconds between two looks at whether there is a reason to wait on.
     """
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
@@ -43,13 +39,6 @@ class Channel:
         """Send a message.
 
         What ``look`` raises ends the waiting; the rest of the message goes before the next one.
-
-        Args:
-            message: The message.
-            look: Called every now and then while the other end takes nothing.
-
-        Raises:
-            OSError: If the other end has been closed.
         """
         self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
         while self._unsent:
@@ -65,13 +54,6 @@ class Channel:
         """Return the next message.
 
         What ``look`` raises ends the waiting; what has come of a message is kept.
-
-        Args:
-            look: Called every now and then while nothing comes.
-
-        Raises:
-            EOFError: If the other end has been closed.
-            OSError: If this one has.
         """
         self._fill(_LENGTH.size, look)
         (length,) = _LENGTH.unpack_from(self._received)
@@ -102,9 +84,6 @@ class SharedRows:
     """A table of float32 that two processes have mapped, for rows that are not pickled.
 
     It has no name: nothing of it is left once both have ended, however they did.
-
-    Args:
-        descriptor: Number of the open file behind it, which it owns.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -31,11 +31,6 @@ class Server:
 
     A second thread reads the requests, so that it learns during a long one that nobody waits for
     it any more, or that the parent process has ended, with which this one ends too.
-
-    Args:
-        channel: To the parent process.
-        rows: Where rows are put for it.
-        parent: Number of that process.
     """
 
     def __init__(self, channel: Channel, rows: SharedRows, parent: int) -> None:

@@ -34,9 +34,6 @@ class ChildProcess:
     """A process that is asked by one thread at a time, and ends with whoever has started it.
 
     What it prints appears on standard error here. Ctrl-C does not reach it.
-
-    Attributes:
-        rows: Memory that both processes see.
     """
 
     def __init__(self) -> None:
@@ -84,18 +81,7 @@ class ChildProcess:
         return self._process.poll() is not None
 
     def ask(self, verb: str, packed: bytes, check_wanted: Callable[[], None]) -> Reply:
-        """Return the reply to a request.
-
-        Args:
-            verb: What is to be done.
-            packed: What it is given, as a ``Sender`` packs it.
-            check_wanted: Called every now and then. What it raises ends the waiting, and the
-                request is dropped.
-
-        Raises:
-            EngineDiedError: If the process has ended.
-            QueryDroppedError: If it was ended from here, as the interpreter does when it exits.
-        """
+        """Return the reply to a request."""
         self._number += 1
 
         def look() -> None:

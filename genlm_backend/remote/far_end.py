@@ -35,13 +35,7 @@ Carry: TypeAlias = Callable[[list[Row]], tuple[Table | None, list[Row]]]
 
 @final
 class FarEnd:
-    """Makes an evaluator when it is told to, and carries out its verbs, one at a time.
-
-    Args:
-        carry: Takes one or more rows, all of one width, to whoever asks. It returns the table of
-            those that go with the reply, or ``None``, and the rows that are left for ``more``.
-        told: Type of the errors that whoever asks is told; others are let through.
-    """
+    """Makes an evaluator when it is told to, and carries out its verbs, one at a time."""
 
     def __init__(self, carry: Carry, told: type[BaseException] = Exception) -> None:
         self._carry, self._told = carry, told

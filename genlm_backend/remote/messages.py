@@ -24,14 +24,7 @@ _NOTHING: Final = pickle.dumps(())
 
 
 class Request(NamedTuple):
-    """A verb of an evaluator and what it is given.
-
-    Attributes:
-        number: Number of the request; each is larger than the one before.
-        verb: Name of the verb.
-        arguments: What it is given, pickled by itself: where that cannot be read, it is known of
-            which request it is.
-    """
+    """A verb of an evaluator and what it is given."""
 
     number: int
     verb: str
@@ -39,13 +32,7 @@ class Request(NamedTuple):
 
 
 class PackedError(NamedTuple):
-    """An error that arrives as what it is.
-
-    Attributes:
-        packed: The error, pickled, or a ``_Parts``.
-        said: Its name and message.
-        where: Its traceback.
-    """
+    """An error that arrives as what it is."""
 
     packed: bytes
     said: str
@@ -88,15 +75,7 @@ class _Parts(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The result of a verb, or the error that it has raised.
-
-    Attributes:
-        number: Number of the request.
-        value: What was returned; ``None`` where it raised.
-        error: What was raised, or ``None``.
-        counts: What the evaluator has done so far; ``None`` where there is none.
-        table: Rows that travel with it, or ``None``.
-    """
+    """The result of a verb, or the error that it has raised."""
 
     number: int
     value: Any
@@ -110,11 +89,7 @@ class NotKnown(NamedTuple):
 
 
 class InTable(NamedTuple):
-    """A stand-in for a row whose log-probabilities are in a table.
-
-    Attributes:
-        normaliser: The row's own.
-    """
+    """A stand-in for a row whose log-probabilities are in a table."""
 
     normaliser: float | None
 
@@ -133,14 +108,7 @@ class PackedAnswer(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """The answers to a batch.
-
-    Attributes:
-        answers: One for each question: rows of ``width`` as ``InTable``, in the table's order,
-            exceptions as ``PackedError``, and those to a program's own readouts as
-            ``PackedAnswer``.
-        width: Number of log-probabilities of the rows that are in the table.
-    """
+    """The answers to a batch."""
 
     answers: list[Any]
     width: int

@@ -85,11 +85,7 @@ class ProcessEvaluator(RemoteEvaluator):
 
 
 def pickled(name: str, value: Any) -> bytes:
-    """Return a value as bytes for another process.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If that cannot be.
-    """
+    """Return a value as bytes for another process."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever an object's own way of pickling raises

@@ -212,17 +212,7 @@ def _countable(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 def connect(address: Any = None) -> None:
-    """Join a Ray cluster, or start a local one, unless this process is in one already.
-
-    Args:
-        address: Address as ``ray.init`` takes it; ``None`` for what ``RAY_ADDRESS`` says, and a
-            local cluster where it says nothing.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If the address is no string.
-        OptionError: (``ValueError``) If no cluster answers there.
-        MissingExtraError: (``ImportError``) Without Ray.
-    """
+    """Join a Ray cluster, or start a local one, unless this process is in one already."""
     if address is not None and not isinstance(address, str):
         raise OptionTypeError(f"address must be a string or None, got {address!r}")
     try:

@@ -42,12 +42,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """Return the result of a method of the evaluator over there.
-
-        Raises:
-            EngineDiedError: If the evaluator has ended.
-            Exception: What the method raised.
-        """
+        """Return the result of a method of the evaluator over there."""
         self._check_alive()
         reply = self._sender.asked(verb, arguments, lambda packed: self._reply(verb, packed))
         self._counts = reply.counts or self._counts

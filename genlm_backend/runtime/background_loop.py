@@ -26,9 +26,6 @@ class BackgroundLoop:
     One that nobody refers to any more ends by itself, and so does one that is there at the
     interpreter's exit: whoever waits there for something on it is told. The thread holds the event
     loop and nothing else. It belongs to the process that has made it.
-
-    Args:
-        name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,11 +50,7 @@ class BackgroundLoop:
                 raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop; return a future of its result, cancelled where that ends.
-
-        Raises:
-            BatcherClosedError: After ``close()``, and at interpreter exit.
-        """
+        """Run a coroutine on the loop; return a future of its result, cancelled where that ends."""
         with self._lock.here:  # so that what is begun is begun before the loop is told to stop
             if not self.is_closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -65,11 +58,7 @@ class BackgroundLoop:
         raise self._error()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine, blocking this thread; interrupted, it is cancelled.
-
-        Raises:
-            BatcherClosedError: After ``close()``, and if the interpreter exits meanwhile.
-        """
+        """Return the result of a coroutine, blocking this thread; interrupted, it is cancelled."""
         future = self.submit(coroutine)
         try:
             return future.result()

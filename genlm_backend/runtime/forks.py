@@ -54,11 +54,7 @@ class OfOneProcess(abc.ABC):  # noqa: B024
     """An object with threads, which live in the process that made it: it is not pickled."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled or copied.
-
-        Raises:
-            NotPicklableError: (``TypeError``) Always.
-        """
+        """Refuse to be pickled or copied."""
         raise NotPicklableError(
             f"{type(self).__name__} cannot be pickled or copied, since its threads live in one "
             f"process: {_MAKE_IT_THERE}"
@@ -71,14 +67,6 @@ class ProcessLock:
 
     So what is guarded by such a lock says at once that it cannot be used there. What no process has
     claimed works in a fork. It is taken by ``with lock.here:``.
-
-    Args:
-        is_reentrant: Whether the thread that holds it may take it again.
-
-    Attributes:
-        native: The lock itself, whatever the process. A ``with`` statement takes it without a step
-            of Python in between, in which an interrupt could leave it locked.
-        here: The same lock, or what raises a ``ForkedError`` when it is taken.
     """
 
     __slots__ = ("__weakref__", "_make", "_owner", "here", "native")
@@ -91,12 +79,7 @@ class ProcessLock:
         _locks.add(self)
 
     def claim(self) -> None:
-        """Make this process the owner if there is none yet.
-
-        Raises:
-            ForkedError: (``RuntimeError``) If another process is the owner, which this one has
-                been forked from.
-        """
+        """Make this process the owner if there is none yet."""
         if self._owner is None:
             self._owner = os.getpid()
         elif isinstance(self.here, _Foreign):

@@ -76,11 +76,7 @@ def _renew() -> None:
 
 
 def fewer_collections(num_queries: int) -> contextlib.AbstractContextManager[None]:
-    """While inside, Python waits for the objects of a batch before it looks for young garbage.
-
-    Args:
-        num_queries: Number of queries of the batch; with few, nothing is changed.
-    """
+    """While inside, Python waits for the objects of a batch before it looks for young garbage."""
     if num_queries < MANY_QUERIES:
         return contextlib.nullcontext()
     return _threshold.raised(num_queries * OBJECTS_PER_QUERY)

@@ -21,13 +21,6 @@ class SpareMemory:
     step after step for megabytes of results, and drops them, would pay that at every step.
 
     Arrays may be dropped on any thread, and at any moment.
-
-    Args:
-        max_bytes: Bytes of unused memory to keep, at most. The shapes that have been
-            there longest go first.
-
-    Attributes:
-        num_bytes: Bytes of unused memory that are kept.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -57,13 +57,7 @@ _OF_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p")
 
 
 class _Asked(NamedTuple):
-    """A text to be generated.
-
-    Attributes:
-        prompt: Its prompt, as token ids.
-        config: How.
-        until: The strings that it is cut off at.
-    """
+    """A text to be generated."""
 
     prompt: list[int]
     config: GenerationConfig
@@ -302,11 +296,7 @@ class HarnessLM(TemplateLM):
                 bar.update(len(some))
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Return a context and its continuation, without what is too much on the left.
-
-        Raises:
-            ContextError: If the continuation has no token, or the model has no room for it.
-        """
+        """Return a context and its continuation, without what is too much on the left."""
         if not 0 < len(continuation) <= self.max_length:
             raise ContextError(
                 f"a continuation must have 1 to {self.max_length} tokens, got {len(continuation)}: "
@@ -412,11 +402,7 @@ def _loaded(
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run the harness's own command line, which knows the model ``genlm`` here.
-
-    Args:
-        arguments: What stands behind ``lm_eval`` there.
-    """
+    """Run the harness's own command line, which knows the model ``genlm`` here."""
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
     sys.argv = ["lm-eval", *arguments]

@@ -179,17 +179,7 @@ _LEAST: Final = 1e-6
 
 @final
 class _Node:
-    """A beginning of what comes, in some tokens, and its own next ones from the most probable on.
-
-    Attributes:
-        context: The context, and these tokens.
-        data: Their bytes.
-        probability: The probability of these tokens.
-        rest: The part of it that has not been explored, or is not another node's.
-        is_word: Whether a word has begun.
-        token_ids: Next tokens that do not end it.
-        probabilities: The probabilities of these.
-    """
+    """The first tokens of a continuation, with its next tokens, the most probable first."""
 
     def __init__(self, context: Context, data: bytes, probability: float, is_word: bool) -> None:
         self.context, self.data, self.is_word = context, data, is_word
@@ -200,14 +190,7 @@ class _Node:
 
 @final
 class _Explored:
-    """The beginnings of what may come, and the words that have been found.
-
-    Args:
-        lm: The model.
-        words: What a word is.
-        begin: What comes before.
-        is_within: Whether its last word has to end first.
-    """
+    """The beginnings of what may come, and the words that have been found."""
 
     def __init__(self, lm: AsyncLM, words: Words, begin: Context, is_within: bool) -> None:
         self._lm, self._words, self._is_within = lm, words, is_within
@@ -301,12 +284,7 @@ class _Explored:
         return node
 
     def _first_word(self, data: bytes, is_all: bool = False) -> _Word | None:
-        """Return the first word in some bytes; parts of a character may be the last of them.
-
-        Args:
-            data: The bytes.
-            is_all: Whether nothing comes behind them that belongs to the word.
-        """
+        """Return the first word in some bytes; parts of a character may be the last of them."""
         text = codecs.getincrementaldecoder("utf-8")("replace").decode(data, is_all)
         spans = spans_of(self._words, text) if text else []
         if not spans:

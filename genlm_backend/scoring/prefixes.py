@@ -132,13 +132,7 @@ _CHECKS: Final = {"word_ends": switch, "max_rest": number(0, 1), "max_contexts":
 
 
 class _Path(NamedTuple):
-    """Tokens that spell a beginning of what is looked for.
-
-    Attributes:
-        logprob: Their log-probability.
-        spelt: Their bytes.
-        context: The context, and these tokens.
-    """
+    """Tokens that spell a beginning of what is looked for."""
 
     logprob: float
     spelt: bytes
@@ -228,12 +222,7 @@ def _most_promising(
 
 
 class _Steps(NamedTuple):
-    """The tokens that may come behind some bytes, and the readouts of them.
-
-    Attributes:
-        tokens: Tokens after which something is left to be spelt, and what is spelt then.
-        readouts: The readouts of how probable groups of other tokens are, and of these tokens.
-    """
+    """The tokens that may come behind some bytes, and the readouts of them."""
 
     tokens: list[tuple[int, bytes]]
     readouts: list[ReadoutOf]
@@ -241,12 +230,7 @@ class _Steps(NamedTuple):
 
 @final
 class _WordEnds:
-    """The end of a text's last word, by words of the caller's own.
-
-    Args:
-        words: What a word is.
-        data: The bytes of the text.
-    """
+    """The end of a text's last word, by words of the caller's own."""
 
     def __init__(self, words: Words, data: bytes) -> None:
         try:
@@ -261,15 +245,7 @@ class _WordEnds:
             )
 
     def has_come(self, spelt: bytes, is_all: bool = False) -> bool | None:
-        """Return whether the word has ended in some bytes that begin with the text.
-
-        Args:
-            spelt: The bytes.
-            is_all: Whether nothing comes after them.
-
-        Returns:
-            ``None`` if no whole character follows the text.
-        """
+        """Return whether the word has ended in some bytes that begin with the text."""
         text = codecs.getincrementaldecoder("utf-8")("replace").decode(spelt, is_all)
         if text == self._text and not is_all:
             return None
@@ -278,18 +254,7 @@ class _WordEnds:
 
 @final
 class _Ways:
-    """The ways of tokens to a text, or to a text whose last word ends.
-
-    Args:
-        lm: The model.
-        data: The bytes of the text.
-        word_ends: Whether its last word has to end.
-        is_within: Whether it comes behind a word that has not ended.
-        ends: The end of the last word, unless blanks separate words.
-
-    Attributes:
-        longest: Number of bytes that have to be spelt, at most.
-    """
+    """The ways of tokens to a text, or to a text whose last word ends."""
 
     def __init__(
         self,

@@ -314,13 +314,7 @@ _CHECKS: Final = {
 
 @final
 class _Asked:
-    """The options of a call, checked, and what a model is asked by them.
-
-    Attributes:
-        lora_name: The adapter.
-        progress: Whether progress is shown.
-        beside: What is told of each token beside its log-probability.
-    """
+    """The options of a call, checked, and what a model is asked by them."""
 
     def __init__(self, lm: AsyncLM, options: SurprisalOptions) -> None:
         instance(AsyncLM, "an AsyncLM")("lm", lm)
@@ -400,12 +394,7 @@ class _Asked:
 
 @final
 class _Text:
-    """A text, its parts that a model scores one by one, and its surprisals once they are.
-
-    Attributes:
-        parts: What the model reads before each part, and the tokens of the part.
-        is_begin: Whether no word has to end before the text.
-    """
+    """A text, its parts that a model scores one by one, and its surprisals once they are."""
 
     def __init__(
         self,
@@ -423,16 +412,7 @@ class _Text:
         self.parts: tuple[list[list[int]], list[list[int]]] = [], []
 
     def divide(self, max_length: int | None, stride: int | None) -> None:
-        """Divide the text into parts, of which all but the first are scored behind a window.
-
-        Args:
-            max_length: The longest context that the model takes; ``None`` for any.
-            stride: Number of tokens of a part but the first, at most.
-
-        Raises:
-            ContextError: (``ValueError``) If there is no room beside the context.
-            OptionError: (``ValueError``) If ``stride`` is more than there is room for.
-        """
+        """Divide the text into parts, of which all but the first are scored behind a window."""
         ids, begin = self._spelling.token_ids, self._context
         most = len(ids) if max_length is None else max_length - len(begin) + 1
         if most < 1:

@@ -35,14 +35,7 @@ BLANKS: Final = tuple(char.encode() for char in map(chr, range(0x3001)) if char.
 
 @final
 class Region(NamedTuple):
-    """A part of a text that has a surprisal of its own.
-
-    Attributes:
-        start: Its first character.
-        stop: The character behind its last one.
-        first: Its first token.
-        last: The token behind its last one.
-    """
+    """A part of a text that has a surprisal of its own."""
 
     start: int
     stop: int
@@ -52,14 +45,7 @@ class Region(NamedTuple):
 
 @final
 class Portion(NamedTuple):
-    """The bytes that a token has of a character.
-
-    Attributes:
-        token: Index of the token.
-        char: Index of the character.
-        start: Number of the token's bytes before them.
-        stop: Number of its bytes up to their end.
-    """
+    """The bytes that a token has of a character."""
 
     token: int
     char: int
@@ -69,23 +55,7 @@ class Portion(NamedTuple):
 
 @final
 class Spelling:
-    """The tokens of a text, as the model's own tokenizer has them.
-
-    Args:
-        lm: The model.
-        text: The text, of at least one token.
-        name: What errors call it.
-
-    Attributes:
-        text: As given.
-        token_ids: Its tokens, without those that the tokenizer puts around every text.
-        ends_blank: Whether each token ends with a blank.
-
-    Raises:
-        ContextError: (``ValueError``) If the tokenizer takes no text, the text has no token, or its
-            tokens do not spell it: they have been normalised, so that nobody can tell where they
-            are.
-    """
+    """The tokens of a text, as the model's own tokenizer has them."""
 
     def __init__(self, lm: AsyncLM, text: str, name: str = "texts") -> None:
         self.text = text
@@ -165,10 +135,6 @@ class Spelling:
 
         Words that have a token in common are one. What comes behind the last word belongs to none,
         and a text without a word is one.
-
-        Raises:
-            OptionTypeError: (``TypeError``) If ``words`` finds no spans.
-            OptionError: (``ValueError``) If spans are not in order, or outside the text.
         """
         spans = spans_of(words, self.text) or [(0, len(self.text))]
         starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
@@ -313,12 +279,7 @@ _begun: Final[weakref.WeakSet[AsyncLM]] = weakref.WeakSet()
 
 
 def default_beginning(lm: AsyncLM, option: str = "context") -> int:
-    """Return the tokenizer's BOS; warn, once for a model, of one that begins turns of chats.
-
-    Args:
-        lm: The model, whose tokenizer names one.
-        option: The option that names another beginning.
-    """
+    """Return the tokenizer's BOS; warn, once for a model, of one that begins turns of chats."""
     if lm not in _begun:
         _begun.add(lm)
         if begins_turns(lm.tokenizer):

@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 
 class Stretch(NamedTuple):
-    """A part of a text as bytes, and the ids that are to spell it.
-
-    Attributes:
-        expected: Bytes of the part.
-        ids: Token ids of the part.
-        is_exact: Whether the ids spell these very bytes; otherwise up to a space at either end.
-    """
+    """A part of a text as bytes, and the ids that are to spell it."""
 
     expected: bytes
     ids: Sequence[int]
@@ -27,27 +21,7 @@ def _as_it_is(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
 
 @dataclass(frozen=True)
 class ByteVocab:
-    """The bytes of each id of a tokenizer, and what the tokenizer says of the ids.
-
-    Attributes:
-        name: The tokenizer's class, for messages.
-        byte_strings: Bytes of each id; empty for ids that the tokenizer does not have.
-        spellings: Text of each id, as the tokenizer's own files write it; ``None`` for absent ids.
-        special_ids: Ids of special tokens.
-        undefined_ids: Ids below the largest that the tokenizer does not have.
-        unknown_ids: Ids that stand for "not in the vocabulary".
-        keeps_spaces: Whether white space survives encoding.
-        encode: Function from a text to its ids without special tokens (``None`` for a text that
-            it refuses), or ``None`` if the tokenizer cannot encode.
-        readings: Function from a text and its ids to what the ids are to spell, in stretches, and
-            in several ways: a text that the tokenizer
-            rewrites, or cuts at an added token, may be read in several ways.
-        prints: Function from ids to those of them whose bytes are what the declared decoder makes
-            of them, and to the text that it prints for these between others; ``None`` where no
-            decoder is declared.
-        added_texts: Texts that come out as added tokens which are not special, some of each
-            kind.
-    """
+    """The bytes of each id of a tokenizer, and what the tokenizer says of the ids."""
 
     name: str
     byte_strings: list[bytes]

@@ -68,16 +68,7 @@ def to_utf8(piece: Piece) -> bytes:
 
 @dataclass(frozen=True)
 class CompiledDecoder:
-    """A decoder as a function of one token in the middle of a text.
-
-    Attributes:
-        stages: Functions that are applied to the token's string, in this order.
-        is_byte_level: Whether the only stage is byte-level, which has a fast way.
-        reads_bytes: Whether some stage is byte-level: letters of a token stand for bytes then, so
-            that a text which is no token of the model is not written in its own.
-        keeps_spaces: Whether the joined tokens can give back a text's white space. WordPiece
-            and word-end-marker vocabularies cannot: they never saw it.
-    """
+    """A decoder as a function of one token in the middle of a text."""
 
     stages: tuple[Stage, ...]
     is_byte_level: bool = False
@@ -110,11 +101,7 @@ class CompiledDecoder:
 
 
 def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
-    """Compile a decoder's serialised state.
-
-    Raises:
-        UnknownDecoderError: If some stage's effect on a single token cannot be known.
-    """
+    """Compile a decoder's serialised state."""
     flat = _flatten(state)
     kinds = [stage.get("type") for stage in flat]
     stages: list[Stage] = []
@@ -148,16 +135,7 @@ def infer_decoder(
     normalizer: dict[str, Any] | None,
     model: dict[str, Any],
 ) -> CompiledDecoder:
-    """Compile the decoder that a tokenizer without one would have to declare.
-
-    Args:
-        pre_tokenizer: Serialised state of the pre-tokenizer, if there is one.
-        normalizer: Serialised state of the normalizer, if there is one.
-        model: Type of the model (``type``) and the few settings that say how the model marks words.
-
-    Raises:
-        UnknownDecoderError: If what becomes of white space cannot be known.
-    """
+    """Compile the decoder that a tokenizer without one would have to declare."""
     splitters = _flatten(pre_tokenizer) if pre_tokenizer else []
     kinds = {stage.get("type") for stage in splitters}
     if "ByteLevel" in kinds:

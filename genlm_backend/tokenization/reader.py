@@ -15,11 +15,7 @@ from genlm_backend.tokenization.rust_reader import read_rust
 
 
 def read_byte_vocab(tokenizer: Any) -> ByteVocab:
-    """Read the bytes of every id out of ``tokenizer``, whatever its kind.
-
-    Raises:
-        TokenizerDecodeError: If the bytes of an id cannot be known.
-    """
+    """Read the bytes of every id out of ``tokenizer``, whatever its kind."""
     name = type(tokenizer).__name__
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if rust is None and type(tokenizer).__module__.split(".")[0] == "tokenizers":

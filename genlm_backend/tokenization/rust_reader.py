@@ -24,11 +24,7 @@ _TEXTS_OF_A_KIND: Final = 64
 
 
 def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
-    """Read the bytes of every id out of ``rust``, which ``tokenizer`` is or wraps.
-
-    Raises:
-        TokenizerDecodeError: If the bytes of an id cannot be known.
-    """
+    """Read the bytes of every id out of ``rust``, which ``tokenizer`` is or wraps."""
     spellings = _spellings(rust)
     encode = _encoder(rust)
     unheard_of, unheard_of_ids = _unheard_of(encode, spellings)

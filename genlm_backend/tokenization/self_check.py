@@ -34,10 +34,6 @@ def check_byte_vocab(vocab: ByteVocab) -> None:
     vocabularies that never see it) white space. A character that the tokenizer cannot spell makes
     it skip the character, or else the probe says nothing and is passed over. What the declared
     decoder prints for the same ids is compared too, with its white space.
-
-    Raises:
-        TokenizerDecodeError: If a text does not come back, or is printed otherwise; it names the
-            first token at fault.
     """
     for text in PROBES:
         _check(vocab, text)

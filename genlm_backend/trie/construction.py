@@ -25,10 +25,6 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
 
     Linear in the letters of the vocabulary, after sorting it. No recursion, whatever the length
     of a token.
-
-    Raises:
-        VocabularyError: If ``decode`` is empty or too large for 32-bit numbers.
-        VocabularyTypeError: If an entry is no iterable of hashable letters.
     """
     if not decode:
         raise VocabularyError("a trie needs a vocabulary of at least one token; got none")
@@ -72,13 +68,7 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
 def _sort(
     decode: Sequence[Any],
 ) -> tuple[list[Any] | None, NDArray[np.unsignedinteger], NDArray[np.int64], Int32]:
-    """Sort the entries by the codes of their letters.
-
-    Returns:
-        The alphabet, or ``None`` where a code is the letter (a byte); the codes of the letters, one
-        entry after another, ``[num_letters]``; the number of letters of each entry, and its
-        position in the vocabulary, ``[num_tokens]``.
-    """
+    """Sort the entries by the codes of their letters."""
     if all(isinstance(item, bytes) for item in decode):
         words = [bytes(item) for item in decode]  # a Token is ordered by its id
         alphabet, width = None, 1
@@ -220,9 +210,6 @@ def spell(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
 
     The order of the bytes is that of the codes. Letters are numbered as they come, after the
     bytes, so that a byte is its own code.
-
-    Raises:
-        VocabularyTypeError: (``TypeError``) If an entry is no iterable of hashable letters.
     """
     code_of: dict[Hashable, int] = {letter: letter for letter in range(256)}
     words = []

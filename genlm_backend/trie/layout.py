@@ -31,39 +31,20 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class TrieLayout:
-    """The trie of a vocabulary, without a Python object per node.
-
-    Attributes:
-        alphabet: Letter of each code, or ``None`` where a code is the letter (a byte).
-        codes: Code of the letter on the edge into each node, ``[num_nodes]``; no meaning at
-            leaves and at the root.
-        run_start: First (deepest) node of each run, and ``num_nodes``; int32 ``[num_runs + 1]``.
-        run_parent: Run whose bottom branches into this one, for each run but the last; int32
-            ``[num_runs - 1]``, never decreasing.
-        run_children: First child run of each run, and the end; int32 ``[num_runs + 1]``.
-        sorted_tokens: Positions in the vocabulary in alphabetical order, int32 ``[num_tokens]``.
-        leaf_tokens: Positions in the vocabulary by their leaf's number, int32 ``[num_tokens]``.
-        leaf_runs: Run of each leaf, ascending, int32 ``[num_tokens]``.
-        leaf_parents: Branch that each leaf hangs at, int32 ``[num_tokens]``.
-        branch_runs: Run of each branch, ascending, int32 ``[num_branches]``.
-        branch_parents: Branch that each branch hangs at, int32 ``[num_branches]``; larger
-            than its own number. ``num_branches`` where there is none, as for leaves.
-        node_sources: For each node the leaf (by its index in ``leaf_tokens``) whose run it is
-            in, or ``num_tokens`` plus the branch; int32 ``[num_nodes]``.
-    """
+    """The trie of a vocabulary, without a Python object per node."""
 
     alphabet: list[Any] | None
-    codes: NDArray[np.unsignedinteger]
-    run_start: Int32
-    run_parent: Int32
-    run_children: Int32
-    sorted_tokens: Int32
-    leaf_tokens: Int32
-    leaf_runs: Int32
-    leaf_parents: Int32
-    branch_runs: Int32
-    branch_parents: Int32
-    node_sources: Int32
+    codes: NDArray[np.unsignedinteger]  # [num_nodes]
+    run_start: Int32  # [num_runs + 1] int32
+    run_parent: Int32  # [num_runs - 1] int32
+    run_children: Int32  # [num_runs + 1] int32
+    sorted_tokens: Int32  # [num_tokens] int32
+    leaf_tokens: Int32  # [num_tokens] int32
+    leaf_runs: Int32  # [num_tokens] int32
+    leaf_parents: Int32  # [num_tokens] int32
+    branch_runs: Int32  # [num_branches] int32
+    branch_parents: Int32  # [num_branches] int32
+    node_sources: Int32  # [num_nodes] int32
 
     @property
     def num_nodes(self) -> int:

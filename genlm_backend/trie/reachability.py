@@ -26,20 +26,12 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Reachability:
-    """A boolean matrix, branches × (tokens and blocks of tokens), in CSR.
-
-    Attributes:
-        level_sizes: Number of columns of each level, the tokens first.
-        row_starts: First stored one of each row, and the end: int64 ``[num_rows + 1]``.
-        columns: Column of each stored one, ascending within a row: int64 ``[num_stored]``.
-        node_sources: For each node where its weight is found: a token's column, or
-            ``num_tokens`` plus a row. int64 ``[num_nodes]``.
-    """
+    """A boolean matrix, branches × (tokens and blocks of tokens), in CSR."""
 
     level_sizes: list[int]
-    row_starts: Int64
-    columns: Int64
-    node_sources: Int64
+    row_starts: Int64  # [num_rows + 1] int64
+    columns: Int64  # [num_stored] int64
+    node_sources: Int64  # [num_nodes] int64
 
     @property
     def num_rows(self) -> int:

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 @final
 class Selection:
-    """The token ids of a trie's entries, on every device where they have been needed.
-
-    Args:
-        ids: Token id of each entry, in the trie's order.
-    """
+    """The token ids of a trie's entries, on every device where they have been needed."""
 
     def __init__(self, ids: list[int]) -> None:
         self._ids = np.array(ids)
@@ -43,9 +39,6 @@ class Selector:
     """Compares the entries of a trie with a model's vocabulary, once for each change of model.
 
     A copy, as by ``pickle``, compares anew.
-
-    Args:
-        decode: The entries of the trie.
     """
 
     def __init__(self, decode: Sequence[Any]) -> None:
@@ -53,14 +46,7 @@ class Selector:
         self._latest: tuple[list[Token], Selection | None] | None = None
 
     def selection(self, byte_vocab: list[Token]) -> Selection | None:
-        """Return the indices to select of a row; ``None`` where the trie has all tokens in order.
-
-        Args:
-            byte_vocab: The model's vocabulary.
-
-        Raises:
-            VocabularyError: (``ValueError``) If an entry is not a token of the model.
-        """
+        """Return the indices to select; ``None`` if the trie has all tokens in order."""
         latest = self._latest
         if latest is not None and latest[0] is byte_vocab:
             return latest[1]

@@ -29,12 +29,7 @@ def is_tensor(weights: Weights) -> bool:
 
 
 def check_weights(weights: Weights, num_tokens: int) -> Weights:
-    """Return ``weights``, an array or a tensor of shape ``[num_tokens]``; nothing is converted.
-
-    Raises:
-        WeightsError: If the shape is another.
-        WeightsTypeError: If the elements are not real numbers.
-    """
+    """Return ``weights``, an array or a tensor of shape ``[num_tokens]``; nothing is converted."""
     weights = as_array(weights)
     if weights.ndim != 1 or weights.shape[0] != num_tokens:
         raise WeightsError(
@@ -45,12 +40,7 @@ def check_weights(weights: Weights, num_tokens: int) -> Weights:
 
 
 def check_batch(batch: Any, num_tokens: int) -> Any:
-    """Return ``batch``: an array or tensor ``[batch, num_tokens]``, or a list of weights.
-
-    Raises:
-        WeightsError: If the shape, or that of a row, is another.
-        WeightsTypeError: If the elements are not real numbers.
-    """
+    """Return ``batch``: an array or tensor ``[batch, num_tokens]``, or a list of weights."""
     if is_tensor(batch) or isinstance(batch, np.ndarray):
         batch = as_array(batch)
         if batch.ndim != 2 or batch.shape[1] != num_tokens:
@@ -100,11 +90,7 @@ def torch_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_array(weights: Weights) -> Any:
-    """Return ``weights`` as an array or a tensor whose elements every trie can compute with.
-
-    Raises:
-        WeightsTypeError: If the elements are not real numbers, or cannot be read.
-    """
+    """Return ``weights`` as an array or a tensor whose elements every trie can compute with."""
     if is_tensor(weights):
         is_dense = weights.layout == _torch().strided and not weights.is_nested
         if not is_dense or weights.dtype not in _dtypes():

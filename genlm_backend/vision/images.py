@@ -14,27 +14,14 @@ from genlm_backend.errors import MissingExtraError, PictureError
 
 
 def read_images(images: Any) -> list[Any]:
-    """Return pictures as PIL has them, in RGB.
-
-    Args:
-        images: PIL images, arrays ``[height, width, 3]`` of uint8, paths or the bytes of files.
-
-    Raises:
-        PictureError: If they are no list, or one cannot be read.
-        MissingExtraError: If Pillow is absent.
-    """
+    """Return pictures as PIL has them, in RGB."""
     if getattr(images, "ndim", None) == 3:
         raise PictureError("images must be a list of pictures, got a single one: pass [image]")
     return [read_image(image, number) for number, image in enumerate(listed("images", images))]
 
 
 def read_image(image: Any, number: int) -> Any:
-    """Return one picture as PIL has it, in RGB; ``number`` counts them.
-
-    Raises:
-        PictureError: If it cannot be read.
-        MissingExtraError: If Pillow is absent.
-    """
+    """Return one picture as PIL has it, in RGB; ``number`` counts them."""
     try:
         from PIL import Image, ImageOps
     except ImportError as error:

@@ -98,18 +98,7 @@ class Pictures:
         keeps: bool = True,
         reader: str = "transformers",
     ) -> Self:
-        """Return the pictures of a prompt whose first ``num_tokens`` are the opening.
-
-        Args:
-            token_ids: Ids of the prompt.
-            inputs: What the processor has made beside them, for one prompt.
-            num_tokens: Number of tokens of the opening.
-            image_token_id: The id that stands for all parts of pictures.
-            of_tokens: Names of those inputs that have one element for each token.
-            suffix: What tokens behind the opening have where there is an element for each.
-            keeps: Whether what follows the opening is computed from its keys and values.
-            reader: Which library has read them.
-        """
+        """Return the pictures of a prompt whose first ``num_tokens`` are the opening."""
         cut = {n: value[:, :num_tokens] if n in of_tokens else value for n, value in inputs.items()}
         packed = array("i", token_ids[:num_tokens]).tobytes()
         return cls(packed, cut, of_tokens, suffix, image_token_id, keeps, reader)
@@ -157,13 +146,7 @@ class PictureRules:
 
 
 def check_num_pictures(marker: str, num_markers: int, num_pictures: int) -> None:
-    """Raise a ``PictureError`` unless a prompt has a marker for each picture.
-
-    Args:
-        marker: Text, or name of a token, that stands for a picture in a prompt.
-        num_markers: Number of markers in the prompt.
-        num_pictures: Number of pictures.
-    """
+    """Raise a ``PictureError`` unless a prompt has a marker for each picture."""
     if num_markers != num_pictures:
         raise PictureError(
             f"the prompt must hold {marker!r} once for each picture: it has {num_markers} of them, "

@@ -24,12 +24,7 @@ MlxAttend: TypeAlias = Attend[Caches]
 
 
 class MlxSlotLayer(abc.ABC):
-    """A stand-in for one of a model's caches, for one forward pass.
-
-    Args:
-        number: Number of the layer in the store.
-        offset: Position of the first new token: one number, or ``[B]``.
-    """
+    """A stand-in for one of a model's caches, for one forward pass."""
 
     def __init__(self, number: int, offset: int | mx.array) -> None:
         self.number, self.offset = number, offset
@@ -46,11 +41,7 @@ class MlxSlotLayer(abc.ABC):
         """Take new keys and values, ``[B, heads, Q, dim]``; return what is attended to."""
 
     def taken(self, columns: mx.array | None) -> tuple[mx.array, mx.array]:
-        """Return the new tokens' keys and values, ``[heads, n, dim]`` each, without the padding.
-
-        Args:
-            columns: The ones of the ``B * Q`` columns that are tokens; ``None`` for all.
-        """
+        """Return the new tokens' keys and values, ``[heads, n, dim]`` each, without the padding."""
         assert self.new is not None, "the model has not used this cache"
         found = []
         for states in self.new:

@@ -32,11 +32,7 @@ def attends_otherwise(how: str) -> ModelStateError:
 
 @final
 class Dispatch:
-    """The modules that a model is written in.
-
-    Args:
-        model: A model of mlx-lm.
-    """
+    """The modules that a model is written in."""
 
     def __init__(self, model: Any) -> None:
         names = {

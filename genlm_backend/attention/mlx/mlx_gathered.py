@@ -21,13 +21,7 @@ from genlm_backend.prefix.mlx_store import MlxStore
 
 @final
 class MlxGatherAttend(Attend[Caches]):
-    """Attends to a copy of each row's past in the slots of a store, beside the new tokens.
-
-    Args:
-        store: The store.
-        by_group: Whether masks are for scores of five dimensions, in which the heads that share a
-            head of keys have one of their own.
-    """
+    """Attends to a copy of each row's past in the slots of a store, beside the new tokens."""
 
     def __init__(self, store: MlxStore, by_group: bool = False) -> None:
         self._store, self._by_group = store, by_group
@@ -50,16 +44,7 @@ class MlxGatherAttend(Attend[Caches]):
 
 @final
 class _Past:
-    """The tokens before the new ones of a batch: where they are, and who sees which.
-
-    Args:
-        batch: The batch, of ``B`` rows padded to ``Q`` new tokens on the right.
-        by_group: Whether masks have five dimensions, as for ``MlxGatherAttend``.
-
-    Attributes:
-        slots: Slots of the tokens, padded on the left to ``P``: ``[B, P]``; ``None`` where no row
-            has any.
-    """
+    """The tokens before the new ones of a batch: where they are, and who sees which."""
 
     def __init__(self, batch: PackedBatch, by_group: bool) -> None:
         self._longest = int(batch.num_past.max())
@@ -70,13 +55,7 @@ class _Past:
         self._masks: dict[tuple[int, int | None, bool], Any] = {}
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
-        """Return the mask: bool ``[B, 1, Q, P + Q]``, ``"causal"``, or ``None`` for no mask.
-
-        Args:
-            num_new: ``Q``.
-            window: Number of tokens that one token sees, itself included; ``None`` for all.
-            is_array: Whether an array is wanted where ``"causal"`` would do.
-        """
+        """Return the mask: bool ``[B, 1, Q, P + Q]``, ``"causal"``, or ``None`` for no mask."""
         key = num_new, window, is_array
         if key not in self._masks:
             self._masks[key] = self._mask(*key)
@@ -109,12 +88,7 @@ class _MlxGatheredLayer(MlxSlotLayer):
         return self._past.mask(N, window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values of all tokens, those before first: ``[B, heads, P + Q, dim]``.
-
-        Args:
-            keys: Keys of the new tokens: ``[B, heads, Q, dim]``.
-            values: Their values, as many.
-        """
+        """Return the keys and values of cached and new tokens: ``[B, heads, P + Q, dim]``."""
         self.new = keys, values
         if self._past.slots is None:
             return keys, values

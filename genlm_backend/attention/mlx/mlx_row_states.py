@@ -15,14 +15,7 @@ from genlm_backend.prefix.nodes import Ints
 
 
 def caches_of(model: Any, attending: Iterable[Any], states: MlxRowStates | None) -> list[Any]:
-    """Return the caches that a model is called with.
-
-    Args:
-        model: A model of mlx-lm.
-        attending: What stands for its caches of keys and values, in order.
-        states: The states that rows go on from, and those that they come to; ``None`` for rows
-            that begin, and whose states nobody wants.
-    """
+    """Return the caches that a model is called with."""
     slots = iter(attending)
     caches = [_with(cache, slots) for cache in make_prompt_cache(model)]
     if states is not None:
@@ -53,13 +46,7 @@ def state_caches(caches: Iterable[Any]) -> list[ArraysCache]:
 
 @final
 class MlxRowStates(RowStates):
-    """The running states of the rows of one pass: before it, and once it has been made, behind it.
-
-    Args:
-        layout: Their arrays.
-        before: States behind what the rows have, ``[B, *shape]`` for each array; ``None`` for rows
-            that begin.
-    """
+    """The running states of the rows of one pass, before and after it."""
 
     def __init__(self, layout: MlxStateLayout, before: Sequence[mx.array] | None) -> None:
         self._layout, self._before = layout, before
@@ -75,11 +62,7 @@ class MlxRowStates(RowStates):
         self._before = None
 
     def behind(self, rows: Ints) -> list[mx.array]:
-        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each.
-
-        Args:
-            rows: Indices of the rows, ascending.
-        """
+        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each."""
         found = [self._caches[array.cache][array.index] for array in self._layout.arrays]
         if all(len(state) == len(rows) for state in found):
             return found

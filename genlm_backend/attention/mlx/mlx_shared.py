@@ -30,11 +30,6 @@ class MlxSharedAttend(Attend[Caches]):
 
     Where a pass has no stretch that is worth it, each row's past is copied, and MLX's own attention
     takes all of it at once.
-
-    Args:
-        store: Where the keys and values are.
-        few_tokens: Cached tokens, counted for each row, that are not worth a product.
-        makes_arrays: Whether a layer with a window gets a mask where it would need none.
     """
 
     def __init__(
@@ -51,11 +46,7 @@ class MlxSharedAttend(Attend[Caches]):
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
-        """Yield layers that attend by themselves, and have the model's layers ask them.
-
-        Raises:
-            ModelStateError: (``RuntimeError``) If some layer has not asked.
-        """
+        """Yield layers that attend by themselves, and have the model's layers ask them."""
         reading = batch.reading or self.reading(batch.past, batch.num_new)
         last, self._last = self._last, None
         if reading is None or not reading.parts:
@@ -81,15 +72,7 @@ class MlxSharedAttend(Attend[Caches]):
 
 @final
 class MlxPass(SharedPass[mx.array]):
-    """The attention of one forward pass, as layers of a model of mlx-lm ask it.
-
-    Args:
-        store: Where keys and values are.
-        batch: The new tokens.
-        reading: How what is cached is read.
-        last: Arrays of the last step; ``None`` for none.
-        makes_arrays: Whether windows get masks, as for ``MlxSharedAttend``.
-    """
+    """The attention of one forward pass, as layers of a model of mlx-lm ask it."""
 
     operators = MLX
     attends_otherwise = staticmethod(attends_otherwise)
@@ -107,13 +90,7 @@ class MlxPass(SharedPass[mx.array]):
         self._given: dict[int | None, mx.array] = {}
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
-        """Return the mask over all positions: an array, or a word for it.
-
-        Args:
-            num_new: ``Q``.
-            window: Number of tokens that one token sees, itself included; ``None`` for all.
-            is_array: Whether an array is wanted where ``"causal"`` would do.
-        """
+        """Return the mask over all positions: an array, or a word for it."""
         length = self.num_past + num_new
         if window is not None and window >= length and not self._makes_arrays:
             window = None
@@ -160,16 +137,7 @@ class _SharedLayer(MlxSlotLayer):
         mask: Any,
         sinks: Any,
     ) -> mx.array:
-        """Return the outputs of attention: ``[B, heads, Q, value_dim]``.
-
-        Args:
-            queries: Queries of the new tokens: ``[B, heads, Q, dim]``.
-            keys: What ``update_and_fetch`` has returned.
-            values: What it has returned beside them.
-            scale: What products are multiplied by.
-            mask: What ``make_mask`` has returned.
-            sinks: One more score for each head, which has no value: ``[heads]``; or ``None``.
-        """
+        """Return the outputs of attention: ``[B, heads, Q, value_dim]``."""
         given = None if isinstance(mask, str) and mask == "causal" else mask
         found = self._shared.attend(queries, keys, values, given, scale, sinks=sinks)
         return found.astype(queries.dtype)

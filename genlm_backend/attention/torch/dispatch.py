@@ -72,17 +72,7 @@ class TorchPass(SharedPass[torch.Tensor]):
     def mask(
         self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
     ) -> torch.Tensor | None:
-        """Return the mask that layers of one kind pass to ``attended``.
-
-        Args:
-            allows: Whether a token may attend to another one, given the numbers of row and head
-                and both positions in the context.
-            is_causal: Whether that means all tokens before it, and itself.
-            window: How many tokens it allows at most, if that is all beside causality.
-
-        Returns:
-            bool ``[B, 1, Q, L]`` over all positions, or ``None`` where all before count.
-        """
+        """Return the mask that layers of one kind pass to ``attended``."""
         num_rows, num_new = self._batch.input_ids.shape
         length = self.num_past + num_new
         if is_causal or (window is not None and window >= length):
@@ -109,19 +99,7 @@ class TorchPass(SharedPass[torch.Tensor]):
         is_causal: bool | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Return the outputs of attention of the new tokens: ``[B, Q, heads, value_dim]``.
-
-        Args:
-            query: Queries of the new tokens: ``[B, heads, Q, dim]``.
-            keys: What ``take`` was given last.
-            values: The same.
-            mask: What ``mask`` has returned for layers of this kind.
-            scaling: What products are multiplied by; ``None`` for what is usual.
-            softcap: Bound that scores approach; ``None`` for no bound.
-            s_aux: One more score for each head, which has no value; ``None`` for none.
-            is_causal: Nothing but ``False`` says anything.
-            options: Whatever else the model passes to its attention functions.
-        """
+        """Return the outputs of attention of the new tokens: ``[B, Q, heads, value_dim]``."""
         unknown = {name for name, value in options.items() if value is not None} - HARMLESS
         if unknown or is_causal is False:
             raise attends_otherwise(f"with {sorted(unknown) or 'is_causal=False'}")

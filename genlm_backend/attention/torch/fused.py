@@ -30,17 +30,7 @@ Found: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 @final
 @dataclass(frozen=True, slots=True)
 class FusedOperator:
-    """An operator of attention, and what it can do.
-
-    Attributes:
-        attend: Attends from queries ``[N, heads, M, dim]`` to keys and values ``[N, heads, n,
-            dim]``, given what the scores are multiplied by, and whether a query attends to the
-            keys up to its own number only.
-        attend_with: The same with what is added to the scores in place of the latter: float32
-            ``[N, 1, M, n]``; ``None`` where it takes no masks.
-        is_parted: Whether it has one thread for each head of few queries, so that keys are to be
-            parted.
-    """
+    """An operator of attention, and what it can do."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], Found]
     attend_with: (

@@ -31,26 +31,15 @@ from genlm_backend.prefix import PADDING_SLOT, KVStore
 @final
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The columns of one pass of ``B`` rows, ``P`` past and ``Q`` new ones.
+    """The columns of one pass of ``B`` rows, ``P`` past and ``Q`` new ones."""
 
-    Attributes:
-        slots: int64 ``[B, P + Q]``: the slot behind each column; padding is slot 0.
-        mask: int64 ``[B, P + Q]``; 0 on the left padding.
-        num_past: ``P``.
-    """
-
-    slots: torch.Tensor
-    mask: torch.Tensor
+    slots: torch.Tensor  # [B, P + Q] int64
+    mask: torch.Tensor  # [B, P + Q] int64
     num_past: int
 
 
 def gather(batch: PackedBatch, wider: int = 0) -> Gathered:
-    """Return the columns of a batch whose new tokens have slots; pure.
-
-    Args:
-        batch: The batch.
-        wider: Number of columns more than the longest past has.
-    """
+    """Return the columns of a batch whose new tokens have slots; pure."""
     num_past = wider + int(batch.num_past.max())
     new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
     new[slice(None) if batch.new_columns is None else batch.new_columns] = batch.new_slots
@@ -63,12 +52,7 @@ def gather(batch: PackedBatch, wider: int = 0) -> Gathered:
 
 @final
 class GatherAttend(Attend[dict[str, Any]]):
-    """Attends to copies of the keys and values in the slots of a store.
-
-    Args:
-        store: Where they are.
-        wider: Number of columns more than the longest past of a pass has.
-    """
+    """Attends to copies of the keys and values in the slots of a store."""
 
     def __init__(self, store: KVStore, wider: int = 0) -> None:
         self._store, self._wider = store, wider

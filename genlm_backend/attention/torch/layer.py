@@ -20,9 +20,6 @@ class SlotLayer(CacheLayerMixin):
 
     Whatever windows a model slides over it, it is not a sliding layer: masks are made for all
     positions.
-
-    Args:
-        num_past: Number of columns before the new tokens.
     """
 
     is_sliding = False
@@ -57,11 +54,7 @@ class SlotLayer(CacheLayerMixin):
 def write_new(
     store: KVStore, layer: int, batch: PackedBatch, keys: torch.Tensor, values: torch.Tensor
 ) -> Pair:
-    """Store new keys and values of a layer, ``[B, heads, Q, dim]``, without the padding.
-
-    Returns:
-        The same as they will be read, with zeros for the padding.
-    """
+    """Store new keys and values of a layer, ``[B, heads, Q, dim]``, without the padding."""
     slots, columns = batch.new_on(store.layout.layers[layer].device)
     rows = store.write(layer, slots, by_token(keys, values, columns))
     return (keys, values) if store.is_exact else by_head(rows, columns, keys, values)

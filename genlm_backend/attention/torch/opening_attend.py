@@ -24,14 +24,6 @@ class OpeningAttend(Attend[dict[str, Any]]):
 
     A second pass goes on behind the opening, as the model does by a cache of its own, and is given
     no pictures.
-
-    Args:
-        pictures: The pictures.
-        layout: Shapes of the keys and values, and how they are kept; no layers where none are.
-        store: Where keys and values are written; ``None`` to keep none.
-        slots: Slots of the last tokens of the pass, or of those before ``stop``.
-        stop: Number of tokens of the context up to which keys and values are kept.
-        goes_on: Whether a second pass will go on behind the first, of a model of no known layers.
     """
 
     def __init__(
@@ -123,15 +115,6 @@ def positions_of(
     """Return the positions of a context's tokens, and how far those behind its opening are shifted.
 
     Models whose positions have several dimensions (Qwen's) compute them of the shapes of pictures.
-
-    Args:
-        model: A model of transformers.
-        input_ids: int64 ``[1, num_tokens]``.
-        pictures: What the context begins with.
-
-    Returns:
-        Positions as ``forward`` takes them, ``None`` where they are counted from 0; and the number
-        that the position of a token behind the opening is larger by than its index.
     """
     count = next(filter(None, (getattr(m, "get_rope_index", None) for m in model.modules())), None)
     if count is None:

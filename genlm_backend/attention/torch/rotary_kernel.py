@@ -78,17 +78,6 @@ def rotate(
 
     In the tensors' type, bit for bit, they become ``x * cos + rotate_half(x) * sin``, where the
     second half of a head with its sign turned is before the first.
-
-    Args:
-        query: Queries ``[B, heads, Q, dim]``, in float32, float16 or bfloat16; ``dim`` is even, and
-            the stride of the last dimension 1, here as below.
-        keys: Keys ``[B, key_heads, Q, dim]``, of the same type, as the others are.
-        cos: Cosines, ``[B or 1, Q, dim]``.
-        sin: Sines, ``[B or 1, Q, dim]``.
-
-    Returns:
-        Both in memory of their own, in which the heads of a token follow one another: what takes
-        tokens apart copies nothing.
     """
     num_rows, num_heads, num_tokens, dim = query.shape
     num_key_heads = keys.shape[1]

@@ -24,14 +24,7 @@ from genlm_backend.prefix import KVStore
 
 @final
 class SharedAttend(Attend[dict[str, Any]]):
-    """Attends to each stretch of cached tokens once for all rows that have it.
-
-    Args:
-        store: Where the keys and values are.
-        few_tokens: Cached tokens, counted for each row, that are not worth a product; ``None``
-            for what has been measured.
-        wider: Number of columns more than the longest past of a pass has.
-    """
+    """Attends to each stretch of cached tokens once for all rows that have it."""
 
     def __init__(self, store: KVStore, few_tokens: int | None = None, wider: int = 0) -> None:
         self._store, self._wider = store, wider
@@ -44,11 +37,7 @@ class SharedAttend(Attend[dict[str, Any]]):
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Have the model's layers call the attention of a pass.
-
-        Raises:
-            ModelStateError: (``RuntimeError``) If some layer has not called it.
-        """
+        """Have the model's layers call the attention of a pass."""
         reading = batch.reading or self.reading(batch.past, batch.num_new)
         shared = TorchPass(self._store, batch, reading, self._last, self._wider)
         self._last = None

@@ -24,23 +24,6 @@ class StepOperators(NamedTuple):
 
     Keys and values are in the rows of a table ``codes``, ``[num_slots, 2 * key_heads * dim]``. The
     heads of a group, which share a head of keys, are queries of their own.
-
-    Attributes:
-        in_stretches: Attention of ``S`` sequences of queries, each to a stretch of slots that
-            follow one another. Given are queries ``[N, key_heads, dim]``; keys and values
-            ``[num_slots, key_heads, dim]``; the bounds of the sequences among the queries, int32
-            ``[S + 1]``; the first slot of each stretch, int32 ``[S + 1]``, of which the last is not
-            read; its number of slots, int32 ``[S]``; the most queries of a sequence; and what
-            products are multiplied by. Returned are weighted means ``[N, key_heads, dim]`` and
-            logarithms of the sums of the exponentials of the scores, float32 ``[key_heads, N]``.
-        in_slots: Attention of each row to tokens in any slots, one or more, merged with its
-            pieces of the former. Given are queries ``[B, heads, dim]``; ``codes``; slots, int64
-            ``[n]``; where those of each row begin among them, int32 ``[B]``; how many they are,
-            int32 ``[B]``; what the former has returned, or ``None``; the pieces of each row in it,
-            by the number of its first query over the size of groups, int64 ``[B, P]``, -1 for none;
-            one more score for each head, which has no value, ``[heads]`` or ``None``; what products
-            are multiplied by; and the number of heads of keys. Returned are means ``[B, heads,
-            dim]``.
     """
 
     in_stretches: Callable[

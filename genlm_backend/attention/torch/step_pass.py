@@ -20,11 +20,7 @@ from genlm_backend.prefix import KVStore
 
 
 class UnrecordableError(RuntimeError):
-    """A pass that does something of which the next one may need another version.
-
-    Attributes:
-        window: The window that its tables would have to have; ``None`` where that would not do.
-    """
+    """A pass that does something of which the next one may need another version."""
 
     window: int | None = None
 
@@ -49,16 +45,7 @@ _TYPES: Final[dict[str, tuple[type[np.generic], torch.dtype]]] = {
 
 @final
 class StepArrays:
-    """The inputs of decode steps of one shape: memory on the device, filled in one copy.
-
-    Args:
-        shape: The shape.
-        device: The device.
-
-    Attributes:
-        shape: As given.
-        arrays: By name, the tensors on the device, all of them views of one.
-    """
+    """The inputs of decode steps of one shape: memory on the device, filled in one copy."""
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
         self.shape = shape
@@ -100,10 +87,6 @@ class StepArrays:
         """Copy the numbers of a step to the device, behind what that has been told before.
 
         Rows that are too many do what the first one does, and write the same numbers to its slot.
-
-        Args:
-            tables: What its rows read, in this shape.
-            batch: The step.
         """
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this, or it would take our numbers
@@ -145,17 +128,7 @@ class StepArrays:
 
 @final
 class StepPass:
-    """The attention of a decode step, as layers of a model of transformers call it.
-
-    Args:
-        store: Where keys and values are, all layers on one device and exact.
-        arrays: The numbers of the step.
-        num_past: Number of columns before the new tokens that the model is told of.
-
-    Attributes:
-        most_tokens: Number of tokens of a context up to which the same would be done.
-        num_attended: Number of layers that have attended.
-    """
+    """The attention of a decode step, as layers of a model of transformers call it."""
 
     def __init__(self, store: KVStore, arrays: StepArrays, num_past: int) -> None:
         self._store, self._arrays, self._num_past = store, arrays, num_past
@@ -185,15 +158,7 @@ class StepPass:
     def mask(
         self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
     ) -> torch.Tensor | None:
-        """Return the mask that layers of one kind are given.
-
-        Returns:
-            ``None`` where all before the new tokens count, and something by which ``attended``
-            knows a window.
-
-        Raises:
-            UnrecordableError: If layers attend to something else.
-        """
+        """Return the mask that layers of one kind are given."""
         if is_causal:
             return None
         if window is None or not _is_window(allows, window):
@@ -222,11 +187,7 @@ class StepPass:
         is_causal: bool | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Return the outputs of attention: ``[B, 1, heads, dim]``; see ``TorchPass.attended``.
-
-        Raises:
-            UnrecordableError: If it is asked for something that is not done here.
-        """
+        """Return the outputs of attention: ``[B, 1, heads, dim]``; see ``TorchPass.attended``."""
         unknown = {name for name, value in options.items() if value is not None} - HARMLESS
         num_rows, num_heads, num_new, dim = query.shape
         if self._layer is None or unknown or is_causal is False or softcap is not None:

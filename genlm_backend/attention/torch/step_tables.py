@@ -49,16 +49,7 @@ to nothing, and a pass that is recorded again for want of it a tenth of a second
 
 
 class StepShape(NamedTuple):
-    """The shape of the tables of a decode step.
-
-    Attributes:
-        rows: Number of rows.
-        tokens: Number of tokens that are read slot by slot, new ones counted.
-        pieces: Number of stretches that each row may read.
-        stretches: Number of stretches.
-        window: Number of tokens of each row that layers with a window read, the new one counted; 0
-            where their windows hold all tokens, or there is none.
-    """
+    """The shape of the tables of a decode step."""
 
     rows: int
     tokens: int
@@ -77,30 +68,17 @@ class StepShape(NamedTuple):
 
 @final
 class StepTables(NamedTuple):
-    """Tables of what the ``B`` rows of a decode step read.
+    """Tables of what the ``B`` rows of a decode step read."""
 
-    Attributes:
-        slots: int64 ``[tokens]``: what the rows read slot by slot, one row after another.
-        counts: int64 ``[B]``: the number of these of each row.
-        starts: int64 ``[S]``: the first slot of each stretch.
-        sizes: int64 ``[S]``: its number of slots.
-        readers: int64 ``[N]``: the rows that read the first stretch, then those of the next.
-        num_readers: int64 ``[S]``: how many read each.
-        pieces: int64 ``[B, pieces]``: which of ``readers`` each row is; -1 for none.
-        recent: int64 ``[B, window]``: the last tokens of each row, in any order, as far as there
-            are some.
-        num_recent: int64 ``[B]``: how many each has.
-    """
-
-    slots: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    readers: NDArray[np.int64]
-    num_readers: NDArray[np.int64]
-    pieces: NDArray[np.int64]
-    recent: NDArray[np.int64]
-    num_recent: NDArray[np.int64]
+    slots: NDArray[np.int64]  # [tokens] int64
+    counts: NDArray[np.int64]  # [B] int64
+    starts: NDArray[np.int64]  # [S] int64
+    sizes: NDArray[np.int64]  # [S] int64
+    readers: NDArray[np.int64]  # [N] int64
+    num_readers: NDArray[np.int64]  # [S] int64
+    pieces: NDArray[np.int64]  # [B, pieces] int64
+    recent: NDArray[np.int64]  # [B, window] int64
+    num_recent: NDArray[np.int64]  # [B] int64
 
     @classmethod
     def of(
@@ -112,16 +90,7 @@ class StepTables(NamedTuple):
         num_key_heads: int,
         window: int = 0,
     ) -> StepTables:
-        """Return the tables of a decode step.
-
-        Args:
-            reading: How it reads what is cached.
-            past: What is cached.
-            new_slots: Where its new tokens' keys and values go: ``[B]``.
-            group_size: Number of heads that share a head of keys.
-            num_key_heads: Number of heads of keys.
-            window: Number of tokens that layers with a window attend to; 0 for none.
-        """
+        """Return the tables of a decode step."""
         num_rows = len(new_slots)
         in_place: list[tuple[Part, list[tuple[int, int]]]] = []
         apart: list[Part] = []
@@ -195,11 +164,6 @@ def num_stretches(size: int, num_rows: int, num_blocks: int) -> int:
     What stretches find is merged row by row, so that more of them pay as the root of what one row
     would have of the tokens: measured on an H100, for 1 to 1,024 rows and 32 to 32,768 tokens, this
     is within a fifth of the fastest number.
-
-    Args:
-        size: Number of its slots.
-        num_rows: Number of rows that read it.
-        num_blocks: Blocks of queries of all runs, by head, where none is divided.
     """
     most = min(16, NUM_BLOCKS // max(1, num_blocks), size // SHORTEST_STRETCH)
     return max(1, min(most, math.isqrt(size // num_rows)))

@@ -23,14 +23,7 @@ from genlm_backend.prefix import StateLayout
 def cache_of(
     attending: Iterable[SlotLayer], layout: StateLayout, states: RowStates | None
 ) -> Cache:
-    """Return a cache of layers that attend and, where a model has such, of layers with states.
-
-    Args:
-        attending: The layers that attend, in order.
-        layout: What each layer of the model's cache holds; of none, all attend.
-        states: The states that rows go on from, and those that they come to; ``None`` for rows
-            that begin, and whose states nobody wants.
-    """
+    """Return a cache of layers that attend and, where a model has such, of layers with states."""
     if not layout.layers:
         return Cache(layers=[*attending])
     slots, layers = iter(attending), list[Any]()
@@ -55,13 +48,7 @@ def empty_layer() -> Any:
 
 @final
 class TorchRowStates(RowStates):
-    """The running states of the rows of one pass: before it, and once it has been made, behind it.
-
-    Args:
-        layout: Their tensors.
-        before: States behind what the rows have, ``[B, *shape]`` for each tensor, which the pass
-            may overwrite; ``None`` for rows that begin.
-    """
+    """The running states of the rows of one pass, before and after it."""
 
     def __init__(self, layout: StateLayout, before: Sequence[torch.Tensor] | None) -> None:
         self._layout, self._before = layout, before
@@ -83,11 +70,7 @@ class TorchRowStates(RowStates):
         self._before = None
 
     def behind(self, rows: NDArray[np.int64]) -> list[torch.Tensor]:
-        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each.
-
-        Args:
-            rows: Indices of the rows, ascending.
-        """
+        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each."""
         tensors = self._layout.tensors
         found = [getattr(self._layers[t.layer], t.name)[t.index] for t in tensors]
         if all(len(state) == len(rows) for state in found):
@@ -98,12 +81,7 @@ class TorchRowStates(RowStates):
 
 @final
 class _AttendingStateLayer(LinearAttentionAndFullAttentionLayer):
-    """One layer of a cache that holds keys and values in slots, and running states beside them.
-
-    Args:
-        slots: The layer of the keys and values.
-        num_states: Number of states.
-    """
+    """One layer of a cache that holds keys and values in slots, and running states beside them."""
 
     def __init__(self, slots: SlotLayer, num_states: int) -> None:
         super().__init__(number_of_states=num_states)

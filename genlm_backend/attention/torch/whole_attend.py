@@ -18,13 +18,7 @@ from genlm_backend.prefix import KVLayout, LayerLayout, StateLayout
 
 @final
 class WholeAttend(Attend[dict[str, Any]]):
-    """Attends to the new tokens alone: there are none before them, and nothing is kept.
-
-    Args:
-        layout: Shapes of the keys and values. Where they would be kept in another number format,
-            the tokens attend to them as they would be read, so that a row does not depend on
-            whether its context is kept.
-    """
+    """Attends to the new tokens alone: there are none before them, and nothing is kept."""
 
     def __init__(self, layout: KVLayout | None = None) -> None:
         layers = () if layout is None else layout.layers

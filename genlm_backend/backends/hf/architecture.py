@@ -31,14 +31,6 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
 
     A model without a head, such as ``LlamaModel``, passes: it may share its head with its
     embeddings. So does an architecture that transformers does not know.
-
-    Args:
-        name: Name that the checkpoint was asked for by.
-        config: What its ``config.json`` says.
-
-    Raises:
-        UnsupportedModelError: (``ValueError``) If it was saved by a model for something else, or
-            its type is one that has no causal language model.
     """
     saved_by = [*(config.get("architectures") or ())]
     model_type = config.get("model_type")
@@ -83,16 +75,7 @@ def _architectures_of(task: str | None) -> Iterator[str]:
 
 
 def check_complete(name: str, model: Any, missing: Collection[str]) -> None:
-    """Check that a checkpoint had all weights of the model that was loaded from it.
-
-    Args:
-        name: Name that the checkpoint was asked for by.
-        model: The model.
-        missing: Names of the weights that were made up, as loading tells.
-
-    Raises:
-        UnsupportedModelError: (``ValueError``) If some were made up.
-    """
+    """Check that a checkpoint had all weights of the model that was loaded from it."""
     if missing:
         raise UnsupportedModelError(
             f"the checkpoint {name!r} has no weights for {shown(sorted(missing))} of a "
@@ -109,14 +92,6 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
     same, the model reads both ways. That is fine where it has keys and values to go on from, as
     one has that reads its prompt both ways and then writes, such as PaliGemma; an encoder has none,
     and says what each token is, and not what comes next.
-
-    Args:
-        runner: What calls the model.
-        vocab_size: Number of tokens.
-
-    Raises:
-        UnsupportedModelError: (``ValueError``) If it returns no row for each token, or is an
-            encoder.
     """
     model, name = runner.twin.module, type(runner.model).__name__
     contexts = [[i % vocab_size for i in context] for context in ((5, 6, 7, 8), (5, 6, 9, 10))]

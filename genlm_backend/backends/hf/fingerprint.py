@@ -22,14 +22,7 @@ _WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 @final
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Digests of a model, one for each thing that can differ.
-
-    Attributes:
-        config: Digest of what the model's config says.
-        weights: Digest of the weights as the model came.
-        adapter: Digest of the weights with those of an adapter; ``weights`` without one.
-        layout: The shapes of what is kept, and the format of keys and values.
-    """
+    """Digests of a model, one for each thing that can differ."""
 
     config: str
     weights: str
@@ -42,14 +35,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: Any, weights: str, adapter: str, layout: KVLayout) -> Self:
-        """Return the fingerprint of a model.
-
-        Args:
-            model: The model.
-            weights: ``weights_digest`` of it as it came.
-            adapter: The same of the adapter's twin.
-            layout: The shapes of its keys and values.
-        """
+        """Return the fingerprint of a model."""
         said = model.config.to_diff_dict()
         config = {name: value for name, value in said.items() if name not in VOLATILE}
         text = json.dumps(config, sort_keys=True, default=str)

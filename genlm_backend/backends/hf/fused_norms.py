@@ -18,9 +18,6 @@ def fuse_norms(copies: Mapping[nn.Module, Any]) -> None:
     """Have the norms of a twin compute by ``torch.nn.functional.rms_norm``, where that is the same.
 
     Each module that may be one is asked, on random numbers.
-
-    Args:
-        copies: By module of the model, its twin.
     """
     for module, own in copies.items():
         eps = _eps_of(module)
@@ -30,12 +27,7 @@ def fuse_norms(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Norm:
-    """The ``forward`` of a module that is a norm: it takes the module's weight as it is now.
-
-    Args:
-        module: The twin of the module.
-        eps: What is added to mean squares.
-    """
+    """The ``forward`` of a module that is a norm: it takes the module's weight as it is now."""
 
     def __init__(self, module: Any, eps: float) -> None:
         self._module, self._eps = module, eps

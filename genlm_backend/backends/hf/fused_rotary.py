@@ -42,9 +42,6 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
     Each function that rotates is asked, on random numbers. The twin of a module whose ``forward``
     calls it has the same code, with the globals of the module's but for that function; what
     decorates it stays around it.
-
-    Args:
-        copies: By module of the model, its twin.
     """
     asked: dict[tuple[Any, ...], _Rotation | None] = {}
     for module, own in copies.items():
@@ -70,14 +67,7 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Rotation:
-    """A function of a modeling module, by a kernel where that takes what is given.
-
-    Args:
-        original: The function.
-        kernel: What says the same.
-        dtype: The type of elements in which it does.
-        kind: The kind of device on which it does.
-    """
+    """A function of a modeling module, by a kernel where that takes what is given."""
 
     def __init__(self, original: Rotate, kernel: Rotate, dtype: torch.dtype, kind: str) -> None:
         self.original = original
@@ -115,10 +105,6 @@ class _Globals(dict[str, Any]):
     """The globals of a module as they are now, but for one function while that is the same.
 
     Python asks a dictionary of another kind than its own for each name when it is used.
-
-    Args:
-        of_module: The globals of the module.
-        rotation: What is called in place of the function.
     """
 
     def __init__(self, of_module: dict[str, Any], rotation: _Rotation) -> None:

@@ -33,14 +33,7 @@ CACHED_TYPES: Final = frozenset(_CACHED_TYPES.split())
 
 @final
 class Wanted(NamedTuple):
-    """Bytes to keep contexts in, as options say.
-
-    Attributes:
-        kv_bytes: Bytes of keys, values and states; ``None`` for a part of what is free.
-        host_bytes: Bytes of them on the host, when they have to leave the device.
-        state_bytes: Bytes of states, of all of them; ``None`` for the default.
-        kept_as: Number format of keys and values; ``None`` for the type that the model computes in.
-    """
+    """Bytes to keep contexts in, as options say."""
 
     kv_bytes: int | None
     host_bytes: int
@@ -48,11 +41,7 @@ class Wanted(NamedTuple):
     kept_as: KVCacheDtype | None
 
     def check(self) -> None:
-        """Check that something is kept where there are bytes for a part of it.
-
-        Raises:
-            OptionError: (``ValueError``) If nothing is.
-        """
+        """Check that something is kept where there are bytes for a part of it."""
         check_budgets(self.kv_bytes, self.host_bytes, self.state_bytes)
 
 
@@ -63,18 +52,7 @@ def layout_of(
     vocab_size: int,
     longest: float,
 ) -> KVLayout:
-    """Return the shapes of keys and values, and how they are kept.
-
-    Args:
-        runner: What calls the model.
-        support: What is known of the model.
-        kept: The number format; ``None`` for the type that the model computes in.
-        vocab_size: Number of token ids.
-        longest: Number of tokens of its longest context.
-
-    Raises:
-        OptionError: (``ValueError``) If there is a format, and nothing to keep in it.
-    """
+    """Return the shapes of keys and values, and how they are kept."""
     if kept is None:
         return support.layout
     name = type(runner.model).__name__
@@ -95,12 +73,7 @@ def layout_of(
 def cache_of(
     runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: Wanted
 ) -> PrefixCache | None:
-    """Return room for contexts; ``None`` where every context is run whole.
-
-    Raises:
-        OptionError: (``ValueError``) If a budget is for nothing, too small for one token or state,
-            or more than there is.
-    """
+    """Return room for contexts; ``None`` where every context is run whole."""
     name = type(runner.model).__name__
     if wanted.kv_bytes == 0:
         return None

@@ -44,23 +44,6 @@ class HFEvaluator(PassEvaluator):
     """Answers queries by a causal language model of transformers.
 
     A model of which nothing can be kept runs every context whole.
-
-    Args:
-        model: The model, on whatever device; it is put into evaluation mode.
-        max_length: Longest context to accept; ``None`` for what its config says.
-        kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
-        host_cache_bytes: Bytes of keys, values and states to keep on the host when they have to
-            leave the device.
-        state_cache_bytes: Bytes of running states to keep, of those of ``kv_cache_bytes``; ``None``
-            for half of them, or all where no layer attends.
-        num_threads: Number of threads of a forward pass on the CPU; ``None`` for torch's own.
-        kv_cache_dtype: Number format of the keys and values that are kept; ``None`` for the type
-            that the model computes in.
-        output_device: Where rows are returned.
-        packs_weights: Whether weights are packed where that is faster (``PackedWeights``).
-
-    Raises:
-        UnsupportedModelError: If it is no causal language model.
     """
 
     def __init__(

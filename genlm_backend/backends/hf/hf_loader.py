@@ -35,15 +35,7 @@ check_weights: Final[Check[Weights | None]] = one_of(None, *get_args(Weights))
 @final
 @dataclass(frozen=True, slots=True)
 class HFLoader:
-    """A name and options that make a model, and an evaluator of it.
-
-    Attributes:
-        name: Name that it was asked for by.
-        path: Local path or repository on the hub.
-        options: Keyword arguments of ``AutoModelForCausalLM.from_pretrained``.
-        evaluator: Options of the evaluator.
-        weights: Number format that the weights are brought into; ``None`` to leave them.
-    """
+    """A name and options that make a model, and an evaluator of it."""
 
     name: str
     path: str
@@ -52,11 +44,7 @@ class HFLoader:
     weights: Weights | None = None
 
     def tokenizer(self) -> Any:
-        """Load the tokenizer.
-
-        Raises:
-            OSError: If there is no such model.
-        """
+        """Load the tokenizer."""
         from transformers import AutoTokenizer
 
         check_holds(self.path, "config.json")
@@ -71,11 +59,7 @@ class HFLoader:
         return {name: self.options[name] for name in shared if name in self.options}
 
     def processor(self) -> Any:
-        """Load what makes a model's inputs of texts and pictures.
-
-        Raises:
-            PictureError: (``ValueError``) If there is none, or it does not load.
-        """
+        """Load what makes a model's inputs of texts and pictures."""
         from transformers import AutoProcessor
 
         try:
@@ -89,13 +73,7 @@ class HFLoader:
         return processor
 
     def model(self) -> Any:
-        """Load the model.
-
-        Raises:
-            OptionError: (``ValueError``) If its weights cannot be brought into the format.
-            UnsupportedModelError: (``ValueError``) If it is no causal language model, lacks some of
-                its weights, or does not compute with those of the format.
-        """
+        """Load the model."""
         from transformers import (
             AutoModelForCausalLM,
             AutoModelForImageTextToText,
@@ -135,20 +113,7 @@ class HFLoader:
         evaluator: HFOptions,
         owner: type[AsyncLM],
     ) -> Self:
-        """Return the loader of the model of a name; nothing is loaded yet.
-
-        Args:
-            model_id: Name that ``AsyncTransformer.from_name`` takes.
-            bitsandbytes_opts: For ``BitsAndBytesConfig``, unchecked, like the next two.
-            hf_opts: For ``AutoModelForCausalLM.from_pretrained``.
-            weights: Number format that the weights are brought into.
-            evaluator: Options of the evaluator.
-            owner: Class of the model, whose own options are not to be among ``hf_opts``.
-
-        Raises:
-            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
-            OptionError: (``ValueError``) If one is out of its bounds.
-        """
+        """Return the loader of the model of a name; nothing is loaded yet."""
         check_budgets(
             evaluator.kv_cache_bytes, evaluator.host_cache_bytes, evaluator.state_cache_bytes
         )
@@ -172,11 +137,7 @@ class HFLoader:
         return replace(self, evaluator=replace(self.evaluator, num_threads=num_threads))
 
     def check_portable(self) -> None:
-        """Check that the options can be given to another process.
-
-        Raises:
-            OptionTypeError: (``TypeError``) If one cannot.
-        """
+        """Check that the options can be given to another process."""
         for name, value in self.options.items():
             pickled(f"hf_opts[{name!r}]", value)
 
@@ -191,16 +152,7 @@ def _seeing() -> Collection[str]:
 def _on_cpu(
     weights: Weights, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return options that load a model in float32 onto the CPU.
-
-    Args:
-        weights: Number format that its weights are to have.
-        options: All options of loading.
-        given: Those that the caller has given.
-
-    Raises:
-        OptionError: (``ValueError``) If the caller has asked for something else.
-    """
+    """Return options that load a model in float32 onto the CPU."""
     if "quantization_config" in options:
         raise OptionError(f"weights={weights!r} and another quantization exclude each other")
     wanted = {"device_map": "cpu", "dtype": torch.float32}

@@ -30,24 +30,6 @@ class HFRunner(Runner):
 
     PEFT puts an adapter's layers into a twin, so that adapters know nothing of each other and the
     model of none.
-
-    Args:
-        model: A causal language model of transformers, or PEFT's wrapper of one.
-
-    Attributes:
-        model: As given.
-        twin: What is run in its place; the model itself at first.
-        packed: Packed weights of its layers, with which the twins' compute.
-        graphs: Decode steps that are recorded, on a CUDA device; ``None`` where none is; it can be
-            set.
-        check_wanted: Called between two layers of a long pass, which ends where it raises an error;
-            it can be set.
-        device: Device on which it takes its token ids.
-        parameters: Names of what its ``forward`` takes and is given; it can be set.
-        cache_argument: The one among them that a cache is given by; ``None`` where it takes none.
-        num_forwards: Number of passes so far.
-        tokens_computed: Number of tokens in them, padding not counted.
-        num_captured_steps: Number of them that were a recorded decode step.
     """
 
     def __init__(self, model: Any) -> None:
@@ -70,12 +52,7 @@ class HFRunner(Runner):
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span] | PackedBatch, attend: Attend) -> torch.Tensor:
-        """Return the logits at the outputs of each span: ``[num_outputs, model_vocab]``.
-
-        Args:
-            spans: The spans, or what they have been packed to.
-            attend: The way to attend.
-        """
+        """Return the logits at the outputs of each span: ``[num_outputs, model_vocab]``."""
         batch = spans if isinstance(spans, PackedBatch) else pack(spans)
         graphs, logits = self.graphs, None
         plan = None if graphs is None else graphs.plan(self.twin, batch)
@@ -112,13 +89,7 @@ class HFRunner(Runner):
     def running_states(
         self, layout: StateLayout, before: Sequence[torch.Tensor] | None
     ) -> TorchRowStates:
-        """Return the running states of the rows of a pass.
-
-        Args:
-            layout: Their tensors.
-            before: States behind what the rows have, as a store reads them; ``None`` for rows that
-                begin.
-        """
+        """Return the running states of the rows of a pass."""
         return TorchRowStates(layout, before)
 
     def caching(self, is_wanted: bool) -> dict[str, bool]:
@@ -137,9 +108,6 @@ class HFRunner(Runner):
 
         Before every batch the model is looked at. A recorded pass is launched before that, and what
         it computes meanwhile is thrown away where the model is another one.
-
-        Raises:
-            ModelStateError: As ``twin_with``; the others too. They may be raised by the first pass.
         """
         self._is_unseen, known = False, self._twins.get(adapter)
         if self.graphs is None or known is None:
@@ -156,14 +124,7 @@ class HFRunner(Runner):
         return self._num_changes > before
 
     def twin_with(self, adapter: Adapter | None) -> Twin:
-        """Return the twin that computes with an adapter, or as the model came, as that is now.
-
-        Raises:
-            ModelStateError: (``RuntimeError``) If the model has been converted, moved, put into
-                training mode or configured otherwise.
-            UnknownAdapterError: If an adapter that the model came with has been removed.
-            AdapterError: If the model's owner has merged an adapter into its weights.
-        """
+        """Return the twin that computes with an adapter, or as the model came, as that is now."""
         twin = self._twins.get(adapter)
         changed = self._changed(twin)
         if adapter is None:
@@ -212,18 +173,7 @@ class HFRunner(Runner):
         twin.ask_between_layers(lambda: self.check_wanted())
 
     def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
-        """Load an adapter in PEFT's format, and try it.
-
-        Args:
-            adapter: What it will be asked by.
-            path: A directory, or a repository on the hub.
-            is_cached: Whether contexts begin from cached keys and values.
-
-        Raises:
-            MissingExtraError: (``ImportError``) Without PEFT.
-            AdapterError: If it cannot be loaded, or does more than to replace layers; the model
-                is as it was then.
-        """
+        """Load an adapter in PEFT's format, and try it."""
         saved = read_adapter(path)
         self._changed(None)
         if adapter.name in self._owner.look():

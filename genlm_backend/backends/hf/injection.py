@@ -25,11 +25,7 @@ Saved = tuple[Any, dict[str, torch.Tensor]]
 
 
 def read(path: str) -> Saved:
-    """Read an adapter in PEFT's format.
-
-    Raises:
-        ValueError: If it is of a kind that does more than to replace layers.
-    """
+    """Read an adapter in PEFT's format."""
     from peft import PeftConfig
     from peft.utils.save_and_load import load_peft_weights
 
@@ -52,18 +48,7 @@ def read(path: str) -> Saved:
 
 
 def put_layers(saved: Saved, twin: Twin, bare: Twin, is_cached: bool) -> None:
-    """Put the layers of an adapter into their places in a twin, tried once.
-
-    Args:
-        saved: The adapter.
-        twin: The twin, without adapters.
-        bare: Another one of the same model, which stays without.
-        is_cached: Whether contexts begin from cached keys and values.
-
-    Raises:
-        Exception: If the adapter does not fit the model (of many kinds); a ``ValueError`` if it
-            does more than to replace layers, or leaves the model's own rows not as they were.
-    """
+    """Put the layers of an adapter into their places in a twin, tried once."""
     plain = base_of(bare.module)
     before, noise = _row(plain), _inconsistency(plain, is_cached)
     expected = _injected(saved, twin)
@@ -91,11 +76,7 @@ def base_of(model: Any) -> Any:
 
 
 def _injected(saved: Saved, twin: Twin) -> torch.Tensor:
-    """Let PEFT put its layers into a twin; return the row that its wrapper has.
-
-    Raises:
-        ValueError: If it changes weights of the model itself, which it has copies of meanwhile.
-    """
+    """Let PEFT put its layers into a twin; return the row that its wrapper has."""
     from peft import get_peft_model, set_peft_model_state_dict
 
     config, weights = saved

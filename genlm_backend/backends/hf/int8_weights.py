@@ -32,16 +32,7 @@ _MAX_WIDTH: Final = 1 << 16  # where sums of products fit into 32 bits
 
 
 def quantize(model: Any) -> None:
-    """Replace the linear layers of a model, in place, by such with int8 weights.
-
-    Args:
-        model: A model of transformers in float32 on the CPU.
-
-    Raises:
-        OptionError: (``ValueError``) If it has no linear layers, or this processor or this build of
-            torch cannot multiply whole numbers of 8 bits exactly.
-        UnsupportedModelError: (``ValueError``) If it asks its layers for more than their products.
-    """
+    """Replace the linear layers of a model, in place, by such with int8 weights."""
     if not _is_exact():
         raise OptionError(
             "weights='int8' needs oneDNN's products of whole numbers of 8 bits, which this "
@@ -86,16 +77,7 @@ def _matrix(layer: nn.Module) -> torch.Tensor | None:
 
 @final
 class Int8Linear(nn.Module):
-    """A linear layer with int8 weights, for float32 activations on the CPU and no gradients.
-
-    Args:
-        weight: float32 ``[out_features, in_features]``.
-        bias: float32 ``[out_features]``; ``None`` for none.
-
-    Attributes:
-        in_features: Number of elements of a row of activations.
-        out_features: Number of elements of a row of products.
-    """
+    """A linear layer with int8 weights, for float32 activations on the CPU and no gradients."""
 
     scale: torch.Tensor
     zero: torch.Tensor
@@ -123,11 +105,7 @@ class Int8Linear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the products of the weight and of ``[…, in_features]``, plus the bias.
-
-        Raises:
-            TypeError: If the activations are not float32.
-        """
+        """Return the products of the weight and of ``[…, in_features]``, plus the bias."""
         if input.dtype is not torch.float32:
             raise TypeError(f"weights of 8 bits are for float32 activations, got {input.dtype}")
         rows = input.detach().reshape(-1, self.in_features).contiguous()
@@ -171,12 +149,6 @@ def _take_apart(rows: Any, bits: Any, digits: Any, scales: Any) -> None:
 
     A row with an infinity or a NaN has the scale NaN. Bits of absolute values are ordered as the
     values are, which lets the largest be found in many elements at once.
-
-    Args:
-        rows: float32 ``[n, width]``.
-        bits: The same memory as int32.
-        digits: Filled: uint8 ``[2 * n, width]``.
-        scales: Filled: float32 ``[n]``.
     """
     num_rows, width = rows.shape
     as_bits = scales.view(np.int32)

@@ -13,12 +13,7 @@ from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapter
 
 
 def read_adapter(path: str) -> Saved:
-    """Read an adapter from a directory, or from a repository on the hub.
-
-    Raises:
-        MissingExtraError: (``ImportError``) Without PEFT.
-        AdapterError: If it cannot be read, or does more than to replace layers.
-    """
+    """Read an adapter from a directory, or from a repository on the hub."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("LoRA adapters need PEFT: pip install 'genlm-backend[lora]'")
     try:
@@ -41,9 +36,6 @@ class OwnerAdapters:
 
     In the twin of no adapter they are what they were when the model came, and they are taken out of
     the others.
-
-    Args:
-        model: A model of transformers, or PEFT's wrapper of one.
     """
 
     def __init__(self, model: Any) -> None:
@@ -69,12 +61,7 @@ class OwnerAdapters:
         return self._seen
 
     def check_as_it_came(self) -> None:
-        """Check that the model computes with the adapters that it came with.
-
-        Raises:
-            UnknownAdapterError: If one of them has been removed.
-            AdapterError: If one has been merged into the weights, or unmerged.
-        """
+        """Check that the model computes with the adapters that it came with."""
         self.look()
         for name, config in self._own_adapters.items():
             if self._seen.get(name) is not config:
@@ -91,11 +78,7 @@ class OwnerAdapters:
                 )
 
     def check_unmerged(self) -> None:
-        """Check that no adapter is merged into the weights.
-
-        Raises:
-            AdapterError: If one is.
-        """
+        """Check that no adapter is merged into the weights."""
         self.look()
         for layer in self._layers:
             if _merged(layer):
@@ -105,11 +88,7 @@ class OwnerAdapters:
                 )
 
     def dress(self, twin: Twin) -> None:
-        """Have the layers of a twin apply the adapters that they applied when the model came.
-
-        Raises:
-            AdapterError: If the twin is the model itself, where they have been switched.
-        """
+        """Have the layers of a twin apply the adapters that they applied when the model came."""
         for layer in self._layers:
             state, _ = self._own_states.get(layer, (_OFF, []))
             if layer in twin.copies:
@@ -125,11 +104,7 @@ class OwnerAdapters:
         self._base, self._layers, self._seen = None, [], {}
 
     def take_out(self, twin: Twin) -> None:
-        """Put the model's own layers into the places of PEFT's in a twin.
-
-        Raises:
-            AdapterError: If the twin is the model itself.
-        """
+        """Put the model's own layers into the places of PEFT's in a twin."""
         if not twin.copies:
             raise AdapterError(
                 f"the parts of this {self._name} refer to each other in ways of their own, so that "

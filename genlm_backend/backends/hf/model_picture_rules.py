@@ -58,14 +58,6 @@ def examine_pictures(
     keys and values what is left. How far the rows of the two are apart is compared with the least
     of all ways, the model's own cache among them, and with the difference that one wrong token
     makes. The first way is taken that is about as near.
-
-    Args:
-        runner: What calls the model.
-        layout: Shapes of its keys and values.
-        attend: Makes the way in which text attends to them.
-        token_ids: Ids of a prompt that begins with a picture and ends with text.
-        inputs: What its processor has made beside them.
-        image_token_id: The id that stands for a part of a picture.
     """
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1

@@ -35,9 +35,6 @@ class ModelSnapshot:
 
     Whoever owns the model may have changed them since: keys and values that are kept would not be
     those of the model as it is, and a model in training mode draws at random what it drops.
-
-    Args:
-        model: A causal language model of transformers, in evaluation mode.
     """
 
     def __init__(self, model: Any) -> None:
@@ -56,16 +53,7 @@ class ModelSnapshot:
         self._configs = [(config, _settings(config)) for config in _configs(model)]
 
     def check(self, model: Any, is_trained: bool) -> None:
-        """Check that a model is as it was.
-
-        Args:
-            model: The model.
-            is_trained: Whether modules of it have been put into training mode.
-
-        Raises:
-            ModelStateError: (``RuntimeError``) If it has been converted, moved, put into training
-                mode or configured otherwise.
-        """
+        """Check that a model is as it was."""
         if (placements := self._placed()) != self._placements:
             self._check_placed(placements)
         if is_trained:
@@ -98,11 +86,7 @@ class ModelSnapshot:
 
 
 def check_output(config: Any) -> None:
-    """Check that a model's config has it return what can be read.
-
-    Raises:
-        ModelStateError: (``RuntimeError``) If it has it return bare tuples.
-    """
+    """Check that a model's config has it return what can be read."""
     if getattr(config, "return_dict", True) is False:
         raise ModelStateError(
             "the model's config has return_dict=False, with which models of transformers do not "

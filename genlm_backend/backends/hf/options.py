@@ -34,12 +34,7 @@ from genlm_backend.prefix import KV_CACHE_DTYPES, KVCacheDtype
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HFOptions:
-    """Options of ``HFEvaluator``, by the names and meanings that ``AsyncTransformer`` gives them.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If one is of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds.
-    """
+    """Options of ``HFEvaluator``, with the names and meanings of ``AsyncTransformer``'s."""
 
     kv_cache_bytes: int | None = None
     kv_cache_dtype: KVCacheDtype | None = None
@@ -104,15 +99,7 @@ _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 def loading_options(
     bitsandbytes_opts: dict[str, Any] | None, hf_opts: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return keyword arguments for ``from_pretrained``; see ``AsyncTransformer.from_name``.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If one of the two is no mapping, the dtype is neither a
-            dtype nor a name, or bitsandbytes has no such option.
-        OptionError: (``ValueError``) If the dtype is none of floating point.
-        DeviceError: (``ValueError``) If the device is not there.
-        MissingExtraError: (``ImportError``) Without bitsandbytes, where it is needed.
-    """
+    """Return keyword arguments for ``from_pretrained``; see ``AsyncTransformer.from_name``."""
     given = optional(mapping)("hf_opts", hf_opts)
     quantization = optional(mapping)("bitsandbytes_opts", bitsandbytes_opts)
     options: dict[str, Any] = {"device_map": "auto", "dtype": "auto", **(given or {})}
@@ -133,9 +120,6 @@ def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
     """Turn the error of a model that takes no option of some name into one of ours.
 
     Loading hands on to the model what it does not know itself, and what is no key of its config.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If there is no option of some name.
     """
     try:
         yield

@@ -137,23 +137,7 @@ class PackedLinear(nn.Linear):
 
 @final
 class _Packed:
-    """The packed weight of one layer, and the weight as it was then.
-
-    Args:
-        layer: The layer.
-
-    Attributes:
-        layer: As given.
-        parameter: Its weight, as the parameter that it is.
-        weight: Its memory, which nothing else can have as long as this is there.
-        version: How often it had been modified.
-        checksum: What ``_checksum`` made of it.
-        packed: The packed weight.
-        is_used: Whether it is the layer's.
-
-    Raises:
-        RuntimeError: If this processor, or this build of torch, cannot pack it.
-    """
+    """The packed weight of one layer, and the weight as it was then."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer

@@ -30,12 +30,7 @@ _OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})
 
 
 class _Read(NamedTuple):
-    """Inputs that a processor has made of a prompt with pictures.
-
-    Attributes:
-        token_ids: Ids of the prompt, parts of pictures included.
-        inputs: What the model takes beside them.
-    """
+    """Inputs that a processor has made of a prompt with pictures."""
 
     token_ids: list[int]
     inputs: dict[str, torch.Tensor]
@@ -43,15 +38,7 @@ class _Read(NamedTuple):
 
 @final
 class PictureReader:
-    """Reads pictures by the processor of one model.
-
-    Args:
-        processor: The processor, as ``AutoProcessor`` loads it.
-        contexts: What checks token ids.
-        image_token_id: The id that stands for a part of a picture.
-        rules_of: Asks the model where text goes on behind pictures, given a prompt and what the
-            processor has made beside it; called once.
-    """
+    """Reads pictures by the processor of one model."""
 
     def __init__(
         self,
@@ -94,19 +81,7 @@ class PictureReader:
         return self._rules_of(*self._probes[0])
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
-        """Return the context of a prompt that begins with pictures.
-
-        Args:
-            prompt: A text, in which the model's own token for a picture stands for each; or token
-                ids, with one such token for each, or as the processor returns them.
-            images: The pictures, in order; or what the processor has made of them, by name.
-            max_length: Longest context that the model takes.
-
-        Raises:
-            PictureError: If there are more or fewer pictures than places, or one cannot be read.
-            ContextTypeError: If the prompt is neither.
-            ContextError: If it does not fit into the model.
-        """
+        """Return the context of a prompt that begins with pictures."""
         if isinstance(images, Mapping):
             if isinstance(prompt, str):
                 raise PictureError(
@@ -237,11 +212,7 @@ class PictureReader:
         return _Read(ids, inputs)
 
     def _read(self, text: str, pictures: list[Any]) -> _Read:
-        """Run the processor.
-
-        Raises:
-            PictureError: If it refuses the pictures.
-        """
+        """Run the processor."""
         try:
             made = self._processor(text=[text], images=[pictures], return_tensors="pt")
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
@@ -272,14 +243,7 @@ class PictureReader:
         prints: list[bytes],
         counts: list[int],
     ) -> Context:
-        """Return a context, its parts of pictures named by what they show.
-
-        Args:
-            ids: Ids of the prompt.
-            inputs: What the model takes beside them.
-            prints: What tells each picture from others.
-            counts: Number of parts of each.
-        """
+        """Return a context, its parts of pictures named by what they show."""
         rules, values = self._rules, np.array(ids, np.int32)
         self._contexts.packed([i for i in ids if i != self._image_token_id])
         (parts,) = np.nonzero(values == self._image_token_id)

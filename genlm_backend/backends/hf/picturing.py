@@ -18,11 +18,7 @@ from genlm_backend.vision.pictures import PictureRules
 
 
 def check_processor(processor: Any) -> None:
-    """Refuse what is neither a processor nor loads one.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If it is neither.
-    """
+    """Refuse what is neither a processor nor loads one."""
     if processor is not None and not callable(processor):
         raise OptionTypeError(
             "processor must be one of transformers, as AutoProcessor.from_pretrained(…) loads it, "
@@ -32,15 +28,7 @@ def check_processor(processor: Any) -> None:
 
 @final
 class ModelPictures:
-    """Pictures of one model, read by its processor once that is needed.
-
-    Args:
-        given: The processor, or what loads it, or ``None``.
-        contexts: What checks token ids.
-        image_token_id: The id that stands for a part of a picture; ``None`` where the model reads
-            text alone.
-        ask: Has the model's thread call a verb of its evaluator, and waits for it.
-    """
+    """Pictures of one model, read by its processor once that is needed."""
 
     def __init__(
         self,
@@ -54,11 +42,7 @@ class ModelPictures:
 
     @cached_property
     def processor(self) -> Any:
-        """The processor, loaded now; ``None`` for a model of text alone, or where none is given.
-
-        Raises:
-            PictureError: (``ValueError``) If there is none where the model was loaded from.
-        """
+        """The processor, loaded now; ``None`` for a model of text alone, or where none is given."""
         if self._image_token_id is None:
             return None
         return self._given() if inspect.isroutine(self._given) else self._given

@@ -40,28 +40,16 @@ _MEAN_TOLERANCE: Final = 1e-3
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The tokens of a prefix, and their keys and values as they are coded.
-
-    Attributes:
-        token_ids: Its tokens.
-        codes: By layer, the tensors of codes, ``[len(token_ids), columns]`` each.
-        states: The tensors of the running state that contexts go on from, ``[1, *shape]`` each;
-            none of a model that has no such state.
-        num_resumed: Number of tokens that this state is behind.
-    """
+    """The tokens of a prefix, and their keys and values as they are coded."""
 
     token_ids: tuple[int, ...]
-    codes: list[tuple[torch.Tensor, ...]]
-    states: list[torch.Tensor]
+    codes: list[tuple[torch.Tensor, ...]]  # [len(token_ids), columns]
+    states: list[torch.Tensor]  # [1, *shape]
     num_resumed: int
 
 
 def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout) -> None:
-    """Write a file in the format of safetensors; whatever goes wrong, no half of it stays.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write a file in the format of safetensors; whatever goes wrong, no half of it stays."""
     tensors = {"token_ids": torch.tensor(prefix.token_ids, dtype=torch.int32)}
     for number, codes in enumerate(prefix.codes):
         for i, of_tokens in enumerate(codes):
@@ -92,18 +80,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
 
 
 def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
-    """Return the prefix in a file, mapped into memory.
-
-    Args:
-        path: The file.
-        fingerprint: What the model has that is to go on from it.
-        layout: The shapes and the format of that model's keys and values.
-
-    Raises:
-        PrefixFileError: (``ValueError``) If it is no such file, of another model or format, cut
-            short or changed.
-        OSError: If it cannot be read.
-    """
+    """Return the prefix in a file, mapped into memory."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would wait
         raise PrefixFileError(f"{path} is a device or a pipe, and no file of a prefix")
     with path.open("rb"):  # whose errors say more than those of safetensors
@@ -179,12 +156,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 @final
 class PrefixFiles:
-    """Files with the keys and values of a model, whose fingerprints it keeps.
-
-    Args:
-        passes: What has the model, its tree and its store.
-        runner: What calls the model for them.
-    """
+    """Files with the keys and values of a model, whose fingerprints it keeps."""
 
     def __init__(self, passes: Passes, runner: HFRunner) -> None:
         self._passes, self._runner = passes, runner
@@ -192,16 +164,7 @@ class PrefixFiles:
         self._digests: dict[Adapter | None, tuple[object, str]] = {}
 
     def check_can_keep(self, num_tokens: int, limit: float, *, has_bytes: bool) -> None:
-        """Check that contexts of so many tokens are kept.
-
-        Args:
-            num_tokens: The number.
-            limit: Number of tokens beyond which contexts are run whole.
-            has_bytes: Whether options leave bytes to keep any.
-
-        Raises:
-            CacheError: If they are not.
-        """
+        """Check that contexts of so many tokens are kept."""
         if not self._passes.cache.keeps:
             why = "it runs contexts whole" if has_bytes else "kv_cache_bytes is 0"
             raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
@@ -213,17 +176,7 @@ class PrefixFiles:
     def fill(
         self, path: str, prefix: Prefix, adapter: Adapter | None, max_length: int | None
     ) -> None:
-        """Keep the prefix of a file.
-
-        Args:
-            path: The file, for messages.
-            prefix: What is in it.
-            adapter: The adapter that it was computed with.
-            max_length: Longest context to accept; ``None`` for any.
-
-        Raises:
-            CacheError: If it is too long, or there is no room.
-        """
+        """Keep the prefix of a file."""
         num_tokens, cache = len(prefix.token_ids), self._passes.cache
         if max_length is not None and num_tokens > max_length:
             raise CacheError(
@@ -243,17 +196,7 @@ class PrefixFiles:
             )
 
     def save(self, node: int | None, query: Query, path: Path) -> None:
-        """Write the keys, values and state up to the node of a context.
-
-        Args:
-            node: The node; ``None`` if there was no room for the context.
-            query: The context.
-            path: The file.
-
-        Raises:
-            CacheError: If there was no room.
-            OSError: If the file cannot be written; nothing of it stays then.
-        """
+        """Write the keys, values and state up to the node of a context."""
         if node is None:
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
@@ -268,12 +211,7 @@ class PrefixFiles:
         save(path, prefix, self._fingerprint(query.adapter), cache.store.layout)
 
     def load(self, path: Path, adapter: Adapter | None) -> Prefix:
-        """Return the prefix in a file of this model.
-
-        Raises:
-            PrefixFileError: (``ValueError``) If it is of another model or none at all.
-            OSError: If it cannot be read.
-        """
+        """Return the prefix in a file of this model."""
         layout = self._passes.cache.store.layout
         prefix = load(path, self._fingerprint(adapter), layout)
         ids, width = prefix.token_ids, vocab_width(self._passes.runner.model)

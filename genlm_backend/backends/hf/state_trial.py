@@ -45,12 +45,7 @@ def paths_of(pasts: Sequence[Sequence[int]]) -> Paths:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Begun:
-    """The first tokens of a context, which have gone through the model.
-
-    Attributes:
-        past: The slots of their keys and values.
-        state: The number of the running state behind them.
-    """
+    """The first tokens of a context, which have gone through the model."""
 
     past: tuple[int, ...]
     state: int
@@ -59,15 +54,7 @@ class Begun:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Findings:
-    """Findings of passes that go on from running states.
-
-    Attributes:
-        going_on: How many tokens go on from a state in one pass.
-        difference: How far rows of such passes are from what they should be, at most.
-        spans: The last token of each context.
-        before: What it goes on from.
-        rows: Their rows.
-    """
+    """Findings of passes that go on from running states."""
 
     going_on: StateBounds
     difference: float
@@ -78,13 +65,7 @@ class Findings:
 
 @final
 class StateTrial:
-    """Passes of a model with running states, whose rows have as many new tokens each.
-
-    Args:
-        runner: What calls the model.
-        states: A store of ``NUM_STATES`` states.
-        attend: The way to attend to keys and values.
-    """
+    """Passes of a model with running states, whose rows have as many new tokens each."""
 
     def __init__(self, runner: HFRunner, states: StateStore, attend: Attend) -> None:
         self._runner, self._states, self._attend = runner, states, attend
@@ -102,13 +83,6 @@ class StateTrial:
 
         Two rows go on from one state, beside one of another context, by two tokens at once and by
         one after the other; and many tokens go on from one.
-
-        Args:
-            long: A context of some twelve tokens at least.
-            short: Another one, half as long.
-            long_row: Row after the first.
-            short_row: Row after the second.
-            rounding: Distance that computing in another order makes.
         """
         ((before,), _), ((shorter,), _) = (self.go_on([None], [c[:-2]]) for c in (long, short))
         (first,), _ = self.go_on([None], [short[:1]])
@@ -132,11 +106,7 @@ class StateTrial:
     def go_on(
         self, before: Sequence[Begun | None], tokens: Sequence[list[int]]
     ) -> tuple[list[Begun], torch.Tensor]:
-        """Run the next tokens of contexts, all of which begin or none.
-
-        Returns:
-            The contexts with these tokens, and the logits behind the last ones.
-        """
+        """Run the next tokens of contexts, all of which begin or none."""
         spans = self._spans(tokens)
         states = running_states(self._runner, self._states, before)
         logits = self._runner.forward(pack(spans, past_of(before), states), self._attend)

@@ -57,19 +57,12 @@ Rounding of bfloat16 alone makes 0.09 of a small model's rows together, and 0.49
 @final
 @dataclass(slots=True, eq=False)
 class Recorded:
-    """A recorded pass of some shape.
-
-    Attributes:
-        arrays: Its inputs.
-        most_tokens: Number of tokens of a context up to which it is right.
-        run_again: Runs it again.
-        logits: Where it leaves its logits: ``[rows, model_vocab]``.
-    """
+    """A recorded pass of some shape."""
 
     arrays: StepArrays
     most_tokens: float
     run_again: Callable[[], object]
-    logits: torch.Tensor
+    logits: torch.Tensor  # [rows, model_vocab]
 
     def replay(self, tables: StepTables, batch: PackedBatch) -> torch.Tensor:
         """Run a pass as it was recorded; return the logits of its rows, ``[B, model_vocab]``."""
@@ -81,17 +74,7 @@ class Recorded:
 @final
 @dataclass(slots=True, eq=False)
 class _OfTwin:
-    """Recorded passes of a twin.
-
-    Attributes:
-        tensors: Its parameters and buffers.
-        pointers: Where they were.
-        group_size: Number of heads that share a head of keys, as its config has it.
-        by_shape: The passes.
-        failed: Shapes of which none could be recorded.
-        window: The window of some layers, as far as it is known; 0 for none.
-        num_errors: How often recording has met an error that may be another's.
-    """
+    """Recorded passes of a twin."""
 
     tensors: list[torch.Tensor]
     pointers: list[int]
@@ -112,13 +95,7 @@ class _OfTwin:
 
 
 class Plan(NamedTuple):
-    """A decode step that may run recorded.
-
-    Attributes:
-        shape: The shape of its tables.
-        tables: The tables.
-        recorded: The pass that was recorded; ``None`` where it is yet to be.
-    """
+    """A decode step that may run recorded."""
 
     shape: StepShape
     tables: StepTables
@@ -127,11 +104,7 @@ class Plan(NamedTuple):
 
 @final
 class StepGraphs:
-    """Recorded decode steps of a model, over a store of its keys and values.
-
-    Args:
-        store: The store, all layers on one device and exact.
-    """
+    """Recorded decode steps of a model, over a store of its keys and values."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
@@ -149,14 +122,7 @@ class StepGraphs:
     def can_be(
         model: Any, parameters: Collection[str], attend: Attend[Any], store: KVStore
     ) -> bool:
-        """Whether decode steps can be recorded, as far as it shows before one runs.
-
-        Args:
-            model: The model.
-            parameters: Names of what its ``forward`` takes.
-            attend: The way to attend to what is kept.
-            store: Where it is kept.
-        """
+        """Whether decode steps can be recorded, as far as it shows before one runs."""
         layers = store.layout.layers
         return (
             isinstance(attend, SharedAttend)
@@ -231,14 +197,7 @@ class StepGraphs:
         return None
 
     def learn(self, plan: Plan, twin: Twin, batch: PackedBatch, logits: torch.Tensor) -> None:
-        """Record a pass of a number of rows that has been met before, and compare it.
-
-        Args:
-            plan: The plan of a pass that has run as ever.
-            twin: What it ran in.
-            batch: The pass.
-            logits: What it has said.
-        """
+        """Record a pass of a number of rows that has been met before, and compare it."""
         own, shape = self._twins.get(twin), plan.shape
         if own is None:
             return
@@ -349,9 +308,6 @@ class CudaRecorder:
 
     All graphs have one pool of memory, since none runs beside another and nobody reads what one
     has left when the next one runs.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -410,7 +366,7 @@ def _has_hooks(module: Any) -> bool:
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the root mean square difference of logits, over the deviation of those expected.
 
-    Of those that are to be finite: it is infinite or NaN if one of them is not.
+    Infinite and NaN expected logits are left out; the result is not finite if another logit is not.
     """
     # Those of a few rows, the last among them, since the tables of a large batch take gigabytes.
     few = torch.linspace(0, len(found) - 1, min(len(found), 32), dtype=torch.float32).round().long()

@@ -60,19 +60,7 @@ _ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # some five seconds on one thread
 
 @dataclass(frozen=True, slots=True)
 class KVSupport:
-    """The layout that can be kept of a model and the way to attend to it, or why nothing can be.
-
-    Attributes:
-        layout: Shape of one token's keys and values; without layers where the model keeps other
-            states and so runs every context whole.
-        attend: The way to attend to them that gives the model's own rows.
-        reason: Why there is no layer; empty where there are some.
-        pads: Whether a context run whole may be padded beside a longer one.
-        aligns: Whether contexts may share a pass only if as many tokens of each are in slots.
-        going_on: How many tokens go on from a running state in one pass.
-        spread_alone: Distance of the row of a token that goes through the model alone to the same
-            row computed among others; 0 where that is rounding.
-    """
+    """The layout that can be kept of a model and the way to attend to it, or why nothing can be."""
 
     layout: KVLayout = field(default_factory=KVLayout)
     attend: Callable[[KVStore], Attend] = GatherAttend
@@ -167,9 +155,6 @@ def examine(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupp
     to one batch. The first way to attend is taken whose difference is rounding, compared with the
     difference that one wrong token makes. That takes five passes, of a small model on one thread.
     Where nothing can be kept, three more tell whether the model takes positions, and padding.
-
-    Raises:
-        UnsupportedModelError: If uncached passes do not give the model's own rows.
     """
     support = _examine_slots(runner, vocab_size, max_length)
     if not support.reason and not support.layout.states:  # where it has to begin anew
@@ -366,15 +351,6 @@ def mean_keys(
 
     Some channels of keys lie far from zero in every context, the more so where rotary positions
     turn them slowly. The tokens are spread over positions, as those of a long context are.
-
-    Args:
-        runner: What calls the model.
-        layout: What is kept of a context of it.
-        vocab_size: Number of token ids.
-        longest: Longest context that the model takes.
-
-    Returns:
-        For each layer that attends, all heads in a row: float32 ``[num_key_heads * key_dim]``.
     """
     generator = random.Random(0)
     farthest = int(min(longest, _FARTHEST_MEAN))

@@ -46,16 +46,7 @@ def bounds(model: Any) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Two contexts and their rows, computed whole.
-
-    Attributes:
-        long: The first context.
-        short: The second one, half as long.
-        long_row: Row after the first.
-        short_row: Row after the second.
-        third: Row after the first three tokens of the first.
-        spread: Distance that one wrong token makes.
-    """
+    """Two contexts and their rows, computed whole."""
 
     long: list[int]
     short: list[int]
@@ -99,19 +90,7 @@ def dtype_of(layout: KVLayout) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Two contexts whose first tokens are in slots, and the rest of them.
-
-    Attributes:
-        runner: What has computed the first tokens.
-        way: The way to attend to them.
-        store: The slots.
-        spans: The rest, as far as it goes through the model at last.
-        past: What they have cached.
-        rows: Their rows.
-        difference: How far rows are from what they should be, at most.
-        states: Returns the running states before the rest, of a model that has such.
-        going_on: How many tokens go on from these at once.
-    """
+    """Two contexts whose first tokens are in slots, and the rest of them."""
 
     runner: HFRunner
     way: Way
@@ -178,11 +157,7 @@ class Trial:
 def first_trial(
     runner: HFRunner, layout: KVLayout, expected: Expected, tolerance: float
 ) -> tuple[Trial | None, float]:
-    """Return the first way's trial whose rows are the expected ones, and the last distance.
-
-    Raises:
-        Exception: What the last way raises; the model may be unable to attend in the others.
-    """
+    """Return the first way's trial whose rows are the expected ones, and the last distance."""
     difference = math.inf
     for way in WAYS:
         if way.is_called and not layout.layers:

@@ -44,17 +44,6 @@ class Twin:
     The attributes of a module and of its twin are the same objects, but for modules, configs,
     hooks, and what is bound to a module. What its owner has compiled runs as it is written: passes
     are of another shape each, and attend by functions that a compiler cannot see through.
-
-    Args:
-        model: A model of transformers.
-        names_ours: Whether configs name our functions of attention.
-        is_apart: Whether there are copies; ``False`` for the model itself, which is not touched.
-
-    Attributes:
-        module: The twin of the model, to be called.
-        parameters: Names of what its ``forward`` takes.
-        cache_argument: The one among them that a cache is given by; ``None`` where it takes none.
-        copies: The twins of its modules; none for the model itself.
     """
 
     def __init__(self, model: Any, *, names_ours: bool = False, is_apart: bool = True) -> None:
@@ -177,10 +166,6 @@ class Twin:
         A vocabulary is wide and a prompt long, so most of the projection would be thrown away.
         The hidden states are picked on their way into the output embedding, since what some
         families do behind it (scaling, soft caps) is then still done.
-
-        Args:
-            batch: The batch.
-            inputs: What ``forward`` takes; what it calls its cache is named ``cache`` here.
         """
         name = self.cache_argument or "cache"
         named = {name if n == "cache" else n: inputs[n] for n in inputs}
@@ -239,11 +224,7 @@ class Twin:
         return twin
 
     def keep_apart(self, written: Collection[nn.Parameter]) -> list[OwnParameter]:
-        """Have the twin share no parameter object with the model until it is refilled.
-
-        Args:
-            written: Parameters of whose values it has copies.
-        """
+        """Have the twin share no parameter object with the model until it is refilled."""
         own: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays so
         kept: list[OwnParameter] = []
         for copied in self.copies.values():
@@ -260,15 +241,7 @@ class Twin:
 
 
 class OwnParameter(NamedTuple):
-    """A parameter of a twin that is kept apart from the model.
-
-    Attributes:
-        module: The module of the twin.
-        name: Its name there.
-        shared: The parameter of the model.
-        own: The one in its place.
-        pointer: Where the values of that were.
-    """
+    """A parameter of a twin that is kept apart from the model."""
 
     module: nn.Module
     name: str
@@ -323,11 +296,6 @@ def twin_of(model: Any, token_ids: torch.Tensor, **options: Any) -> Twin:
 
     Code that refers to the modules of the model otherwise than by attributes would run those, and
     not what is put into the twin. Such a model has none, and stands for it.
-
-    Args:
-        model: A model of transformers.
-        token_ids: What it is asked: int64 ``[1, num_tokens]``.
-        options: What it is given beside them.
     """
     name, is_compiled = type(model).__name__, any(map(_is_compiled, model.modules()))
     for _ in range(2):  # the first pass makes some quantised layers ready, and is not as others are
@@ -356,11 +324,7 @@ def _have_equal_logits(output: Any, other: Any) -> bool:
 
 @final
 class _ModuleWatch:
-    """A watch over the modules that run on this thread.
-
-    Attributes:
-        has_left: Whether modules of the model itself have run where its twin did.
-    """
+    """A watch over the modules that run on this thread."""
 
     def __init__(self, twin: Twin) -> None:
         self._twin, self._thread = twin, threading.get_ident()

@@ -33,12 +33,7 @@ _CALLS: Final = (
 
 @cache
 def library() -> ModuleType:
-    """Return the module that has the C interface.
-
-    Raises:
-        MissingExtraError: (``ImportError``) If llama-cpp-python is absent, or a release that lacks
-            a function.
-    """
+    """Return the module that has the C interface."""
     if importlib.util.find_spec("llama_cpp") is None:
         raise MissingExtraError(
             "AsyncLlamaCppLM needs llama-cpp-python, which is compiled as it is installed: "

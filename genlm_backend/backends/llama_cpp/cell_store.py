@@ -13,15 +13,7 @@ from genlm_backend.prefix import KVLayout
 
 @final
 class CellStore:
-    """The store of a prefix cache whose keys and values llama.cpp keeps.
-
-    Args:
-        bytes_per_slot: Number of bytes of one token's keys and values across all layers.
-
-    Attributes:
-        bytes_per_slot: As given.
-        layout: No layers of torch.
-    """
+    """The store of a prefix cache whose keys and values llama.cpp keeps."""
 
     layout = KVLayout()
 

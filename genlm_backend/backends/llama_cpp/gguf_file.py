@@ -11,17 +11,7 @@ from genlm_backend.errors import ModelNotFoundError
 
 
 def resolve_file(name: str | Path) -> str:
-    """Return the path of the GGUF file that a name leads to.
-
-    Args:
-        name: A file, a directory that holds one, or the short name of a model that ships as a
-            package.
-
-    Raises:
-        ModelNotFoundError: (``OSError``) If there is no such file, or a directory holds several.
-        MissingExtraError: (``ImportError``) If the name is a bundled model's and its package is not
-            installed.
-    """
+    """Return the path of the GGUF file that a name leads to."""
     named = check_name(name)
     path = Path(named)
     if path.is_file():

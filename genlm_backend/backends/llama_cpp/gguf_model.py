@@ -30,27 +30,6 @@ class GGUFModel:
 
     The file is first loaded by a process of its own, since llama.cpp ends its process at some that
     are malformed.
-
-    Args:
-        path: The file; the first one of a model that is split into several.
-        num_gpu_layers: Number of layers to put on a GPU, of a build that has one; -1 for all.
-        vocab_only: Whether nothing but the vocabulary is loaded, and what is said of the rest.
-
-    Attributes:
-        path: As given.
-        pointer: What llama.cpp's functions take; ``None`` once it is closed.
-        vocab_size: Number of its token ids.
-        num_trained: Length of the contexts that it was trained on, in tokens.
-        eos_token_ids: The ids that end a text, or a turn of a chat.
-        bos_token_id: The id that begins a text, or ``None``.
-        eos_token_id: The id that ends a text, or ``None``.
-        has_states: Whether it has running states, behind the last token of each sequence alone.
-        window: Number of tokens that some layers attend to; 0 where all attend to all.
-
-    Raises:
-        ModelNotFoundError: (``OSError``) If there is no such file, or it is no GGUF file.
-        UnsupportedModelError: (``ValueError``) If llama.cpp does not load it, or it is no language
-            model.
     """
 
     def __init__(
@@ -145,15 +124,7 @@ class GGUFModel:
         return self._lib.llama_vocab_get_text(self._vocab, token_id)
 
     def token_ids(self, text: str, *, adds_special: bool) -> list[int]:
-        """Return the token ids of a text, in which names of special tokens are such.
-
-        Args:
-            text: The text.
-            adds_special: Whether the ids that the model begins and ends texts with are added.
-
-        Raises:
-            ModelStateError: (``RuntimeError``) If the model is closed.
-        """
+        """Return the token ids of a text, in which names of special tokens are such."""
         data = text.encode()
         size = len(data) + 8
         with self._reading:
@@ -183,11 +154,7 @@ class GGUFModel:
     # ---------------------------------------------------------------- adapters, closing
 
     def adapter(self, name: str, path: str) -> Any:
-        """Return an adapter that llama.cpp has loaded from a GGUF file.
-
-        Raises:
-            AdapterError: If it cannot be loaded.
-        """
+        """Return an adapter that llama.cpp has loaded from a GGUF file."""
         try:
             _check_file(Path(path))
         except OSError as error:

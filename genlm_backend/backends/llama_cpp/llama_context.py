@@ -29,15 +29,7 @@ from genlm_backend.errors import EvaluationError, OptionError, UnsupportedModelE
 
 
 class ContextSize(NamedTuple):
-    """Bounds of what llama.cpp keeps, and of a pass.
-
-    Attributes:
-        num_cells: Number of tokens that it keeps.
-        sequences: Numbers of its sequences.
-        most_tokens: Number of tokens of one call of ``llama_decode``, at most.
-        num_threads: Number of threads that it computes on.
-        cell_type: Number format of keys and values, as ``GGML_TYPE_…``.
-    """
+    """Bounds of what llama.cpp keeps, and of a pass."""
 
     num_cells: int
     sequences: SequenceCounts
@@ -61,20 +53,6 @@ class LlamaContext:
     The running state of a sequence is a cell of its own, which copies share as well. It is behind
     the last token, and llama.cpp cuts no sequence that has one. So sequences of contexts have none
     but in a pass, and states are in others, which hold nothing else.
-
-    Args:
-        model: The model, which stays open longer.
-        size: Its bounds.
-
-    Attributes:
-        model: As given.
-        size: As given.
-        first_state: The first sequence that is for a running state.
-        first_passed: The first sequence that is for what the rows of a pass have come to.
-
-    Raises:
-        OptionError: (``ValueError``) If there is no memory for so many cells.
-        UnsupportedModelError: (``ValueError``) If the model keeps nothing, as one that embeds.
     """
 
     def __init__(self, model: GGUFModel, size: ContextSize) -> None:
@@ -115,11 +93,7 @@ class LlamaContext:
             raise UnsupportedModelError(f"{model.path!r} holds no language model that goes on")
 
     def do(self, steps: Sequence[Step]) -> None:
-        """Have sequences hold what has been decided, in order.
-
-        Raises:
-            EvaluationError: If llama.cpp cannot do it.
-        """
+        """Have sequences hold what has been decided, in order."""
         for step in steps:
             if isinstance(step, Park):
                 start, stop, own = step.chain
@@ -186,15 +160,7 @@ class LlamaContext:
 
     @contextlib.contextmanager
     def in_states(self, rows: NDArray[np.int64], before: NDArray[np.int64] | None) -> Iterator[Any]:
-        """Have sequences go on from running states for one pass.
-
-        Args:
-            rows: Sequences of contexts: ``[B]``.
-            before: Sequences of the states behind what they hold; ``None`` where that is nothing.
-
-        Yields:
-            The sequences of the states that they come to, which stay until the next pass: ``[B]``.
-        """
+        """Have sequences go on from running states for one pass."""
         after = self.first_passed + np.arange(len(rows))
         own = [self._with_guard(row) for row in rows.tolist()]
         try:
@@ -218,17 +184,7 @@ class LlamaContext:
         sequences: NDArray[np.int32],
         has_output: NDArray[np.int8],
     ) -> torch.Tensor:
-        """Compute tokens and keep them; return the logits: float32 ``[num_outputs, vocab]``.
-
-        Args:
-            tokens: The token ids: ``[n]``.
-            positions: Position of each in its context: ``[n]``.
-            sequences: Sequence of each: ``[n]``.
-            has_output: Whether the logits behind each are wanted: ``[n]``.
-
-        Raises:
-            EvaluationError: If llama.cpp does not compute them.
-        """
+        """Compute tokens and keep them; return the logits: float32 ``[num_outputs, vocab]``."""
         vocab_size, start = self.model.vocab_size, 0
         logits = torch.empty(int(has_output.sum()), vocab_size, dtype=torch.float32)
         for first in range(0, len(tokens), self._most_tokens):

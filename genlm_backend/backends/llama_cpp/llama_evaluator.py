@@ -46,13 +46,7 @@ _NEVER_SPLIT: Final = 1e6
 
 
 def load_evaluator(path: str, num_gpu_layers: int, options: Mapping[str, Any]) -> LlamaEvaluator:
-    """Load a model, and return its evaluator.
-
-    Args:
-        path: The GGUF file.
-        num_gpu_layers: Number of layers on a GPU.
-        options: For the evaluator.
-    """
+    """Load a model, and return its evaluator."""
     model = GGUFModel(path, num_gpu_layers)
     try:
         return LlamaEvaluator(model, **options)
@@ -63,18 +57,7 @@ def load_evaluator(path: str, num_gpu_layers: int, options: Mapping[str, Any]) -
 
 @final
 class LlamaEvaluator(PassEvaluator):
-    """Answers queries by a GGUF model, in llama.cpp's unified cache.
-
-    Args:
-        model: The model, which is closed with it.
-        max_length: Longest context to accept; ``None`` for what it was trained on, or three
-            quarters of what there is room for.
-        kv_cache_bytes: Bytes of keys and values to keep; ``None`` for those of 16,384 tokens, or of
-            a part of what is free.
-        kv_cache_dtype: Number format that they are kept in; ``None`` for "float16".
-        num_threads: Number of threads to compute on; ``None`` for as many as torch has.
-        eos_token_ids: The ids that end a text; ``None`` for those of the file.
-    """
+    """Answers queries by a GGUF model, in llama.cpp's unified cache."""
 
     def __init__(
         self,
@@ -240,11 +223,7 @@ class LlamaEvaluator(PassEvaluator):
         )
 
     def _may_pin(self, node: int) -> bool:
-        """Return ``True``: there is room for a batch beside pinned prompts.
-
-        Raises:
-            CacheError: If there is none, or too few of llama.cpp's sequences.
-        """
+        """Return ``True``: there is room for a batch beside pinned prompts."""
         tree = self.passes.tree
         num_pins, num_tokens = tree.pinned_with(node)
         if num_tokens + self._length > tree.num_slots:

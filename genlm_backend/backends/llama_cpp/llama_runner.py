@@ -19,19 +19,12 @@ from genlm_backend.prefix import PrefixTree
 
 
 class _Tokens(NamedTuple):
-    """Tokens of the rows of a pass, one row after another.
+    """Tokens of the rows of a pass, one row after another."""
 
-    Attributes:
-        num_new: Number of tokens of each row: ``[B]``.
-        values: The token ids: int32 ``[n]``.
-        positions: Position of each in its context: int32 ``[n]``.
-        has_output: Whether the logits behind each are wanted: int8 ``[n]``.
-    """
-
-    num_new: NDArray[np.int64]
-    values: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    has_output: NDArray[np.int8]
+    num_new: NDArray[np.int64]  # [B]
+    values: NDArray[np.int32]  # [n] int32
+    positions: NDArray[np.int32]  # [n] int32
+    has_output: NDArray[np.int8]  # [n] int8
 
     def of(self, sequences: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
         """Return the arguments of ``LlamaContext.compute``, given the sequences of the rows."""
@@ -49,21 +42,7 @@ class _Tokens(NamedTuple):
 
 @final
 class LlamaRunner(Runner):
-    """Forward passes of one model: spans in, logits at the wanted positions out.
-
-    Args:
-        context: Where they are made, used by nobody else.
-        length: Number of tokens of a context, at most.
-        num_slots: Number of slots of what is kept.
-
-    Attributes:
-        model: The context; ``None`` once it is let go of.
-        tree: What is kept; it is to be set once it is made.
-        num_forwards: Number of passes so far.
-        tokens_computed: Number of tokens in them.
-        is_spoilt: Whether there may be a NaN in a cell, or something else than what is believed, so
-            that all has to be cleared before the next batch.
-    """
+    """Forward passes of one model: spans in, logits at the wanted positions out."""
 
     tree: PrefixTree
     is_spoilt = False
@@ -78,12 +57,7 @@ class LlamaRunner(Runner):
         return self.tree.evict_slots(slots)
 
     def forward(self, spans: Sequence[Span] | PackedBatch, attend: Any) -> torch.Tensor:
-        """Return the logits at each span's outputs, span by span: float32 ``[num_outputs, vocab]``.
-
-        Args:
-            spans: The spans, or what they have been packed to. What has no slots is not kept.
-            attend: No matter.
-        """
+        """Return the logits at each span's outputs: float32 ``[num_outputs, vocab]``."""
         batch = spans if isinstance(spans, PackedBatch) else pack(spans)
         is_new = np.arange(batch.input_ids.shape[1]) < batch.num_new[:, None]
         has_output = np.zeros(is_new.shape, np.int8)
@@ -202,11 +176,7 @@ class LlamaRunner(Runner):
         return rows
 
     def _make_room(self, num_cells: int) -> None:
-        """Have fewer cells be held.
-
-        Raises:
-            EvaluationError: If all others hold tokens that have to stay.
-        """
+        """Have fewer cells be held."""
         tree, sequences = self.tree, self._sequences
         most = sequences.num_cells - num_cells
         tree.begin()  # answers are made one by one here, and none goes on from another one

@@ -23,13 +23,7 @@ _BYTES_OF_CELL: Final = 12
 
 @final
 class LlamaSupport(NamedTuple):
-    """Abilities of a model.
-
-    Attributes:
-        bytes_per_token: Bytes of the keys and values of one token across all layers.
-        bytes_per_state: Bytes of the running state behind one token; 0 where there is none.
-        reason: Why it runs contexts whole; empty where it does not.
-    """
+    """Abilities of a model."""
 
     bytes_per_token: int
     bytes_per_state: int = 0

@@ -17,11 +17,7 @@ from genlm_backend.prefix.nodes import Ints
 @final
 @dataclass(frozen=True, slots=True)
 class SequenceStateLayout:
-    """The running state behind one token.
-
-    Attributes:
-        bytes_per_state: Number of bytes of it across all layers.
-    """
+    """The running state behind one token."""
 
     bytes_per_state: int
 
@@ -31,16 +27,6 @@ class SequenceStateStore:
     """Running states by number from 1 on, as a ``StateStore`` has them.
 
     What is read and written are the numbers of sequences; copies of states share their memory.
-
-    Args:
-        layout: Their size.
-        num_states: Number of states.
-        first: Sequence of the first one.
-        copy: Gives a sequence the state of another one, given that one first.
-
-    Attributes:
-        layout: As given.
-        num_states: As given.
     """
 
     def __init__(
@@ -70,17 +56,9 @@ class SequenceStateStore:
 
 @final
 class SequenceRowStates(RowStates):
-    """The running states of the rows of one pass, by sequences.
+    """The running states of the rows of one pass, by sequences."""
 
-    Args:
-        before: Sequences of the states that rows go on from, ``[B]``; ``None`` for rows that begin.
-
-    Attributes:
-        before: As given.
-        after: Sequences of the states that they have come to, once the pass is made: ``[B]``.
-    """
-
-    after: NDArray[np.int64]
+    after: NDArray[np.int64]  # [B]
 
     def __init__(self, before: NDArray[np.int64] | None) -> None:
         self.before = before
@@ -89,34 +67,20 @@ class SequenceRowStates(RowStates):
         """Do nothing: llama.cpp finds a row's state by its sequence."""
 
     def behind(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return the sequences of the states behind the last tokens of rows: one array, ``[n]``.
-
-        Args:
-            rows: Indices of the rows, ascending.
-        """
+        """Return the sequences of the states behind the last tokens of rows: one array, ``[n]``."""
         return [self.after[rows]]
 
 
 @final
 class SequenceCounts(NamedTuple):
-    """Numbers of llama.cpp's sequences, by what they are for.
-
-    Attributes:
-        num_contexts: Number of sequences for contexts.
-        num_states: Number of those for running states that are kept.
-        most_rows: Number of those for states that the rows of a pass come to.
-    """
+    """Numbers of llama.cpp's sequences, by what they are for."""
 
     num_contexts: int
     num_states: int = 0
     most_rows: int = 0
 
     def total(self, *, has_window: bool) -> int:
-        """Return the number of all sequences, with one for what is saved and restored.
-
-        Args:
-            has_window: Whether the model has layers with a window, so that a context takes two.
-        """
+        """Return the number of all sequences, with one for what is saved and restored."""
         of_contexts = self.num_contexts * (2 if has_window else 1)
         return of_contexts + self.num_states + self.most_rows + 1
 
@@ -128,12 +92,7 @@ class SequenceCounts(NamedTuple):
 
     @classmethod
     def within(cls, most: int, *, has_window: bool) -> Self | None:
-        """Return the numbers with the most states; ``None`` if there is no room for one.
-
-        Args:
-            most: Number of all sequences, at most.
-            has_window: Whether the model has layers with a window.
-        """
+        """Return the numbers with the most states; ``None`` if there is no room for one."""
         for num_states in range(most, 0, -1):
             found = cls.of_states(num_states)
             if found.total(has_window=has_window) <= most:

@@ -23,13 +23,7 @@ from genlm_backend.errors import CacheError
 
 
 class Cut(NamedTuple):
-    """A sequence that loses tokens, parked ones too.
-
-    Attributes:
-        sequence: Number of the sequence.
-        start: Position of the first one.
-        stop: Position behind the last one; -1 for all behind the first one.
-    """
+    """A sequence that loses tokens, parked ones too."""
 
     sequence: int
     start: int
@@ -37,14 +31,7 @@ class Cut(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A sequence that is given tokens of another one.
-
-    Attributes:
-        source: Number of the other one.
-        sequence: Number of the sequence, which holds nothing at these positions.
-        start: Position of the first one.
-        stop: Position behind the last one.
-    """
+    """A sequence that is given tokens of another one."""
 
     source: int
     sequence: int
@@ -53,13 +40,7 @@ class Copy(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Tokens that the same sequences hold.
-
-    Attributes:
-        start: Position of the first one.
-        stop: Position behind the last one.
-        sequences: Numbers of the sequences.
-    """
+    """Tokens that the same sequences hold."""
 
     start: int
     stop: int
@@ -67,25 +48,14 @@ class Chain(NamedTuple):
 
 
 class Park(NamedTuple):
-    """Tokens that are saved and leave their cells.
-
-    Attributes:
-        number: Number of what is saved.
-        chain: The tokens, behind which their sequences hold none in cells.
-    """
+    """Tokens that are saved and leave their cells."""
 
     number: int
     chain: Chain
 
 
 class Unpark(NamedTuple):
-    """Tokens that are put into cells again.
-
-    Attributes:
-        number: Number of what was saved.
-        start: Position of the first one.
-        stops: Sequences that hold them, and the position behind the last one of each.
-    """
+    """Tokens that are put into cells again."""
 
     number: int
     start: int
@@ -93,21 +63,13 @@ class Unpark(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Tokens that were saved and that nobody holds any more.
-
-    Attributes:
-        number: Number of what was saved.
-    """
+    """Tokens that were saved and that nobody holds any more."""
 
     number: int
 
 
 class Compact(NamedTuple):
-    """All cells that are in use, to be saved and put one after another.
-
-    Attributes:
-        chains: The tokens, each once, those before others first.
-    """
+    """All cells that are in use, to be saved and put one after another."""
 
     chains: list[Chain]
 
@@ -128,22 +90,6 @@ class Sequences:
     What a sequence holds is a path of the tree from its root, once it is settled, so that of two
     sequences with the same slot at a position the first ones are the same too. What is parked of a
     sequence are its last tokens.
-
-    Args:
-        count: Number of sequences.
-        length: Number of tokens of each, at most.
-        num_slots: Number of slots, which are numbered from 1.
-        spare: Has the tree forget tokens that are in no other sequence, given their slots; returns
-            whether it could, of tokens that have to stay nothing being forgotten.
-        window: Number of tokens that some layers attend to, of which llama.cpp saves the last ones
-            of a stretch alone; 0 where all layers attend to all.
-
-    Attributes:
-        sizes: Number of tokens of each: int64 ``[count]``.
-        present: Number of its first tokens that are in cells, the others being parked: int64
-            ``[count]``.
-        num_held: Number of tokens that are held by any.
-        num_cells: Number of those that are in cells.
     """
 
     def __init__(
@@ -177,18 +123,7 @@ class Sequences:
     def place(
         self, last: NDArray[Any], sizes: NDArray[Any]
     ) -> tuple[NDArray[np.int64], list[Step]]:
-        """Choose the sequences in which rows go on, and make them hold what the rows have.
-
-        Args:
-            last: The slot of the last token that each has; anything for one that begins: ``[B]``.
-            sizes: Number of tokens that each has: ``[B]``.
-
-        Returns:
-            A sequence for each row, and what has to be done first, in order.
-
-        Raises:
-            OutOfSequencesError: If all hold tokens that have to stay.
-        """
+        """Choose the sequences in which rows go on, and make them hold what the rows have."""
         self._num_rows += len(sizes)
         rows, steps = np.full(len(sizes), -1, np.int64), list[Step]()
         taken = np.zeros(len(self.sizes), np.bool_)
@@ -218,11 +153,7 @@ class Sequences:
         return rows, steps
 
     def _holders(self, slot: int, size: int) -> NDArray[np.intp]:
-        """Return the sequences that hold a slot at the end of their first ``size`` tokens.
-
-        Raises:
-            CacheError: If none does.
-        """
+        """Return the sequences that hold a slot at the end of their first ``size`` tokens."""
         if not size:
             return np.empty(0, np.intp)
         found = np.flatnonzero((self._slots[:, size - 1] == slot) & (self.sizes >= size))
@@ -235,12 +166,6 @@ class Sequences:
 
         In place of others go first those of which another one holds all, then the least recently
         used that may.
-
-        Args:
-            taken: Whether each has been taken.
-            steps: What has to be done is added here.
-            slot: Slot of the last token that the row has.
-            size: Number of tokens that it has.
         """
         free = np.flatnonzero((self.sizes == 0) & ~taken)
         if len(free):
@@ -344,13 +269,6 @@ class Sequences:
 
         It is to be called once the tokens of a batch are linked. Of those that had been computed
         already, the slots are free again, and others follow the nodes that were there.
-
-        Args:
-            is_known: Whether each slot is a node's: ``[num_slots + 1]``.
-            path_to: Returns the slots of the path to the node that has a slot.
-
-        Returns:
-            What has to be done, in order.
         """
         steps, again = list[Step](), list[NDArray[np.int32]]()
         for sequence, start in self._unsettled.items():

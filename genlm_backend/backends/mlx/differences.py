@@ -68,11 +68,6 @@ def warn_of_differences(model: Any, config: Mapping[str, Any], load: Callable[[P
 
     Code of mlx-lm leaves out what some entries of a config say, or weights, or does in another
     order what transformers does. That is not looked up in a list but asked, by ``distances``.
-
-    Args:
-        model: The model.
-        config: Its config, as transformers writes it.
-        load: Loads a directory with mlx-lm.
     """
     found, kind = distances(config, load), config.get("model_type")
     longest, window = max(_LENGTHS), _unread_window(model, config)
@@ -114,14 +109,6 @@ def distances(config: Mapping[str, Any], load: Callable[[Path], Any]) -> dict[in
 
     It is of the same config but for its sizes and has random weights; transformers makes and saves
     it, and mlx-lm loads it.
-
-    Args:
-        config: The config, as transformers writes it.
-        load: Loads a directory with mlx-lm.
-
-    Returns:
-        The largest distance of two log-probabilities, by the length of a context. Nothing where
-        one of the two knows no such model, or it cannot be made so small.
     """
     small = _small(config)
     return {} if small is None else _distances(json.dumps(small, sort_keys=True), load)

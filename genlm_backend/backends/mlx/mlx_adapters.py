@@ -19,22 +19,14 @@ _FILES: Final = ["adapter_config.json", "adapters.safetensors"]
 
 @final
 class MlxAdapters:
-    """Adapters of one model: the modules that each puts in the place of the model's own.
-
-    Args:
-        model: A model of mlx-lm, which is as it came whenever no adapter is in place.
-    """
+    """Adapters of one model: the modules that each puts in the place of the model's own."""
 
     def __init__(self, model: Any) -> None:
         self._model: Any = model
         self._modules: dict[Adapter, Mapping[str, Any]] = {}
 
     def load(self, adapter: Adapter, path: str) -> None:
-        """Load an adapter from a directory or a repository on the hub, and try it.
-
-        Raises:
-            AdapterError: If it cannot be loaded; everything is as it was then.
-        """
+        """Load an adapter from a directory or a repository on the hub, and try it."""
         from mlx_lm.tuner.utils import load_adapters
 
         own = dict(self._model.named_modules())
@@ -100,11 +92,7 @@ def _parameters(model: Any) -> set[str]:
 
 
 def _check_whole(path: str, folder: Path, added: set[str]) -> None:
-    """Check that an adapter's file has the weights of every layer that its settings add.
-
-    Raises:
-        AdapterError: If it lacks some; they would be as they are before they are trained.
-    """
+    """Check that an adapter's file has the weights of every layer that its settings add."""
     weights: Any = mx.load(str(folder / _FILES[1]))
     # A layer that is put around another one gives its weights a longer name.
     moved = {name for name in added if name.rpartition(".")[0].endswith((".linear", ".embedding"))}
@@ -123,12 +111,7 @@ def _around(name: str) -> Iterator[str]:
 
 
 def _folder(path: str) -> Path:
-    """Return the directory of an adapter, fetched from the hub where it is no local one.
-
-    Raises:
-        AdapterError: If it is of another library, or a whole model.
-        OSError: If there is none.
-    """
+    """Return the directory of an adapter, fetched from the hub where it is no local one."""
     folder = Path(path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

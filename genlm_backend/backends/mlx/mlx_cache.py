@@ -22,17 +22,7 @@ _METAL_FRACTION: Final = 0.5
 def cache_of(
     runner: MlxRunner, support: MlxSupport, kv_bytes: int | None, state_bytes: int | None
 ) -> PrefixCache | None:
-    """Return room for contexts; ``None`` where every context is run whole.
-
-    Args:
-        runner: What calls the model.
-        support: What is known of the model.
-        kv_bytes: Bytes of keys, values and states; ``None`` for a part of what is free.
-        state_bytes: Bytes of states, of those; ``None`` for the default.
-
-    Raises:
-        OptionError: (``ValueError``) If a budget is for nothing, or too small for one state.
-    """
+    """Return room for contexts; ``None`` where every context is run whole."""
     kept, name = support.kept, type(runner.model).__name__
     if support.reason:
         if state_bytes is not None:

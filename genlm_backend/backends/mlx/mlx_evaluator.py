@@ -41,18 +41,6 @@ class MlxEvaluator(PassEvaluator):
     """Answers queries by a language model of mlx-lm, on MLX's default device.
 
     A model of which nothing can be kept runs every context whole.
-
-    Args:
-        model: The model.
-        max_length: Longest context to accept; ``None`` for what its arguments say.
-        kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
-        state_cache_bytes: Bytes of running states to keep, of those of ``kv_cache_bytes``; ``None``
-            for half of them, or all where no layer attends.
-        eos_token_ids: The ids that end a text; ``None`` for the tokenizer's.
-        prefill_step_size: Tokens of one context in one pass, at most; ``None`` for the device's.
-
-    Raises:
-        UnsupportedModelError: If it is no language model of mlx-lm.
     """
 
     def __init__(

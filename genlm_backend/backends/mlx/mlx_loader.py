@@ -18,13 +18,7 @@ _FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt",
 @final
 @dataclass(frozen=True, slots=True)
 class MlxLoader:
-    """A name that makes a model of mlx-lm and its tokenizer.
-
-    Attributes:
-        name: A repository on the hub, a local directory, or ``"smollm2"``.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Whether code that comes with the model may run.
-    """
+    """A name that makes a model of mlx-lm and its tokenizer."""
 
     name: str
     revision: str | None = None
@@ -42,13 +36,7 @@ class MlxLoader:
         return named_ends(self.name, self.revision, self.trust_remote_code)
 
     def model(self) -> Any:
-        """Load the model.
-
-        Raises:
-            ModelNotFoundError: (``OSError``) If there is no model of that name with weights in
-                MLX's or transformers' safetensors.
-            UnsupportedModelError: (``ValueError``) If mlx-lm does not know its architecture.
-        """
+        """Load the model."""
         path = resolve_name(self.name)
         if not Path(path).is_dir():
             from huggingface_hub import snapshot_download
@@ -90,13 +78,7 @@ class MlxLoader:
 def load_directory(
     path: Path, config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
 ) -> Any:
-    """Load a model with mlx-lm, which is told what a config of transformers says.
-
-    Args:
-        path: The directory.
-        config: What its ``config.json`` says; ``None`` to read it.
-        trust_remote_code: Whether code that comes with the model may run.
-    """
+    """Load a model with mlx-lm, which is told what a config of transformers says."""
     from mlx_lm.utils import load_model
 
     if config is None:
@@ -161,10 +143,6 @@ def give_windows(model: Any, config: Mapping[str, Any]) -> None:
 
     mlx-lm evaluates Mistral by its Llama, which has windows for some layers of a model, but reads
     none from the config of a model in which all have one.
-
-    Args:
-        model: What mlx-lm has loaded.
-        config: Its config.
     """
     window = config.get("sliding_window")
     inner: Any = getattr(model, "model", None)
@@ -181,10 +159,6 @@ def give_parts_of_heads(model: Any, told: Mapping[str, Any]) -> None:
     """Let a model turn the part of each head that its config names.
 
     mlx-lm's GLM turns whole heads.
-
-    Args:
-        model: What mlx-lm has loaded.
-        told: Its config, in the words of before.
     """
     import mlx.nn as nn
 

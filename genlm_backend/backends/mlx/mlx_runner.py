@@ -19,16 +19,7 @@ from genlm_backend.prefix.mlx_states import MlxStateLayout
 
 @final
 class MlxRunner(Runner):
-    """Forward passes of one model: spans in, logits at the wanted positions out.
-
-    Args:
-        model: A model of mlx-lm.
-
-    Attributes:
-        model: As given.
-        num_forwards: Number of passes so far.
-        tokens_computed: Number of tokens in them, padding not counted.
-    """
+    """Forward passes of one model: spans in, logits at the wanted positions out."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -39,13 +30,6 @@ class MlxRunner(Runner):
         """Return the logits at each span's outputs, span by span: float32 ``[num_outputs, vocab]``.
 
         They are in the processor's memory.
-
-        Args:
-            spans: The spans, or what they have been packed to.
-            attend: The way to attend.
-
-        Raises:
-            ModelStateError: (``RuntimeError``) If the model has been put into training mode.
         """
         batch = spans if isinstance(spans, PackedBatch) else pack(spans)
         if self.model.training:
@@ -71,13 +55,7 @@ class MlxRunner(Runner):
     def running_states(
         self, layout: MlxStateLayout, before: Sequence[mx.array] | None
     ) -> MlxRowStates:
-        """Return the running states of the rows of a pass.
-
-        Args:
-            layout: Their arrays.
-            before: States behind what the rows have, as a store reads them; ``None`` for rows that
-                begin.
-        """
+        """Return the running states of the rows of a pass."""
         return MlxRowStates(layout, before)
 
 

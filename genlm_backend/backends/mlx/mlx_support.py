@@ -45,12 +45,7 @@ _DEFAULT_ROUNDING: Final = 0.05
 @final
 @dataclass(frozen=True, slots=True)
 class KeptLayout:
-    """Shapes of what is kept of a context; none of a model that runs contexts whole.
-
-    Attributes:
-        shapes: Shapes of the keys and values of the layers that have such, in order.
-        states: The running states behind a token.
-    """
+    """Shapes of what is kept of a context; none of a model that runs contexts whole."""
 
     shapes: tuple[LayerShape, ...] = ()
     states: MlxStateLayout = field(default_factory=MlxStateLayout)
@@ -59,16 +54,7 @@ class KeptLayout:
 @final
 @dataclass(frozen=True, slots=True)
 class MlxSupport:
-    """Abilities of a model.
-
-    Attributes:
-        vocab_size: Width of its logits.
-        kept: What is kept of contexts; nothing where it runs them whole.
-        way: The way to attend to keys and values that gives the model's own rows.
-        reason: Why it runs contexts whole; empty where it does not.
-        pads: Whether contexts that are run whole may be padded beside longer ones.
-        going_on: How many tokens go on from a running state in one pass.
-    """
+    """Abilities of a model."""
 
     vocab_size: int
     kept: KeptLayout = field(default_factory=KeptLayout)
@@ -111,9 +97,6 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     Rows of two short contexts are computed whole and then from slots, in two steps and padded to
     one batch, or as a ``StateTrial`` goes on from running states. What is kept is used where the
     difference is rounding, compared with the difference that one wrong token makes.
-
-    Raises:
-        UnsupportedModelError: (``ValueError``) If the model does not take token ids alone.
     """
     try:
         logits = runner.forward([Span([1, 2], outputs=(1,))], MlxWholeAttend())

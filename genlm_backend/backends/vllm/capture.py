@@ -185,9 +185,6 @@ class RowExtension:
 
         Only the first worker of a group that has the same rows answers; the others give
         ``None``. All let go of the logits.
-
-        Returns:
-            The log-probabilities, float32 ``[len(tags), vocab]``, and the normalisers.
         """
         kept = RowCapture.logits
         is_asked = get_tensor_model_parallel_rank() == 0 and kept.keys() >= set(tags)
@@ -199,16 +196,7 @@ class RowExtension:
         return logprobs.numpy().tobytes(), [row.normaliser for row in rows]
 
     def read_genlm_rows(self, tags: list[str], wanted: bytes) -> bytes | None:
-        """Return the answers to questions of the rows of requests, and let go of their logits.
-
-        Args:
-            tags: The tags of the requests.
-            wanted: A ``RowQuestions``, pickled.
-
-        Returns:
-            Its answers, packed, of the first worker of a group that has the same rows. No bytes
-            where one is of a class that is not to be had here: the rows stay then.
-        """
+        """Return the answers to questions of the rows of requests, and let go of their logits."""
         if get_tensor_model_parallel_rank() != 0 or not RowCapture.logits.keys() >= set(tags):
             RowCapture.logits.clear()
             return None
@@ -254,24 +242,7 @@ def core_request(
 
 @final
 class Core:
-    """The engine core of a ``vllm.LLM``, in this process or in one of its own.
-
-    Attributes:
-        is_local: Whether the core is in this process, and its one worker with it.
-        vocab_size: Number of elements of a row.
-        max_model_len: Largest number of tokens of a context with its next token.
-        max_num_seqs: Largest number of requests in a step.
-        block_size: Number of tokens in a block of keys and values.
-        num_blocks: Number of blocks of keys and values.
-        eos_token_ids: The ids that end a text by the generation config; ``None`` where there are
-            none.
-        kv_cache_dtype: Number format of these; ``None`` for the type that the model computes in.
-        takes_adapters: Whether it has places for LoRA adapters.
-        num_free_blocks: Number of blocks that were free after the latest step.
-        num_requests: Number of requests after the latest step, idle ones included.
-        num_running: Number of requests that the latest step computed.
-        is_fresh: Whether the latest step has told these numbers.
-    """
+    """The engine core of a ``vllm.LLM``, in this process or in one of its own."""
 
     def __init__(self, llm: Any) -> None:
         self._client = llm.llm_engine.engine_core
@@ -380,10 +351,6 @@ class Core:
 
         What a step has not computed, since its keys and values were there, is whatever was in the
         memory before: the ids tell, which are those of the prompt elsewhere.
-
-        Returns:
-            The log-probability of each token but the first, float32 ``[n - 1]``, and the ids that
-            they are of; and how many tokens were computed, and how many were there.
         """
         stats, told = output.prefill_stats, output.new_prompt_logprobs_tensors
         logprobs, ids = told.logprobs[:, 0].float(), told.logprob_token_ids[:, 0].long()
@@ -430,9 +397,6 @@ class Core:
 
         vLLM's client waits for the answer of another process without an end, so that one that
         dies while it is asked would never be noticed.
-
-        Raises:
-            EngineDeadError: If the core's process has ended.
         """
         client = self._client
         if self.is_local:
@@ -448,11 +412,7 @@ class Core:
 
 @final
 class PictureProcessing:
-    """Processing of pictures by vLLM, before its core is asked.
-
-    Args:
-        llm: A ``vllm.LLM``.
-    """
+    """Processing of pictures by vLLM, before its core is asked."""
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine

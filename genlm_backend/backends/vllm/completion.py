@@ -19,22 +19,7 @@ _numbers = itertools.count()
 
 @final
 class Completion:
-    """A request to the engine's own sampler: its tokens so far, and the future of its end.
-
-    Args:
-        prompt: Where it begins.
-        max_tokens: Tokens to sample, at least 1.
-        eos_token_ids: Ids that end it; none of them is part of the result.
-        temperature: Divides the logits; 0 takes the largest.
-        seed: Seed of its random stream; ``None`` draws one afresh.
-        stream: Number of the stream among the independent ones of ``seed``.
-        max_length: The longest context that the model may be asked for.
-
-    Attributes:
-        id: Unlike any other's in this process.
-        future: Gets the sampled ids, or the error that ended it.
-        token_ids: Sampled so far.
-    """
+    """A request to the engine's own sampler: its tokens so far, and the future of its end."""
 
     def __init__(
         self,

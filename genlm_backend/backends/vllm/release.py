@@ -33,12 +33,7 @@ def is_supported(release: str | None) -> bool:
 
 
 def check_release() -> None:
-    """Find out whether the installed vLLM can be used; warn of a release that nobody has seen.
-
-    Raises:
-        MissingExtraError: (``ImportError``) If there is no vLLM, or a release that is too old or
-            lacks a name that is used here.
-    """
+    """Find out whether the installed vLLM can be used; warn of a release that nobody has seen."""
     found = installed_release()
     if found is None or not is_supported(found):
         what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"

@@ -25,12 +25,6 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
     difference counts where it is more than half of what it makes if the last token that was there
     already is another one. That leaves room for rounding: through the layers of a model in 16 bits
     a last bit becomes a root mean square of 0.05, where a wrong token so near makes 0.3.
-
-    Args:
-        evaluator: The evaluator, which nobody else uses meanwhile.
-
-    Raises:
-        UnsupportedModelError: (``ValueError``) If they differ.
     """
     engine, planner, generator = evaluator.engine, evaluator.planner, random.Random(0)
     size = min(3 * engine.block_size + 2, engine.max_length - _NUM_OWN - 1, 200)

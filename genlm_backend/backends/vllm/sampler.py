@@ -16,16 +16,7 @@ from genlm_backend.model.sampling import Sampled
 
 @final
 class VLLMSampler:
-    """Starts completions, keeps the engine going while there are any, and stops the unwanted.
-
-    Args:
-        planner: The planner that asks the engine.
-        forbidden: Ids that are never sampled.
-        call_soon: Puts a function behind the batches already sent, on the thread that asks the
-            engine; raises a ``BatcherClosedError`` where that thread takes nothing any more.
-        error_of: Returns the error of a prompt whose adapter has gone since it was asked, or
-            ``None``.
-    """
+    """Starts completions, keeps the engine going while there are any, and stops the unwanted."""
 
     def __init__(
         self,
@@ -43,12 +34,7 @@ class VLLMSampler:
     async def sample(
         self, completions: Sequence[Completion], when_ended: Callable[[Any], None]
     ) -> list[Sampled]:
-        """Return the ids sampled for each completion; stop them all where one fails.
-
-        Args:
-            completions: What to sample.
-            when_ended: Called on the event loop whenever one of them has ended, with a future.
-        """
+        """Return the ids sampled for each completion; stop them all where one fails."""
         self._call_soon(lambda: self._start(completions))
         futures = [asyncio.wrap_future(completion.future) for completion in completions]
         for future in futures:

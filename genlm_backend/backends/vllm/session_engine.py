@@ -15,42 +15,16 @@ from genlm_backend.model.scoring import Scoring
 
 
 class Scored(NamedTuple):
-    """A text that an engine has scored.
+    """A text that an engine has scored."""
 
-    Attributes:
-        scores: The log-probability of each target: float32 ``[num_targets]``.
-        num_computed: Number of tokens that were computed for it.
-        num_reused: Number of tokens whose keys and values were there.
-        is_whole: Whether every target has been computed, and none was there.
-    """
-
-    scores: torch.Tensor
+    scores: torch.Tensor  # [num_targets] float32
     num_computed: int
     num_reused: int
     is_whole: bool = True
 
 
 class SessionEngine(Protocol):
-    """An engine whose requests stay after their rows, as sessions; ``VLLMEngine`` is one.
-
-    Attributes:
-        tokenizer: What decodes the model's token ids.
-        vocab_size: Width of the model's rows.
-        max_length: Longest context that it takes, in tokens.
-        max_sessions: Number of sessions and running completions that it has places for.
-        block_size: Number of tokens whose keys and values a block holds.
-        num_blocks: Number of blocks.
-        kv_cache_dtype: Number format of these keys and values, in vLLM's words; ``None`` for the
-            type that the model computes in.
-        image_token_id: The id that stands for a part of a picture; ``None`` where none are read.
-        eos_token_ids: The ids that end a text by the model's generation config; ``None`` where it
-            names none.
-        scores_texts: Whether a pass over a text gives its scores.
-        processor: The processor of transformers that reads pictures, where they are.
-        num_steps: Number of steps that have computed something.
-        completions: The completions that have not ended, by their ids.
-        has_died: Whether its process has ended.
-    """
+    """An engine whose requests stay after their rows, as sessions; ``VLLMEngine`` is one."""
 
     tokenizer: Any
     vocab_size: int
@@ -93,13 +67,7 @@ class SessionEngine(Protocol):
         relieve: Callable[[], bool],
         wanted: RowQuestions | None = None,
     ) -> dict[str, Any]:
-        """Compute the rows of these sessions; ``relieve`` makes room where there is none.
-
-        Returns:
-            The rows by the sessions, without those that have found no room. They own their memory,
-            on whatever device; or what is ``wanted`` of them, a list for each session, and no row
-            comes out of another process that nobody asks for.
-        """
+        """Compute the rows of these sessions; ``relieve`` makes room where there is none."""
         ...
 
     def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
@@ -121,14 +89,7 @@ class SessionEngine(Protocol):
         source: str | None = None,
         num_shared: int = 0,
     ) -> None:
-        """Begin a completion, behind the first tokens of a session that has been computed.
-
-        Args:
-            completion: Prompt and settings of the sample.
-            forbidden: Token ids that are never sampled.
-            source: The session; ``None`` for none.
-            num_shared: How many of the prompt's tokens it has.
-        """
+        """Begin a completion, behind the first tokens of a session that has been computed."""
         ...
 
     def step(self, relieve: Callable[[], bool]) -> None:

@@ -27,15 +27,6 @@ class SessionPlanner:
     """Plans an engine's batches in parts, and ends the oldest sessions where there is no room.
 
     Everything happens on the thread that calls.
-
-    Args:
-        engine: The engine, used by nobody else.
-
-    Attributes:
-        table: The sessions.
-        tokens_computed: Number of tokens of contexts that the engine has computed.
-        tokens_reused: Number of tokens whose keys and values were there.
-        tokens_evicted: Number of tokens of sessions that were ended for others.
     """
 
     def __init__(self, engine: SessionEngine) -> None:
@@ -52,14 +43,7 @@ class SessionPlanner:
         check_wanted: Callable[[], None],
         wanted: RowQuestions | None = None,
     ) -> list[Any]:
-        """Return the engine's row of each query, in as few parts as it has room for.
-
-        Args:
-            queries: The queries.
-            check_wanted: Called before each part; it raises a ``QueryDroppedError`` where nobody
-                waits for the rows any more.
-            wanted: Questions of each row, whose answers are returned in its place.
-        """
+        """Return the engine's row of each query, in as few parts as it has room for."""
         rows: dict[int, Any] = {}
         while len(rows) < len(queries):
             check_wanted()  # the engine is between two parts, and nothing is amiss
@@ -100,12 +84,7 @@ class SessionPlanner:
     def score(
         self, texts: Sequence[Scoring], check_wanted: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """Return the scores of texts, in as few parts as the engine has room for.
-
-        Args:
-            texts: The texts, each of which fits.
-            check_wanted: As ``evaluate`` has it.
-        """
+        """Return the scores of texts, in as few parts as the engine has room for."""
         scores: list[torch.Tensor] = []
         while len(scores) < len(texts):
             check_wanted()

@@ -18,15 +18,7 @@ from genlm_backend.model.query import Query
 @final
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The session that one query is computed in, and what is there of its context.
-
-    Attributes:
-        query: The query.
-        session: Id of the session that will hold its context.
-        is_new: Whether the session has to be started.
-        num_shared: Tokens of the context whose keys and values are there already.
-        source: The session that they are copied from, where a new one begins with any.
-    """
+    """The session that one query is computed in, and what is there of its context."""
 
     query: Query
     session: str
@@ -60,10 +52,6 @@ class SessionTable:
 
     ``place`` is called for each query of a part of a batch; what it hands out is not seen by the
     queries after it until ``commit``, because the engine has not computed it yet.
-
-    Args:
-        max_sessions: Number of sessions that the engine can hold, at least 1.
-        prefix: What the ids of sessions begin with.
     """
 
     def __init__(self, max_sessions: int, prefix: str = "session") -> None:

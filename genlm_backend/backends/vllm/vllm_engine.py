@@ -57,11 +57,6 @@ class VLLMEngine:
     """vLLM's engine: starts, extends and ends sessions, and steps until their rows are there.
 
     Not to be used by two threads at once.
-
-    Args:
-        llm: A ``vllm.LLM`` that ``load`` has made.
-        tokenizer: Tokenizer to use in place of the model's own.
-        max_adapters: Number of LoRA adapters that may be loaded; ``None`` for any number.
     """
 
     _here: VLLMEngine | None = None
@@ -123,17 +118,6 @@ class VLLMEngine:
         it loads, that variable is set accordingly, and where they are not set,
         ``VLLM_LOGGING_LEVEL=ERROR`` and ``VLLM_USE_V2_MODEL_RUNNER=0`` (the runner that rows
         have been compared on). The global random generators, which vLLM seeds, are put back.
-
-        Args:
-            path: Directory or repository of the model.
-            options: Arguments of ``vllm.LLM``.
-            tokenizer: Tokenizer to use in place of the model's own.
-
-        Raises:
-            OptionTypeError: (``TypeError``) If vLLM knows no such option.
-            OptionError: (``ValueError``) If it does not take the value of one.
-            UnsupportedModelError: If an option or the model is one that forks or rows do not go
-                with.
         """
         _check_options(options)
         made, max_adapters = _arguments(options), None
@@ -229,10 +213,6 @@ class VLLMEngine:
 
         No logits are computed of tokens whose keys and values are there. Texts of which some of the
         targets were there are computed again, from their first tokens on.
-
-        Args:
-            texts: The texts.
-            relieve: As ``run`` has it.
         """
         found = self._scored(texts, relieve, is_fresh=False)
         again = [i for i, each in enumerate(found) if not each.is_whole]
@@ -343,11 +323,7 @@ class VLLMEngine:
     # ---------------------------------------------------------------- adapters
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
-        """Load a LoRA adapter.
-
-        Raises:
-            AdapterError: If vLLM does not load it, or has no place for it.
-        """
+        """Load a LoRA adapter."""
         if not self._core.takes_adapters:
             raise AdapterError(
                 f"the model was loaded without places for adapters: {adapter.name!r} needs "

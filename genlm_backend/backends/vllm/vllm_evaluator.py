@@ -35,17 +35,7 @@ _MOST_OF_PROMPT: Final = 64
 
 @final
 class VLLMEvaluator(Evaluator):
-    """Answers queries by an engine of sessions, in parts of a batch.
-
-    Args:
-        engine: The engine, used by nobody else.
-        output_device: Device on which rows are returned.
-        max_length: Longest context to accept, where it is less than the engine's.
-
-    Attributes:
-        engine: The engine.
-        planner: The planner that asks the engine; completions go on in its steps.
-    """
+    """Answers queries by an engine of sessions, in parts of a batch."""
 
     def __init__(
         self,

@@ -34,23 +34,14 @@ class VLLMLoader:
         self.engine_opts = dict(optional(mapping)("engine_opts", engine_opts) or {})
 
     def __call__(self) -> VLLMEvaluator:
-        """Load the model.
-
-        Raises:
-            Exception: What ``AsyncVirtualLM.from_name`` raises.
-        """
+        """Load the model."""
         # The tokenizer is needed where the replicas are asked, and not here.
         options = {"skip_tokenizer_init": True, **self.engine_opts}
         return VLLMEvaluator(load_engine(self.model_name, options), torch.device("cpu"))
 
 
 def load_engine(model_name: str, engine_opts: Mapping[str, Any]) -> SessionEngine:
-    """Load a model with vLLM, if its release can be used.
-
-    Args:
-        model_name: A repository on the hub, a local directory, or ``"smollm2"``.
-        engine_opts: For ``vllm.LLM``.
-    """
+    """Load a model with vLLM, if its release can be used."""
     check_release()
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
 

@@ -23,12 +23,7 @@ _READER: Final = "vLLM"
 
 @final
 class VLLMPictureReader:
-    """Reads pictures as vLLM does.
-
-    Args:
-        engine: The engine that they are for.
-        contexts: What checks token ids.
-    """
+    """Reads pictures as vLLM does."""
 
     def __init__(self, engine: SessionEngine, contexts: Contexts) -> None:
         self._engine, self._contexts = engine, contexts
@@ -40,19 +35,7 @@ class VLLMPictureReader:
         return None if self._engine.image_token_id is None else self._engine.processor
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
-        """Return the context of a prompt that begins with pictures.
-
-        Args:
-            prompt: A text or token ids, in which the model's own token for a picture stands for
-                each.
-            images: The pictures, in order.
-            max_length: Longest context that the model takes.
-
-        Raises:
-            PictureError: If there are more or fewer pictures than places, or one cannot be read.
-            ContextTypeError: If the prompt is neither.
-            ContextError: If it does not fit into the model.
-        """
+        """Return the context of a prompt that begins with pictures."""
         processor = self.processor
         if processor is None:
             raise PictureError("the model reads text alone, and takes no pictures")

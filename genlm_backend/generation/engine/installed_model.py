@@ -36,15 +36,6 @@ class InstalledModel:
     """A name, what is behind it, and the only ways from one state to another.
 
     One transition at a time; they may take long, and requests for other models do not wait.
-
-    Args:
-        name: The engine's.
-        source: A model, or the name of one.
-        config: How the model is run.
-        loop: The event loop that its requests live on.
-
-    Raises:
-        RuntimeConfigError: If the configuration does not go with the model.
     """
 
     def __init__(
@@ -66,11 +57,7 @@ class InstalledModel:
 
     @property
     def served(self) -> ServedModel:
-        """The model that takes its requests.
-
-        Raises:
-            ModelStateError: Unless it is running.
-        """
+        """The model that takes its requests."""
         served = self._served
         self.check_state(ModelState.RUNNING, to="take requests")
         assert served is not None

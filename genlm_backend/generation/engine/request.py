@@ -238,14 +238,7 @@ class ResultQueue:
         scores: dict[int, float] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Settle the request, once: what comes later has no effect.
-
-        Args:
-            status: A final one.
-            held_back: Characters at the ends of texts that were cut off.
-            scores: Scores of the texts that have one, by their number.
-            error: The exception that it failed with.
-        """
+        """Settle the request, once: what comes later has no effect."""
         with self._lock.here:
             if self._status.is_final:
                 return

@@ -62,15 +62,7 @@ class Phase(enum.Enum):
 @final
 @dataclass(eq=False, slots=True)
 class Entry(Generic[R, D]):
-    """A draft on the roster, with its phase.
-
-    Attributes:
-        request: The request that the draft belongs to.
-        draft: The draft.
-        arrival: Number of the submission that it came with.
-        phase: How far the draft has come.
-        asked: The contexts that the model was asked for last; empty until the first.
-    """
+    """A draft on the roster, with its phase."""
 
     request: R
     draft: D
@@ -87,13 +79,7 @@ class Entry(Generic[R, D]):
 @final
 @dataclass(slots=True)
 class Plan(Generic[R, D]):
-    """An admission plan: the drafts that run, and those that never can; all others wait.
-
-    Attributes:
-        running: Drafts that may run, in order.
-        hopeless: Drafts that do not fit alone.
-        num_tokens: A bound of the number of distinct tokens of the running ones' contexts.
-    """
+    """An admission plan: the drafts that run, and those that never can; all others wait."""
 
     running: list[Entry[R, D]] = field(default_factory=list)
     hopeless: list[Entry[R, D]] = field(default_factory=list)
@@ -105,11 +91,6 @@ def make_plan(entries: Iterable[Entry[R, D]], max_batch: int, capacity: int | No
 
     Nobody overtakes: the first one that does not fit ends the choice. So the youngest of the
     running ones is the first to be preempted when memory is short, and the first to resume.
-
-    Args:
-        entries: Drafts in the order of arrival.
-        max_batch: Rows of a batch.
-        capacity: Tokens that fit into memory; ``None`` for no bound.
     """
     plan = Plan[R, D]()
     num_rows = 0
@@ -156,14 +137,7 @@ def num_distinct_tokens(contexts: Iterable[list[int]]) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Settlement(Generic[R, D]):
-    """A request that is to be settled.
-
-    Attributes:
-        request: The request.
-        entries: Every draft of the request.
-        status: The final status of the request.
-        error: The exception that the request failed with, if it did.
-    """
+    """A request that is to be settled."""
 
     request: R
     entries: tuple[Entry[R, D], ...]
@@ -174,15 +148,7 @@ class Settlement(Generic[R, D]):
 @final
 @dataclass(slots=True)
 class RosterChange(Generic[R, D]):
-    """Transitions of drafts and requests to carry out; a draft is in one of the lists at most.
-
-    Attributes:
-        start: Drafts whose tasks begin.
-        resume: Drafts that go on after they were preempted.
-        preempt: Drafts that wait from their next token on.
-        cancel: Drafts whose tasks are cancelled, unless they notice their end themselves.
-        settle: Requests that have ended.
-    """
+    """Transitions of drafts and requests to carry out; a draft is in one of the lists at most."""
 
     start: list[Entry[R, D]] = field(default_factory=list)
     resume: list[Entry[R, D]] = field(default_factory=list)
@@ -198,17 +164,6 @@ class Roster(Generic[R, D]):
     Its methods change phases and return the transitions that follow, in a ``RosterChange``;
     ``None`` is returned where everybody goes on as before. There is no event loop, no lock and no
     model in it.
-
-    Args:
-        max_batch: Rows of a batch.
-        max_waiting: Submissions that may wait to begin; ``None`` for no bound.
-        capacity: Tokens that fit into memory; ``None`` for no bound.
-        keeps_contexts: Whether what was asked for stays in memory for others.
-
-    Attributes:
-        max_batch: Rows of a batch.
-        capacity: Tokens that fit into memory; it can be set, for the changes to come.
-        is_open: Whether requests are let in; it can be set.
     """
 
     def __init__(
@@ -255,12 +210,6 @@ class Roster(Generic[R, D]):
         """Take the requests of one submission, unless ``max_waiting`` submissions wait already.
 
         One whose first draft would run at once is taken even then, since it does not wait.
-
-        Args:
-            requests: The drafts of each request.
-
-        Returns:
-            The change, or ``None`` where there is no room: nothing has changed then.
         """
         assert self.is_open
         arrival = self._num_arrivals

@@ -107,11 +107,7 @@ class RuntimeConfig:
     # ---------------------------------------------------------------- for a model
 
     def loading_options(self, backend: str) -> dict[str, Any]:
-        """Return the ``llm_opts`` of ``load_model_by_name`` that this asks for.
-
-        Raises:
-            RuntimeConfigError: If the backend has no such option.
-        """
+        """Return the ``llm_opts`` of ``load_model_by_name`` that this asks for."""
         shared = {
             "batch_size": self.max_batch,
             "row_cache_bytes": None if self.prefix_cache else 0,
@@ -126,11 +122,7 @@ class RuntimeConfig:
             raise RuntimeConfigError(str(error)) from error
 
     def check_model(self, lm: AsyncLM) -> None:
-        """Check against a model that is loaded.
-
-        Raises:
-            RuntimeConfigError: If it asks for something else than the model has.
-        """
+        """Check against a model that is loaded."""
         own = type(self).from_model(lm)
         is_there = self.device is None or _is_on(lm.model_device, self.device)
         is_budget = self.kv_cache_bytes in (None, own.kv_cache_bytes)
@@ -149,11 +141,7 @@ class RuntimeConfig:
             raise RuntimeConfigError("llm_opts are for a model that is loaded by its name")
 
     def check_loaded(self, lm: AsyncLM) -> None:
-        """Check what no model can be told when it is loaded.
-
-        Raises:
-            RuntimeConfigError: If the model has less than this asks for.
-        """
+        """Check what no model can be told when it is loaded."""
         longest = None if lm.max_length is None else lm.max_length + 1
         if self.max_length is not None and longest is not None and self.max_length > longest:
             raise RuntimeConfigError(

@@ -49,12 +49,6 @@ class ServedModel:
 
     The lock guards the roster, and every token that is chosen; the tasks live on the background
     loop. Both are the engine's business: nothing here is called by a program.
-
-    Args:
-        name: The engine's name of the model.
-        lm: The model.
-        config: How the model is run.
-        loop: The event loop that its requests live on.
     """
 
     def __init__(self, name: str, lm: AsyncLM, config: RuntimeConfig, loop: BackgroundLoop) -> None:
@@ -95,11 +89,7 @@ class ServedModel:
     def prepare(
         self, prompts: Iterable[tuple[str | Chat | TokenIds, GenerationConfig]]
     ) -> Submission:
-        """Check everything about requests, and start nothing.
-
-        Args:
-            prompts: The prompt and the configuration of each request.
-        """
+        """Check everything about requests, and start nothing."""
         prepared: Submission = {}
         for prompt, config in prompts:
             checked = Prompt.check(self.lm, ids_of(prompt), config, self.config.max_length)
@@ -112,16 +102,7 @@ class ServedModel:
         return prepared
 
     def submit(self, requests: Submission, timeout: float | None) -> None:
-        """Take requests, all or none of them. Block while ``max_queue_size`` submissions wait.
-
-        Args:
-            requests: The requests.
-            timeout: Seconds to wait for room, at most; ``None`` waits as long as it takes.
-
-        Raises:
-            RequestQueueFullError: (``queue.Full``) If that took ``timeout`` seconds.
-            ModelStateError: (``RuntimeError``) If the model has been stopped or shut.
-        """
+        """Take requests, all or none of them. Block while ``max_queue_size`` submissions wait."""
         if not wait_for(partial(self._try_submit, requests), timeout):
             raise self._full()
 

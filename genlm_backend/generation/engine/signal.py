@@ -36,12 +36,7 @@ class Signal:
 
 
 def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> T | None:
-    """Return the result of a function that is no waiter, blocking for each waiter before.
-
-    Args:
-        attempt: Function to call, and to call again at each signal.
-        timeout: Seconds to wait, at most, before ``None`` is returned.
-    """
+    """Return the result of a function that is no waiter, blocking for each waiter before."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while isinstance(found := attempt(), Future):
         try:

@@ -15,11 +15,7 @@ _vocabularies: Final[weakref.WeakKeyDictionary[AsyncLM, Any]] = weakref.WeakKeyD
 
 
 def vocabulary_of(lm: AsyncLM) -> Any:
-    """Return the ``LLTokenizer`` of a model's vocabulary.
-
-    Raises:
-        MissingExtraError: (``ImportError``) If llguidance is not installed.
-    """
+    """Return the ``LLTokenizer`` of a model's vocabulary."""
     if lm not in _vocabularies:
         _vocabularies[lm] = _tokenizer(_Vocabulary(lm))
     return _vocabularies[lm]
@@ -32,11 +28,7 @@ def _tokenizer(vocabulary: _Vocabulary | _Bytes) -> Any:
 
 
 def load_library() -> Any:
-    """Return llguidance.
-
-    Raises:
-        MissingExtraError: (``ImportError``) If it is not installed.
-    """
+    """Return llguidance."""
     try:
         import llguidance
     except ImportError as error:
@@ -48,22 +40,13 @@ def load_library() -> Any:
 
 @cache
 def executor_of(process_id: int) -> Any:
-    """Return the ``LLExecutor``, whose threads make masks; a fork of the process has none of them.
-
-    Args:
-        process_id: This process's.
-    """
+    """Return the ``LLExecutor`` of this process, whose threads make masks."""
     return load_library().LLExecutor()
 
 
 @cache
 def is_beginning(grammar: str, text: str) -> bool:
-    """Tell whether a text begins one of a grammar, by the installed release of llguidance.
-
-    Args:
-        grammar: A grammar in Lark's syntax.
-        text: The beginning of a text.
-    """
+    """Tell whether a text begins one of a grammar, by the installed release of llguidance."""
     token_ids = _Bytes()(text)
     return _matcher_of_bytes(grammar).validate_tokens(token_ids) == len(token_ids)
 
@@ -135,11 +118,7 @@ _REGEX = re.compile(
 
 
 def fault_of_generated(message: str) -> str:
-    """Return llguidance's message about a grammar that was made of a schema, pattern or choice.
-
-    Args:
-        message: The message, with the place in the grammar and an excerpt of it at the end.
-    """
+    """Return llguidance's message about a grammar that was made of a schema, pattern or choice."""
     place = _PLACE.match(message)
     first = max(1, int(place[1]) - 2) if place else 1  # two lines before the fault are shown
     fault = message.rpartition(f"\n{first:4} | ")[0] or message
@@ -154,11 +133,6 @@ def fault_of_generated(message: str) -> str:
 
 
 def fault_of_own(message: str, num_lines: int) -> str:
-    """Return llguidance's message about a grammar that a caller has written.
-
-    Args:
-        message: The message, with the place in the grammar and an excerpt of it.
-        num_lines: Number of lines that the caller has written; there may be more behind them.
-    """
+    """Return llguidance's message about a grammar that a caller has written."""
     numbers = [(_EXCERPT.match(line), line) for line in message.rstrip().split("\n")]
     return "\n".join(line for found, line in numbers if not found or int(found[1]) <= num_lines)

@@ -41,15 +41,7 @@ _LARGEST_EXPONENT = 400
 
 
 def check_schema(schema: Mapping[str, Any] | bool | str | type[Any]) -> SchemaDocument:
-    """Return a JSON schema with all the schemas in it.
-
-    Args:
-        schema: A JSON schema, the JSON text of one, or a class that has one.
-
-    Raises:
-        ConstraintError: (``ValueError``) If it is no JSON, neither an object nor a boolean, or
-            has a keyword or a value anywhere that no constraint keeps to.
-    """
+    """Return a JSON schema with all the schemas in it."""
     if is_class_with_schema(schema):
         schema = schema_of_class(schema)
     check_is_no_instance(schema)
@@ -78,11 +70,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def unwrapped(schema: Any) -> Any:
-    """Return the schema of a ``response_format``, with what OpenAI's API has around it or without.
-
-    Raises:
-        ConstraintError: (``ValueError``) If there is something around it that is not understood.
-    """
+    """Return the schema of a ``response_format``, with or without OpenAI's wrapper."""
     if not isinstance(schema, Mapping) or "schema" not in schema:
         if isinstance(schema, Mapping) and {"name", "strict"} & schema.keys():
             raise ConstraintError(f"json_schema has {_listed(schema)}, and no 'schema'")
@@ -100,12 +88,7 @@ def _listed(names: Any) -> str:
 
 
 def check_values(document: SchemaDocument) -> None:
-    """Refuse what llguidance would take for something else.
-
-    Raises:
-        ConstraintError: (``ValueError``) If there is such a value; the message names it, where
-            it is and what can be written instead.
-    """
+    """Refuse what llguidance would take for something else."""
     for schema in document:
         pointer = document.pointer(schema)
         types = types_of(schema)

@@ -23,15 +23,6 @@ def schema_of_class(value: Any) -> dict[str, Any]:
 
     Objects have the fields of their class and no others, unless the class itself says of others
     what they may be, as pydantic's ``extra="allow"`` does.
-
-    Args:
-        value: A class of pydantic, a dataclass, a class of typed dictionaries, or a
-            ``pydantic.TypeAdapter`` of any type. All but the first are read by pydantic.
-
-    Raises:
-        ConstraintError: (``ValueError``) If it has a field of a type that has no JSON schema, or
-            whose JSON schema allows texts that the type does not parse.
-        MissingExtraError: (``ImportError``) If pydantic is wanted and not installed.
     """
     try:
         import pydantic

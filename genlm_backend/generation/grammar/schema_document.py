@@ -30,19 +30,10 @@ _DEEPEST = 100
 
 @final
 class SchemaDocument:
-    """A JSON schema, the schemas in it, and the schemas that it refers to.
-
-    Attributes:
-        root: The schema as a whole.
-    """
+    """A JSON schema, the schemas in it, and the schemas that it refers to."""
 
     def __init__(self, root: dict[str, Any]) -> None:
-        """Find all schemas, and check their keywords.
-
-        Raises:
-            ConstraintError: (``ValueError``) If one has a keyword that no constraint keeps to,
-                refers to what is not there, or refers to itself without a value between.
-        """
+        """Find all schemas, and check their keywords."""
         self.root = root
         self._draft = draft_of(root.get("$schema"))
         self._pointers: dict[int, str] = {}
@@ -276,14 +267,7 @@ _OF_TYPES = {
 
 
 def is_idle(keyword: str, schema: dict[str, Any], types: tuple[str, ...], draft: int) -> bool:
-    """Tell whether a keyword that no constraint keeps to rules nothing out where it is.
-
-    Args:
-        keyword: A keyword of the schema.
-        schema: The schema that has it.
-        types: The types of values that the schema allows.
-        draft: The draft that the schema is of.
-    """
+    """Tell whether a keyword that no constraint keeps to rules nothing out where it is."""
     value = schema[keyword]
     if keyword in _OF_TYPES and _OF_TYPES[keyword] not in types:
         return True
@@ -322,17 +306,7 @@ def _binds(schema: dict[str, Any], branch: str) -> bool:
 def keep_names(
     schema: dict[str, Any], names: dict[str, Any] | bool, types: tuple[str, ...], pointer: str
 ) -> None:
-    """Write the ``propertyNames`` of a schema as other keywords, in place.
-
-    Args:
-        schema: A schema of objects.
-        names: The schema of their keys, behind a reference.
-        types: The types of values that this one allows.
-        pointer: JSON pointer of the schema of objects.
-
-    Raises:
-        ConstraintError: (``ValueError``) If it cannot be written so.
-    """
+    """Write the ``propertyNames`` of a schema as other keywords, in place."""
     del schema["propertyNames"]
     found = _rules_of_strings(names)
     others = schema.get("additionalProperties", True)

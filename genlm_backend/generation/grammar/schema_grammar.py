@@ -49,12 +49,7 @@ _FORGOTTEN = (
 
 
 def schema_grammar(document: SchemaDocument, whitespace: str) -> str:
-    """Return the grammar of a schema, in Lark's syntax.
-
-    Raises:
-        ConstraintError: (``ValueError``) If rules are needed, and a keyword is on the way that
-            they cannot express.
-    """
+    """Return the grammar of a schema, in Lark's syntax."""
     _check_keys(document)
     leaves, needing = Leaves(document, whitespace), _needing_rules(document)
     if id(document.root) not in needing:
@@ -66,11 +61,6 @@ def fault_of_schema(document: SchemaDocument, whitespace: str, message: str) -> 
     """Return llguidance's message about the grammar of a schema, with the place of the fault.
 
     It is that of the innermost schema whose own grammar it says the same of.
-
-    Args:
-        document: The schema.
-        whitespace: A pattern of what may stand between the parts of a value.
-        message: The message about the schema as a whole.
     """
     leaves, fault = Leaves(document, whitespace), fault_of_generated(message)
     pointer, seen = "#", set[int]()

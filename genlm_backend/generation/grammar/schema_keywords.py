@@ -12,14 +12,7 @@ ALL_TYPES = ("null", "boolean", "number", "string", "array", "object")
 @final
 @dataclass(frozen=True)
 class Keyword:
-    """A keyword that texts are kept to.
-
-    Attributes:
-        kept: How it is kept to, and what of it is refused.
-        types: The types of values that it says something about; empty for all.
-        schemas: Where schemas are in its value, if it has some.
-        since: The first draft that has it.
-    """
+    """A keyword that texts are kept to."""
 
     kept: str
     types: tuple[str, ...] = ()

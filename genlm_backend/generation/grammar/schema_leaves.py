@@ -158,16 +158,7 @@ def _divide(schema: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def _with_patterns(written: dict[str, Any], others: Any, pointer: str) -> dict[str, Any]:
-    """Return schemas by patterns of keys, such that no key escapes them by another reading.
-
-    Args:
-        written: The schemas by their patterns, as llguidance gets them.
-        others: The schema of the other keys, as it gets it.
-        pointer: JSON pointer of the schema.
-
-    Raises:
-        ConstraintError: (``ValueError``) If two of the patterns are written alike.
-    """
+    """Return schemas by patterns of keys, such that no key escapes them by another reading."""
     found: list[tuple[str, Any]] = []
     for name, part in written.items():
         if others is True:  # more keys are kept to it, and none need be
@@ -218,9 +209,6 @@ class Options:
 
         They are the same where no value fits two of these. Where none would that has a certain
         key, as that of pydantic's discriminated unions with a default, the key is required.
-
-        Raises:
-            ConstraintError: (``ValueError``) If a value may fit two of them.
         """
         options = schema["oneOf"]
         pairs = list(combinations(options, 2))

@@ -73,10 +73,6 @@ def divisors(number: int, exponent: int) -> list[Decimal]:
     llguidance lets a fraction through with as many digits as its divisor has, and no other: of
     0.25, only 0.5 lets 0.5 through. Those with n digits are the multiples of the least number with
     n digits that is one.
-
-    Args:
-        number: The digits of the divisor, as ``factor_of`` returns them.
-        exponent: The number of digits behind its point.
     """
     return [
         Decimal(number // gcd(number, 10 ** (exponent - num_digits))).scaleb(-num_digits)
@@ -94,12 +90,7 @@ def shortened(bound: int | Decimal) -> list[Decimal]:
 
 
 def beside(bound: int | Decimal, step: int) -> Decimal:
-    """Return a number next to an integer, as far from it as its digits leave room in a double.
-
-    Args:
-        bound: An integer, less than 2**53.
-        step: 1 for the number above it, -1 for the one below.
-    """
+    """Return a number next to an integer, as far from it as its digits leave room in a double."""
     places = _PLACES - len(str(abs(int(bound))))
     return Decimal(int(bound)) + Decimal(step).scaleb(-max(0, places))
 
@@ -271,10 +262,6 @@ def excluded_integers(schema: dict[str, Any], is_merged: bool) -> dict[str, Deci
     It lets an integer through that is excluded, where there is no other one up to the opposite
     bound: 0 where a number is above 0 and at most 0.5. The bounds that are returned are inclusive,
     and next to the integers.
-
-    Args:
-        schema: A schema.
-        is_merged: Whether the opposite bound may be another schema's.
     """
     if "number" not in types_of(schema):
         return {}
@@ -300,12 +287,7 @@ def bound_of(schema: dict[str, Any], end: str) -> tuple[int | Decimal | None, bo
 
 
 def shorter_numbers(schema: dict[str, Any], bounds: dict[str, Any]) -> list[float]:
-    """Return the numbers within bounds that have fewer digits than one of these begins with.
-
-    Args:
-        schema: A schema.
-        bounds: Its bounds as llguidance gets them: numbers that are doubles, or booleans.
-    """
+    """Return the numbers within bounds that have fewer digits than one of these begins with."""
     if "number" not in types_of(schema):
         return []
     exact = {

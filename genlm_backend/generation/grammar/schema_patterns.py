@@ -35,18 +35,7 @@ _RUST_ALONE = re.compile(r"\\[AazU]|\\[xu]\{.*|\\[pP]|\(\?(?![:=!<]|P<).*", re.S
 
 
 def portable(pattern: str, pointer: str, dot: str = _DOT, end: str = "$") -> str:
-    """Return a pattern as Rust's ``regex`` has to get it.
-
-    Args:
-        pattern: A pattern as a schema has it.
-        pointer: JSON pointer of the schema.
-        dot: What a dot is written as; ``"."`` matches what it does by Python.
-        end: What a ``$`` is written as.
-
-    Raises:
-        ConstraintError: (``ValueError``) If it has something in square brackets that stands for
-            sets of characters by Rust, and for characters otherwise.
-    """
+    """Return a pattern as Rust's ``regex`` has to get it."""
     _check_syntax(pattern, pointer)
     found, is_mixed = [], False  # whether these square brackets have what no string has
     for part, is_inside, is_negated in _parts(pattern):
@@ -102,11 +91,7 @@ def has_inner_end(pattern: str) -> bool:
 
 
 def before_line_break(pattern: str) -> str:
-    """Return a pattern of what another matches by Python alone: by a ``$`` before a line break.
-
-    Args:
-        pattern: A pattern without an inner ``$``.
-    """
+    """Return a pattern of what another matches by Python alone: by a ``$`` before a line break."""
     ended = [one for one in _alternatives(pattern) if has_end(one)]
     return "|".join(rf"{one[:-1]}\n$" for one in ended)
 

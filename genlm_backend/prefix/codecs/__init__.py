@@ -38,18 +38,7 @@ def codec_for(
     dtype: torch.dtype,
     mean: torch.Tensor | None = None,
 ) -> Codec:
-    """Return the codec of a number format for rows of vectors.
-
-    Args:
-        kept: The number format; ``None`` for the type that the model computes in.
-        width: Number of elements of a row.
-        dim: Number of elements of a vector.
-        dtype: Type that the model computes in.
-        mean: Mean of the rows, of which ``"uint4"`` makes use: float32 ``[width]``.
-
-    Raises:
-        OptionError: (``ValueError``) If the format is not for such vectors.
-    """
+    """Return the codec of a number format for rows of vectors."""
     if kept is None or getattr(torch, kept) is dtype:
         return Exact(width, dim, dtype)
     match kept:

@@ -34,12 +34,6 @@ class Cast(Codec):
 
     What is beyond the range of the type becomes its largest number, so that nothing that was
     finite becomes infinite.
-
-    Args:
-        width: Number of elements of a row.
-        dim: Number of elements of a vector.
-        dtype: Type that the model computes in.
-        kept: Type that is kept.
     """
 
     def __init__(self, width: int, dim: int, dtype: torch.dtype, kept: torch.dtype) -> None:

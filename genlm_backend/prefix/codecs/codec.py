@@ -13,17 +13,6 @@ class Codec(abc.ABC):
 
     Rows are coded into rows of a few tensors, and what is attended to is what is decoded of them. A
     token's codes depend on its own row alone. Codes of zeros decode to finite numbers.
-
-    Args:
-        width: Number of elements of a row.
-        dim: Number of elements of a vector, of which the row has one for each head of the keys and
-            then one for each of the values.
-        dtype: Type that the model computes in, and that rows are decoded to.
-
-    Attributes:
-        width: As given.
-        dim: As given.
-        dtype: As given.
     """
 
     is_exact: ClassVar[bool] = False

@@ -31,15 +31,6 @@ class UInt4(Codec):
     than the others (QuaRot: Ashkboos et al., 2024, arXiv:2404.00456, section 4). Of several ranges
     about the middle of a group, the one is taken whose squared error is the least. A vector with an
     infinity or a NaN decodes to no finite number.
-
-    Args:
-        width: Number of elements of a row.
-        dim: Number of elements of a vector; even.
-        dtype: Type that the model computes in.
-        mean: Mean of the rows: float32 ``[width]``; ``None`` for zeros.
-
-    Raises:
-        OptionError: (``ValueError``) If ``dim`` is odd.
     """
 
     needs_mean: ClassVar[bool] = True

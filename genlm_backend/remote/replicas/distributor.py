@@ -33,12 +33,6 @@ class Distributor(BatcherBase[Question, Any]):
 
     It is asked as a ``Batcher`` is. What is not a question runs on a thread of its own, and asks
     all replicas.
-
-    Args:
-        replicas: The replicas, which are opened later.
-        policy: When a batch goes, for each of them.
-        name: What errors call it.
-        is_back: Called with what a replica is able to do that has been restarted.
     """
 
     def __init__(
@@ -66,11 +60,7 @@ class Distributor(BatcherBase[Question, Any]):
     # ---------------------------------------------------------------- asking
 
     async def submit(self, query: Question) -> Any:
-        """Return the answer to ``query``; see ``Batcher``.
-
-        Raises:
-            EngineDiedError: If no replica is alive, or several have died with the query.
-        """
+        """Return the answer to ``query``; see ``Batcher``."""
         num_deaths = 0
         while True:
             choice = self._send(query)
@@ -94,11 +84,7 @@ class Distributor(BatcherBase[Question, Any]):
                 return answer
 
     async def submit_all(self, queries: Iterable[Question]) -> list[Any]:
-        """Return the answers to ``queries``, in order, or the first error that one of them meets.
-
-        Raises:
-            Exception: As ``submit``.
-        """
+        """Return the answers to ``queries``, in order, or raise the first error."""
         return await together(map(self.submit, queries))
 
     def submit_sync(self, queries: Iterable[Question]) -> list[Any]:

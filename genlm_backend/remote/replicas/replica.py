@@ -32,24 +32,7 @@ class NotAskedError(EngineDiedError):
 
 @final
 class Replica:
-    """An evaluator, the thread that calls it, and what waits for it.
-
-    Args:
-        number: Its number among the replicas.
-        evaluator: What answers; no other model's.
-        rows: Where all replicas keep rows.
-        adapters: The adapters that are loaded.
-        policy: When a batch goes.
-
-    Attributes:
-        number: As given.
-        evaluator: As given.
-        answering: What the thread does with a batch.
-        batcher: The queue in front of the thread.
-        is_dead: Whether it has died and not been restarted.
-        has_died: Called on its thread when it has died, before anybody is refused.
-        is_back: Called there when it has been restarted.
-    """
+    """An evaluator, the thread that calls it, and what waits for it."""
 
     def __init__(
         self,

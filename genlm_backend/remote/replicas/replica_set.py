@@ -30,21 +30,7 @@ T = TypeVar("T")
 
 @final
 class ReplicaSet(Evaluator):
-    """Several evaluators of the same model, as far as they are asked for anything but answers.
-
-    Args:
-        evaluators: The evaluators, one or more; no other model's.
-
-    Attributes:
-        evaluators: As given.
-        replicas: The same on threads of their own, once they are asked.
-        infos: What each is able to do, once they are open.
-        cleared: Called when no replica keeps anything.
-
-    Raises:
-        OptionError: (``ValueError``) If there is none, one is there twice, or one is another
-            model's.
-    """
+    """Several evaluators of the same model, as far as they are asked for anything but answers."""
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
         if not evaluators:
@@ -69,11 +55,7 @@ class ReplicaSet(Evaluator):
         return self.replicas
 
     def open(self) -> EvaluatorInfo:
-        """Open all replicas at once, each on its thread; return what they all are able to do.
-
-        Raises:
-            OptionError: If they are not of one model, by the width of their rows.
-        """
+        """Open all replicas at once, each on its thread; return what they all are able to do."""
         self.infos = _results([replica.open() for replica in self.replicas])
         for info in self.infos:
             if not isinstance(info, EvaluatorInfo):
@@ -146,12 +128,7 @@ class ReplicaSet(Evaluator):
         self.num_cached(Query([0]))
 
     def restart(self) -> None:
-        """Restart the replicas that were found dead; blocks the thread.
-
-        Raises:
-            ModelStateError: If one of them cannot be restarted.
-            Exception: What loading raises.
-        """
+        """Restart the replicas that were found dead; blocks the thread."""
         asked = []
         for replica in self.replicas:
             if replica.is_dead:

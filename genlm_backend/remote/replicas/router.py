@@ -19,13 +19,7 @@ more tokens are computed again and again; with more, replicas wait longer for th
 @final
 @dataclass(slots=True, eq=False)
 class Load:
-    """Pending work of a replica: what waits there or is being computed.
-
-    Attributes:
-        num_contexts: Number of contexts.
-        num_tokens: Number of their tokens that are to be computed.
-        is_alive: Whether it answers at all.
-    """
+    """Pending work of a replica: what waits there or is being computed."""
 
     num_contexts: int = 0
     num_tokens: int = 0
@@ -35,15 +29,7 @@ class Load:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """A replica for a context.
-
-    Attributes:
-        replica: Number of the replica.
-        num_new: Number of tokens that are to be computed there, by what is known of it.
-        load: What waits at the replica as long as it lives.
-        space: What was sent: an adapter, or ``None``.
-        packed: And the context's ids.
-    """
+    """A replica for a context."""
 
     replica: int
     num_new: int
@@ -63,15 +49,6 @@ class Router:
     expense that each has a part in. So contexts go on where their prefixes are, unless much more
     waits there than elsewhere; and a group that has one prompt is parted once the queue in front of
     it costs more than its part in computing the prompt a second time.
-
-    Args:
-        capacities: Number of tokens that each replica keeps; ``None`` where nothing bounds it.
-        batch_size: Number of contexts of a forward pass.
-        per_forward: What a forward pass costs beside its tokens, in tokens.
-
-    Attributes:
-        batch_size: As given; can be set.
-        loads: What waits at each replica.
     """
 
     def __init__(

@@ -16,13 +16,7 @@ _KEPT: Final = 0.8
 
 @final
 class _Node:
-    """A node of the radix tree; its label is the tokens behind those of its parent.
-
-    Attributes:
-        label: Token ids as 32-bit integers.
-        stamps: Replicas that were sent the whole of it, and when each was last.
-        waiting: Replicas that have not answered yet what it came with.
-    """
+    """A node of the radix tree; its label is the tokens behind those of its parent."""
 
     __slots__ = ("children", "label", "parent", "stamps", "waiting")
 
@@ -42,13 +36,7 @@ class _Node:
 
 
 class _PathNode(NamedTuple):
-    """A node on the path of a context.
-
-    Attributes:
-        node: The node.
-        start: Number of the context's bytes before it.
-        matched: Number of its bytes that the context has.
-    """
+    """A node on the path of a context."""
 
     node: _Node
     start: int
@@ -56,14 +44,7 @@ class _PathNode(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The part of a context that a replica was sent.
-
-    Attributes:
-        num_known: Number of its first tokens that the replica was sent.
-        num_waiting: Number of these that it has not answered yet.
-        part: The context's part in the others. Tokens that go on in several ways are shared: they
-            are counted once for all ways that have been seen.
-    """
+    """The part of a context that a replica was sent."""
 
     num_known: int
     num_waiting: int
@@ -75,9 +56,6 @@ class SentTree:
     """A radix tree of contexts, with the replicas that each was sent to.
 
     It is an estimate: what a replica has evicted by itself is not known here.
-
-    Args:
-        capacities: Number of tokens that each replica keeps; ``None`` where nothing bounds it.
     """
 
     def __init__(self, capacities: Sequence[int | None]) -> None:
@@ -87,12 +65,7 @@ class SentTree:
         self.num_tokens = [0] * len(self._capacities)
 
     def matches(self, space: Hashable, packed: bytes) -> list[Match]:
-        """Return the part of a context that each replica was sent.
-
-        Args:
-            space: What contexts share tokens within: an adapter, or ``None``.
-            packed: The context's ids as 32-bit integers.
-        """
+        """Return the part of a context that each replica was sent."""
         path = list(self._path(space, packed))
         end = path[-1].start + path[-1].matched if path else 0
         parts = [(len(packed) - end) / _ID_BYTES]  # of what follows each node, from the last one
