@@ -38,7 +38,6 @@ from genlm_backend.generation.grammar.schema_classes import (
     check_is_no_instance,
     is_class_with_schema,
 )
-from genlm_backend.generation.grammar.schema_grammar import fault_of_schema, schema_grammar
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import PackedMask, as_scores
 from genlm_backend.model.drawing import log_mass, log_sum
@@ -125,10 +124,9 @@ class Constraint:
                 ``x-``.
         """
         _check_arguments(whitespace=whitespace)
-        document = check_schema(schema)
-        grammar = schema_grammar(document, whitespace)
-        fault_of = partial(fault_of_schema, document, whitespace)
-        return cls._make(lm, grammar + _OPTIONS, eos_token_ids, fault_of)
+        walk = check_schema(schema)
+        fault_of = partial(walk.fault, whitespace)
+        return cls._make(lm, walk.grammar(whitespace) + _OPTIONS, eos_token_ids, fault_of)
 
     @classmethod
     def from_json_object(cls, lm: AsyncLM, **options: Any) -> Self:

@@ -113,7 +113,7 @@ def test_every_keyword_of_every_draft_is_kept_to_or_refused(lm):
         assert not constraint.can_end, keyword
     assert refused == {
         "uniqueItems", "contains", "dependentRequired", "dependentSchemas",
-        "unevaluatedProperties", "unevaluatedItems", "not", "if", "$dynamicRef",
+        "unevaluatedProperties", "unevaluatedItems", "not", "if", "$dynamicRef", "propertyNames",
     }  # fmt: skip
 
 

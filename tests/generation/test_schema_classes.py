@@ -151,6 +151,8 @@ _Stripped = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min
         (dict[Literal[1, 2], str], "dict keys of type literal"),
         (Literal[Color.RED], "the value <Color.RED"),
         (Pair, r"the value \(1, 2\)"),
+        (dict[date, int], "'propertyNames'"),
+        (pydantic.Base64Bytes, "format 'base64'"),
         (set[int], "'uniqueItems'; take a list in place of a set"),
     ],
 )  # fmt: skip
@@ -177,8 +179,8 @@ def test_a_config_that_its_schema_does_not_say_is_refused(byte_lm, config, kind,
 
 
 PARSED = [
-    bytes, date, datetime, timedelta, Color, float, dict[str, int], dict[date, int],
-    dict[int | str, int], pydantic.AwareDatetime, pydantic.Base64Bytes, pydantic.SecretStr,
+    bytes, date, datetime, timedelta, Color, float, dict[str, int],
+    dict[int | str, int], pydantic.AwareDatetime, pydantic.SecretStr,
     pydantic.UUID4, Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)],
     Annotated[Decimal, WithJsonSchema({"type": "string", "pattern": "^[1-9]{1,4}$"})],
 ]  # fmt: skip

@@ -1,6 +1,5 @@
 """Formats of strings are kept to: every date is a date, every address an address."""
 
-import base64
 import datetime
 import ipaddress
 import json
@@ -10,11 +9,11 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from pydantic import UUID4, Base64Str, BaseModel, FilePath, Json, SecretStr
+from pydantic import UUID4, BaseModel, FilePath, SecretStr
 
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation import Constraint
-from genlm_backend.generation.grammar.schema_formats import FORMATS
+from genlm_backend.generation.grammar.schema_patterns import FORMATS, NATIVE_FORMATS
 from tests.generation import byte_model
 
 
@@ -53,8 +52,7 @@ def is_host_name(text):
     labels = text.split(".")
     form = r"[0-9a-zA-Z-]{1,63}"
     return len(text) <= 253 and all(
-        re.fullmatch(form, label) and "-" not in (label[0], label[-1]) and label[2:4] != "--"
-        for label in labels
+        re.fullmatch(form, label) and "-" not in (label[0], label[-1]) for label in labels
     )
 
 
@@ -104,15 +102,6 @@ def is_uuid_of(version):
     return lambda text: is_uuid(text) and uuid.UUID(text).version == version
 
 
-def is_base64(text, alphabet=None):
-    """Whether a text decodes, and what it decodes to is as long as it says."""
-    try:
-        size = len(base64.b64decode(text, alphabet, validate=True))
-    except ValueError:
-        return False
-    return len(text) == (size + 2) // 3 * 4 and not (alphabet and set("+/") & set(text))
-
-
 def has(make, text):
     try:
         make(text)
@@ -126,15 +115,14 @@ CHECKS = {
     "ipv4": is_ipv4, "ipv6": is_ipv6, "hostname": is_host_name, "email": is_mailbox,
     "uri": is_uri, "uuid": is_uuid,
     **{f"uuid{version}": is_uuid_of(version) for version in range(1, 9)},
-    "base64": is_base64, "base64url": lambda text: is_base64(text, b"-_"),
 }  # fmt: skip
 
 
 def test_every_format_has_a_check_of_its_own():
-    assert CHECKS.keys() == FORMATS.keys()
+    assert CHECKS.keys() == {*FORMATS, *NATIVE_FORMATS}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *NATIVE_FORMATS])
 def test_what_a_format_lets_through_is_one(byte_lm, name):
     constraint = Constraint.from_json_schema(byte_lm, {"type": "string", "format": name})
     for seed in range(100):
@@ -144,7 +132,7 @@ def test_what_a_format_lets_through_is_one(byte_lm, name):
 
 
 def test_every_day_of_ten_thousand_years_is_a_date_and_no_other_is():
-    date = re.compile(FORMATS["date"][0])
+    date = re.compile(FORMATS["date"])
     for year in range(10_000):
         for month in (0, 1, 2, 4, 9, 11, 12, 13):
             for day in (0, 1, 9, 10, 28, 29, 30, 31, 32):
@@ -166,7 +154,7 @@ def test_every_day_of_ten_thousand_years_is_a_date_and_no_other_is():
         "ipv6": ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "1::8", "!1::2::3", "!:1", "!1:2:3:4:5:6:7",
                  "!12345::", "!1:2:3:4:5:6:7:8:9", "1:2:3:4:5:6:7::"],
         "hostname": ["a", "a.b", "a-b.c1", "!-a", "!a-", "!a..b", "!", "!a_b", "!" + "a" * 64,
-                     "a" * 63, "!" + ".".join(["a" * 63] * 4), "!xn--x"],
+                     "a" * 63, "!" + ".".join(["a" * 63] * 4)],
         "email": ["a@b", "a.b+c@d.e", "a@[127.0.0.1]", "!a", "!@b", "!a@", "!.a@b", "!a..b@c",
                   "!" + "a" * 65 + "@b", "!a@b@c", "!a@-b"],
         "uri": ["http://a.b/c?d=e#f", "urn:isbn:1", "mailto:a@b", "a:", "http://[::1]:80/", "a:/",
@@ -175,8 +163,6 @@ def test_every_day_of_ten_thousand_years_is_a_date_and_no_other_is():
                  "!2eb8aa08aa9811eab4aa73b441d16380", "!2eb8aa08-aa98-11ea-b4aa-73b441d1638"],
         "uuid1": ["2eb8aa08-aa98-11ea-b4aa-73b441d16380", "!2eb8aa08-aa98-41ea-b4aa-73b441d16380"],
         "uuid4": ["2eb8aa08-aa98-41ea-b4aa-73b441d16380", "!2eb8aa08-aa98-41ea-c4aa-73b441d16380"],
-        "base64": ["", "YQ==", "YWI=", "YWJj", "+/+/", "!YQ", "!YQ=", "!Y===", "!-_-_"],
-        "base64url": ["YQ==", "-_-_", "!+/+/"],
     }.items(),
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -220,7 +206,7 @@ def test_every_format_of_json_schema_is_kept_to_or_refused(byte_lm):
             constraint = Constraint.from_json_schema(byte_lm, schema)
         except ConstraintError:
             continue
-        assert name in FORMATS
+        assert name in (*FORMATS, *NATIVE_FORMATS)
         assert not byte_model.allows(byte_lm, constraint, '"{ a"')
 
 
@@ -229,18 +215,15 @@ class Fields(BaseModel):
     path: Path
     raw: bytes
     file: FilePath
-    parsed: Json
     key: UUID4
-    encoded: Base64Str
 
 
 def test_formats_that_are_annotations_rule_nothing_out(byte_lm):
     constraint = Constraint.from_json_schema(byte_lm, Fields.model_json_schema())
-    fields = {"secret": "a", "path": "/b", "raw": "c", "file": "d", "parsed": "1"}
-    fields |= {"key": "2eb8aa08-aa98-41ea-b4aa-73b441d16380", "encoded": "YQ=="}
+    fields = {"secret": "a", "path": "/b", "raw": "c", "file": "d"}
+    fields |= {"key": "2eb8aa08-aa98-41ea-b4aa-73b441d16380"}
     assert byte_model.allows(byte_lm, constraint, json.dumps(fields))
-    assert not byte_model.allows(byte_lm, constraint, json.dumps({**fields, "encoded": "YQ"}))
-    for name in ("password", "json-string", "markdown", "a\n   1 | b"):
+    for name in ("password", "binary", "path"):
         one = Constraint.from_json_schema(byte_lm, {"format": name, "maxLength": 1})
         assert byte_model.allows(byte_lm, one, '"a"')
         assert not byte_model.allows(byte_lm, one, '"ab"')

@@ -104,10 +104,7 @@ def test_what_is_let_through_fits_exactly_one_option(byte_lm, options):
     [
         ([{"type": "null"}, {"$ref": "#/$defs/text"}], ["null", '"a"', '"b"']),
         ([{"const": 1}, {"const": 2}], ["1", "2"]),
-        ([OPTIONS[3], OPTIONS[4]], ["1", "2", "3", "5", "7", "9"]),
-        ([OPTIONS[8], OPTIONS[6], OPTIONS[0]], ["null", "1", "4", "5", "7", "9"]),
-        ([OPTIONS[10], OPTIONS[11]], ["{}", '{"k":1}', '{"k":2}']),
-        ([OPTIONS[10], OPTIONS[12]], ["{}", '{"k":1}']),
+        ([OPTIONS[10], OPTIONS[11]], ['{"k":1}', '{"k":2}']),
     ],
 )
 def test_options_that_are_apart_are_let_through(byte_lm, options, texts):
@@ -117,7 +114,10 @@ def test_options_that_are_apart_are_let_through(byte_lm, options, texts):
 
 
 def test_options_that_meet_are_refused_by_place_with_the_way_out(byte_lm):
-    for options in ([{"type": "integer"}, {"minimum": 2}], [{"type": "string"}, True]):
+    for options in (
+        [{"type": "integer"}, {"minimum": 2}], [{"type": "string"}, True], OPTIONS[3:5],
+        [OPTIONS[11], OPTIONS[12]],
+    ):  # fmt: skip
         with pytest.raises(ConstraintError, match=r"not known to be apart at #/items: .*anyOf"):
             Constraint.from_json_schema(byte_lm, {"items": {"oneOf": options}})
 

@@ -1,54 +1,83 @@
-"""JSON schemas as callers give them, and what of their values no constraint keeps to."""
+"""JSON schemas for llguidance: one walk that refuses keywords and values it does not keep to.
+
+llguidance refuses many schemas itself. It passes over others in silence, such as numbers that are
+no doubles; `SchemaWalk` refuses those, and writes a copy of the schema for llguidance.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any
+from difflib import get_close_matches
+from graphlib import CycleError, TopologicalSorter
+from itertools import combinations
+from typing import Any, Final, TypeGuard, final
+from urllib.parse import unquote
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import ConstraintError
+from genlm_backend.generation.grammar.grammar_library import (
+    error_of,
+    fault_of_generated,
+    is_beginning,
+)
 from genlm_backend.generation.grammar.schema_classes import (
     check_is_no_instance,
     is_class_with_schema,
     schema_of_class,
 )
-from genlm_backend.generation.grammar.schema_document import SchemaDocument, is_anything, merges
-from genlm_backend.generation.grammar.schema_formats import FORMATS, UNCHECKED, likely_format
-from genlm_backend.generation.grammar.schema_keywords import SIZES, types_of
-from genlm_backend.generation.grammar.schema_numbers import (
-    doubles,
-    factor_of,
-    have_common_multiple,
-    inexact_bounds,
-    is_number,
-    is_quickly_built,
-)
-from genlm_backend.generation.grammar.schema_patterns import (
-    has_dot,
-    has_end,
-    has_inner_end,
-    has_unwritable,
-    is_read_alike,
-    portable,
-)
+from genlm_backend.generation.grammar.schema_patterns import FORMATS, NATIVE_FORMATS, portable
 
-_ENVELOPE = frozenset({"name", "description", "strict", "schema"})
+_IN_PLACE = ("allOf", "anyOf", "oneOf")
+_LISTS: Final = {*_IN_PLACE, "prefixItems", "items"}
+_MAPS: Final = {"properties", "patternProperties", "$defs", "definitions"}
+_ONES: Final = {"items", "additionalItems", "additionalProperties"}
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_KEYWORDS: Final = {
+    *_LISTS, *_MAPS, *_ONES, *_LOWER, *_UPPER, "$anchor", "$ref", "const", "enum", "format",
+    "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties",
+    "multipleOf", "pattern", "required", "type",
+}  # fmt: skip
+"""The keywords that are handed on to llguidance."""
+
+_ANNOTATIONS: Final = {
+    "$comment", "$id", "$schema", "default", "deprecated", "description", "discriminator",
+    "example", "examples", "externalDocs", "id", "readOnly", "title", "writeOnly", "xml",
+}  # fmt: skip
+_ANNOTATING_FORMATS: Final = {
+    "binary", "byte", "char", "decimal", "directory-path", "double", "file-path", "float", "int32",
+    "int64", "password", "path",
+}  # fmt: skip
+"""Formats of OpenAPI and of pydantic that no text is checked against."""
+
+_HINTS: Final = {
+    "propertyNames": "declare the keys in 'properties', or take one 'patternProperties' and "
+    '"additionalProperties": false',
+    "uniqueItems": "take a list in place of a set, and drop what comes twice afterwards",
+}
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_ENVELOPE: Final = frozenset({"name", "description", "strict", "schema"})
 """Entries that OpenAI's API has around a schema."""
 
-_LARGEST_EXPONENT = 400
+_DEEPEST = 100
+_MOST = 2**53
+_MOST_EXPONENT = 22  # the largest power of ten that a double holds exactly
+_MOST_FACTOR = 100_000  # llguidance builds as many states; 531,441 took it 6 s
+_CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_ESCAPES = 'nrbtf\\"'  # with "u", a declared key could be written as one that is not declared
 
 
-def check_schema(schema: Mapping[str, Any] | bool | str | type[Any]) -> SchemaDocument:
-    """Return a JSON schema with all the schemas in it."""
+def check_schema(schema: Mapping[str, Any] | bool | str | type[Any]) -> SchemaWalk:
+    """Return a checked copy of a JSON schema, of JSON text or of a class."""
     if is_class_with_schema(schema):
         schema = schema_of_class(schema)
     check_is_no_instance(schema)
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         plain = json.loads(text, parse_float=_decimal, parse_constant=_decimal)
-        json.dumps(doubles(plain), ensure_ascii=False).encode()  # lone surrogates are no JSON text
+        json.dumps(plain, ensure_ascii=False, default=float).encode()  # lone surrogates fail
     except (TypeError, ValueError, RecursionError) as error:
         is_type = isinstance(schema, type) or hasattr(schema, "__origin__")
         hint = f"; pass pydantic.TypeAdapter({shown(schema)})" if is_type else ""
@@ -57,14 +86,12 @@ def check_schema(schema: Mapping[str, Any] | bool | str | type[Any]) -> SchemaDo
         raise ConstraintError("no JSON value fits the schema false")
     if plain is not True and not isinstance(plain, dict):
         raise ConstraintError(f"a JSON schema is an object or a boolean, got {plain!r}")
-    document = SchemaDocument({} if plain is True else plain)
-    check_values(document)
-    return document
+    return SchemaWalk({} if plain is True else plain)
 
 
 def _decimal(text: str) -> Decimal:
     number = Decimal(text)
-    if not number.is_finite() or abs(number.adjusted()) > _LARGEST_EXPONENT:
+    if not number.is_finite() or abs(number.adjusted()) > 400:
         raise ValueError(f"{text} is no number that can be written")
     return number
 
@@ -87,130 +114,421 @@ def _listed(names: Any) -> str:
     return ", ".join(map(repr, sorted(names)))
 
 
-def check_values(document: SchemaDocument) -> None:
-    """Refuse what llguidance would take for something else."""
-    for schema in document:
-        pointer = document.pointer(schema)
-        types = types_of(schema)
-        _check_sizes(schema, pointer)
-        _check_numbers(schema, pointer)
-        if "string" in types:
-            _check_format(schema, pointer)
-            if isinstance(pattern := schema.get("pattern"), str):
-                portable(pattern, pointer)
-        if "object" in types:
-            _check_num_properties(schema, pointer)
-            _check_keys(schema, pointer)
-    _check_multiples(document)
+@final
+class SchemaWalk:
+    """A JSON schema as llguidance gets it, and all schemas in it by their JSON pointers."""
 
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._is_old = not re.search("2020-12|^$", str(root.get("$schema", "")))
+        self._is_merging = False  # whether one value may be kept to several schemas
+        self._parts: dict[str, Any] = {}
+        self._anchors: dict[str, str] = {}
+        self._discriminators: dict[str, str] = {}
+        self._root = self._written(root, "#")
+        self._check_references()
+        for pointer, part in self._schemas():
+            if "oneOf" in part:
+                self._write_one_of(part, pointer)
+        self._check_merged_numbers()
 
-def _check_sizes(schema: dict[str, Any], pointer: str) -> None:
-    for name in SIZES & schema.keys():
-        size = schema[name]
-        if not is_number(size) or size != int(size) or not 0 <= size < 2**32:
-            raise ConstraintError(f"{name} at {pointer} must be an integer from 0, got {size!r}")
+    def grammar(self, whitespace: str) -> str:
+        """Return the grammar of the schema, in Lark's syntax."""
+        if is_beginning(_grammar({"properties": {"a": False}}, ""), '{"\\u'):
+            self._refuse_escaped_keys()
+        return _grammar(self._root, whitespace)
 
+    def fault(self, whitespace: str, message: str) -> str:
+        """Return llguidance's message, with the innermost schema that it says the same of."""
+        fault = fault_of_generated(message)
+        for pointer, part in reversed([*self._schemas()]):
+            alone = _grammar(_without_references(part), whitespace)
+            if fault_of_generated(error_of(alone)) == fault:
+                return f"{fault} (at {pointer})"
+        return f"{fault} (at #)"
 
-def _check_numbers(schema: dict[str, Any], pointer: str) -> None:
-    inexact = inexact_bounds(schema)
-    if inexact and "number" in types_of(schema):
+    def _schemas(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((at, part) for at, part in self._parts.items() if isinstance(part, dict))
+
+    # ---------------------------------------------------------------- the walk
+
+    def _written(self, schema: Any, pointer: str, depth: int = 0) -> Any:
+        """Return a schema for llguidance, after checks of all keywords in it."""
+        self._parts[pointer] = schema
+        if not isinstance(schema, dict):
+            return schema  # a boolean, or a fault that llguidance names
+        if depth > _DEEPEST:
+            raise ConstraintError(f"the schema is nested more than {_DEEPEST} deep")
+        written: dict[str, Any] = {}
+        self._parts[pointer] = written
+        for keyword, value in schema.items():
+            place = f"{pointer}/{keyword}"
+            if keyword in _MAPS and isinstance(value, dict):
+                written[keyword] = {
+                    name: self._written(part, f"{place}/{_escaped(name)}", depth + 1)
+                    for name, part in value.items()
+                }
+            elif keyword in _LISTS and isinstance(value, list):
+                written[keyword] = [
+                    self._written(part, f"{place}/{i}", depth + 1) for i, part in enumerate(value)
+                ]
+            elif keyword in _ONES:
+                written[keyword] = self._written(value, place, depth + 1)
+            elif keyword in _KEYWORDS:
+                written[keyword] = value
+            else:
+                self._check_annotation(keyword, value, pointer)
+        self._check_neighbours(written, pointer)
+        self._check_values(written, pointer)
+        self._is_merging |= _merges(written)
+        self._write_format(written, pointer)
+        if isinstance(pattern := written.get("pattern"), str):
+            written["pattern"] = portable(pattern, pointer)
+        if patterns := _map(written, "patternProperties"):
+            written["patternProperties"] = _written_patterns(written, patterns, pointer)
+        return written
+
+    def _check_annotation(self, keyword: str, value: Any, pointer: str) -> None:
+        """Refuse keywords that llguidance refuses or passes over."""
+        if keyword == "$id" and pointer != "#":
+            raise ConstraintError(
+                f"no constraint keeps to $id at {pointer}: leave it out, and refer to '#/$defs/…'"
+            )
+        if keyword == "discriminator" and isinstance(value, dict):
+            self._discriminators[pointer] = str(value.get("propertyName"))
+        is_idle = keyword in ("uniqueItems", "nullable") and value is False
+        if keyword in _ANNOTATIONS or keyword.startswith("x-") or is_idle:
+            return
+        near = get_close_matches(keyword, [*_KEYWORDS, *_ANNOTATIONS], n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]!r}?" if near else "annotations of your own begin with 'x-'"
         raise ConstraintError(
-            f"no constraint keeps to {inexact[0]} {schema[inexact[0]]} at {pointer} exactly, as it "
-            'is no double of few digits: add "type": "integer", or take one of fewer digits'
-        )
-    divisor = schema.get("multipleOf")
-    if inexact and divisor is not None:
-        raise ConstraintError(
-            f"no constraint keeps to {inexact[0]} {schema[inexact[0]]} beside multipleOf at "
-            f"{pointer}: leave one of them out, or take a bound below 2**53"
-        )
-    if not is_number(divisor):
-        return
-    factor = factor_of(divisor)
-    if factor is None and divisor < 2**32:
-        raise ConstraintError(
-            f"no constraint keeps to multipleOf {divisor} at {pointer} exactly, as doubles make "
-            "another number of it: take an integer from 1 to 100000, or a power of ten from 1e-9 "
-            "to 1e8"
-        )
-    if factor is None or not is_quickly_built(factor[0]):
-        raise ConstraintError(
-            f"multipleOf {divisor} at {pointer} is too much to build, as its digits make "
-            "an automaton of as many states: take an integer from 1 to 100000, or below 100 "
-            "times a power of ten, up to 1e8; or leave it out, and round what comes"
+            f"no constraint keeps to the JSON schema's keyword {keyword!r}; "
+            f"{_HINTS.get(keyword, hint)} (at {pointer})"
         )
 
+    def _check_neighbours(self, schema: dict[str, Any], pointer: str) -> None:
+        """Refuse keywords that mean something else beside another one."""
+        is_tuple = isinstance(schema.get("items"), list)
+        if "prefixItems" in schema and (is_tuple or self._is_old):
+            raise ConstraintError(
+                f"prefixItems at {pointer} is of draft 2020-12, with one schema of items: use it "
+                "alone, under the '$schema' of that draft or none"
+            )
+        if "additionalItems" in schema and not is_tuple:
+            raise ConstraintError(
+                f"additionalItems at {pointer} needs a list of items: write it as items"
+            )
+        least, required = schema.get("minProperties"), _list(schema, "required")
+        is_closed = schema.get("additionalProperties") is False and not schema.get(
+            "patternProperties"
+        )
+        num_required = len(set(map(str, required)))
+        if _is_number(least) and least > num_required + 1 and not is_closed:
+            raise ConstraintError(
+                f"no constraint keeps to minProperties {least} at {pointer}, as a key that is not "
+                f"declared may be written twice: at most {num_required + 1} is kept to beside "
+                f"{num_required} required; name more keys in 'required', or forbid others by "
+                '"additionalProperties": false'
+            )
 
-def _check_multiples(document: SchemaDocument) -> None:
-    """Refuse several ``multipleOf`` that may meet in one number."""
-    factors = {
-        document.pointer(schema): factor
-        for schema in document
-        if is_number(number := schema.get("multipleOf")) and (factor := factor_of(number))
-    }
-    if any(map(merges, document)) and not have_common_multiple(factors.values()):
+    def _check_values(self, schema: dict[str, Any], pointer: str) -> None:
+        """Refuse numbers that llguidance takes for others, and texts that it cannot write."""
+        for name in (*_LOWER, *_UPPER):
+            if _is_number(bound := schema.get(name)) and not _is_exact(bound):
+                raise ConstraintError(
+                    f"no constraint keeps to {name} {bound} at {pointer} exactly, as it is no "
+                    "double of few digits: take a bound of fewer digits, below 2**53"
+                )
+        divisor = schema.get("multipleOf")
+        if _is_number(divisor) and not _is_factor(divisor):
+            raise ConstraintError(
+                f"no constraint keeps to multipleOf {divisor} at {pointer} exactly, or it is too "
+                f"much to build: take an integer from 1 to {_MOST_FACTOR}, or a fraction of few "
+                "digits, such as 0.01; or leave it out, and round the number that comes"
+            )
+        for value in [schema.get("const"), *_list(schema, "enum")]:
+            for part in _scalars(value):
+                is_short = not isinstance(part, Decimal) or "e" not in repr(float(part))
+                if _is_number(part) and not (_is_exact(part) and is_short):
+                    raise ConstraintError(
+                        f"no constraint keeps to the number {part} at {pointer} exactly, as it is "
+                        "no double of few digits: take one of fewer digits, or a string"
+                    )
+                if isinstance(part, str) and _CONTROL.search(part):
+                    raise ConstraintError(
+                        f"the text {part!r} at {pointer} has a control character that no "
+                        "constraint writes: leave it out"
+                    )
+
+    def _write_format(self, schema: dict[str, Any], pointer: str) -> None:
+        """Write a format as a pattern if llguidance's own allows more."""
+        name, types = schema.get("format"), schema.get("type", "string")
+        known = {**FORMATS, **NATIVE_FORMATS}
+        if name is None or (isinstance(name, str) and known.get(name) == ""):
+            return
+        if name not in ("email", "hostname"):
+            del schema["format"]
+        if "string" not in types or name in _ANNOTATING_FORMATS:
+            return
+        if not isinstance(name, str) or name not in known:
+            near = get_close_matches(str(name), known, n=1, cutoff=0.66)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise ConstraintError(
+                f"no constraint keeps to format {name!r} at {pointer}: {hint}; or write it as a "
+                "pattern"
+            )
+        if "pattern" in schema:
+            schema["allOf"] = [*_list(schema, "allOf"), {"pattern": known[name]}]
+        else:
+            schema["pattern"] = known[name]
+
+    # ---------------------------------------------------------------- references
+
+    def _check_references(self) -> None:
+        """Refuse references out of the schema, and those that lead back before a value begins."""
+        schemas = [*self._schemas()]
+        self._anchors = {f"#{part['$anchor']}": at for at, part in schemas if "$anchor" in part}
+        graph: dict[str, list[str]] = {}
+        for pointer, part in schemas:
+            graph[pointer] = [
+                f"{pointer}/{name}/{i}" for name in _IN_PLACE for i in range(len(_list(part, name)))
+            ]
+            if isinstance(reference := part.get("$ref"), str):
+                graph[pointer].append(self._target(reference, pointer))
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            raise ConstraintError(f"the schema at {error.args[1][0]} refers to itself") from error
+
+    def _target(self, reference: str, pointer: str) -> str:
+        target = self._anchors.get(reference, unquote(reference))
+        if target not in self._parts:
+            raise ConstraintError(
+                f"$ref {reference!r} at {pointer} does not exist in the schema, and nothing is "
+                "fetched: put the schema that it names into '$defs', and refer to '#/$defs/…'"
+            )
+        return target
+
+    # ---------------------------------------------------------------- oneOf
+
+    def _write_one_of(self, schema: dict[str, Any], pointer: str) -> None:
+        """Write ``oneOf`` as ``anyOf`` if no value fits two of its options, and refuse others.
+
+        A property that tells options apart is required from then on.
+        """
+        options = schema["oneOf"]
+        if not isinstance(options, list):
+            return  # a fault that llguidance names
+        names = dict.fromkeys(
+            name for _, part in self._schemas() for name in _map(part, "properties")
+        )
+        key = self._discriminators.get(pointer)
+        for name in [key] if key is not None else ["", *names]:
+            tagged: list[dict[str, Any]] = []
+            kinds = [self._kinds(option, name, tagged) for option in options]
+            if all(_are_apart(one, other) for one, other in combinations(kinds, 2)):
+                for part in tagged:
+                    part["required"] = [*dict.fromkeys([*_list(part, "required"), name])]
+                either = {"anyOf": schema.pop("oneOf")}
+                schema |= {"allOf": [*_list(schema, "allOf"), either]}
+                return
         raise ConstraintError(
-            f"the multipleOf at {', '.join(factors)} may meet in one number, and their product is "
-            "beyond 32 bits, or too much to build: write their common multiple in one schema"
+            f"options of oneOf are not known to be apart at {pointer}: give them different types "
+            "or constants, or a property with a constant of its own in each; or write anyOf, if a "
+            "value may fit several"
         )
 
+    def _kinds(self, schema: Any, key: str, tagged: list[dict[str, Any]]) -> set[tuple[str, str]]:
+        """Return types of values that may fit, each with a constant, or ``""`` for any value."""
+        while isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+            schema = self._parts[self._target(schema["$ref"], "#")]
+        if not isinstance(schema, dict):
+            return set() if schema is False else {(kind, "") for kind in _TYPES}
+        for options in (_list(schema, "anyOf"), _list(schema, "oneOf")):
+            if options:
+                return set().union(*(self._kinds(option, key, tagged) for option in options))
+        if "const" in schema or _list(schema, "enum"):
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            return {_kind(value) for value in values}
+        named = schema.get("type", _TYPES)
+        kinds = {"number" if kind == "integer" else str(kind) for kind in _as_list(named)}
+        properties = _map(schema, "properties")
+        if kinds == {"object"} and key in properties:
+            tags = self._kinds(properties[key], "", [])
+            if tags and all(tag for _, tag in tags):
+                tagged.append(schema)
+                return {("object", f"{kind} {tag}") for kind, tag in tags}
+        return {(kind, "") for kind in kinds}
 
-def _check_format(schema: dict[str, Any], pointer: str) -> None:
-    """Refuse formats that are not kept to, but for those that by all accounts are annotations."""
-    name = schema.get("format")
-    if name is None or (isinstance(name, str) and name in FORMATS):
-        return
-    near = likely_format(name) if isinstance(name, str) else None
-    if isinstance(name, str) and name not in UNCHECKED and near is None:
-        return
-    hint = f"did you mean {near!r}?" if near else f"there are {', '.join(FORMATS)}"
-    raise ConstraintError(
-        f"no constraint keeps to format {name!r} at {pointer}: {hint}; or write it as a pattern"
+    # ---------------------------------------------------------------- the whole document
+
+    def _check_merged_numbers(self) -> None:
+        """Refuse bounds and divisors that llguidance does not keep to together."""
+        schemas = [*self._schemas()]
+        divisors = {
+            part["multipleOf"]: at for at, part in schemas if _is_number(part.get("multipleOf"))
+        }
+        if self._is_merging and len(divisors) > 1:
+            raise ConstraintError(
+                f"the multipleOf at {', '.join(divisors.values())} may meet in one number: write "
+                "their common multiple in one schema"
+            )
+        ends = [(at, _bounds(part, _LOWER), _bounds(part, _UPPER)) for at, part in schemas]
+        ends = [end for end in ends if end[1] or end[2]]
+        for at, lows, highs in ends:
+            for other, other_lows, other_highs in ends if self._is_merging else [(at, lows, highs)]:
+                pairs = [(low, high) for low in lows for high in other_highs]
+                pairs += [(low, high) for low in other_lows for high in highs]
+                for (low, is_above), (high, is_below) in pairs:
+                    if (is_above or is_below) and 0 <= high - low < 1:
+                        raise ConstraintError(
+                            f"no constraint keeps to an excluded integer less than 1 from the "
+                            f"opposite bound, as at {at} and {other}: take inclusive bounds, such "
+                            "as a minimum of 0.001"
+                        )
+
+    def _refuse_escaped_keys(self) -> None:
+        """Refuse objects for releases in which a key that is not declared may have any escape."""
+        for pointer, part in self._schemas():
+            is_open = part.get("additionalProperties") is not False
+            if part.get("patternProperties") or (is_open and part.get("properties")):
+                raise ConstraintError(
+                    f"the installed llguidance does not keep to the keys of the schema at "
+                    f"{pointer}: install llguidance 1.8 or later, or declare all keys in "
+                    "'properties', with \"additionalProperties\": false"
+                )
+
+
+def _written_patterns(
+    schema: dict[str, Any], patterns: dict[str, Any], pointer: str
+) -> dict[str, Any]:
+    """Return patterns of keys so that no key escapes them by another reading."""
+    others = schema.get("additionalProperties", True)
+    others = True if others == {} else others
+    declared = map(str, [*_map(schema, "properties"), *_list(schema, "required")])
+    is_odd = not all(name.isascii() and name.isprintable() for name in declared)
+    written: dict[str, Any] = {}
+    for pattern, part in patterns.items():
+        narrow, wide = portable(pattern, pointer), portable(pattern, pointer, is_wide=True)
+        is_refused = is_odd or others not in (True, False) or "\\n?$" in wide[:-4]
+        if narrow != wide and (is_refused or (others is False and len(patterns) > 1)):
+            raise ConstraintError(
+                f"the pattern {shown(pattern)} of keys at {pointer} is read in several ways, by "
+                'which other keys may get past it: let it be the only one, with "additional'
+                'Properties": false, or write it without $, dots and classes such as \\d'
+            )
+        written[wide if others is True else narrow] = part
+    if len(written) < len(patterns):
+        raise ConstraintError(f"two of the patterns of keys at {pointer} may match the same key")
+    return written
+
+
+def _grammar(schema: Any, whitespace: str) -> str:
+    spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    whole = schema if isinstance(schema, dict) else {"anyOf": [schema]}
+    options = {**spaces, "json_allowed_escapes": _ESCAPES}
+    return "start: %json " + json.dumps({**whole, "x-guidance": options}, default=float)
+
+
+def _without_references(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_references(part) for name, part in value.items() if name != "$ref"}
+    return [_without_references(part) for part in value] if isinstance(value, list) else value
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _map(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, dict) else {}
+
+
+def _list(schema: dict[str, Any], keyword: str) -> list[Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else []
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """Yield the numbers, texts, booleans and nulls in a constant, its keys among them."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield name
+            yield from _scalars(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _scalars(part)
+    else:
+        yield value
+
+
+def _kind(value: Any) -> tuple[str, str]:
+    """Return the type of a constant, and its text if equal ones have the same."""
+    if isinstance(value, (dict, list)):
+        return ("object" if isinstance(value, dict) else "array"), ""
+    if _is_number(value):
+        return "number", str(value) if isinstance(value, int) else ""
+    names = {str: "string", bool: "boolean"}
+    return names.get(type(value), "null"), json.dumps(value)
+
+
+def _are_apart(one: set[tuple[str, str]], other: set[tuple[str, str]]) -> bool:
+    return not any(
+        kind == other_kind and (not tag or not other_tag or tag == other_tag)
+        for kind, tag in one
+        for other_kind, other_tag in other
     )
 
 
-def _check_keys(schema: dict[str, Any], pointer: str) -> None:
-    """Refuse patterns of keys that other keys may match by another reading."""
-    others = schema.get("additionalProperties", True)
-    others = True if is_anything(others) else others
-    is_one_of_several = len(schema.get("patternProperties") or ()) > 1
-    for pattern in schema.get("patternProperties") or ():
-        is_same = portable(pattern, pointer) == pattern
-        is_alike = is_read_alike(pattern) and not (has_dot(pattern) and others is not True)
-        declared = [*(schema.get("properties") or ()), *(schema.get("required") or ())]
-        odd = [name for name in declared if not (str(name).isascii() and str(name).isprintable())]
-        unwritable = [name for name in odd if has_unwritable(str(name))]
-        is_free = is_alike and not has_dot(pattern) and not has_end(pattern)
-        if odd and not (is_free and (is_same or not unwritable)):
-            raise ConstraintError(
-                f"the pattern {shown(pattern)} of keys at {pointer} is read in several ways, and "
-                f"may match the key {odd[0]!r} by one of them: write the characters out, "
-                "without $, or leave that key to the pattern"
-            )
-        if (others is not False or is_one_of_several) and has_inner_end(pattern):
-            raise ConstraintError(
-                f"the pattern {shown(pattern)} of keys at {pointer} has a $ elsewhere than at its "
-                "end, which by Python matches before a line break, and other keys are allowed: "
-                'write it as ^(…)$, or forbid all others by "additionalProperties": false'
-            )
-        if others is not False and not is_alike:
-            raise ConstraintError(
-                f"the pattern {shown(pattern)} of keys at {pointer} has a class of characters that "
-                "is read in several ways, and other keys are allowed: write it out, as [0-9] or "
-                '[A-Za-z0-9_], or forbid others by "additionalProperties": false'
-            )
+def _merges(schema: dict[str, Any]) -> bool:
+    """Tell whether one value may be kept to several schemas by way of this one."""
+    is_in_place = bool({"$ref", *_IN_PLACE} & schema.keys())
+    num_rules = len(schema.keys() - {"$anchor", "$defs", "definitions"})
+    return "allOf" in schema or (is_in_place and num_rules > 1) or "patternProperties" in schema
 
 
-def _check_num_properties(schema: dict[str, Any], pointer: str) -> None:
-    least, required = schema.get("minProperties"), schema.get("required")
-    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    if not is_number(least) or is_closed:
-        return
-    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
-    if least > num_required + 1:
-        raise ConstraintError(
-            f"no constraint keeps to minProperties {least} at {pointer}, as a key that is not "
-            f"declared may be written twice: at most {num_required + 1} is kept to beside "
-            f"{num_required} required; name more keys in 'required', or forbid others by "
-            '"additionalProperties": false'
-        )
+# -------------------------------------------------------------------- numbers
+
+
+def _is_number(value: Any) -> TypeGuard[int | Decimal]:
+    return isinstance(value, (int, Decimal)) and not isinstance(value, bool)
+
+
+def _is_exact(number: int | Decimal) -> bool:
+    """Tell whether llguidance reads a number as it is written.
+
+    It rounds once for the digits and once for the exponent, so both have to be doubles.
+    """
+    if isinstance(number, int):
+        return abs(number) < _MOST
+    digits, exponent = number.as_tuple().digits, int(number.as_tuple().exponent)
+    whole = int("".join(map(str, digits)))
+    while whole % 10 == 0 and whole:
+        whole, exponent = whole // 10, exponent + 1
+    if max(whole, abs(number)) >= _MOST or abs(exponent) > _MOST_EXPONENT:
+        return False
+    return Decimal(repr(float(number))) == number
+
+
+def _is_factor(divisor: int | Decimal) -> bool:
+    """Tell whether llguidance keeps to a ``multipleOf``, which it multiplies by ten as a double."""
+    if divisor <= 0 or not _is_exact(divisor):
+        return False
+    value, exponent = float(divisor), 0
+    while value % 1 and value <= _MOST_FACTOR:
+        value, exponent = value * 10, exponent + 1
+    is_same = value % 1 == 0 and Decimal(int(value)).scaleb(-exponent) == divisor
+    return is_same and value <= _MOST_FACTOR
+
+
+def _bounds(schema: dict[str, Any], names: tuple[str, str]) -> list[tuple[int | Decimal, bool]]:
+    """Return the bounds of numbers at one end, and whether each excludes an integer."""
+    if schema.get("type") == "integer":
+        return []
+    bound, excluded = (schema.get(name) for name in names)
+    found = [(bound, excluded is True and bound % 1 == 0)] if _is_number(bound) else []
+    return [*found, (excluded, excluded % 1 == 0)] if _is_number(excluded) else found

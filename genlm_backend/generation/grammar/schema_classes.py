@@ -9,7 +9,6 @@ from types import NoneType
 from typing import Any, Final
 
 from genlm_backend.errors import ConstraintError, MissingExtraError
-from genlm_backend.generation.grammar.schema_document import SchemaDocument
 
 
 def is_class_with_schema(value: Any) -> bool:
@@ -41,17 +40,31 @@ def schema_of_class(value: Any) -> dict[str, Any]:
         name = getattr(value, "__name__", value)
         first = str(error).splitlines()[0]
         raise ConstraintError(f"{name} has no JSON schema: {first}") from error
-    document = SchemaDocument(schema)
-    for each in document:
-        if _MARK in each:
-            raise ConstraintError(
-                f"no constraint keeps to {each[_MARK]} at {document.pointer(each)}, whose JSON "
-                "schema allows texts that do not parse: use another type, such as float or a str "
-                "with a pattern, or give the field a schema by pydantic.WithJsonSchema"
-            )
-        if "properties" in each or each.get("type") == "object":
-            each.setdefault("additionalProperties", False)
+    _close(schema, "#")
     return schema
+
+
+def _close(schema: Any, pointer: str) -> None:
+    """Forbid further keys of all objects in a schema, and refuse marked schemas."""
+    if isinstance(schema, list):
+        for i, part in enumerate(schema):
+            _close(part, f"{pointer}/{i}")
+    if not isinstance(schema, dict):
+        return
+    if _MARK in schema:
+        raise ConstraintError(
+            f"no constraint keeps to {schema[_MARK]} at {pointer}, whose JSON "
+            "schema allows texts that do not parse: use another type, such as float or a str "
+            "with a pattern, or give the field a schema by pydantic.WithJsonSchema"
+        )
+    for keyword, value in schema.items():
+        if keyword in ("properties", "patternProperties", "$defs"):
+            for name, part in value.items():
+                _close(part, f"{pointer}/{keyword}/{name}")
+        elif keyword not in ("const", "default", "enum", "examples"):
+            _close(value, f"{pointer}/{keyword}")
+    if "properties" in schema or schema.get("type") == "object":
+        schema.setdefault("additionalProperties", False)
 
 
 def check_is_no_instance(value: Any) -> None:
