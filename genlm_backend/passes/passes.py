@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,6 @@ from genlm_backend.passes.decode_steps import DecodeSteps
 from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.job import PICTURES, Job, first_output
 from genlm_backend.passes.openings import Openings
-from genlm_backend.passes.overflow import search, still_spoilt
 from genlm_backend.passes.prefill_plan import (
     CostModel,
     Segment,
@@ -133,27 +131,19 @@ class Passes:
         """Return one answer to each question without reading or writing a slot.
 
         A text with more outputs than one pass may have is run again for those that are left, from
-        its beginning. What is NaN is run again where padding or a later token may have made it so.
+        its beginning. A NaN that padding may have made is computed again alone. Scores before a
+        token that overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
         """
         with_pictures = [question for question in questions if question.context.pictures]
         if with_pictures:
             apart = {question: self.openings.whole(question) for question in with_pictures}
             return _beside(apart, questions, partial(self.whole, pads=pads))
         jobs = [Job.of(question) for question in questions]
-        size = self.cost.max_outputs
-        wanted = [(job, part) for job in jobs for part in job.parts(size)]
+        wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
         padded = self._run_whole(wanted, pads and self.pads)
         again = [(job, part) for job, part in wanted if (job, part[0]) in padded]
         again = [(job, part) for job, part in again if job.is_spoilt(part)]
         self._run_whole(again, pads=False)
-        spoilt: defaultdict[Job, list[int]] = defaultdict(list)
-        for job, positions in still_spoilt(wanted):
-            spoilt[job] += positions
-        searches = [search(job, positions, size) for job, positions in spoilt.items()]
-        while searches:
-            steps = [(each, next(each, None)) for each in searches]
-            searches = [each for each, step in steps if step is not None]
-            self._run_whole([pair for _, step in steps for pair in step or ()], pads=False)
         return [job.answer for job in jobs]
 
     def _run_whole(

@@ -195,7 +195,7 @@ class HFRunner(Runner):
 
     def look_again(self) -> None:
         """Look at weights, and at code that is called in another form, which may be others now."""
-        self.packed.look_again()
+        self.packed.pack_again()
         if self.graphs is not None:
             self.graphs.forget()
         if self.device.type in KERNELS:

@@ -38,7 +38,7 @@ class PackedWeights:
 
     Twins of the layers compute with them. One whose weight has been replaced, or modified as torch
     counts it, computes without; other modifications (by way of ``.data``, or by fused optimizers)
-    are found by ``look_again``. Products are the same but for rounding.
+    are not noticed before ``pack_again``. Products are the same but for rounding.
     """
 
     def __init__(self) -> None:
@@ -88,17 +88,14 @@ class PackedWeights:
             one.is_used = one.is_current
         self._are_used = all(one.is_used for one in self._packed)
 
-    def look_again(self) -> None:
-        """Pack the weights again that are others now; reads all of them once."""
+    def pack_again(self) -> None:
+        """Pack all weights as they are now."""
         kept = []
         for one in self._packed:
-            if one.is_current and one.checksum == _checksum(one.layer.weight):
-                kept.append(one)
-            elif _can_be_packed(one.layer.weight):
+            one.is_used = _can_be_packed(one.layer.weight)
+            if one.is_used:
                 one.pack()
                 kept.append(one)
-            else:
-                one.is_used = False
         self._packed = kept
         self._remember()
 
@@ -148,7 +145,7 @@ class _Packed:
         self.parameter, self.weight = self.layer.weight, self.layer.weight.detach()
         with torch.no_grad():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _NUM_ROWS)
-        self.version, self.checksum = self.parameter._version, _checksum(self.weight)
+        self.version = self.parameter._version
         self.is_used = True
 
     @property
@@ -162,24 +159,6 @@ class _Packed:
 
 _address = torch.Tensor.data_ptr
 _version = operator.attrgetter("_version")
-
-
-def _checksum(weight: torch.Tensor) -> tuple[int, int]:
-    """Return sums of a weight's bits, which another weight hardly ever has too.
-
-    They are weighted by the row and by the column, so that a permuted one has others. Words of 64
-    bits are added up in a thirtieth of the time of numbers that are to become such.
-    """
-    size, start = weight.element_size(), weight.storage_offset()
-    is_whole = weight.shape[1] * size % 8 == 0 and start * size % 8 == 0
-    narrow = torch.int32 if weight.dtype is torch.float32 else torch.int16
-    bits = weight.detach().view(torch.int64 if is_whole else narrow)
-    of_rows, of_columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
-    return _weighted(of_rows), _weighted(of_columns)
-
-
-def _weighted(sums: torch.Tensor) -> int:
-    return int((sums * torch.arange(1, len(sums) + 1, dtype=torch.int64)).sum())
 
 
 def _can_be_packed(weight: torch.Tensor) -> bool:

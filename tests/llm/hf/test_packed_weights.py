@@ -179,7 +179,7 @@ def test_a_weight_that_torch_says_is_another_is_not_the_packed_one(change):
         change(model)
         gc.collect()
         check_layer(model, packed, twin, rows, is_packed=False)
-        packed.look_again()
+        packed.pack_again()
         check_layer(model, packed, twin, rows, is_packed=True)
 
 
@@ -223,7 +223,7 @@ def test_a_weight_that_torch_says_nothing_of_is_found_by_another_look(change):
     packed = packed_of(model)
     twin = twin_with(packed, model)
     change(model)
-    packed.look_again()
+    packed.pack_again()
     check_layer(model, packed, twin, rows, is_packed=True)
 
 
