@@ -307,7 +307,7 @@ class VocabularyTrie(abc.ABC):
         heaviest nodes, or without weights those with the most tokens below them.
 
         Args:
-            ws: Weights to label and shade the nodes with: one per token (drawn as sums) or one
+            ws: Weights to label the nodes with: one per token (drawn as sums) or one
                 per node, as the other methods return them.
             max_depth: Letters from the root to draw, at most; all by default.
             max_nodes: Nodes to draw, at most.
