@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from genlm_backend.checks import integer, listed, shown
 from genlm_backend.errors import OptionTypeError, VocabularyTypeError, WeightsError
 from genlm_backend.trie.construction import build_layout, check_unique, keys_of
-from genlm_backend.trie.selection import Selector
-from genlm_backend.trie.views import Children, Jump, Prefixes
+from genlm_backend.trie.layout import TrieLayout
 from genlm_backend.trie.weights import Operation, Weights, check_batch, check_weights
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ class VocabularyTrie(abc.ABC):
     Attributes:
         decode: The vocabulary, as a list.
         layout: The trie as flat arrays.
-        selector: Comparison of ``decode`` with a model's vocabulary, for ``lm_trie_weights``.
     """
 
     def __init__(self, decode: Iterable[Any]) -> None:
@@ -57,7 +55,6 @@ class VocabularyTrie(abc.ABC):
             raise VocabularyTypeError(f"decode is a list of tokens, not {shown(decode)}") from None
         self.layout = build_layout(self.decode)
         check_unique(self.decode)
-        self.selector = Selector(self.decode)
 
     # ---------------------------------------------------------------- the tree
 
@@ -78,12 +75,15 @@ class VocabularyTrie(abc.ABC):
         A leaf's edge is ``(None, position)``, with the position of its token in ``decode``. The
         dictionaries are made as they are asked for.
         """
-        return Children(self.layout)
+        return _PerNode(self.num_nodes, self._children)
 
     @cached_property
     def leaves(self) -> NDArray[np.int32]:
         """The leaf of each token by its position in ``decode``: int32 ``[len(decode)]``."""
-        return self.layout.leaves()
+        layout = self.layout
+        leaves = np.empty(layout.num_tokens, np.int32)
+        leaves[layout.leaf_tokens] = layout.run_start[layout.leaf_runs]
+        return leaves
 
     @cached_property
     def word2leaf(self) -> dict[Hashable, int]:
@@ -105,7 +105,7 @@ class VocabularyTrie(abc.ABC):
     @cached_property
     def jump(self) -> Sequence[NDArray[np.int32]]:
         """For each node its children in ascending order, int32; a leaf has none."""
-        return Jump(self.layout)
+        return _PerNode(self.num_nodes, self._jump)
 
     @cached_property
     def ordering(self) -> NDArray[np.int32]:
@@ -117,9 +117,15 @@ class VocabularyTrie(abc.ABC):
         return ordering
 
     @cached_property
-    def node2prefix(self) -> Prefixes:
+    def node2prefix(self) -> Mapping[int, list[Any]]:
         """For each node the letters that lead to it, as a list, spelled out when asked for."""
-        return Prefixes(self.layout)
+        return _Prefixes(self.layout)
+
+    def _children(self, node: int) -> dict[Any, int]:
+        return {self.layout.edge(child): child for child in self.layout.children(node)}
+
+    def _jump(self, node: int) -> NDArray[np.int32]:
+        return np.sort(np.array(self.layout.children(node), np.int32))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {len(self.decode)} tokens, {self.num_nodes} nodes>"
@@ -165,7 +171,13 @@ class VocabularyTrie(abc.ABC):
             OptionError: (``ValueError``) If there is no such node.
             OptionTypeError: (``TypeError``) If it is no integer.
         """
-        return self.layout.tokens_below(integer(0, self.num_nodes - 1)("node", node))
+        layout, start = self.layout, self.layout.run(integer(0, self.root)("node", node))
+        end, tokens = start + 1, []
+        while start < end:  # runs of one level, whose children follow one another
+            first, last = np.searchsorted(layout.leaf_runs, (start, end))
+            tokens.append(layout.leaf_tokens[first:last])
+            start, end = int(layout.run_children[start]), int(layout.run_children[end])
+        return np.sort(np.concatenate(tokens))
 
     def tokens_with(self, prefix: Iterable[Any]) -> NDArray[np.int32]:
         """Return the tokens that begin with a prefix, by position in ``decode``.
@@ -319,3 +331,49 @@ class VocabularyTrie(abc.ABC):
         from genlm_backend.trie.visualize import draw
 
         return draw(self, ws, max_depth=max_depth, max_nodes=max_nodes)
+
+
+@final
+class _PerNode(Sequence[Any]):
+    """A value for each node, made when it is first asked for and kept."""
+
+    def __init__(self, num_nodes: int, make: Callable[[int], Any]) -> None:
+        self._nodes, self._make = range(num_nodes), make
+        self._made: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __getitem__(self, node: Any) -> Any:
+        if isinstance(node, slice):
+            return [self[i] for i in self._nodes[node]]
+        value = self._made.get(node)
+        if value is None:
+            node = self._nodes[node]  # an index may be negative, or NumPy's
+            value = self._made.setdefault(node, self._make(node))
+        return value
+
+
+@final
+class _Prefixes(Mapping[int, list[Any]]):
+    """For each node the letters from the root to it; a leaf has those of its token."""
+
+    def __init__(self, layout: TrieLayout) -> None:
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return self._layout.num_nodes
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __getitem__(self, node: int) -> list[Any]:
+        layout, letters = self._layout, []
+        root = layout.num_nodes - 1
+        if not 0 <= node <= root:
+            raise KeyError(node)
+        while node != root:
+            if layout.token(node) is None:
+                letters.append(layout.letter(node))
+            node = layout.parent(node)
+        return letters[::-1]

@@ -1,9 +1,8 @@
-"""build_layout: from a vocabulary to the arrays of its trie, in six phases.
+"""build_layout: from a vocabulary to the arrays of its trie.
 
-The entries are sorted; each is compared with the one before it; what they do not share are the
-nodes, in preorder; nodes are gathered in runs, which are numbered from the deepest level up; the
-nodes get their numbers by those of their runs; leaves and branches are told apart. Every phase is
-linear, but for the sorting, and none is recursive, whatever the length of a token.
+The entries are sorted, and each is compared with the one before it. One pass over the lengths that
+neighbours share finds the runs (Kasai et al., 2001: the intervals of longest common prefixes); all
+else is arithmetic on whole arrays. No recursion, whatever the length of a token.
 """
 
 from __future__ import annotations
@@ -21,26 +20,38 @@ from genlm_backend.trie.layout import Int32, TrieLayout
 
 
 def build_layout(decode: Sequence[Any]) -> TrieLayout:
-    """Return the layout of the trie over ``decode``; see ``TokenCharacterTrie``.
-
-    Linear in the letters of the vocabulary, after sorting it. No recursion, whatever the length
-    of a token.
-    """
+    """Return the layout of the trie over ``decode``; see ``TokenCharacterTrie``."""
     if not decode:
         raise VocabularyError("a trie needs a vocabulary of at least one token; got none")
+    # 1. Runs, as they are found: the words' own, then the branches.
     alphabet, letters, lengths, order = _sort(decode)
-    shared = _shared_lengths(letters, lengths)
-    parents, codes, num_children, last_children, leaves = _preorder(letters, lengths, shared)
-    of_nodes, starts, children = _gather_runs(parents, num_children, last_children)
-    codes, runs, run_parents = _number_nodes(
-        parents, codes, num_children, last_children, of_nodes, starts
-    )
-    # Runs that end in a leaf, and those that do not, are numbered each by themselves.
-    num_words, num_runs = len(order), len(starts) - 1
-    tokens = np.full(num_runs, -1, np.int32)
-    tokens[of_nodes[leaves]] = order
-    leaf_runs = np.flatnonzero(tokens >= 0).astype(np.int32)
-    branch_runs = np.flatnonzero(tokens < 0).astype(np.int32)
+    parents, bottoms, firsts = _find_runs(lengths, _shared_lengths(letters, lengths))
+    num_words, num_runs = len(lengths), len(parents)
+    tops = np.where(parents < 0, -1, bottoms[parents])
+    levels = _levels(parents, np.lexsort((bottoms, firsts)))
+
+    # 2. Runs by their numbers: from the deepest level up, alphabetically within a level.
+    found = np.lexsort((firsts, -levels))
+    numbers = np.empty_like(found)
+    numbers[found] = np.arange(num_runs)
+    run_parents = numbers[parents[found[:-1]]].astype(np.int32)
+    run_children = np.zeros(num_runs + 1, np.int32)
+    np.cumsum(np.bincount(run_parents, minlength=num_runs), out=run_children[1:])
+    run_start = np.zeros(num_runs + 1, np.int32)
+    np.cumsum((bottoms - tops)[found], out=run_start[1:])
+
+    # 3. Nodes, from the bottom of each run up, and their letters.
+    runs = np.repeat(np.arange(num_runs, dtype=np.int32), np.diff(run_start))
+    words = firsts[found][runs]
+    depths = bottoms[found][runs] + run_start[runs] - np.arange(len(runs))
+    has_letter = (depths > 0) & (depths <= lengths[words])  # neither the root nor a leaf
+    ends = np.cumsum(lengths)[words] - lengths[words] + depths
+    codes = np.zeros(len(runs), letters.dtype)
+    codes[has_letter] = letters[ends[has_letter] - 1]
+
+    # 4. Runs that end in a leaf, and those that do not, are numbered each by themselves.
+    leaf_runs = np.flatnonzero(found < num_words).astype(np.int32)
+    branch_runs = np.flatnonzero(found >= num_words).astype(np.int32)
     sources = np.empty(num_runs, np.int32)
     sources[leaf_runs] = np.arange(num_words)
     sources[branch_runs] = np.arange(num_words, num_runs)
@@ -49,11 +60,11 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
     return TrieLayout(
         alphabet=alphabet,
         codes=codes,
-        run_start=starts,
+        run_start=run_start,
         run_parent=run_parents,
-        run_children=children,
+        run_children=run_children,
         sorted_tokens=order,
-        leaf_tokens=tokens[leaf_runs],
+        leaf_tokens=order[found[leaf_runs]],
         leaf_runs=leaf_runs,
         leaf_parents=branch_above[leaf_runs],
         branch_runs=branch_runs,
@@ -105,101 +116,42 @@ def _shared_lengths(codes, lengths):
 
 
 @compiled
-def _preorder(codes, lengths, shared):
-    """Return the nodes in preorder: each word adds its own letters' nodes and a leaf.
+def _find_runs(lengths, shared):
+    """Return parent, depth of the bottom, and first word of each run: ``[num_runs]``.
 
-    Parent of each (-1 for the root), code of the letter on the edge into it, number of its
-    children, and the last of them; and the leaf of each word.
+    Run k ends in the leaf of word k, one letter below it; branches follow as they are found.
     """
     num_words = len(lengths)
-    num_nodes = 1 + (lengths - shared).sum() + num_words
-    parents = np.empty(num_nodes, np.int32)
-    node_codes = np.zeros(num_nodes, codes.dtype)
-    num_children = np.zeros(num_nodes, np.int32)
-    last_children = np.zeros(num_nodes, np.int32)
-    leaves = np.empty(num_words, np.int32)
-    path = np.zeros(lengths.max() + 1, np.int32)  # the nodes from the root to the latest
-    parents[0] = -1
-    node = 1
-    start = 0
+    parents = np.full(2 * num_words, -1, np.int64)
+    bottoms = np.zeros(2 * num_words, np.int64)
+    firsts = np.zeros(2 * num_words, np.int64)
+    open_runs = np.empty(num_words + 1, np.int64)  # branches above the latest leaf, outermost first
+    num_open, num_runs = 0, num_words
     for k in range(num_words):
-        for depth in range(shared[k], lengths[k] + 1):
-            above = path[depth]
-            parents[node] = above
-            num_children[above] += 1
-            last_children[above] = node
-            if depth < lengths[k]:
-                node_codes[node] = codes[start + depth]
-                path[depth + 1] = node
-            else:
-                leaves[k] = node
-            node += 1
-        start += lengths[k]
-    return parents, node_codes, num_children, last_children, leaves
+        bottoms[k], firsts[k] = lengths[k] + 1, k
+        child = k
+        depth = shared[k + 1] if k + 1 < num_words else -1
+        while num_open and bottoms[open_runs[num_open - 1]] > depth:
+            num_open -= 1
+            parents[child] = open_runs[num_open]
+            child = open_runs[num_open]
+        if depth < 0:
+            break
+        if not num_open or bottoms[open_runs[num_open - 1]] < depth:
+            bottoms[num_runs], firsts[num_runs] = depth, firsts[child]
+            open_runs[num_open] = num_runs
+            num_open, num_runs = num_open + 1, num_runs + 1
+        parents[child] = open_runs[num_open - 1]
+    return parents[:num_runs], bottoms[:num_runs], firsts[:num_runs]
 
 
 @compiled
-def _gather_runs(parents, num_children, last_children):
-    """Return the run of each node in preorder, and ``run_start`` and ``run_children``.
-
-    A counting sort of the runs' bottoms, by level.
-    """
-    num_nodes = len(parents)
-    levels = np.zeros(num_nodes, np.int32)
-    for node in range(1, num_nodes):
-        above = parents[node]
-        levels[node] = levels[above] + (num_children[above] > 1)
-    next_runs = np.zeros(levels.max() + 1, np.int32)  # the number of the next run of each level
-    for node in range(num_nodes):
-        if num_children[node] != 1:
-            next_runs[levels[node]] += 1
-    num_runs = 0
-    for level in range(len(next_runs) - 1, -1, -1):
-        count = next_runs[level]
-        next_runs[level] = num_runs
-        num_runs += count
-
-    of_nodes = np.empty(num_nodes, np.int32)
-    children = np.zeros(num_runs + 1, np.int32)
-    for node in range(num_nodes):
-        if num_children[node] != 1:
-            run = next_runs[levels[node]]
-            next_runs[levels[node]] += 1
-            of_nodes[node] = run
-            children[run + 1] = num_children[node]
-    starts = np.zeros(num_runs + 1, np.int32)
-    for node in range(num_nodes - 1, -1, -1):
-        if num_children[node] == 1:
-            of_nodes[node] = of_nodes[last_children[node]]
-        starts[of_nodes[node] + 1] += 1
-    for run in range(num_runs):
-        starts[run + 1] += starts[run]
-        children[run + 1] += children[run]
-    return of_nodes, starts, children
-
-
-@compiled
-def _number_nodes(parents, codes, num_children, last_children, runs, starts):
-    """Return codes and runs of the nodes by their final numbers, and ``run_parent``.
-
-    The nodes of a run follow its bottom.
-    """
-    num_nodes = len(parents)
-    numbers = np.empty(num_nodes, np.int32)
-    numbered_codes = np.zeros(num_nodes, codes.dtype)
-    numbered_runs = np.empty(num_nodes, np.int32)
-    run_parents = np.empty(len(starts) - 2, np.int32)
-    for node in range(num_nodes - 1, -1, -1):
-        if num_children[node] == 1:
-            number = numbers[last_children[node]] + 1
-        else:
-            number = starts[runs[node]]
-        numbers[node] = number
-        numbered_codes[number] = codes[node]
-        numbered_runs[number] = runs[node]
-        if node > 0 and num_children[parents[node]] > 1:
-            run_parents[runs[node]] = runs[parents[node]]
-    return numbered_codes, numbered_runs, run_parents
+def _levels(parents, preorder):
+    """Return the number of branches above each run, int64 ``[num_runs]``."""
+    levels = np.zeros(len(parents), np.int64)
+    for run in preorder[1:]:
+        levels[run] = levels[parents[run]] + 1
+    return levels
 
 
 # -------------------------------------------------------------------- the entries

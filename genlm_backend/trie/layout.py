@@ -48,17 +48,15 @@ class TrieLayout:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes: prefixes, the root among them, and a leaf for each token."""
         return len(self.node_sources)
 
     @property
     def num_tokens(self) -> int:
-        """Number of the vocabulary's tokens."""
         return len(self.leaf_tokens)
 
     @property
     def num_branches(self) -> int:
-        """Number of branches: runs that end in a branching node; the others end in a leaf."""
+        """Number of runs that end in a branching node; the others end in a leaf."""
         return len(self.branch_runs)
 
     @property
@@ -70,12 +68,6 @@ class TrieLayout:
         arrays = (self.leaf_tokens, self.leaf_parents, self.branch_parents, self.node_sources)
         return tuple(array.view(np.uint32) for array in arrays)
 
-    def leaves(self) -> Int32:
-        """Return the leaf of each token by its position, int32 ``[num_tokens]``."""
-        leaves = np.empty(self.num_tokens, np.int32)
-        leaves[self.leaf_tokens] = self.run_start[self.leaf_runs]
-        return leaves
-
     def run(self, node: int) -> int:
         """Return the run of ``node``."""
         source = int(self.node_sources[node])
@@ -83,20 +75,16 @@ class TrieLayout:
             return int(self.leaf_runs[source])
         return int(self.branch_runs[source - self.num_tokens])
 
-    def tokens_below(self, node: int) -> Int32:
-        """Return the positions of the tokens below ``node``, ascending: int32 ``[n]``."""
-        start = self.run(node)
-        end, found = start + 1, list[Int32]()
-        while start < end:  # runs of one level, whose children follow one another
-            first, last = np.searchsorted(self.leaf_runs, (start, end))
-            found.append(self.leaf_tokens[first:last])
-            start, end = int(self.run_children[start]), int(self.run_children[end])
-        return np.sort(np.concatenate(found))
-
-    def is_leaf(self, node: int) -> bool:
-        """Whether ``node`` stands for a whole token."""
+    def token(self, node: int) -> int | None:
+        """Return the position of the token that ``node`` is the leaf of, if it is one."""
         source = int(self.node_sources[node])
-        return source < self.num_tokens and node == self.run_start[self.leaf_runs[source]]
+        is_leaf = source < self.num_tokens and node == self.run_start[self.leaf_runs[source]]
+        return int(self.leaf_tokens[source]) if is_leaf else None
+
+    def edge(self, node: int) -> Any:
+        """Return the letter on the edge into ``node``; of a leaf, ``(None, position)``."""
+        token = self.token(node)
+        return self.letter(node) if token is None else (None, token)
 
     def letter(self, node: int) -> Any:
         """Return the letter on the edge into ``node``, which is neither a leaf nor the root."""

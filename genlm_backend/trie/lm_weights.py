@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, get_args
 
 import numpy as np
 
 from genlm_backend.checks import instance, one_of, shown
-from genlm_backend.errors import OptionTypeError
+from genlm_backend.errors import OptionTypeError, VocabularyError
 from genlm_backend.tokenization import Token
 from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
 from genlm_backend.trie.base import VocabularyTrie
@@ -66,13 +67,13 @@ async def lm_trie_weights(
     if not (hasattr(lm, "byte_vocab") and hasattr(lm, "next_token_logprobs")):
         raise OptionTypeError(f"lm must be a model such as an AsyncLM, got {shown(lm)}")
     plain = trie.trie if isinstance(trie, AsyncTokenCharacterTrie) else trie
-    selection = plain.selector.selection(lm.byte_vocab)
+    indices = _indices(plain, lm.byte_vocab)
     row = await lm.next_token_logprobs(token_ids, lora_name=lora_name)
     # NumPy on the CPU: torch would wake a team of threads here, on the caller's thread, which
     # then competes with the one that the model computes with.
     weights = row.numpy() if row.device.type == "cpu" else row
-    if selection is not None:
-        weights = selection.apply(weights)
+    if indices is not None:
+        weights = weights[_on_device(indices, row.device)]
     if operation == "sum":
         is_array = isinstance(weights, np.ndarray)
         weights = np.exp(weights, out=weights) if is_array else weights.exp_()
@@ -83,6 +84,50 @@ async def lm_trie_weights(
 
 
 _TRIE = instance((AsyncTokenCharacterTrie, VocabularyTrie), "a trie")
+
+
+_LATEST: Final[weakref.WeakKeyDictionary[VocabularyTrie, tuple[list[Token], Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _indices(trie: VocabularyTrie, byte_vocab: list[Token]) -> dict[str, Any] | None:
+    """Return the ids of the entries, by device; ``None`` if the trie has all tokens in order.
+
+    Entries are compared with a model's vocabulary once for each change of model.
+    """
+    vocab, indices = _LATEST.get(trie, (None, None))
+    if vocab is not byte_vocab:
+        ids = _token_ids(trie.decode, byte_vocab)
+        indices = None if ids == list(range(len(byte_vocab))) else {"cpu": np.array(ids)}
+        _LATEST[trie] = byte_vocab, indices
+    return indices
+
+
+def _on_device(indices: dict[str, Any], device: Any) -> Any:
+    if str(device) not in indices:
+        import torch
+
+        indices[str(device)] = torch.from_numpy(indices["cpu"]).to(device)
+    return indices[str(device)]
+
+
+def _token_ids(decode: Sequence[Any], byte_vocab: list[Token]) -> list[int]:
+    ids = []
+    for position, item in enumerate(decode):
+        token_id = item.token_id if isinstance(item, Token) else None
+        if token_id is None or not 0 <= token_id < len(byte_vocab):
+            raise VocabularyError(
+                f"decode[{position}] of the trie is {item!r}, which is not a token of the model; "
+                f"build the trie over tokens of lm.byte_vocab"
+            )
+        if bytes(byte_vocab[token_id]) != bytes(item):
+            raise VocabularyError(
+                f"decode[{position}] of the trie is {item!r}, but the model's token "
+                f"{token_id} is {byte_vocab[token_id]!r}"
+            )
+        ids.append(token_id)
+    return ids
 
 
 async def _maybe_awaited(result: Any) -> Any:

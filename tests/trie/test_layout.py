@@ -14,16 +14,10 @@ from genlm_backend.trie.reachability import RADIX, build_reachability
 def test_the_drawing_in_its_docstring():
     layout = build_layout([b"a", b"abc", b"b"])
     assert [layout.parent(node) for node in range(7)] == [4, 2, 3, 4, 7, 6, 7]
-    assert layout.leaves().tolist() == [0, 1, 5]
     assert layout.run_start.tolist() == [0, 1, 4, 5, 7, 8]
     assert bytes(layout.letter(node) for node in (4, 3, 2, 6)) == b"abcb"
-    assert [layout.is_leaf(node) for node in range(8)] == [
-        True,
-        True,
-        *[False] * 3,
-        True,
-        *[False] * 2,
-    ]
+    tokens = [layout.token(node) for node in range(8)]
+    assert tokens == [0, 1, None, None, None, 2, None, None]
 
 
 def test_numbers_depend_on_the_vocabulary_alone():
@@ -61,8 +55,8 @@ def test_reachability_says_which_tokens_lie_below_and_has_short_rows():
         blocks += level
     below = [set() for _ in range(layout.num_nodes)]
     for node in range(layout.num_nodes):
-        if layout.is_leaf(node):
-            below[node] = {layout.leaves().tolist().index(node)}
+        if (token := layout.token(node)) is not None:
+            below[node] = {token}
         else:
             below[node] = set().union(*(below[child] for child in layout.children(node)))
     for node, source in enumerate(matrix.node_sources):

@@ -11,7 +11,6 @@ import torch
 
 from genlm_backend import AsyncTokenCharacterTrie, MockAsyncLM, Token, TokenCharacterTrie
 from genlm_backend import lm_trie_weights as weights_of
-from genlm_backend.trie.selection import Selection
 from tests.llm.conftest import word_tokenizer
 from tests.trie.reference import node_of
 
@@ -56,16 +55,6 @@ async def test_a_trie_over_some_tokens_in_another_order(lm):
     found = await weights_of(lm, trie, [1])
     row = lm.next_token_logprobs_sync([1]).exp()
     np.testing.assert_allclose(found[trie.leaves], row[[7, 2, 5]], rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
-def test_elements_are_selected_of_arrays_and_of_tensors(kind):
-    chosen = Selection([7, 2, 5, 2])
-    for seed in range(2):  # the indices are there for the second one
-        row = np.random.default_rng(seed).random(9)
-        found = chosen.apply(kind(row))
-        assert isinstance(found, type(kind(row)))
-        assert found.tolist() == [row[7], row[2], row[5], row[2]]
 
 
 async def test_a_trie_serves_one_model_after_another():
