@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
-
-
-class Stretch(NamedTuple):
-    """A part of a text as bytes, and the ids that are to spell it."""
-
-    expected: bytes
-    ids: Sequence[int]
-    is_exact: bool = False
-
-
-def _as_it_is(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
-    yield [Stretch(text.encode(), ids)]
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -31,6 +18,7 @@ class ByteVocab:
     unknown_ids: frozenset[int] = frozenset()
     keeps_spaces: bool = True
     encode: Callable[[str], list[int] | None] | None = None
-    readings: Callable[[str, list[int]], Iterator[list[Stretch]]] = _as_it_is
+    readings: Callable[[str, list[int]], list[bytes]] = lambda text, ids: [text.encode()]
     prints: Callable[[list[int]], tuple[list[int], str]] | None = None
     added_texts: Sequence[str] = ()
+    bytes_of_added: Mapping[int, bytes] = field(default_factory=dict)

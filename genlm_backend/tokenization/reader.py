@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from genlm_backend.errors import TokenizerDecodeError
-from genlm_backend.tokenization.byte_vocab import ByteVocab, Stretch
+from genlm_backend.tokenization.byte_vocab import ByteVocab
 from genlm_backend.tokenization.rust_reader import read_rust
 
 
@@ -127,7 +127,7 @@ def _read_sentencepiece(model: Any, name: str) -> ByteVocab:
         frozenset(),
         frozenset({model.unk_id()}),
         encode=lambda text: model.encode(text),
-        readings=lambda text, ids: iter([[Stretch(model.decode(ids).encode(), ids)]]),
+        readings=lambda text, ids: [model.decode(ids).encode()],
     )
 
 
@@ -243,17 +243,15 @@ def _read_slow(
             byte_strings.append(to_bytes(spelling))
     unknown_id = tokenizer.unk_token_id
 
-    def readings(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
-        yield [Stretch(text.encode(), ids)]
-        stretches = []
+    def readings(text: str, ids: list[int]) -> list[bytes]:
+        parts = []
         for is_added, group in itertools.groupby(ids, (special_ids | literals.keys()).__contains__):
             tokens = tokenizer.convert_ids_to_tokens(run := list(group))
-            if is_added:
-                part = "".join(map(literals.get, run, tokens))
-            else:
-                part = to_text(tokens)
-            stretches.append(Stretch(part.encode(), run, is_exact=is_added))
-        yield stretches
+            part = "".join(map(literals.get, run, tokens)) if is_added else to_text(tokens)
+            # The first token's space is not printed.
+            is_short = byte_strings[run[0]].startswith(b" ") and not part.startswith(" ")
+            parts.append(" " * is_short + part)
+        return [text.encode(), "".join(parts).encode()]
 
     return ByteVocab(
         name,

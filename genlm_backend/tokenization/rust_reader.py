@@ -6,15 +6,15 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, final
 
 from genlm_backend.errors import TokenizerDecodeError
-from genlm_backend.tokenization.byte_vocab import ByteVocab, Stretch
+from genlm_backend.tokenization.byte_vocab import ByteVocab
 from genlm_backend.tokenization.decoder import (
     CompiledDecoder,
     UnknownDecoderError,
     compile_decoder,
-    decode_byte_level,
     infer_decoder,
     is_byte_token,
 )
@@ -46,7 +46,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         added = added_tokens.get(token_id)
         name_of_token = spellings[token_id] if added is None else added.content
         byte_strings[token_id] = (name_of_token or "").encode()
-    texts = _Texts(rust, decoder, added_tokens)
+    texts = _Texts(rust, decoder)
     ordinary = {i: added_tokens[i] for i in sorted(added_tokens.keys() - special_ids)}
     for token_id, added in ordinary.items():
         if rust.model.token_to_id(added.content) is None:
@@ -55,6 +55,11 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
             spelt = decoder.decode([added.content])[0]
             if texts.can_come_back(spelt):  # or only the added token ever gives the id
                 byte_strings[token_id] = spelt
+    of_model = {
+        i: (added.content.encode(), texts.spelt_by_model(added))
+        for i, added in ordinary.items()
+        if rust.model.token_to_id(added.content) is not None
+    }
     unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
     unknown_ids = {rust.token_to_id(unknown)} if unknown else set()
     if not unknown or not hasattr(rust.model, "unk_token"):
@@ -69,11 +74,12 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         special_ids=frozenset(special_ids),
         undefined_ids=undefined_ids,
         unknown_ids=frozenset(i for i in unknown_ids if i is not None),
-        keeps_spaces=decoder.keeps_spaces,
+        keeps_spaces=False,
         encode=encode,
-        readings=texts.readings,
+        readings=partial(texts.readings, of_model),
         prints=_printing(rust, byte_strings, spellings),
         added_texts=_added_texts(rust, ordinary, byte_strings),
+        bytes_of_added={i: data for i, (_, data) in of_model.items()},
     )
 
 
@@ -82,7 +88,7 @@ def _encoder(rust: Any) -> Callable[[str], list[int] | None]:
 
     def encode(text: str) -> list[int] | None:
         try:
-            return _encode(rust, text)[0]
+            return _encode(rust, text)
         except Exception:  # all that the Rust side raises for a character it has no token for
             return None
         except BaseException as error:
@@ -121,8 +127,8 @@ def _added_texts(
     return [*itertools.chain.from_iterable(texts.values())]
 
 
-def _encode(rust: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """The ids of a whole text and their offsets, whatever is set for truncation and padding.
+def _encode(rust: Any, text: str) -> list[int]:
+    """The ids of a whole text, whatever is set for truncation and padding.
 
     A call of transformers leaves both set. What truncation cuts off is in further windows, each of
     which begins (or, if the left is cut off, ends) with the tokens that two have in common.
@@ -130,17 +136,16 @@ def _encode(rust: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     first = rust.encode(text, add_special_tokens=False)
     truncation = rust.truncation
     if truncation is None and rust.padding is None:
-        return first.ids, first.offsets
+        return first.ids
     windows = [first, *first.overflowing]
     in_common = 0 if truncation is None else truncation["stride"]
     if truncation is not None and truncation["direction"] == "left":
         windows.reverse()
-    tokens: list[tuple[int, tuple[int, int]]] = []
+    ids: list[int] = []
     for window in windows:
-        padded = zip(window.ids, window.offsets, window.attention_mask, strict=True)
-        found = [(token_id, offset) for token_id, offset, is_token in padded if is_token]
-        tokens.extend(found[in_common if tokens else 0 :])
-    return [token_id for token_id, _ in tokens], [offset for _, offset in tokens]
+        found = [*itertools.compress(window.ids, window.attention_mask)]
+        ids.extend(found[in_common if ids else 0 :])
+    return ids
 
 
 def _spellings(rust: Any) -> list[str | None]:
@@ -231,16 +236,12 @@ def _state(part: Any) -> dict[str, Any]:
 class _Texts:
     """Texts as a tokenizer hands them to its model, and the texts that are to come back."""
 
-    def __init__(
-        self, rust: Any, decoder: CompiledDecoder, added_tokens: Mapping[int, Any]
-    ) -> None:
-        self.rust, self.decoder, self.added_tokens = rust, decoder, added_tokens
-        self.model, self.normalizer = rust.model, rust.normalizer
+    def __init__(self, rust: Any, decoder: CompiledDecoder) -> None:
+        self.decoder, self.normalizer = decoder, rust.normalizer
         self.pre_tokenizer = rust.pre_tokenizer
         # Asked rather than read off its state, which one written in Python does not have.
         self.writes_spaces = " " not in self.normalized("x x")
         self.writes_byte_level = self.normalized("ß") == "ÃŁ"
-        self.splits_byte_level = "".join(self.split("ß")).endswith("ÃŁ")
         _, *between, _ = *"".join(self.split("x x")).split("x"), ""
         # What the pre-tokenizer writes a space with, if it does not leave it out.
         self.written_space = between[0] if len(between) == 2 else ""
@@ -262,10 +263,17 @@ class _Texts:
             return text.encode()
         return self.decoder.decode([text])[0]
 
-    def readings(self, text: str, ids: list[int]) -> Iterator[list[Stretch]]:
-        yield [Stretch(self._handed_on(self.normalized(text)), ids)]
-        for cuts_normalized in (False, True):
-            yield [*self._cut(text, cuts_normalized)]
+    def readings(
+        self, added: Mapping[int, tuple[bytes, bytes]], text: str, ids: list[int]
+    ) -> list[bytes]:
+        """The texts that the tokens of ``text`` may spell, up to white space."""
+        written = self.written_space
+        texts = [text, text.replace(written, " ")] if written else [text]
+        normalized = [self.normalized(each) for each in texts]
+        spelt = [*(each.encode() for each in texts), *map(self._spelt, normalized)]
+        for content, data in (added[i] for i in added.keys() & {*ids}):
+            spelt = [each.replace(content, data) for each in spelt]
+        return spelt
 
     def _spelt(self, normalized: str) -> bytes:
         """A normalised text in the letters that the decoder writes."""
@@ -273,15 +281,6 @@ class _Texts:
         if self.writes_byte_level or (decoder.keeps_spaces and not decoder.is_byte_level):
             return decoder.decode([normalized])[0]
         return normalized.encode()
-
-    def _handed_on(self, normalized: str) -> bytes:
-        """The pieces that the pre-tokenizer makes of a normalised text, spelt."""
-        pieces = self.split(normalized)  # with the spaces that it has put before them
-        if self.splits_byte_level:
-            return b"".join(decode_byte_level(pieces))
-        joined = "".join(pieces)
-        written = self.written_space
-        return self._spelt(joined.replace(written, " ") if written else joined)
 
     def can_come_back(self, spelt: bytes) -> bool:
         """Whether the normaliser leaves what a token spells as it is, up to spaces around it."""
@@ -291,7 +290,7 @@ class _Texts:
             return True
         return normalized.strip() == spelt.strip()
 
-    def _spelt_by_model(self, added: Any) -> bytes:
+    def spelt_by_model(self, added: Any) -> bytes:
         """The bytes of an added token whose id the model writes too, perhaps for another text."""
         if added.normalized and self.writes_spaces:
             return self.decoder.decode([self.normalized(added.content)])[0]
@@ -304,29 +303,3 @@ class _Texts:
             # Where "é" is the model's way to write a byte, no bytes are right for both texts.
             return spelt if is_byte_token(added.content) else added.content.encode()
         return spelt
-
-    def _cut(self, text: str, cuts_normalized: bool) -> Iterator[Stretch]:
-        """Cut a text where the tokenizer does: each part is normalised and split by itself.
-
-        ``cuts_normalized`` is whether a cut is also made at the added tokens that are looked for
-        in the normalised text. White space that a token takes along is not spelt by it.
-        """
-        start, part_ids = 0, []
-        for token_id, (left, right) in zip(*_encode(self.rust, text), strict=True):
-            added, part = self.added_tokens.get(token_id), text[left:right]
-            if added is None or (
-                not cuts_normalized if added.normalized else part.strip() != added.content.strip()
-            ):
-                part_ids.append(token_id)
-                continue
-            yield Stretch(self._handed_on(self.normalized(text[start:left])), part_ids)
-            if self.model.token_to_id(added.content) is not None:
-                expected = self._spelt_by_model(added)
-            else:
-                takes_spaces = added.lstrip or added.rstrip
-                expected = self.added_bytes(
-                    added.content if takes_spaces else part, added.normalized
-                )
-            yield Stretch(expected, [token_id], is_exact=True)
-            start, part_ids = right, []
-        yield Stretch(self._handed_on(self.normalized(text[start:])), part_ids)
