@@ -47,7 +47,6 @@ NEEDS_AN_EXTRA = {
     "genlm_backend.attention.mlx",
     "genlm_backend.attention.torch.rotary_kernel",
     "genlm_backend.attention.torch.slots_kernel",  # of what torch brings along for CUDA
-    "genlm_backend.backends.mlx.differences",
     "genlm_backend.backends.mlx.mlx_cache",
     "genlm_backend.backends.mlx.mlx_evaluator",
     "genlm_backend.backends.mlx.mlx_runner",

@@ -128,6 +128,7 @@ class AsyncMlxLM(BatchedLM):
         *,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        allow_untested: bool = False,
         **kwargs: Any,
     ) -> Self:
         """Load a model and its tokenizer.
@@ -137,6 +138,9 @@ class AsyncMlxLM(BatchedLM):
                 transformers with safetensors; or ``"smollm2"``.
             revision: Branch, tag or commit on the hub.
             trust_remote_code: Whether code that comes with the model may run.
+            allow_untested: Whether to take a model that the tests do not compare with transformers:
+                of another family, or with a config that mlx-lm does not follow. Its rows may differ
+                from those of ``AsyncTransformer``.
             **kwargs: For the constructor.
 
         Raises:
@@ -144,16 +148,18 @@ class AsyncMlxLM(BatchedLM):
             OptionError: (``ValueError``) If one is out of its bounds.
             ModelNotFoundError: (``OSError``) If there is no such model, or no weights that MLX
                 reads.
-            UnsupportedModelError: (``ValueError``) If mlx-lm does not know its architecture.
+            UnsupportedModelError: (``ValueError``) If mlx-lm does not know its architecture, or it
+                needs ``allow_untested``.
             MissingExtraError: (``ImportError``) If an extra is needed and absent.
         """
         cls.check_options(kwargs)
         is_trusted = switch("trust_remote_code", trust_remote_code)
         named = optional(text)("revision", revision)
+        is_allowed = switch("allow_untested", allow_untested)
         check_present()
         from genlm_backend.backends.mlx.mlx_loader import MlxLoader
 
-        loader = MlxLoader(str(model_name), named, is_trusted)
+        loader = MlxLoader(str(model_name), named, is_trusted, is_allowed)
         tokenizer = loader.tokenizer()
         with explained(model_name):
             model = loader.model()

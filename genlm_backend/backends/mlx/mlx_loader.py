@@ -11,6 +11,26 @@ from typing import Any, Final, final
 from genlm_backend.backends.loading import check_holds, load_tokenizer, named_ends, resolve_name
 from genlm_backend.errors import ModelNotFoundError, UnsupportedModelError
 
+TESTED: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("silu", "linear", "llama3", "yarn")),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmo2", "olmo3", "cohere"), ("silu",)),
+    **dict.fromkeys(("granite", "glm", "stablelm", "mamba"), ("silu",)),
+    **dict.fromkeys(("phi", "gptj"), ("gelu_new",)),
+    "deepseek_v3": ("silu", "yarn"),
+    "gemma3_text": ("gelu_pytorch_tanh",),
+}
+"""Families whose rows the tests compare with transformers: activation, and ``rope_type``s."""
+
+_ACTIVATIONS: Final = ("hidden_act", "hidden_activation", "activation_function")
+_UNREAD: Final = {
+    "attention_factor": None,
+    "final_logit_softcapping": None,
+    "layer_norm_epsilon": 1e-5,
+    "rope_interleave": True,
+    "use_bidirectional_attention": False,
+}
+"""Entries of configs that mlx-lm leaves unread, and the value that it computes with."""
+
 _LONG_MESSAGE: Final = 300
 _FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
 
@@ -23,6 +43,7 @@ class MlxLoader:
     name: str
     revision: str | None = None
     trust_remote_code: bool = False
+    allow_untested: bool = False
 
     def tokenizer(self) -> Any:
         """Load the tokenizer, as transformers has it."""
@@ -52,6 +73,8 @@ class MlxLoader:
                 f"transformers, or convert it: mlx_lm.convert --hf-path {self.name} --mlx-path …"
             )
         config = _config_in(path)
+        if not self.allow_untested:
+            self._check(_untested(config))
         try:
             model = load_directory(path, config, trust_remote_code=self.trust_remote_code)
         # Olmo's module ends the interpreter where another package is absent; a damaged file is a
@@ -69,20 +92,58 @@ class MlxLoader:
             raise UnsupportedModelError(
                 f"mlx-lm does not load {self.name!r} (model_type {kind!r}): {said}"
             ) from error
-        from genlm_backend.backends.mlx.differences import warn_of_differences
-
-        warn_of_differences(model, config, load_directory)
+        if not self.allow_untested and not has_windows(model, config):
+            self._check("mlx-lm has other sliding windows than its config")
         return model
+
+    def _check(self, reason: str) -> None:
+        """Refuse a model whose rows may differ from those of transformers for a reason."""
+        if reason:
+            raise UnsupportedModelError(
+                f"{self.name!r} is not known to have the rows of transformers in mlx-lm: {reason}. "
+                "backend='hf' has them; allow_untested=True takes those of mlx-lm"
+            )
+
+
+def _untested(config: Mapping[str, Any]) -> str:
+    """Return why the tests do not compare models of a config with transformers, or nothing."""
+    kind = config.get("model_type")
+    if kind not in TESTED:
+        return f"the tests compare no model of model_type {kind!r}"
+    activation, *rope_types = TESTED[kind]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    ropes = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+    for rope in ropes:
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ("default", *rope_types):
+            return f"the tests compare no {kind!r} with rope_type={rope_type!r}"
+    for name in _ACTIVATIONS:
+        if config.get(name) not in (None, activation):
+            return f"the tests compare no {kind!r} with {name}={config[name]!r}"
+    for name, value in _UNREAD.items():
+        for entries in (config, *ropes):
+            if entries.get(name) not in (None, value):
+                return f"it leaves {name}={entries[name]!r} unread"
+    return ""
+
+
+def has_windows(model: Any, config: Mapping[str, Any]) -> bool:
+    """Return whether the layers of a model have the sliding windows that its config names."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    is_used = config.get("sliding_window") and config.get("use_sliding_window") is not False
+    caches = make_prompt_cache(model)
+    kinds = config.get("layer_types") or ["sliding_attention"] * len(caches)
+    wanted = [bool(is_used) and kind == "sliding_attention" for kind in kinds]
+    return wanted == [getattr(cache, "max_size", None) is not None for cache in caches]
 
 
 def load_directory(
-    path: Path, config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+    path: Path, config: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Any:
     """Load a model with mlx-lm, which is told what a config of transformers says."""
     from mlx_lm.utils import load_model
 
-    if config is None:
-        config = _config_in(path)
     told = told_flat(config)
     model, _ = load_model(path, model_config=told, trust_remote_code=trust_remote_code)
     give_windows(model, config)

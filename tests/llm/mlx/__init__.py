@@ -14,7 +14,7 @@ def _converted(model):
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return MlxLoader(folder).model()
+        return MlxLoader(folder, allow_untested=True).model()
 
 
 def converted(model):
