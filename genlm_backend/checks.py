@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from genlm_backend.errors import DeviceError, OptionError, OptionTypeError
@@ -51,28 +50,26 @@ def check_names(
     of: str,
     error: type[Exception] = OptionTypeError,
     also: Iterable[str] = (),
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    hint: str = "",
 ) -> None:
     """Raise an error with near names unless every name is known."""
     for name in given:
         if name not in known:
             names = dict.fromkeys([*known, *also])
-            meant = elsewhere.get(name)
-            near = f"; did you mean {meant}?" if meant else near_names(name, names)
-            raise error(f"{name} is no {of}{near or ': there are ' + ', '.join(names)}")
+            near = near_names(name, names) or f": there are {', '.join(names)}{'.' if hint else ''}"
+            raise error(f"{name} is no {of}{near}{hint}")
 
 
-def check_option_names(kind: type, given: Iterable[str], nested: Mapping[str, str]) -> None:
+def check_option_names(kind: type, given: Iterable[str], library_opts: str = "") -> None:
     """Raise an ``OptionTypeError`` unless every name is an option of a class's constructor."""
-    known = list(_option_names(kind))
-    for name in given:
-        if name in nested and name not in known:
-            option, _, own = nested[name].partition(".")
-            raise OptionTypeError(
-                f"{name} is no option of {kind.__name__}: it goes into {option}, as "
-                f"{option}={{{own or name!r}: …}}"
-            )
-    check_names(given, known, f"option of {kind.__name__}", also=_loading_names(kind))
+    hint = f" Options of the library itself go into {library_opts}" if library_opts else ""
+    known, also = [*_option_names(kind)], _loading_names(kind)
+    check_names(given, known, f"option of {kind.__name__}", also=also, hint=hint)
+
+
+def loading_option_names(kind: type) -> set[str]:
+    """Return the names of all options that loading a model by its name takes."""
+    return {*_option_names(kind), *_loading_names(kind)}
 
 
 def _loading_names(kind: type) -> list[str]:
@@ -119,7 +116,8 @@ def shows_options(options: type, defaults: Mapping[str, Any]) -> Callable[[F], F
 def near_names(name: object, known: Iterable[str], quoted: bool = False) -> str:
     """Return ``"; did you mean …?"`` with the known names that are near to one, or nothing."""
     by_lower = {other.lower(): other for other in known}
-    near = [by_lower[found] for found in get_close_matches(str(name).lower(), by_lower, n=2)]
+    matches = get_close_matches(str(name).lower(), by_lower, n=2, cutoff=0.65)
+    near = [by_lower[match] for match in matches]
     return f"; did you mean {' or '.join(map(repr, near) if quoted else near)}?" if near else ""
 
 

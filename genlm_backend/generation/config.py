@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, final
 
 from genlm_backend.checks import (
@@ -24,7 +23,7 @@ from genlm_backend.checks import (
 )
 from genlm_backend.errors import GenerationConfigError, OptionError, OptionTypeError
 from genlm_backend.generation.grammar.schema_classes import is_class_with_schema, schema_of_class
-from genlm_backend.generation.hf_config import ELSEWHERE, fields_of_hf, own_config
+from genlm_backend.generation.hf_config import fields_of_hf, own_config
 from genlm_backend.model.async_lm import AsyncLM
 
 
@@ -139,7 +138,7 @@ class GenerationConfig:
 
     def __new__(cls, **fields: Any) -> Self:
         """Check the names, which ``__init__`` would refuse without a word about others."""
-        check_fields(cls, fields, GenerationConfigError, ELSEWHERE)
+        check_fields(cls, fields, GenerationConfigError)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -201,7 +200,7 @@ class GenerationConfig:
             GenerationConfigError: (``ValueError``) As at construction, and for a name that is no
                 field.
         """
-        return replaced(self, fields, GenerationConfigError, ELSEWHERE)
+        return replaced(self, fields, GenerationConfigError)
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
@@ -348,23 +347,13 @@ _CHECKS = {
 C = TypeVar("C")
 
 
-def check_fields(
-    kind: type,
-    names: Iterable[str],
-    error: type[Exception],
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+def check_fields(kind: type, names: Iterable[str], error: type[Exception]) -> None:
     """Raise an error, as ``replaced`` does, unless every name is a field of a dataclass."""
     known = [field.name for field in dataclasses.fields(kind)]
-    check_names(names, known, f"field of {kind.__name__}", error, elsewhere=elsewhere)
+    check_names(names, known, f"field of {kind.__name__}", error)
 
 
-def replaced(
-    config: C,
-    fields: Mapping[str, Any],
-    error: type[Exception],
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
-) -> C:
+def replaced(config: C, fields: Mapping[str, Any], error: type[Exception]) -> C:
     """Return a dataclass with fields changed."""
-    check_fields(type(config), fields, error, elsewhere)
+    check_fields(type(config), fields, error)
     return dataclasses.replace(config, **fields)  # pyright: ignore[reportArgumentType]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.model.async_lm import AsyncLM
@@ -54,21 +54,6 @@ _OF_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 
 _OF_BEAMS = {"renormalize_logits"}
 """Keys that make a difference only to the scores of beams."""
-
-
-ELSEWHERE: Final = {
-    "num_return_sequences": "n",
-    "stop_strings": "stop",
-    "stop_sequences": "stop",
-    "stop_words": "stop",
-    "stop_token_ids": "eos_token_id",
-    "eos_token_ids": "eos_token_id",
-    "ignore_eos": "early_stopping=False",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-}
-"""Names of transformers, vLLM and OpenAI, and the field that each is here."""
 
 
 def _never(value: Any) -> bool:
@@ -167,5 +152,4 @@ def _check_neutral(config: Any, given: Mapping[str, Any]) -> None:
     for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):
         value = given[name]
         if value is not None and not _NEUTRAL.get(name, _never)(value):
-            hint = f": give {ELSEWHERE[name]} instead" if name in ELSEWHERE else ""
-            raise GenerationConfigError(f"{name}={value!r} is not supported{hint}")
+            raise GenerationConfigError(f"{name}={value!r} is not supported")

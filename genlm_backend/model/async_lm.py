@@ -103,8 +103,8 @@ class AsyncLM(Closing):
     }
     """Checks of the constructor's options, by name."""
 
-    nested_options: ClassVar[Mapping[str, str]] = {}
-    """Names that go into one of ``from_name``'s own options, and the option of each."""
+    library_opts: ClassVar[str] = ""
+    """Option of ``from_name`` that takes those of the library that loads the model."""
 
     def __init__(
         self, tokenizer: Any, *, vocab_size: int | None = None, self_check: bool = True
@@ -170,7 +170,7 @@ class AsyncLM(Closing):
             OptionTypeError: (``TypeError``) If there is none of a name, or one is of a wrong type.
             OptionError: (``ValueError``) If one is out of its bounds.
         """
-        check_names(cls, options, cls.nested_options)
+        check_names(cls, options, cls.library_opts)
         checked(cls.option_checks, options)
 
     def context(

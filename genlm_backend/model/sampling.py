@@ -83,28 +83,11 @@ CHECKS: Final = {
 """Checks of what samplers and the ``sample`` methods of models take, by name."""
 
 
-_OF_GENERATE = (
-    *("num_beams", "stop", "stop_strings", "stop_words_ids", "stop_token_ids", "top_k", "top_p"),
-    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "response_format"),
-    *("max_length", "min_new_tokens", "logprobs"),
-)
-
-_ELSEWHERE: Final = {
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "eos_token_id": "eos_token_ids",
-    "do_sample": "temperature (0 takes the most probable token)",
-    "n": "batch_sample([prompt] * n, …)",
-    "num_return_sequences": "batch_sample([prompt] * n, …)",
-    **dict.fromkeys(_OF_GENERATE, "generate(lm, prompt, …), which has stop, num_beams and top_k"),
-}
-"""Names that other methods and libraries have, and what each is of ``sample``."""
-
-
 def check_no_others(method: str, others: Iterable[str]) -> None:
-    """Raise an ``OptionTypeError`` with what was meant for a name that is no option of a method."""
+    """Raise an ``OptionTypeError`` for a name that is no option of a method."""
     options = ("max_tokens", "eos_token_ids", "temperature", "seed", "lora_name")
-    check_names(others, [], f"option of {method}", also=options, elsewhere=_ELSEWHERE)
+    hint = " generate(lm, prompt, …) has more"
+    check_names(others, [], f"option of {method}", also=options, hint=hint)
 
 
 def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from genlm_backend.backends.registry import check_loading, load_model_by_name
 from genlm_backend.checks import (
     integer,
+    loading_option_names,
     mapping,
     optional,
     shown,
@@ -387,17 +388,14 @@ def _loaded(
     kind, _ = check_loading(
         pretrained, backend, {n: v for n, v in options.items() if n == "replicas"}
     )
-    nested = kind.nested_options
+    library, known = kind.library_opts, loading_option_names(kind)
+    given = {n: value for n, value in options.items() if n in known or not library}
+    inner = {n: value for n, value in options.items() if n not in given}
     is_default = str(device).startswith("cuda") and not torch.cuda.is_available()
-    if device is not None and not is_default and "device" in nested:
-        options.setdefault("device", device)
-    given: dict[str, Any] = {}
-    for name, value in options.items():
-        option, _, own = nested.get(name, name).partition(".")
-        if option == name:
-            given[name] = {**given.get(name, {}), **value} if isinstance(value, Mapping) else value
-        else:
-            given[option] = {**given.get(option, {}), own or name: value}
+    if device is not None and not is_default and library == "hf_opts":
+        inner.setdefault("device_map", device)
+    if inner:
+        given[library] = {**inner, **mapping(library, given.get(library, {}))}
     return load_model_by_name(pretrained, backend, given)
 
 

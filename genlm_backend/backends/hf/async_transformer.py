@@ -10,7 +10,7 @@ import torch
 
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.backends.hf.hf_loader import HFLoader, Weights
-from genlm_backend.backends.hf.options import NESTED, HFOptions
+from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.picturing import ModelPictures, check_processor
 from genlm_backend.backends.loading import explained
 from genlm_backend.checks import Check, switch
@@ -89,7 +89,7 @@ class AsyncTransformer(BatchedLM):
         "process": switch,
     }
 
-    nested_options: ClassVar[Mapping[str, str]] = NESTED
+    library_opts: ClassVar[str] = "hf_opts"
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 import torch
 
@@ -60,34 +60,11 @@ class HFOptions:
             object.__setattr__(self, name, value)
 
 
-NESTED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        (
-            "adapter_kwargs", "attn_implementation", "cache_dir", "code_revision", "config",
-            "device_map", "disable_mmap", "distributed_config", "dtype", "experts_implementation",
-            "force_download", "fusion_config", "generation_config", "gguf_file",
-            "ignore_mismatched_sizes", "key_mapping", "local_files_only", "low_cpu_mem_usage",
-            "max_memory", "offload_buffers", "offload_folder", "proxies", "quantization_config",
-            "revision", "state_dict", "subfolder", "token", "torch_dtype", "tp_plan", "tp_size",
-            "trust_remote_code", "use_kernels", "use_safetensors", "variant", "weights_only",
-        ),
-        "hf_opts",
-    ),
-    **dict.fromkeys(
-        (
-            "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
-            "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload",
-            "llm_int8_has_fp16_weight", "llm_int8_skip_modules", "llm_int8_threshold",
-            "load_in_4bit", "load_in_8bit",
-        ),
-        "bitsandbytes_opts",
-    ),
-    "device": "hf_opts.device_map",
-}  # fmt: skip
-"""Options of loading, and the mapping of ``AsyncTransformer.from_name`` that each goes into.
-
-After a dot stands what it is called there.
-"""
+_FREQUENT = (
+    *("attn_implementation", "device_map", "dtype", "local_files_only", "quantization_config"),
+    *("revision", "token", "trust_remote_code"),
+)
+"""The frequent options of ``from_pretrained``."""
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 """The frequent ones of the dtypes that weights may have."""
@@ -127,14 +104,9 @@ def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None or found[1] not in options:
             raise
-        if NESTED.get(found[1]) == "bitsandbytes_opts":
-            raise OptionTypeError(
-                f"{found[1]} is none of hf_opts: it goes into bitsandbytes_opts"
-            ) from error
-        known = [name for name, option in NESTED.items() if option == "hf_opts"]
-        near = near_names(found[1], known)
         raise OptionTypeError(
-            f"hf_opts has no {found[1]}, which neither loading nor the model's config knows{near}"
+            f"{found[1]} is no option of hf_opts, which neither loading nor the model's config "
+            f"knows{near_names(found[1], _FREQUENT)}"
         ) from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final, Self, final
+from typing import Any, ClassVar, Self, final
 
 import torch
 
@@ -30,15 +30,6 @@ from genlm_backend.model.context import listed_contexts
 from genlm_backend.model.query import Adapter, TokenIds
 from genlm_backend.model.sampling import Sampled, check_no_others
 from genlm_backend.runtime.progress import progress_bar
-
-ENGINE_OPTIONS: Final = (
-    "disable_custom_all_reduce", "dtype", "enable_lora", "enable_prefix_caching", "enforce_eager",
-    "gpu_memory_utilization", "hf_overrides", "kv_cache_dtype", "kv_cache_memory_bytes",
-    "load_format", "max_loras", "max_lora_rank", "max_model_len", "max_num_batched_tokens",
-    "max_num_seqs", "pipeline_parallel_size", "quantization", "revision", "tensor_parallel_size",
-    "tokenizer_mode", "trust_remote_code",
-)  # fmt: skip
-"""The frequent options of ``vllm.LLM``, for a message that says where they go."""
 
 
 @final
@@ -78,10 +69,7 @@ class AsyncVirtualLM(BatchedLM):
         "cache_opts": optional(check_cache_opts),
     }
 
-    nested_options: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(ENGINE_OPTIONS, "engine_opts"),
-        "kv_cache_bytes": "engine_opts.kv_cache_memory_bytes",
-    }
+    library_opts: ClassVar[str] = "engine_opts"
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self, final
 
 import torch
 
-from genlm_backend.backends.hf.async_transformer import AsyncTransformer
 from genlm_backend.backends.hf.hf_loader import HFLoader, Weights
 from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.picturing import ModelPictures, check_processor
@@ -61,7 +60,7 @@ class AsyncReplicas(BatchedLM):
         "per_forward": number(0),
     }
 
-    nested_options: ClassVar[Mapping[str, str]] = AsyncTransformer.nested_options
+    library_opts: ClassVar[str] = "hf_opts"
 
     def __init__(
         self,
