@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from genlm_backend.backends.bundled import BUNDLED, bundled_directory, is_bundled
-from genlm_backend.backends.hub import cached_models, hub_answers
 from genlm_backend.checks import near_names, shown, text
 from genlm_backend.errors import ModelNotFoundError
 from genlm_backend.model.ends import listed_ids
 from genlm_backend.runtime.progress import bars_where_seen
+
+logger = logging.getLogger(__name__)
+
+_SECONDS: Final = 5.0
+"""Seconds to wait for the hub to answer; without a network the attempt fails at once."""
 
 
 def resolve_name(name: str) -> str:
@@ -140,3 +145,31 @@ def load_tokenizer(name: str, **options: Any) -> Any:
     with explained(name):
         check_holds(path, *_TOKENIZER_FILES)
         return AutoTokenizer.from_pretrained(path, **{**hub_options(path), **options})
+
+
+def hub_answers() -> bool:
+    """Return whether the hub answers a request of its own client.
+
+    It is not asked, and does not answer, where ``HF_HUB_OFFLINE`` is set.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    unanswered: Any = HfHubHTTPError.__bases__  # the client's own errors, whichever client it is
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+    except unanswered as error:
+        logger.info("the hub does not answer: %s", error)
+        return False
+    return True
+
+
+def cached_models() -> list[str]:
+    """Return the repositories of models in the hub's local cache."""
+    from huggingface_hub import constants
+
+    folders = Path(constants.HF_HUB_CACHE).glob("models--*")
+    return sorted(f.name.removeprefix("models--").replace("--", "/") for f in folders)

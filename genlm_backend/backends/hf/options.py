@@ -104,9 +104,12 @@ def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None or found[1] not in options:
             raise
+        near = (
+            near_names(found[1], _FREQUENT) or "; those of bitsandbytes go into bitsandbytes_opts"
+        )
         raise OptionTypeError(
             f"{found[1]} is no option of hf_opts, which neither loading nor the model's config "
-            f"knows{near_names(found[1], _FREQUENT)}"
+            f"knows{near}"
         ) from error
 
 

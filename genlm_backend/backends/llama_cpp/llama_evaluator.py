@@ -10,8 +10,9 @@ from typing import Any, Final, final
 
 import torch
 
+from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.backends.llama_cpp.binding import library
-from genlm_backend.backends.llama_cpp.cell_store import CellAttend, CellStore
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
 from genlm_backend.backends.llama_cpp.llama_context import ContextSize, LlamaContext
 from genlm_backend.backends.llama_cpp.llama_runner import LlamaRunner
@@ -26,6 +27,7 @@ from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter
 from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.passes.prefix_cache import PrefixCache
+from genlm_backend.prefix import KVLayout
 from genlm_backend.prefix.budgets import Budgets
 from genlm_backend.prefix.kv_store import FREE_SLOTS
 from genlm_backend.runtime.memory import cpu_budget, free_memory
@@ -43,6 +45,30 @@ _MOST_SEQUENCES: Final = 256
 _DEFAULT_STATE_BYTES: Final = 1 << 30
 _CONTEXTS_RUN_WHOLE: Final = 31
 _NEVER_SPLIT: Final = 1e6
+
+
+@final
+class CellStore:
+    """The store of a prefix cache whose keys and values llama.cpp keeps."""
+
+    layout = KVLayout()
+
+    def __init__(self, bytes_per_slot: int) -> None:
+        self.bytes_per_slot = bytes_per_slot
+
+    def is_finite(self, slots: Any) -> bool:
+        """Return ``True``: what has overflown is seen by the rows behind it."""
+        return True
+
+
+@final
+class CellAttend(Attend[None]):
+    """The way to attend of llama.cpp: to the cells of a row's sequence."""
+
+    @contextlib.contextmanager
+    def attending(self, batch: PackedBatch, model: Any) -> Iterator[None]:
+        """Do nothing: llama.cpp finds a row's cells by its sequence."""
+        yield
 
 
 def load_evaluator(path: str, num_gpu_layers: int, options: Mapping[str, Any]) -> LlamaEvaluator:

@@ -8,6 +8,7 @@ import gc
 import inspect
 import logging
 import os
+import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from dataclasses import fields
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 from vllm import LLM, EngineArgs, SamplingParams
@@ -26,7 +28,6 @@ from genlm_backend.backends.vllm import capture, fork, scanning
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.session_engine import Scored
 from genlm_backend.backends.vllm.sessions import Placement
-from genlm_backend.backends.vllm.surroundings import environment, random_state_kept
 from genlm_backend.backends.vllm.vllm_picture_reader import features_of
 from genlm_backend.checks import near_names, shown
 from genlm_backend.errors import (
@@ -547,3 +548,30 @@ _REFUSED = {
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 
 _DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables of the environment, and put back what they were."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the global random generators back."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
