@@ -10,12 +10,20 @@ from functools import partial
 from typing import Any, cast, final
 
 import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.constraint import Constraint
 from genlm_backend.generation.generated import GeneratedToken
-from genlm_backend.generation.processors import make_processors
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import Draw
@@ -37,6 +45,7 @@ class Draft(abc.ABC):
         self._lm, self._prompt, self._config = lm, prompt, config
         self.contexts: list[list[int]] = [list(prompt.token_ids)]
         self.width, self.lora_name = config.num_beams, config.lora_name
+        self.max_length = prompt.max_length
         self.is_finished = False
         self.scores: dict[int, float] = {}
         self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
@@ -150,7 +159,6 @@ class Sample(Draft):
         cuts = Cuts(config.top_k, config.top_p, config.min_p)
         self._cuts = cuts if config.is_sampled and cuts != Cuts() else None
         self._text = Text(config.stop or ())
-        self._uniform: float | None = None
         self._drawn: Draw | None = None
         self._top: tuple[tuple[int, float], ...] = ()
 
@@ -160,12 +168,10 @@ class Sample(Draft):
         The row of a constrained text comes here as well: what is allowed is found out meanwhile.
         """
         context, lora_name = self.asked()[0], self._config.lora_name
-        if self._uniform is None:  # or one that is asked again would draw another token
-            self._uniform = self._sampler.uniform()
         drawing = partial(
             Drawing,
             temperature=self._sampler.temperature,
-            uniform=self._uniform,
+            uniform=self._sampler.uniform(),
             may_fail=True,
             cuts=self._cuts,
         )
@@ -200,7 +206,7 @@ class Sample(Draft):
         """Take the token that has been drawn."""
         drawn, context = self._drawn, self.contexts[0]
         assert drawn is not None
-        self._drawn = self._uniform = None
+        self._drawn = None
         if drawn.token_id < 0:
             raise ConstraintError(f"no token may follow the {len(context)} that there are")
         token_id = drawn.token_id
@@ -233,3 +239,62 @@ class Sample(Draft):
         if is_stopped:
             return "stop"
         return "length" if len(self.contexts[0]) >= self._prompt.max_length else None
+
+
+def make_processors(
+    config: GenerationConfig, prompt_length: int, eos_token_ids: list[int]
+) -> LogitsProcessorList:
+    """Return the processors that a configuration asks for, in the order of ``model.generate``.
+
+    Each takes the ids so far ``[1, n]`` and the logits ``[1, vocab]``, and returns logits.
+    """
+    made = LogitsProcessorList()
+    if config.repetition_penalty != 1:
+        penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
+        is_late = config.suppress_repetition_in_generation
+        made.append(_OfGenerated(penalty, prompt_length) if is_late else penalty)
+    if config.no_repeat_ngram_size:
+        made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+    if config.bad_words_ids:
+        words = [list(word) for word in config.bad_words_ids]
+        made.append(NoBadWordsLogitsProcessor(words, eos_token_ids or None))
+    if config.min_length and eos_token_ids:
+        made.append(MinLengthLogitsProcessor(config.min_length, eos_token_ids))
+    if config.min_new_tokens and eos_token_ids:
+        made.append(
+            MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, eos_token_ids)
+        )
+    if config.presence_penalty or config.frequency_penalty:
+        counts = _CountPenalty(config.presence_penalty, config.frequency_penalty)
+        made.append(_OfGenerated(counts, prompt_length))
+    return made
+
+
+@final
+class _OfGenerated(LogitsProcessor):
+    """A processor that is shown the generated tokens only, and nothing while there are none."""
+
+    def __init__(self, processor: LogitsProcessor, prompt_length: int) -> None:
+        self._processor = processor
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        generated = input_ids[:, self._prompt_length :]
+        return self._processor(generated, scores) if generated.shape[1] else scores  # pyright: ignore
+
+
+@final
+class _CountPenalty(LogitsProcessor):
+    """Takes from a logit once for being there before, and once for each time.
+
+    As OpenAI's API defines presence and frequency penalties.
+    """
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self._presence, self._frequency = presence, frequency
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        counts = torch.zeros_like(scores).scatter_add_(
+            1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype)
+        )
+        return scores - self._frequency * counts - self._presence * (counts > 0)  # pyright: ignore

@@ -3,70 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, final
+from typing import TypeAlias, final
 
 from genlm_backend.readable import Readable
-
-
-class Piece(Protocol):
-    """New tokens of a text, and the characters that are certain with them: what streams yield.
-
-    ``generate``'s stream yields them as ``GeneratedToken``, one token each; an engine's streams and
-    queues as ``GeneratedElements``, as many as there are.
-    """
-
-    @property
-    def tokens(self) -> Sequence[GeneratedToken]:
-        """Each new token with what was asked for of it."""
-        ...
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Ids of the new tokens."""
-        ...
-
-    @property
-    def token_id(self) -> int | None:
-        """Id of the last new token; ``None`` where there are only characters."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """Characters that are certain with the new tokens, never half of one."""
-        ...
-
-    @property
-    def logprobs(self) -> list[float] | None:
-        """Logarithms of the new tokens' probabilities, if asked for."""
-        ...
-
-    @property
-    def logprob(self) -> float | None:
-        """Logarithm of the last new token's probability, if asked for."""
-        ...
-
-    @property
-    def index(self) -> int:
-        """Number of the text among the ``n`` of its prompt."""
-        ...
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the text ends with the new tokens; ``None`` where it goes on."""
-        ...
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Number of the prompt's tokens that an engine found in the prefix cache; else 0."""
-        ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """A token of a text, as it is generated. Can be read as every ``Piece``.
+    """A token of a text, as it is generated. It is a ``Piece``.
 
     Attributes:
         token_id: The token.
@@ -159,7 +105,7 @@ class GenerationStatus(enum.Enum):
     FINISHED = "finished"
     """Every text is complete."""
     INTERRUPTED = "interrupted"
-    """It was stopped, or its keys and values do not fit; what there is can be read."""
+    """It was stopped; what there is can be read."""
     FAILED = "failed"
     """An exception ended it; what there is can be read before it is raised."""
 
@@ -172,7 +118,7 @@ class GenerationStatus(enum.Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class GeneratedElements:
-    """The part of one text since it was last asked for. It can be read as every ``Piece``.
+    """The part of one text since it was last asked for. It is a ``Piece``.
 
     Attributes:
         token_ids: The new tokens.
@@ -218,6 +164,15 @@ class GeneratedElements:
         return self.logprobs[-1] if self.logprobs else None
 
 
+Piece: TypeAlias = GeneratedToken | GeneratedElements
+"""New tokens of a text, and the characters that are certain with them: what streams yield.
+
+Both kinds have ``tokens``, ``token_ids``, ``token_id``, ``text``, ``logprobs``, ``logprob``,
+``index``, ``finish_reason`` and ``num_cached_tokens``. ``stream`` yields ``GeneratedToken``, one
+token each; an engine's streams and queues ``GeneratedElements``, as many as there are.
+"""
+
+
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class RequestStatistics(Readable):
@@ -232,7 +187,6 @@ class RequestStatistics(Readable):
         num_prompt_tokens: Tokens of the prompt.
         num_generated_tokens: Tokens generated, of all texts.
         num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
-        num_preemptions: How often it had to rest because memory was short.
     """
 
     time_in_queue: float | None
@@ -242,4 +196,3 @@ class RequestStatistics(Readable):
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int
-    num_preemptions: int

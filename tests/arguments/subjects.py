@@ -39,7 +39,7 @@ from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.compat.output_cache import OutputCache
 from genlm_backend.errors import ModelNotFoundError, UnknownTaskError
 from genlm_backend.generation import RuntimeConfig
-from genlm_backend.generation.hf_inputs import HONOURED
+from genlm_backend.generation.async_glm import HONOURED
 from genlm_backend.model.batched_lm import BatchedLM
 from genlm_backend.model.row import RowCache
 from genlm_backend.model.sampling import Sampler

@@ -123,7 +123,7 @@ def test_an_interrupted_search_hands_out_its_best_texts_so_far(engine, gated, le
     gated.passes.acquire(blocking=False)
 
     request = engine.start_request_ids("m", [2], max_new_tokens=9, **fields)
-    search = engine._models["m"].served._roster.entries[0].draft
+    search = engine._models["m"]._running[0].draft
     gated.let(3)
     while len(search.contexts[0]) < 4:
         time.sleep(0.001)
@@ -170,7 +170,7 @@ def test_a_request_is_settled_whatever_its_draft_does(engine, gated, monkeypatch
     serve(engine, gated)
     request = engine.start_request_ids("m", [1], max_new_tokens=9)
     other = engine.start_request_ids("m", [2], max_new_tokens=3)
-    draft = engine._models["m"].served._roster.entries[0].draft
+    draft = engine._models["m"]._running[0].draft
     monkeypatch.setattr(draft, "cut", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.stop_request(request)
@@ -252,7 +252,7 @@ async def test_leaving_a_stream_interrupts_its_request(engine, lm):
 
 
 async def test_a_coroutine_that_is_collected_under_a_lock_waits_for_nothing(engine, gated):
-    served = serve(engine, gated, max_batch=1) or engine._model("m").served
+    served = serve(engine, gated, max_batch=1) or engine._model("m")
     coroutine = engine.generate("m", [1], max_new_tokens=6)
     coroutine.send(None)  # it waits for its text
     with served._lock.here:  # as where an allocation under it begins a collection

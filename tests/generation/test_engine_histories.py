@@ -7,12 +7,12 @@ import random
 import pytest
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.errors import RequestQueueFullError
+from genlm_backend.errors import ContextError, RequestQueueFullError
 from genlm_backend.generation import Engine
 from tests.generation.serving import serve
 from tests.llm.conftest import word_tokenizer
 
-EXPECTED = (ZeroDivisionError, RequestQueueFullError)
+EXPECTED = (ZeroDivisionError, RequestQueueFullError, ContextError)
 
 
 class Faulty(AsyncTransformer):
@@ -109,11 +109,11 @@ def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed)
             max_queue_size=generator.choice([None, 3]),
         )
         asyncio.run(callers())
-        served = engine._models["m"].served
+        served = engine._models["m"]
         engine.loop.submit(served._join()).result(60)
         lm._batcher.call(lambda: None)  # what was cancelled may still have been evaluated
         assert all(handle.is_done for handle in handles)
-        assert not served._roster.entries
+        assert not served._requests
         assert not served._tasks
         assert has_prefix_cache or lm.statistics().kv_bytes_used == 0
         lm._evaluator.passes.tree.check_integrity()

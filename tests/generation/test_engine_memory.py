@@ -39,10 +39,10 @@ def test_requests_come_and_go_and_memory_does_not_grow():
                 engine.start_request_ids("m", [i + 5, 7], max_new_tokens=2).result()
 
         work(60)  # the rows kept are bounded by their bytes
-        lm = engine._models["m"].served.lm
+        lm = engine._models["m"].lm
         lm.clear_cache()
         before = resident()
         work(60)
         lm.clear_cache()
         assert resident() - before < 40 << 20
-        assert len(engine._models["m"].served._tasks) <= 1
+        assert len(engine._models["m"]._tasks) <= 1

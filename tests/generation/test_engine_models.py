@@ -70,9 +70,8 @@ def test_a_given_model_is_its_owners_and_a_loaded_one_is_the_engines(engine, lm)
     engine.install_model("own", "smollm2", backend="mock", max_batch=7, max_length=40)
     assert threading.active_count() == before  # nothing has been loaded
     engine.start_model("own")
-    served = engine._models["own"].served
-    assert (served.max_batch, served.lm.batch_size) == (7, 7)
-    own = served.lm
+    own = engine._models["own"].lm
+    assert own.batch_size == 7
     engine.stop_model("own")
     engine.release_model("own")
     with pytest.raises(RuntimeError, match="closed"):

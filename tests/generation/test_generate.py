@@ -12,8 +12,8 @@ import transformers
 from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, generate_sync, stream
+from genlm_backend.generation.draft import make_processors
 from genlm_backend.generation.generation import make_drafts
-from genlm_backend.generation.processors import make_processors
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.drawing import Cuts, Drawing
 from genlm_backend.model.query import NO_QUERY

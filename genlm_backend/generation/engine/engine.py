@@ -17,10 +17,13 @@ from genlm_backend.errors import (
     UnknownRequestError,
 )
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.engine.installed_model import InstalledModel, ModelState
+from genlm_backend.generation.engine.installed_model import (
+    InstalledModel,
+    ModelState,
+    Submission,
+)
 from genlm_backend.generation.engine.request import GenerationRequest
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
-from genlm_backend.generation.engine.served_model import ServedModel, Submission
 from genlm_backend.generation.generated import GeneratedElements, Generation
 from genlm_backend.generation.generation import check_streamable, make_config
 from genlm_backend.generation.prompt import Chat, check_is_ids, check_texts, is_chat
@@ -41,8 +44,8 @@ class Engine(OfOneProcess, Closing):
 
     Requests live on an event loop of the engine's own, on a thread of its own: they are started,
     read, awaited and stopped from any coroutine and any thread, and go on while those do other
-    things. At most ``max_batch`` texts of a model are under way; the others wait in order. When
-    its keys and values do not fit into memory, the youngest is preempted until they do.
+    things. At most ``max_batch`` texts of a model are under way, and no more than have room in its
+    memory at their longest; the others wait in order.
 
     Use it in a ``with`` or ``async with`` statement, or call ``close()``. It belongs to the process
     that made it: a fork of that process gets a ``ForkedError``.
@@ -163,8 +166,10 @@ class Engine(OfOneProcess, Closing):
         """Return how many requests for a model wait; those submitted together count as one."""
         return self._served(name).num_waiting_submissions
 
-    def _served(self, name: str) -> ServedModel:
-        return self._model(name).served
+    def _served(self, name: str) -> InstalledModel:
+        model = self._model(name)
+        model.check_state(ModelState.RUNNING, to="take requests")
+        return model
 
     def _model(self, name: str) -> InstalledModel:
         with self._lock.here:
@@ -200,7 +205,8 @@ class Engine(OfOneProcess, Closing):
         Raises:
             UnknownModelError: (``KeyError``) If there is no such name.
             ModelStateError: (``RuntimeError``) If the model is not running.
-            ContextError: (``ValueError``) If the prompt is empty, or leaves no room for a token.
+            ContextError: (``ValueError``) If the prompt is empty, leaves no room for a token, or
+                memory has no room for it and the longest text after it.
             ContextTypeError: (``TypeError``) If its ids are not integers.
             GenerationConfigError: (``ValueError``) If the configuration does not go with the model,
                 or has more beams than a batch has rows.
@@ -321,7 +327,7 @@ class Engine(OfOneProcess, Closing):
         self._check_request(request)
         with self._lock.here:
             model = self._models[request.model_name]
-        model.interrupt(request)
+        model.end(request)
 
     def release_request(self, request: GenerationRequest) -> None:
         """Interrupt a request and forget what it has generated; again has no effect.
@@ -350,7 +356,7 @@ class Engine(OfOneProcess, Closing):
         prompts: Iterable[str | Chat | TokenIds],
         config: GenerationConfig | None,
         fields: dict[str, Any],
-    ) -> tuple[ServedModel, Submission]:
+    ) -> tuple[InstalledModel, Submission]:
         served, config = self._served(model_name), make_config(config, fields)
         return served, served.prepare((prompt, config) for prompt in prompts)
 
@@ -430,7 +436,7 @@ class Engine(OfOneProcess, Closing):
         with self._closing, contextlib.ExitStack() as stack:
             stack.callback(self.loop.close)
             for model in models:
-                stack.callback(model.end)
+                stack.callback(model.close)
 
     @property
     def is_closed(self) -> bool:

@@ -1,21 +1,45 @@
-"""InstalledModel: a model of an engine, and the states it goes through."""
+"""InstalledModel: a model of an engine, its states, and the requests that it works at."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import enum
 import random
 import threading
-from typing import final
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias, final
 
 from genlm_backend.backends.registry import check_loading, default_backend, load_model_by_name
 from genlm_backend.checks import shown
-from genlm_backend.errors import ModelStateError, RuntimeConfigError
+from genlm_backend.common_prefix import common_length
+from genlm_backend.errors import (
+    BatcherClosedError,
+    ContextError,
+    GenerationConfigError,
+    ModelStateError,
+    RequestQueueFullError,
+    RuntimeConfigError,
+)
+from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.engine.request import GenerationRequest
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
-from genlm_backend.generation.engine.served_model import ServedModel
+from genlm_backend.generation.engine.signal import Signal, await_for, wait_for
 from genlm_backend.generation.generated import GenerationStatus
+from genlm_backend.generation.generation import make_drafts
+from genlm_backend.generation.prompt import Chat, Prompt, ids_of
 from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
+from genlm_backend.runtime.forks import ProcessLock
+
+Submission: TypeAlias = dict[GenerationRequest, list[Draft]]
+"""Requests that are let in together, and the drafts of each."""
 
 
 class ModelState(enum.Enum):
@@ -31,11 +55,33 @@ class ModelState(enum.Enum):
     """Its memory has been returned; the name is free."""
 
 
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A draft of a request that waits, runs, or has ended before the others of its request."""
+
+    request: GenerationRequest
+    draft: Draft
+    submission: int
+    task: asyncio.Task[None] | None = None
+    asked: list[list[int]] | None = None
+    is_leaving: bool = False
+    has_left: bool = False
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that the draft can add to memory; nobody asks for the last one of a text."""
+        draft = self.draft
+        return draft.width * (draft.max_length - 1 - len(self.request.prompt_token_ids))
+
+
 @final
 class InstalledModel:
-    """A name, what is behind it, and the only ways from one state to another.
+    """A model of an engine: the only ways from one state to another, and who runs.
 
     One transition at a time; they may take long, and requests for other models do not wait.
+    Drafts begin in the order of arrival, as soon as a batch has rows and memory has room for the
+    longest texts that all who run may become. So whoever has begun goes on to the end. ``_lock``
+    guards the entries and every token that is chosen; tasks live on the engine's loop.
     """
 
     def __init__(
@@ -52,64 +98,27 @@ class InstalledModel:
         self.name, self.state = name, ModelState.INSTALLED
         self._source: AsyncLM | str | None = source
         self._config, self._loop = config, loop
-        self._served: ServedModel | None = None
-        self._lock = threading.Lock()
+        self._lm: AsyncLM | None = None
+        self._transition = threading.Lock()
+        self._lock = ProcessLock(is_reentrant=True)
+        self._lock.claim()  # whoever works at it lives here
+        self._room = Signal()
+        self._is_open = False
+        self._requests: dict[GenerationRequest, list[_Entry]] = {}  # that have not ended
+        self._waiting: deque[_Entry] = deque()  # some of requests that have ended
+        self._running: list[_Entry] = []
+        self._tasks: set[asyncio.Task[None]] = set()  # on the loop
+        self._num_submissions = 0
+        self._last_begun = -1
+
+    # ---------------------------------------------------------------- states
 
     @property
-    def served(self) -> ServedModel:
-        """The model that takes its requests."""
-        served = self._served
-        self.check_state(ModelState.RUNNING, to="take requests")
-        assert served is not None
-        return served
-
-    def start(self) -> None:
-        """Load it if need be, warm it up, and let requests in."""
-        with self._lock:
-            self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="start")
-            if self._served is None:
-                self._served = self._load()
-            self._served.open()
-            self.state = ModelState.RUNNING
-
-    def interrupt(self, request: GenerationRequest) -> None:
-        """Interrupt a request; one that has ended stays as it is."""
-        if (served := self._served) is not None:
-            served.end(request, GenerationStatus.INTERRUPTED)
-
-    def stop(self) -> None:
-        """Interrupt its requests and take no more."""
-        with self._lock:
-            self.check_state(ModelState.RUNNING, to="stop")
-            self._stop()
-
-    def release(self) -> None:
-        """Return its memory."""
-        with self._lock:
-            self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="release")
-            self._release()
-
-    def end(self) -> None:
-        """Stop and release it, whatever its state, after a transition that is under way."""
-        with self._lock:
-            try:
-                if self.state is ModelState.RUNNING:
-                    self._stop()
-            finally:
-                if self.state is not ModelState.RELEASED:
-                    self._release()
-
-    def _stop(self) -> None:
-        self.state = ModelState.STOPPED
-        assert self._served is not None
-        self._served.stop()
-
-    def _release(self) -> None:
-        self.state = ModelState.RELEASED
-        served, self._served = self._served, None
-        source, self._source = self._source, None
-        if served is not None:
-            served.hand_back(is_own=served.lm is not source)
+    def lm(self) -> AsyncLM:
+        """The model, until it is released."""
+        if self._lm is None:
+            raise ModelStateError(f"model {self.name!r} has been released")
+        return self._lm
 
     def check_state(self, *allowed: ModelState, to: str) -> None:
         """Raise a ``ModelStateError`` unless it is in one of some states."""
@@ -119,7 +128,66 @@ class InstalledModel:
                 f"model {self.name!r} is {self.state.value}; to {to} it must be {wanted}"
             )
 
-    def _load(self) -> ServedModel:
+    def start(self) -> None:
+        """Load it if need be, warm it up, and let requests in."""
+        with self._transition:
+            self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="start")
+            if self._lm is None:
+                self._lm = self._load()
+            with self._lock.here:
+                self._is_open = True
+            self.state = ModelState.RUNNING
+
+    def shut(self) -> None:
+        """Let no more requests in, and tell whoever waits for room; the others go on."""
+        with self._lock.here:
+            self._is_open = False
+            self._room.notify()
+
+    def stop(self) -> None:
+        """Interrupt its requests with what they have, take no more, and clear the cache."""
+        with self._transition:
+            self.check_state(ModelState.RUNNING, to="stop")
+            self._stop()
+
+    def release(self) -> None:
+        """Return its memory."""
+        with self._transition:
+            self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="release")
+            self._release()
+
+    def close(self) -> None:
+        """Stop and release it, whatever its state, after a transition that is under way."""
+        with self._transition:
+            try:
+                if self.state is ModelState.RUNNING:
+                    self._stop()
+            finally:
+                if self.state is not ModelState.RELEASED:
+                    self._release()
+
+    def _stop(self) -> None:
+        self.state = ModelState.STOPPED
+        with self._lock.here, contextlib.ExitStack() as stack:  # each ends, whatever another does
+            self.shut()
+            self._waiting.clear()
+            for request in list(self._requests):
+                stack.callback(self.end, request)
+        if not self._loop.is_closed:  # or it has ended them all
+            self._loop.submit(self._join()).result()
+        self.lm.clear_cache()
+
+    async def _join(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _release(self) -> None:
+        self.state = ModelState.RELEASED
+        lm, self._lm = self._lm, None
+        source, self._source = self._source, None
+        if lm is not None and lm is not source:
+            lm.close()
+
+    def _load(self) -> AsyncLM:
         config, source = self._config, self._source
         if isinstance(source, AsyncLM):
             lm = source
@@ -129,14 +197,254 @@ class InstalledModel:
             lm = load_model_by_name(source, backend, config.loading_options(backend))
         try:
             config.check_loaded(lm)
-            served = ServedModel(self.name, lm, config, self._loop)
             if config.warm_up:
-                _warm_up(lm, served.max_batch, config.max_length)
+                _warm_up(lm, self._max_batch(lm), config.max_length)
         except BaseException:
             if lm is not source:
                 lm.close()
             raise
-        return served
+        return lm
+
+    def _max_batch(self, lm: AsyncLM) -> int:
+        return self._config.max_batch or lm.batch_size
+
+    # ---------------------------------------------------------------- admission
+
+    def prepare(
+        self, prompts: Iterable[tuple[str | Chat | TokenIds, GenerationConfig]]
+    ) -> Submission:
+        """Check everything about requests, and start nothing."""
+        prepared: Submission = {}
+        for prompt, config in prompts:
+            lm, max_length = self.lm, self._config.max_length
+            checked = Prompt.check(lm, ids_of(prompt), config, max_length)
+            if config.num_beams > self._max_batch(lm):
+                raise GenerationConfigError(
+                    f"num_beams={config.num_beams} does not fit into "
+                    f"max_batch={self._max_batch(lm)}"
+                )
+            request = GenerationRequest(self.name, checked.token_ids, config, self._loop)
+            prepared[request] = make_drafts(lm, checked, config)
+            needed = _num_tokens([_Entry(request, prepared[request][0], 0)])
+            if lm.kv_capacity is not None and needed > lm.kv_capacity:
+                raise ContextError(
+                    f"the prompt of {len(checked.token_ids)} tokens and the longest text after it "
+                    f"need the keys and values of {needed} tokens, and there is memory for "
+                    f"{lm.kv_capacity}: give a smaller max_new_tokens, or more kv_cache_bytes"
+                )
+        return prepared
+
+    def submit(self, requests: Submission, timeout: float | None) -> None:
+        """Take requests, all or none of them. Block while ``max_queue_size`` submissions wait."""
+        if not wait_for(partial(self._try_submit, requests), timeout):
+            raise self._full()
+
+    async def asubmit(self, requests: Submission, timeout: float | None) -> None:
+        """Do as ``submit``, leaving the event loop free."""
+        try:
+            async with asyncio.timeout(timeout):
+                await await_for(partial(self._try_submit, requests))
+        except TimeoutError:
+            raise self._full() from None
+
+    def _full(self) -> RequestQueueFullError:
+        return RequestQueueFullError(
+            f"{self.num_waiting_submissions} submissions wait for model {self.name!r} already"
+        )
+
+    def _try_submit(self, requests: Submission) -> Literal[True] | Future[None]:
+        """Take requests, or return what tells when to try again."""
+        with self._lock.here:
+            if not self._is_open:
+                raise ModelStateError(
+                    f"model {self.name!r} has been stopped or shut: no request is let in"
+                )
+            entries = {
+                request: [_Entry(request, draft, self._num_submissions) for draft in drafts]
+                for request, drafts in requests.items()
+            }
+            waiting = [entry for several in entries.values() for entry in several]
+            limit = self._config.max_queue_size
+            is_full = limit is not None and self.num_waiting_submissions >= limit
+            if is_full and (self._waiting or not self._fits(waiting[0])):
+                return self._room.waiter()
+            self._num_submissions += 1
+            self._requests |= entries
+            self._waiting += waiting
+            try:
+                self._admit()
+            except BaseException:  # nobody would have their handles
+                for request in requests:
+                    self.end(request)
+                raise
+        return True
+
+    @property
+    def num_running(self) -> int:
+        """Number of drafts under way."""
+        with self._lock.here:
+            return len(self._running)
+
+    @property
+    def num_waiting_submissions(self) -> int:
+        """Number of submissions of which nothing has begun."""
+        with self._lock.here:
+            waiting = {e.submission for e in self._waiting if e.request in self._requests}
+            return len(waiting - {self._last_begun})
+
+    def _admit(self) -> None:
+        """Let the oldest begin that have room; under the lock. Nobody overtakes."""
+        while self._waiting:
+            entry = self._waiting[0]
+            is_wanted = entry.request in self._requests
+            if is_wanted and not self._fits(entry):
+                break
+            self._waiting.popleft()
+            if is_wanted:
+                self._running.append(entry)
+                self._last_begun = entry.submission
+                self._loop.call_soon(self._start, entry)
+        self._room.notify()
+
+    def _fits(self, entry: _Entry) -> bool:
+        together, lm = [*self._running, entry], self.lm
+        if not self._running:
+            return True
+        if sum(one.draft.width for one in together) > self._max_batch(lm):
+            return False
+        return lm.kv_capacity is None or _num_tokens(together) <= lm.kv_capacity
+
+    # ---------------------------------------------------------------- working at a draft
+
+    def _start(self, entry: _Entry) -> None:
+        """Give a draft its task; on the loop, as is the next one."""
+        if entry.request in self._requests:
+            entry.task = asyncio.get_running_loop().create_task(self._work(entry))
+            self._tasks.add(entry.task)
+            entry.task.add_done_callback(self._tasks.discard)
+
+    def _cancel(self, entry: _Entry) -> None:
+        # One that is leaving is not cancelled, or what it forgets last would stay.
+        if entry.task is not None and not entry.is_leaving:
+            entry.task.cancel()
+
+    async def _work(self, entry: _Entry) -> None:
+        try:
+            await self._generate(entry)
+        except asyncio.CancelledError:
+            self.end(entry.request)
+        except Exception as error:  # the request's own, and nobody else's
+            self.end(entry.request, GenerationStatus.FAILED, error)
+        finally:
+            entry.is_leaving = True
+            await self._leave(entry)
+
+    async def _generate(self, entry: _Entry) -> None:
+        """Generate a draft to its end, or until its request has ended."""
+        queue, draft, lm = entry.request.queue, entry.draft, self.lm
+        queue.begin()
+        entry.asked = draft.contexts
+        prompt = draft.asked()[0]
+        # The counts are queued before the question, and so are taken before the prompt is computed.
+        num_cached, num_on_host, _ = await asyncio.gather(
+            lm.num_cached_tokens(prompt, draft.lora_name),
+            _num_on_host(lm, prompt, draft.lora_name),
+            draft.ask(),
+        )
+        queue.finish_context(num_cached, num_on_host)
+        while True:
+            with self._lock.here:
+                if entry.request not in self._requests:
+                    return
+                queue.put(draft.choose())
+                if draft.is_finished:
+                    return
+            if draft.width > 1:  # beams are given up
+                await self._forget(entry, entry.asked)
+            entry.asked = draft.contexts
+            await draft.ask()
+
+    async def _leave(self, entry: _Entry) -> None:
+        """Make room for others; the last draft to leave finishes its request."""
+        request = entry.request
+        with self._lock.here:
+            self._running = [other for other in self._running if other is not entry]
+        try:
+            await self._forget(entry, [*(entry.asked or ()), *entry.draft.contexts])
+        finally:
+            with self._lock.here:
+                entry.has_left = True
+                entries = self._requests.get(request, [])
+                if entries and all(other.has_left for other in entries):
+                    self._settle(request, GenerationStatus.FINISHED)
+                else:
+                    self._admit()
+
+    async def _forget(self, entry: _Entry, contexts: list[list[int]]) -> None:
+        """Without a prefix cache, forget what a draft has asked for and nobody else is at."""
+        if self._config.prefix_cache:
+            return
+        lora_name = entry.draft.lora_name
+        with contextlib.suppress(BatcherClosedError):  # there is nothing left to forget
+            for context in contexts:
+                with self._lock.here:
+                    others = [
+                        common_length(context, needed)
+                        for other in self._running
+                        if other.asked is not None and other.draft.lora_name == lora_name
+                        for needed in other.draft.contexts
+                    ]
+                await self.lm.forget(entry.draft.asked_of(context), lora_name, max([0, *others]))
+
+    # ---------------------------------------------------------------- ending
+
+    def end(
+        self,
+        request: GenerationRequest,
+        status: GenerationStatus = GenerationStatus.INTERRUPTED,
+        error: Exception | None = None,
+    ) -> None:
+        """End a request; one whose drafts are all complete, or that has ended, stays as it is."""
+        with self._lock.here:
+            entries = self._requests.get(request, [])
+            if not all(entry.draft.is_finished for entry in entries):
+                for entry in entries:
+                    self._loop.call_soon(self._cancel, entry)
+                self._settle(request, status, error)
+
+    def _settle(
+        self, request: GenerationRequest, status: GenerationStatus, error: Exception | None = None
+    ) -> None:
+        """Hand out what there is of a request and end it, whatever its drafts do."""
+        entries = self._requests.pop(request)
+        self._running = [entry for entry in self._running if entry.request is not request]
+        held_back: list[tuple[int, str]] = []
+        scores: dict[int, float] = {}
+        try:
+            for entry in entries:
+                tokens, characters = entry.draft.cut()
+                request.queue.put(tokens)
+                held_back += characters
+                scores |= entry.draft.scores
+        finally:
+            request.queue.end(status, held_back, scores, error)
+            self._admit()
+
+
+def _num_tokens(entries: Iterable[_Entry]) -> int:
+    """Return how many tokens texts may come to, the prompt of each request counted once."""
+    prompts: dict[GenerationRequest, int] = {}
+    num_new = 0
+    for entry in entries:
+        prompts[entry.request] = len(entry.request.prompt_token_ids)
+        num_new += entry.num_new
+    return sum(prompts.values()) + num_new
+
+
+async def _num_on_host(lm: AsyncLM, prompt: TokenIds, lora_name: str | None) -> int:
+    if not lm.has_host_tier:
+        return 0
+    return await lm.num_cached_tokens(prompt, lora_name, tier="host")
 
 
 def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:

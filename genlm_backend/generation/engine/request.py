@@ -60,7 +60,6 @@ class ResultQueue:
         self._error: BaseException | None = None
         self._num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens = self._num_host_tokens = 0
-        self._num_preemptions = 0
         self._started = time.monotonic()
         self._begun: float | None = None
         self._first: float | None = None
@@ -124,7 +123,6 @@ class ResultQueue:
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_tokens(),
                 num_cached_tokens=self._num_cached_tokens,
-                num_preemptions=self._num_preemptions,
             )
 
     def _since_start(self, moment: float | None) -> float | None:
@@ -211,11 +209,6 @@ class ResultQueue:
                 self._num_cached_tokens = num_cached_tokens
                 self._num_host_tokens = num_host_tokens
                 self._changed.notify()
-
-    def preempt(self) -> None:
-        """Note that a draft is preempted."""
-        with self._lock.here:
-            self._num_preemptions += 1
 
     def put(self, tokens: list[tuple[int, GeneratedToken]]) -> None:
         """Add tokens, each with its text's number."""
