@@ -148,8 +148,9 @@ class AsyncGLM(OfOneProcess):
             timeout: Seconds to wait where the queue is full; ``None`` waits as long as it takes.
 
         Raises:
-            ContextError: (``ValueError``) If a prompt is empty or too long, or the mapping has
-                something that a text model cannot read. Nothing is queued then, as with the next.
+            ContextError: (``ValueError``) If a prompt is empty or too long, if memory has no room
+                for it and its text, or if the mapping has something that a text model cannot
+                read. Nothing is queued then, as with the next.
             GenerationConfigError: (``ValueError``) If ``generation_kwargs`` are wrong.
             RequestQueueFullError: (``queue.Full``) If the queue was full for ``timeout`` seconds.
             ModelStateError: (``RuntimeError``) If it is full and ``start()`` has not been called,

@@ -37,8 +37,7 @@ from genlm_backend.runtime.together import together
 class Draft(abc.ABC):
     """Texts of one prompt in the making: contexts to ask a model, and what its answers add to them.
 
-    Until ``is_finished``: await ``ask()``, then call ``choose()``. Between the two calls a draft
-    may wait for as long as anybody likes.
+    Until ``is_finished``: await ``ask()``, then call ``choose()``.
     """
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
@@ -56,7 +55,7 @@ class Draft(abc.ABC):
 
     @abc.abstractmethod
     async def ask(self) -> None:
-        """Await what the model says of ``contexts``; nothing has changed if it is cancelled."""
+        """Await the model's answers for ``contexts``, once for each ``choose()``."""
 
     @abc.abstractmethod
     def choose(self) -> list[tuple[int, GeneratedToken]]:

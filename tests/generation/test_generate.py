@@ -13,8 +13,6 @@ from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, generate_sync, stream
 from genlm_backend.generation.draft import make_processors
-from genlm_backend.generation.generation import make_drafts
-from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.drawing import Cuts, Drawing
 from genlm_backend.model.query import NO_QUERY
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -118,22 +116,6 @@ async def test_equal_seeds_draw_alike_by_generate_and_sample_and_where_nothing_i
             (cut,) = await generate(lm, [1, 2], config, top_k=len(lm.byte_vocab))
             sampled = await lm.sample([1, 2], 12, [], temperature, seed)
             assert alone.token_ids == cut.token_ids == list(sampled)
-
-
-async def test_a_question_that_is_asked_again_draws_the_same_token(lm):
-    config = GenerationConfig(do_sample=True, seed=4, max_new_tokens=9)
-    expected = (await generate(lm, [1, 2], config))[0].token_ids
-    (draft,) = make_drafts(lm, Prompt.check(lm, [1, 2], config), config)
-    while not draft.is_finished:
-        for _ in range(3):
-            task = asyncio.create_task(draft.ask())
-            await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        await draft.ask()
-        await draft.ask()
-        draft.choose()
-    assert draft.contexts[0][2:] == expected
 
 
 async def test_a_temperature_is_enough_to_draw(lm):
