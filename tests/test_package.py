@@ -488,7 +488,7 @@ def test_statistics_read_well_everywhere():
     trie = TrieStatistics(*[BatcherStatistics(num_submitted=n) for n in range(3)])
     assert "max.num_submitted      1\n" in repr(trie)
     assert trie.as_dict()["log_sum"]["num_submitted"] == 2
-    request = RequestStatistics(0.0123, 1.5, None, 3 * 1024.0, 1, 2, 3, 0)
+    request = RequestStatistics(0.0123, 1.5, None, 3 * 1024.0, 1, 2, 3)
     assert "time_in_queue         12.3 ms\n" in repr(request)
     assert "time_to_first_token   1.50 s\n" in repr(request)
     assert "time_per_token        –\n" in repr(request)

@@ -80,7 +80,8 @@ def cache_of(
     if support.reason:
         _check_nothing_wanted(wanted, name, support.reason)
         logger.info("%s runs every context whole: %s", name, support.reason)
-        if runner.model.config.get_text_config(decoder=True).model_type in CACHED_TYPES:
+        kind = runner.model.config.get_text_config(decoder=True).model_type
+        if kind in CACHED_TYPES and not support.reason.endswith("too short to tell"):
             warnings.warn(
                 f"{name} runs every context whole, which models of its type need not: "
                 f"{support.reason}. Look for what has changed its code, or take another release of "

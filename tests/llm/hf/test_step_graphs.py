@@ -108,6 +108,7 @@ RUN_AS_EVER = {
     "falcon-rotary",
     "mpt",
     "gpt-neo-local",
+    "gemma4-shared",  # later layers attend to the keys of earlier ones
     *([] if families.looks_up_its_attention("gptj") else ["gptj"]),
     # The function that it names by itself caps the scores, from 5.24 on.
     *(["gemma2"] if families.make("gemma2").config._attn_implementation == "eager" else []),
