@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--particles", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=20, help="of each particle, at most")
     parser.add_argument("--bytes", type=int, default=4, help="of a token, at most")
-    parser.add_argument("--repeats", type=int, default=4, help="runs, for the error of log Z")
+    parser.add_argument("--repeats", type=int, default=3, help="runs, for the error of log Z")
     options = parser.parse_args()
     print(f"Loading {options.model} …", flush=True)
     with load_model_by_name(options.model, llm_opts={"batch_size": options.particles}) as lm:
