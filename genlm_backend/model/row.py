@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, final
 
@@ -17,6 +18,8 @@ from genlm_backend.checks import byte_count, integer, optional
 from genlm_backend.checks import device as check_device
 from genlm_backend.runtime.forks import ProcessLock
 from genlm_backend.runtime.spare_memory import SpareMemory
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -311,8 +314,8 @@ def rows_of_logits(
             saves a table of memory, which costs as much as what is computed.
     """
     if logits.is_cuda:
-        table, largest = _log_softmax(logits, undefined_ids, in_place)
-        normalisers = (largest - table.amax(-1)).tolist()
+        table, of_rows = _log_softmax(logits, undefined_ids, in_place)
+        normalisers = of_rows.tolist()
     else:
         table, largest, logarithms = _normalised(logits, undefined_ids, in_place)
         normalisers = (largest + logarithms).flatten().tolist()
@@ -382,16 +385,42 @@ def scores_of_logits(
 def _log_softmax(
     logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities, float32, by the one kernel that CUDA has for it; largest logits.
+    """Return log-probabilities, float32, and log normalisers, by as few launches as CUDA takes.
 
     The steps of ``_normalised`` read and write a table of a vocabulary seven times, which takes a
-    millisecond for 1,024 rows of 128,256; the sums of this one are good to the last bits there.
+    millisecond for 1,024 rows of 128,256.
     """
     if undefined_ids:
         ids = _ids_on(logits.device, tuple(undefined_ids))
         fill = logits.index_fill_ if in_place else logits.index_fill
         logits = fill(1, ids, -torch.inf)
-    return torch.log_softmax(logits, -1, dtype=torch.float32), logits.amax(-1)
+    return _log_softmax_on(logits.device, logits.dtype)(logits)
+
+
+_LogSoftmax: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@functools.cache
+def _log_softmax_on(device: torch.device, dtype: torch.dtype) -> _LogSoftmax:
+    """Return the kernel for logits of a type, once it has been right on a device; or torch's."""
+    try:
+        from genlm_backend.model.log_softmax_kernel import log_softmax
+
+        generator = torch.Generator().manual_seed(0)
+        logits = 5 * torch.randn(3, 5000, generator=generator, dtype=torch.float32)
+        logits[1, 4500] = torch.nan
+        given = logits.to(device, dtype)
+        pairs = zip(log_softmax(given), _log_softmax_by_torch(given), strict=True)
+        if all(torch.allclose(*pair, rtol=0, atol=2e-5, equal_nan=True) for pair in pairs):
+            return log_softmax
+    except Exception as error:  # of a platform without Triton, or one that compiles no kernel
+        logger.info("rows of logits are computed without a kernel", exc_info=error)
+    return _log_softmax_by_torch
+
+
+def _log_softmax_by_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    table = torch.log_softmax(logits, -1, dtype=torch.float32)
+    return table, logits.amax(-1) - table.amax(-1)
 
 
 def _normalised(

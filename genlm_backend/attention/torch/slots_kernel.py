@@ -27,7 +27,7 @@ def _with_pieces(
 ):  # fmt: skip
     """Add the pieces of a row, by the number of its first query over the size of groups."""
     for number in range(0, num_pieces):
-        piece = tl.load(pieces + number)
+        piece = tl.load(pieces + number).to(tl.int64)
         if piece >= 0:
             at = piece * GROUP_SIZE + each
             own_sums = tl.load(sums + at, mask=is_query, other=0.0)
@@ -57,7 +57,7 @@ def _attend(
         number = first + tl.arange(0, BLOCK)
         is_there = number < count
         slot = tl.load(slots + start + number, mask=is_there, other=0)
-        at = codes + slot[:, None] * width + head * DIM + dims[None, :]
+        at = codes + slot.to(tl.int64)[:, None] * width + head * DIM + dims[None, :]
         is_key = is_there[:, None] & is_dim[None, :]
         keys = tl.load(at, mask=is_key, other=0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale

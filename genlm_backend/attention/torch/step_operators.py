@@ -186,11 +186,11 @@ def _attended(
     return operators.in_slots(
         on_device,
         table,
-        slots.to(device),
+        slots.to(device, torch.int32),
         integers(accumulate(_COUNTS[:-1], initial=0)),
         integers(_COUNTS),
         of_parts,
-        integers(([*own, *[-1] * (3 - len(own))] for own in pieces), torch.int64),
+        integers([*own, *[-1] * (3 - len(own))] for own in pieces),
         None if sinks is None else sinks.to(device),
         scale,
         _NUM_KEY_HEADS,

@@ -29,17 +29,17 @@ _TYPES: Final[dict[str, tuple[type[np.generic], torch.dtype]]] = {
     "token_ids": (np.int64, torch.int64),
     "positions": (np.int64, torch.int64),
     "new_slots": (np.int64, torch.int64),
-    "slots": (np.int64, torch.int64),
-    "readers": (np.int64, torch.int64),
-    "pieces": (np.int64, torch.int64),
+    "readers": (np.int32, torch.int32),
+    "pieces": (np.int32, torch.int32),
     "slot_starts": (np.int32, torch.int32),
     "slot_counts": (np.int32, torch.int32),
     "bounds": (np.int32, torch.int32),
     "starts": (np.int32, torch.int32),
     "sizes": (np.int32, torch.int32),
-    "recent": (np.int64, torch.int64),
+    "recent": (np.int32, torch.int32),
     "recent_starts": (np.int32, torch.int32),
     "recent_counts": (np.int32, torch.int32),
+    "slots": (np.int32, torch.int32),
 }
 
 
@@ -54,7 +54,6 @@ class StepArrays:
             "token_ids": (rows,),
             "positions": (rows,),
             "new_slots": (rows,),
-            "slots": (shape.tokens,),
             "readers": (num_readers,),
             "pieces": (rows, shape.pieces),
             "slot_starts": (rows,),
@@ -65,6 +64,7 @@ class StepArrays:
             "recent": (rows, shape.window),
             "recent_starts": (rows,),
             "recent_counts": (rows,),
+            "slots": (shape.tokens,),  # the last, since room for them is rarely filled
         }
         ends, end = dict[str, tuple[int, int]](), 0
         for name, of_array in shapes.items():
@@ -81,6 +81,7 @@ class StepArrays:
             self._numbers[name] = own.reshape(shapes[name])
             self.arrays[name] = self._on_device[start:stop].view(dtype).view(shapes[name])
         self._numbers["recent_starts"][:] = np.arange(rows) * shape.window
+        self._slots_at = ends["slots"][0]
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, tables: StepTables, batch: PackedBatch) -> None:
@@ -105,7 +106,7 @@ class StepArrays:
         starts = into["slot_starts"]
         starts[:num_rows], starts[num_rows:] = ends - tables.counts, 0
         num_slots, num_readers = len(tables.slots), len(tables.readers)
-        into["slots"][:num_slots], into["slots"][num_slots:] = tables.slots, 0
+        into["slots"][:num_slots] = tables.slots
         if shape.pieces:
             num_pieces, pieces = tables.pieces.shape[1], into["pieces"]
             pieces[:num_rows, :num_pieces], pieces[:, num_pieces:] = tables.pieces, -1
@@ -121,7 +122,8 @@ class StepArrays:
             bounds[0] = 0
             bounds[1 : num_stretches + 1] = tables.num_readers.cumsum()
             bounds[num_stretches + 1 :] = bounds[num_stretches]
-        self._on_device.copy_(self._host, non_blocking=True)
+        end = self._slots_at + into["slots"].itemsize * num_slots
+        self._on_device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._on_device.device))
 

@@ -132,9 +132,10 @@ class StepTables(NamedTuple):
         while num_rows * per_row < len(self.slots):
             per_row *= 8
         num_pieces = self.pieces.shape[1] and _power_of_two(self.pieces.shape[1])
+        # The operator launches blocks for each stretch that there is room for.
         most = num_rows * num_pieces
-        num_stretches = min(most, 64) if len(self.starts) <= 64 else most
-        window = self.recent.shape[1]
+        room = next((size for size in (4, 16, 64) if len(self.starts) <= size), most)
+        num_stretches, window = min(most, room), self.recent.shape[1]
         return StepShape(num_rows, num_rows * per_row, num_pieces, num_stretches, window)
 
 

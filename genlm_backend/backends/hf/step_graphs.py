@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
 
@@ -65,10 +66,13 @@ class Recorded:
     logits: torch.Tensor  # [rows, model_vocab]
 
     def replay(self, tables: StepTables, batch: PackedBatch) -> torch.Tensor:
-        """Run a pass as it was recorded; return the logits of its rows, ``[B, model_vocab]``."""
+        """Run a pass as it was recorded; return the logits of its rows, ``[B, model_vocab]``.
+
+        The next replay, of whichever pass, writes over them.
+        """
         self.arrays.fill(tables, batch)
         self.run_again()
-        return self.logits[: batch.num_rows].clone()  # the next one writes over them
+        return self.logits[: batch.num_rows]
 
 
 @final
@@ -292,7 +296,7 @@ class StepGraphs:
             if step.num_attended != num_layers:
                 raise UnrecordableError("some layers do not attend by the function of their config")
             most_tokens.append(step.most_tokens)
-            return logits
+            return logits.contiguous()
 
         run_again, logits = self._recorder.record(run)
         return Recorded(arrays, min(most_tokens), run_again, logits)
@@ -318,22 +322,55 @@ class CudaRecorder:
         """Begin with memory of its own for the graphs to come; all those before have gone."""
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        """Run a function twice, record it the second time; return what replays it."""
-        current, graph = torch.cuda.current_stream(self._stream.device), torch.cuda.CUDAGraph()
+    def record(
+        self, run: Callable[[], torch.Tensor]
+    ) -> tuple[Callable[[], object], torch.Tensor]:
+        """Run a function twice, record it the second time; return what replays it, and its result.
+
+        The memory of the result is that of the pool, for the next graph to use as well.
+        """
+        current = torch.cuda.current_stream(self._stream.device)
         # A recording that fails leaves its stream the current one, but for the outer context.
         with _RECORDING, torch.cuda.stream(current):
             self._stream.wait_stream(current)
             try:
                 with torch.cuda.stream(self._stream):
                     run()  # what is made once is not to be a part of it
+                    try:
+                        graph, found = self._captured(run)
+                    except torch.cuda.OutOfMemoryError:
+                        torch.cuda.empty_cache()  # which no pool may use
+                        graph, found = self._captured(run)
             finally:  # or memory of its inputs would be had again too early
                 current.wait_stream(self._stream)
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                found = run()
-        return graph.replay, found
+        return graph.replay, _unowned(found)
+
+    def _captured(self, run: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            found = run()
+        except BaseException:
+            with suppress(RuntimeError):  # which says again that the capture has failed
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph, found
+
+
+@final
+class _Memory:
+    """Bytes on a CUDA device, as torch takes them from other libraries, which own them."""
+
+    def __init__(self, address: int, size: int) -> None:
+        data = {"shape": (size,), "typestr": "|u1", "data": (address, False)}
+        self.__cuda_array_interface__ = {**data, "version": 3}
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that does not keep it from being used again."""
+    memory = torch.as_tensor(_Memory(tensor.data_ptr(), tensor.nbytes), device=tensor.device)
+    return memory.view(tensor.dtype).view(tensor.shape)
 
 
 def _is_for_memory(error: BaseException | None) -> bool:
