@@ -330,18 +330,37 @@ def attention() -> None:
                 return operators.in_stretches(q, k, v, b, s, z, n, 0.125)
 
             line[f"room_{room}_us"] = graph_us(attend)
-        q4 = query.transpose(0, 1)[None].contiguous()
-        k4, v4 = (part.transpose(0, 1)[None].contiguous() for part in (keys, values))
-        sdp = torch.ops.aten
-        for name, call in (
-            ("cudnn", lambda: sdp._scaled_dot_product_cudnn_attention(q4, k4, v4, None, True)),
-            ("flash", lambda: sdp._scaled_dot_product_flash_attention(q4, k4, v4)),
-        ):
+        ways = _long_ways(query, keys, values, starts, sizes, rows * 4)
+        for name, call in ways.items():
             try:
                 line[f"{name}_us"] = graph_us(call)
+                first = operators.in_stretches(
+                    query, keys, values, bounds, starts, sizes, rows * 4, 0.125
+                )
+                found = call()[0].reshape(-1, 8, 64) if name == "cudnn_varlen" else first[0]
+                line[f"{name}_off"] = float((found.float() - first[0].float()).abs().max())
             except Exception as error:  # what a release does not take
-                line[name] = f"{type(error).__name__}: {error}"[:90]
+                line[name] = f"{type(error).__name__}: {error}"[:200]
         tell("attention", **line)
+
+
+def _long_ways(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor,
+    sizes: torch.Tensor, most: int,
+) -> dict[str, Callable[[], Any]]:  # fmt: skip
+    """Return other operators for one stretch, of fixed shape and with its size on the device."""
+    aten = torch.ops.aten
+    q, k, v = (part.transpose(0, 1)[None] for part in (query, keys, values))
+    ends = torch.tensor([0, most], dtype=torch.int32, device=DEVICE)
+    bounds = torch.stack([starts[0], starts[0] + sizes[0]]).to(torch.int32)
+    return {
+        "cudnn": lambda: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True),
+        "flash": lambda: aten._scaled_dot_product_flash_attention(q, k, v),
+        "cudnn_varlen": lambda: aten._cudnn_attention_forward(
+            query, keys, values, None, ends, bounds, most, len(keys), True, 0.0, False, False,
+            scale=0.125,
+        ),
+    }  # fmt: skip
 
 
 def small() -> None:
@@ -354,6 +373,7 @@ def small() -> None:
         tell("small", failed=str(error))
         return
     for rows in (1, 64, 256, 1024):
+
         def numbers(width: int, rows: int = rows) -> torch.Tensor:
             return torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
 
@@ -416,8 +436,10 @@ def main() -> None:
                     given = {"row_cache_bytes": 0, "output_device": DEVICE, "batch_size": 1024}
                     tokenizer = tokenizer_of(model.config.vocab_size)
                     lm = AsyncTransformer(model, tokenizer, self_check=False, **given)
-                {"steps": lambda: steps(lm, model, speed), "profile": lambda: profile(lm),
-                 "host": lambda: host(lm)}[part]()  # fmt: skip
+                if part == "steps":
+                    steps(lm, model, speed)
+                else:
+                    {"profile": profile, "host": host}[part](lm)
             except Exception as error:  # the other parts may do
                 tell(part, failed=f"{type(error).__name__}: {error}"[:600])
             finally:

@@ -7,6 +7,7 @@ its row. What a row's tokens attend to before them is up to an ``Attend``.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -134,21 +135,29 @@ def pack_step(
     states: RowStates | None = None,
 ) -> PackedBatch:
     """Pack a decode step: one new token of each row, and the output behind it."""
-    rows, num_past = torch.arange(len(token_ids), dtype=torch.int64), past.num_tokens
+    num_past, (rows, columns, ones) = past.num_tokens, _of_step(len(token_ids))
     return PackedBatch(
         input_ids=torch.from_numpy(token_ids)[:, None],
         position_ids=torch.from_numpy(num_past)[:, None],
         new_slots=torch.from_numpy(slots),
         new_columns=None,
         output_rows=rows,
-        output_columns=torch.zeros_like(rows),
-        num_new=np.ones(len(token_ids), np.int64),
+        output_columns=columns,
+        num_new=ones,
         num_past=num_past,
         past=past,
         reading=reading,
         states=states,
         is_step=True,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _of_step(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+    """Return the outputs' rows and columns of a step, and the numbers of new tokens."""
+    with torch.inference_mode(False):  # or they could not be used in another mode
+        rows = torch.arange(num_rows, dtype=torch.int64)
+        return rows, torch.zeros_like(rows), np.ones(num_rows, np.int64)
 
 
 def _joined(sequences: Iterable[Sequence[int] | NDArray[Any]]) -> NDArray[np.int64]:

@@ -1,8 +1,8 @@
 """Triton kernels: log-softmax of wide rows in any dtype to float32, with the log normalisers.
 
 Each row is divided into chunks. One launch computes the maximum and the sum of exponentials of each
-chunk, a second one merges them and writes the row, so that logits are read twice and log-probabilities
-written once.
+chunk. A second one merges them and writes the row, so that logits are read twice and
+log-probabilities written once.
 """
 
 from __future__ import annotations

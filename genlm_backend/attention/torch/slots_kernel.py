@@ -1,6 +1,6 @@
-"""A kernel of Triton: attention to tokens in slots, merged with what is known of stretches.
+"""Kernels of Triton for decode steps: attention to tokens in slots, and what comes before it.
 
-One launch does what takes torch a dozen, each of which takes longer than what it computes.
+One launch does what takes torch several, each of which takes longer than what it computes.
 """
 
 from __future__ import annotations
@@ -129,5 +129,83 @@ def attend_in_slots(
             DIMS=max(16, triton.next_power_of_2(dim)),
             BLOCK=min(64, max(16, per_row)),
             HAS_SINKS=sinks is not None,
+        )
+    return found
+
+
+@triton.jit
+def _write(
+    keys, values, slots, codes, width, keys_row, keys_head, values_row, values_head,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    row, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))
+    head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, DIMS)[None, :]
+    is_there = (head < NUM_HEADS) & (dim < DIM)
+    own_keys = tl.load(keys + row * keys_row + head * keys_head + dim, mask=is_there)
+    own_values = tl.load(values + row * values_row + head * values_head + dim, mask=is_there)
+    to = codes + slot * width + head * DIM + dim
+    tl.store(to, own_keys, mask=is_there)
+    tl.store(to + NUM_HEADS * DIM, own_values, mask=is_there)
+
+
+def write_slots(
+    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor
+) -> None:
+    """Write; see ``StepOperators.write``."""
+    keys, values = (one if one.stride(-1) == 1 else one.contiguous() for one in (keys, values))
+    num_rows, num_heads, _, dim = keys.shape
+    launch: Any = _write[(num_rows,)]  # pyright: ignore[reportIndexIssue]
+    with torch.cuda.device_of(keys):  # or it is launched on the one that is current
+        launch(
+            keys,
+            values,
+            slots,
+            codes,
+            codes.stride(0),
+            keys.stride(0),
+            keys.stride(1),
+            values.stride(0),
+            values.stride(1),
+            NUM_HEADS=num_heads,
+            DIM=dim,
+            HEADS=triton.next_power_of_2(num_heads),
+            DIMS=triton.next_power_of_2(dim),
+        )
+
+
+@triton.jit
+def _group(
+    query, readers, found, row_stride, head_stride, NUM_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(readers + number).to(tl.int64)
+    head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, DIMS)[None, :]
+    is_there = (head < NUM_HEADS) & (dim < DIM)
+    own = tl.load(query + row * row_stride + head * head_stride + dim, mask=is_there)
+    # From [key heads, group] to [group, key heads].
+    place = (head % GROUP_SIZE) * (NUM_HEADS // GROUP_SIZE) + head // GROUP_SIZE
+    tl.store(found + number * (NUM_HEADS * DIM) + place * DIM + dim, own, mask=is_there)
+
+
+def group_queries(query: torch.Tensor, readers: torch.Tensor, num_key_heads: int) -> torch.Tensor:
+    """Gather; see ``StepOperators.grouped``."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    _, num_heads, dim = query.shape
+    group_size = num_heads // num_key_heads
+    found = query.new_empty((len(readers) * group_size, num_key_heads, dim))
+    launch: Any = _group[(len(readers),)]  # pyright: ignore[reportIndexIssue]
+    with torch.cuda.device_of(query):  # or it is launched on the one that is current
+        launch(
+            query,
+            readers,
+            found,
+            query.stride(0),
+            query.stride(1),
+            NUM_HEADS=num_heads,
+            GROUP_SIZE=group_size,
+            DIM=dim,
+            HEADS=triton.next_power_of_2(num_heads),
+            DIMS=triton.next_power_of_2(dim),
         )
     return found

@@ -18,9 +18,22 @@ import torch
 logger = logging.getLogger(__name__)
 
 
+def _grouped(query: torch.Tensor, readers: torch.Tensor, num_key_heads: int) -> torch.Tensor:
+    """Gather the queries of readers; the heads of a group become queries of their own."""
+    found = query.index_select(0, readers).unflatten(1, (num_key_heads, -1)).transpose(1, 2)
+    return found.reshape(-1, num_key_heads, query.shape[2])
+
+
+def _write(
+    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor
+) -> None:
+    """Write keys and values, ``[B, key_heads, 1, dim]``, into slots, int64 ``[B]``, of a table."""
+    codes.index_copy_(0, slots, torch.cat([keys, values], 1).flatten(1))
+
+
 @final
 class StepOperators(NamedTuple):
-    """The two operators of which the attention of a decode step consists.
+    """The operators of which the attention of a decode step consists.
 
     Keys and values are in the rows of a table ``codes``, ``[num_slots, 2 * key_heads * dim]``. The
     heads of a group, which share a head of keys, are queries of their own.
@@ -55,6 +68,10 @@ class StepOperators(NamedTuple):
         torch.Tensor,
     ]
 
+    grouped: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = _grouped
+
+    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None] = _write
+
 
 def _flash(
     query: torch.Tensor,
@@ -85,9 +102,13 @@ def _flash(
 
 
 def _of_cuda() -> StepOperators:
-    from genlm_backend.attention.torch.slots_kernel import attend_in_slots
+    from genlm_backend.attention.torch.slots_kernel import (
+        attend_in_slots,
+        group_queries,
+        write_slots,
+    )
 
-    return StepOperators(_flash, attend_in_slots)
+    return StepOperators(_flash, attend_in_slots, group_queries, write_slots)
 
 
 OPERATORS: Final[dict[str, Callable[[], StepOperators]]] = {"cuda": _of_cuda}
@@ -170,11 +191,12 @@ def _attended(
     readers = [row for rows, _, _ in _STRETCHES for row in rows]
     pieces = [[i for i, reader in enumerate(readers) if reader == row] for row in range(num_rows)]
     ends = accumulate((len(rows) * group_size for rows, _, _ in _STRETCHES), initial=0)
-    on_device, table = query.to(device), codes.to(device)
-    grouped = on_device[integers(readers, torch.int64)].unflatten(1, (_NUM_KEY_HEADS, group_size))
+    on_device, table = query.to(device), torch.empty_like(codes, device=device)
+    new = codes.to(device).view(_NUM_SLOTS, 2, _NUM_KEY_HEADS, 1, dim)
+    operators.write(new[:, 0], new[:, 1], integers(range(_NUM_SLOTS), torch.int64), table)
     keys, values = (part.unflatten(1, (_NUM_KEY_HEADS, dim)) for part in table.chunk(2, 1))
     of_parts = operators.in_stretches(
-        grouped.transpose(1, 2).reshape(-1, _NUM_KEY_HEADS, dim),
+        operators.grouped(on_device, integers(readers), _NUM_KEY_HEADS),
         keys,
         values,
         integers(ends),

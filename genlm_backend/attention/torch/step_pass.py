@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.torch.dispatch import HARMLESS
-from genlm_backend.attention.torch.layer import Pair, SlotLayer, by_token
+from genlm_backend.attention.torch.layer import Pair, SlotLayer
 from genlm_backend.attention.torch.step_operators import StepOperators, step_operators
 from genlm_backend.attention.torch.step_tables import StepShape, StepTables
 from genlm_backend.attention.torch.torch_row_states import cache_of
@@ -137,7 +137,7 @@ class StepPass:
         self._layers = [_NewTokens(self, i, num_past) for i in range(len(store.layout.layers))]
         self.most_tokens: float = math.inf
         self.num_attended = 0
-        self._layer: int | None = None
+        self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._windowed: list[torch.Tensor] = []  # what layers with a window are given for a mask
         self._bounds: dict[int, torch.Tensor] = {}  # of readers, by the size of groups of heads
 
@@ -152,10 +152,9 @@ class StepPass:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take new keys and values of a layer, ``[B, key_heads, 1, dim]``, before its query."""
-        if self._layer is not None:
+        if self._new is not None:
             raise UnrecordableError("a layer has attended elsewhere")
-        self._layer = layer
-        self._store.write(layer, self._arrays.arrays["new_slots"], by_token(keys, values, None))
+        self._new = layer, keys, values
 
     def mask(
         self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
@@ -192,20 +191,22 @@ class StepPass:
         """Return the outputs of attention: ``[B, 1, heads, dim]``; see ``TorchPass.attended``."""
         unknown = {name for name, value in options.items() if value is not None} - HARMLESS
         num_rows, num_heads, num_new, dim = query.shape
-        if self._layer is None or unknown or is_causal is False or softcap is not None:
+        if self._new is None or unknown or is_causal is False or softcap is not None:
             raise UnrecordableError("a layer attends in a way of its own")
         has_window = mask is not None
         if num_new > 1 or (has_window and not any(mask is own for own in self._windowed)):
             raise UnrecordableError("a layer has a mask, or several new tokens")
-        layer, self._layer = self._layer, None
+        (layer, *new), self._new = self._new, None
         layout, arrays = self._store.layout.layers[layer], self._arrays.arrays
         num_key_heads = layout.num_key_heads
         group_size = num_heads // num_key_heads
         scale = dim**-0.5 if scaling is None else scaling
         operators = step_operators(query.device, query.dtype, dim, group_size)
-        if operators is None or layout.width != 2 * num_key_heads * dim:
-            raise UnrecordableError("there are no operators for heads of this kind")
         (codes,) = self._store.codes[layer]
+        is_kept_so = new[0].dtype is codes.dtype and layout.width == 2 * num_key_heads * dim
+        if operators is None or not is_kept_so:
+            raise UnrecordableError("there are no operators for heads of this kind")
+        operators.write(new[0], new[1], arrays["new_slots"], codes)
         queries = query.reshape(num_rows, num_heads, dim)
         of_parts, name = None, "recent" if has_window else "slot"
         if self._arrays.shape.pieces and not has_window:
@@ -239,11 +240,9 @@ class StepPass:
         group_size = num_heads // num_key_heads
         if group_size not in self._bounds:
             self._bounds[group_size] = arrays["bounds"] * group_size
-        readers = queries.index_select(0, arrays["readers"])
-        grouped = readers.unflatten(1, (num_key_heads, group_size)).transpose(1, 2)
         keys, values = codes.chunk(2, 1)
         return operators.in_stretches(
-            grouped.reshape(-1, num_key_heads, dim),
+            operators.grouped(queries, arrays["readers"], num_key_heads),
             keys.unflatten(1, (num_key_heads, dim)),
             values.unflatten(1, (num_key_heads, dim)),
             self._bounds[group_size],

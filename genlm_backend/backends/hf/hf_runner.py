@@ -14,6 +14,7 @@ from genlm_backend.backends.hf.fused_norms import fuse_norms
 from genlm_backend.backends.hf.fused_rotary import KERNELS, fuse_rotary
 from genlm_backend.backends.hf.injection import Saved, put_layers
 from genlm_backend.backends.hf.lora import OwnerAdapters, not_loaded, read_adapter
+from genlm_backend.backends.hf.merged_products import merge_products
 from genlm_backend.backends.hf.model_state import ModelSnapshot
 from genlm_backend.backends.hf.packed_weights import PackedWeights
 from genlm_backend.backends.hf.step_graphs import StepGraphs
@@ -57,7 +58,7 @@ class HFRunner(Runner):
         graphs, logits = self.graphs, None
         plan = None if graphs is None else graphs.plan(self.twin, batch)
         if plan is not None and graphs is not None:
-            logits = graphs.replayed(plan, batch)
+            logits = graphs.replayed(plan, self.twin, batch)
         if self._has_changed():
             logits = None  # of the model as it was
             plan = None if graphs is None else graphs.plan(self.twin, batch)
@@ -168,6 +169,7 @@ class HFRunner(Runner):
         self.packed.place(twin.copies)
         if self.device.type == "cuda":
             fuse_norms(twin.copies)
+            merge_products(twin.copies)
         fuse_rotary(twin.copies)  # on a device that has the kernel
         twin.pick()
         twin.ask_between_layers(lambda: self.check_wanted())

@@ -82,6 +82,7 @@ class _OfTwin:
 
     tensors: list[torch.Tensor]
     pointers: list[int]
+    memory: list[Any]  # of the tensors, which a replay reads wherever they are by now
     group_size: int
     by_shape: dict[StepShape, Recorded] = field(default_factory=dict)
     failed: set[StepShape] = field(default_factory=set)
@@ -182,14 +183,15 @@ class StepGraphs:
             return None
         return Plan(shape, tables, None)
 
-    def replayed(self, plan: Plan, batch: PackedBatch) -> torch.Tensor | None:
+    def replayed(self, plan: Plan, twin: Twin, batch: PackedBatch) -> torch.Tensor | None:
         """Run a pass as it was recorded; ``None`` where there is none, or it fails."""
         if plan.recorded is None:
             return None
         try:
             found = plan.recorded.replay(plan.tables, batch)
             self._num_failed = 0
-            return found
+            if self._is_as_it_was(twin):  # looked at while the device computes
+                return found
         except Exception as error:  # of the device, which the pass may yet do without
             num_failed = self._num_failed + 1
             then = " until clear_cache()" if num_failed > MAX_ERRORS else ""
@@ -203,20 +205,21 @@ class StepGraphs:
     def learn(self, plan: Plan, twin: Twin, batch: PackedBatch, logits: torch.Tensor) -> None:
         """Record a pass of a number of rows that has been met before, and compare it."""
         own, shape = self._twins.get(twin), plan.shape
-        if own is None:
+        if own is None or not self._is_as_it_was(twin):
             return
         self._num_seen[shape.rows] += 1
         if self._num_seen[shape.rows] < MIN_SEEN:
             return
         own.failed.add(shape)  # until it has been seen to be right
-        new_slots = batch.new_slots.numpy()
-        codes = self._store.take(new_slots)  # a wrong recording writes wrong ones
+        new_slots, codes = batch.new_slots.numpy(), None
         try:
+            codes = self._store.take(new_slots)  # a wrong recording writes wrong ones
             recorded = self._recorded(plan, twin, batch)
             self._alive.append(recorded)
             distance = _distance(recorded.replay(plan.tables, batch), logits)
         except Exception as error:  # whatever third-party code does that cannot be recorded
-            self._store.put(new_slots, codes)
+            if codes is not None:
+                self._store.put(new_slots, codes)
             self._note(own, twin, shape, error)
             return
         if not distance <= FARTHEST:  # or NaN
@@ -258,17 +261,24 @@ class StepGraphs:
         if self._num_failed > MAX_ERRORS or _has_global_hooks():
             return None
         if twin in self._twins:
-            own = self._twins[twin]
-            if own is None or own.is_as_it_was:
-                return own
-            self.forget()
+            return self._twins[twin]
         own, tensors = None, [*twin.module.parameters(), *twin.module.buffers()]
         pointers = [tensor.data_ptr() for tensor in tensors]
         has_memory = all(p or not t.numel() for p, t in zip(pointers, tensors, strict=True))
         if has_memory and not _has_hooks(twin.module):
-            own = _OfTwin(tensors, pointers, _group_size(twin.module, self._store.layout.layers[0]))
+            memory = [tensor.untyped_storage() for tensor in tensors]
+            group_size = _group_size(twin.module, self._store.layout.layers[0])
+            own = _OfTwin(tensors, pointers, memory, group_size)
         self._twins[twin] = own
         return own
+
+    def _is_as_it_was(self, twin: Twin) -> bool:
+        """Whether the parameters of a twin are where they were; else its passes are forgotten."""
+        own = self._twins.get(twin)
+        if own is not None and own.is_as_it_was:
+            return True
+        self.forget()
+        return False
 
     def _recorded(self, plan: Plan, twin: Twin, batch: PackedBatch) -> Recorded:
         arrays = StepArrays(plan.shape, self.device)
@@ -322,9 +332,7 @@ class CudaRecorder:
         """Begin with memory of its own for the graphs to come; all those before have gone."""
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(
-        self, run: Callable[[], torch.Tensor]
-    ) -> tuple[Callable[[], object], torch.Tensor]:
+    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
         """Run a function twice, record it the second time; return what replays it, and its result.
 
         The memory of the result is that of the pool, for the next graph to use as well.

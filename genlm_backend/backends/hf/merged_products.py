@@ -1,0 +1,179 @@
+"""Merged projections of a twin, on devices where each launch counts.
+
+The projections of queries, keys and values have one input, and so have those of a gate and of what
+it opens. Their weights become rows of one matrix: parameters stay the same objects with the same
+values, next to each other in memory, so that nothing is kept twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
+
+SiluProduct: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A function of gates and of what they open, side by side."""
+
+_ATTENTION: Final = ("q_proj", "k_proj", "v_proj")
+_GATED: Final = ("gate_proj", "up_proj")
+
+
+def _of_cuda() -> SiluProduct:
+    from genlm_backend.attention.torch.gate_kernel import silu_product
+
+    return silu_product
+
+
+KERNELS: Final[dict[str, Callable[[], SiluProduct]]] = {"cuda": _of_cuda}
+"""Kernels for gates, by the kind of a device, on which products are merged."""
+
+
+def merge_products(copies: Mapping[nn.Module, Any]) -> None:
+    """Have the modules of a twin compute projections of one input by one product."""
+    gates: dict[Any, SiluProduct | None] = {}
+    has_moved = False
+    for own in copies.values():
+        children = vars(own)["_modules"]
+        for names in (_ATTENTION, _GATED):
+            layers = [children.get(name) for name in names]
+            if not _can_merge(layers):
+                continue
+            has_moved |= not _are_joined([layer.weight for layer in layers])
+            products = _Products(layers)
+            if names is _GATED:
+                kind = type(own), type(children.get("act_fn"))
+                if kind not in gates:
+                    gates[kind] = _gate_of(own, products)
+                gate = gates[kind]
+                if gate is not None:
+                    vars(own)["forward"] = partial(products.gated, own, gate)
+                    continue
+            for index, layer in enumerate(layers):
+                vars(layer)["forward"] = partial(products.of, index)
+    if has_moved and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # of where the weights were, for whatever measures free memory
+
+
+def _can_merge(layers: Sequence[Any]) -> bool:
+    if not all(type(layer) is nn.Linear and "forward" not in vars(layer) for layer in layers):
+        return False
+    weights, biases = ([getattr(one, name) for one in layers] for name in ("weight", "bias"))
+    given = [*weights, *(bias for bias in biases if bias is not None)]
+    first = weights[0]
+    return (
+        len(given) in (len(layers), 2 * len(layers))
+        and len(set(map(id, given))) == len(given)
+        and all(type(one) is nn.Parameter and not one.is_inference() for one in given)
+        and all(one.device == first.device and one.dtype is first.dtype for one in given)
+        and all(one.layout is torch.strided and one.is_contiguous() for one in given)
+        and first.device.type in KERNELS
+        and first.is_floating_point()
+        and len({weight.shape[1] for weight in weights}) == 1
+        and all(map(torch.numel, given))
+    )
+
+
+def _are_joined(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether each parameter begins where the one before it ends, in the same memory."""
+    starts = [parameter.data_ptr() for parameter in parameters]
+    ends = accumulate((parameter.nbytes for parameter in parameters), initial=starts[0])
+    memory = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    return len(memory) == 1 and starts == [*ends][:-1]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Return parameters as one, ``[sum of lengths, ...]``, to which they are moved if apart."""
+    sizes = [len(parameter) for parameter in parameters]
+    if not _are_joined(parameters):
+        whole = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, whole.split(sizes), strict=True):
+            parameter.data = part
+    first = parameters[0].detach()
+    return first.as_strided((sum(sizes), *first.shape[1:]), first.stride())
+
+
+@final
+class _Products:
+    """Linear layers with one input, which are called in their order, by one product."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._layers = layers
+        self._sizes = [layer.out_features for layer in layers]
+        self._weight = _joined([layer.weight for layer in layers])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self._bias = _joined(biases) if biases else None
+        self._addresses = [*map(torch.Tensor.data_ptr, self._parameters)]
+        self._given: torch.Tensor | None = None
+        self._found: Sequence[torch.Tensor] = ()
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        given = [(layer.weight, layer.bias) for layer in self._layers]
+        return [one for pair in given for one in pair if one is not None]
+
+    def all(self, given: torch.Tensor) -> torch.Tensor | None:
+        """Return all products, ``[..., sum of sizes]``; ``None`` if a parameter has been moved."""
+        if torch.is_grad_enabled():
+            return None
+        if [*map(torch.Tensor.data_ptr, self._parameters)] != self._addresses:
+            return None
+        return functional.linear(given, self._weight, self._bias)
+
+    def of(self, index: int, given: torch.Tensor) -> torch.Tensor:
+        """Return the product of one layer, ``[..., out_features]``."""
+        if index == 0:
+            found = self.all(given)
+            self._given = None if found is None else given
+            self._found = () if found is None else found.split(self._sizes, -1)
+        if self._given is not given:
+            layer = self._layers[index]
+            return functional.linear(given, layer.weight, layer.bias)
+        part = self._found[index]
+        if index == len(self._sizes) - 1:
+            self._given, self._found = None, ()
+        return part
+
+    def gated(self, module: Any, silu_product: SiluProduct, given: torch.Tensor) -> torch.Tensor:
+        """Return what a gated layer returns, ``[..., hidden]``; see ``_gate_of``."""
+        both = self.all(given)
+        if both is None:
+            return type(module).forward(module, given)
+        return module.down_proj(silu_product(both))
+
+
+@torch.inference_mode()
+def _gate_of(module: Any, products: _Products) -> SiluProduct | None:
+    """Return the kernel for a feed-forward layer; ``None`` if it computes something else.
+
+    Its activation and the layer as a whole are asked, on random numbers.
+    """
+    children, layer = vars(module)["_modules"], vars(module)["_modules"].get("down_proj")
+    if {*children} - {"gate_proj", "up_proj", "down_proj", "act_fn"} or "forward" in vars(module):
+        return None
+    weight = products._weight
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(3, weight.shape[1], generator=generator, dtype=torch.float32)
+    given = numbers.to(weight.device, weight.dtype)
+    try:
+        kernel = KERNELS[weight.device.type]()
+        points = torch.linspace(-6, 6, 97, dtype=torch.float32, device=weight.device)
+        if not torch.allclose(module.act_fn(points), functional.silu(points), atol=1e-6):
+            return None
+        expected = type(module).forward(module, given).float()
+        found = products.gated(module, kernel, given).float()
+    except Exception as error:  # of third-party code, or a platform that compiles no kernel
+        logger.info("%s computes as it is written", type(module).__name__, exc_info=error)
+        return None
+    rounding = 4 * torch.finfo(weight.dtype).eps
+    is_close = (found - expected).norm() <= rounding * expected.norm()
+    return kernel if layer is not None and expected.any() and is_close else None
