@@ -431,7 +431,8 @@ def main() -> None:
                     alone[part]()
                     continue
                 if lm is None:
-                    model = model_of(options.model, DEVICE, torch.bfloat16)
+                    with torch.inference_mode(False):  # or its parameters were of that mode
+                        model = model_of(options.model, DEVICE, torch.bfloat16)
                     WIDTH = model.config.vocab_size
                     given = {"row_cache_bytes": 0, "output_device": DEVICE, "batch_size": 1024}
                     tokenizer = tokenizer_of(model.config.vocab_size)

@@ -22,22 +22,22 @@ def fuse_norms(copies: Mapping[nn.Module, Any]) -> None:
     for module, own in copies.items():
         eps = _eps_of(module)
         if eps is not None and _is_root_mean_square(module, eps):
-            vars(own)["forward"] = _Norm(own, eps)
+            vars(own)["forward"] = Norm(own, eps)
 
 
 @final
-class _Norm:
+class Norm:
     """The ``forward`` of a module that is a norm: it takes the module's weight as it is now."""
 
     def __init__(self, module: Any, eps: float) -> None:
-        self._module, self._eps = module, eps
+        self._module, self.eps = module, eps
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the normed states, ``[..., dim]``."""
         weight = self._module.weight
         if hidden_states.dtype is not weight.dtype:  # of which modules return one or the other
             return type(self._module).forward(self._module, hidden_states)
-        return nn.functional.rms_norm(hidden_states, weight.shape, weight, self._eps)
+        return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.eps)
 
 
 def _eps_of(module: nn.Module) -> float | None:

@@ -11,6 +11,7 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf.fused_norms import fuse_norms
+from genlm_backend.backends.hf.fused_residuals import fuse_residuals
 from genlm_backend.backends.hf.fused_rotary import KERNELS, fuse_rotary
 from genlm_backend.backends.hf.injection import Saved, put_layers
 from genlm_backend.backends.hf.lora import OwnerAdapters, not_loaded, read_adapter
@@ -170,6 +171,7 @@ class HFRunner(Runner):
         if self.device.type == "cuda":
             fuse_norms(twin.copies)
             merge_products(twin.copies)
+            fuse_residuals(twin.copies)
         fuse_rotary(twin.copies)  # on a device that has the kernel
         twin.pick()
         twin.ask_between_layers(lambda: self.check_wanted())

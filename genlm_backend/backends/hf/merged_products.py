@@ -38,7 +38,6 @@ KERNELS: Final[dict[str, Callable[[], SiluProduct]]] = {"cuda": _of_cuda}
 
 def merge_products(copies: Mapping[nn.Module, Any]) -> None:
     """Have the modules of a twin compute projections of one input by one product."""
-    gates: dict[Any, SiluProduct | None] = {}
     has_moved = False
     for own in copies.values():
         children = vars(own)["_modules"]
@@ -49,10 +48,7 @@ def merge_products(copies: Mapping[nn.Module, Any]) -> None:
             has_moved |= not _are_joined([layer.weight for layer in layers])
             products = _Products(layers)
             if names is _GATED:
-                kind = type(own), type(children.get("act_fn"))
-                if kind not in gates:
-                    gates[kind] = _gate_of(own, products)
-                gate = gates[kind]
+                gate = _gate_of(own, products)
                 if gate is not None:
                     vars(own)["forward"] = partial(products.gated, own, gate)
                     continue

@@ -1,11 +1,11 @@
-"""Projections of one input are one product, by weights that stay the model's own."""
+"""What passes compute by fewer kernels on a CUDA device, here by torch in the kernels' place."""
 
 import pytest
 import torch
 from torch.nn import functional
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.backends.hf import hf_runner, merged_products
+from genlm_backend.backends.hf import fused_norms, fused_residuals, hf_runner, merged_products
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -17,17 +17,58 @@ def silu_product(both):
     return functional.silu(gate) * up
 
 
+def add_norm(given, residual, weight, eps):
+    total = given + residual
+    return total, functional.rms_norm(total, weight.shape, weight, eps)
+
+
 @pytest.fixture(autouse=True)
 def merging(monkeypatch):
-    """Have models on the processor merge their products, as those on a CUDA device do."""
+    """Have models on the processor merge and fuse, as those on a CUDA device do."""
     monkeypatch.setitem(merged_products.KERNELS, "cpu", lambda: silu_product)
+    monkeypatch.setitem(fused_residuals.KERNELS, "cpu", lambda: add_norm)
     dress = hf_runner.HFRunner._dress
 
     def dress_and_merge(runner, twin, adapter):
+        fused_norms.fuse_norms(twin.copies)
         merged_products.merge_products(twin.copies)
+        fused_residuals.fuse_residuals(twin.copies)
         dress(runner, twin, adapter)
 
     monkeypatch.setattr(hf_runner.HFRunner, "_dress", dress_and_merge)
+
+
+def fused_layers(lm):
+    """Return the number of decoder layers that add and norm at once."""
+    forwards = [vars(own).get("forward") for own in lm._hf._runner.twin.copies.values()]
+    found = [getattr(forward, "args", [forward])[:1] for forward in forwards if forward]
+    return sum(isinstance(one, fused_residuals._Layer) for each in found for one in each)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding", "mixtral"])
+def test_usual_decoder_layers_add_and_norm_at_once(name):
+    model = families.make(name)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert fused_layers(lm) == model.config.num_hidden_layers
+        torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
+
+
+def test_residuals_of_another_size_are_added_as_it_is_written():
+    model = families.make("granite")
+    for layer in model.model.layers:
+        layer.residual_multiplier = 0.5
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert not fused_layers(lm)
+        torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "gpt2", "phi"])
+@pytest.mark.filterwarnings("ignore")
+def test_others_compute_as_they_are_written(name):
+    model = families.make(name)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert not fused_layers(lm)
+        torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
 
 
 def rows_of(lm):

@@ -1,0 +1,171 @@
+"""Residuals of a twin's decoder layers, each with the norm after it in one launch.
+
+Most decoder layers have one shape: norm, attention, residual, norm, feed-forward layer, residual.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import nn
+
+from genlm_backend.backends.hf.fused_norms import Norm
+
+logger = logging.getLogger(__name__)
+
+AddNorm: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
+]
+"""A function of two terms, the weight of a norm and its epsilon: their sum, and its norm."""
+
+
+def _of_cuda() -> AddNorm:
+    from genlm_backend.attention.torch.norm_kernel import add_norm
+
+    return add_norm
+
+
+KERNELS: Final[dict[str, Callable[[], AddNorm]]] = {"cuda": _of_cuda}
+"""Kernels that there may be, by the kind of a device."""
+
+_CHILDREN: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+
+
+def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
+    """Have the decoder layers of a twin add and norm at once, once their norms are fused.
+
+    Each layer is asked, on random numbers.
+    """
+    for own in copies.values():
+        if not isinstance(own, nn.ModuleList):
+            continue
+        layers: list[_Layer] = []
+        for layer in own:
+            if not _may_be_plain(layer):
+                continue
+            kernel = _kernel_for(layer)
+            if kernel is not None:
+                layers.append(_Layer(layer, kernel))
+                vars(layer)["forward"] = layers[-1]
+        for one, other in pairwise(layers):
+            one.following = other
+
+
+@final
+class _Layer:
+    """The ``forward`` of a decoder layer, which leaves the first norm of the next one ready."""
+
+    def __init__(self, module: Any, kernel: AddNorm) -> None:
+        self._module, self._kernel = module, kernel
+        self.following: _Layer | None = None
+        self._given: torch.Tensor | None = None
+        self._normed: torch.Tensor | None = None
+
+    def __call__(self, hidden_states: torch.Tensor, *others: Any, **options: Any) -> Any:
+        """Return the layer's hidden states, ``[..., hidden]``."""
+        module = self._module
+        if hidden_states is not self._given:
+            self._normed = None
+        normed, self._given, self._normed = self._normed, None, None
+        first, second = module.input_layernorm, module.post_attention_layernorm
+        if others or torch.is_grad_enabled() or hidden_states.dtype is not second.weight.dtype:
+            return type(module).forward(module, hidden_states, *others, **options)
+        normed = first(hidden_states) if normed is None else normed
+        found = _hidden(module.self_attn(hidden_states=normed, **options))
+        total, normed = self._added(found, hidden_states, second)
+        found = _hidden(module.mlp(normed))
+        following = self.following
+        if following is None:
+            return total + found
+        total, normed = self._added(found, total, following._module.input_layernorm)
+        following._given, following._normed = total, normed
+        return total
+
+    def _added(
+        self, given: torch.Tensor, residual: torch.Tensor, norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if given.dtype is not residual.dtype or norm.weight.device != residual.device:
+            total = given + residual
+            return total, norm(total)
+        return self._kernel(given, residual, norm.weight, vars(norm)["forward"].eps)
+
+
+def _hidden(found: Any) -> torch.Tensor:
+    return found if isinstance(found, torch.Tensor) else found[0]
+
+
+def _may_be_plain(layer: Any) -> bool:
+    own = vars(layer)
+    if {*own["_modules"]} != _CHILDREN or own["_parameters"] or "forward" in own:
+        return False
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    return all(
+        isinstance(vars(norm).get("forward"), Norm)
+        and norm.weight.device.type in KERNELS
+        and not norm._forward_hooks
+        and not norm._forward_pre_hooks
+        for norm in norms
+    )
+
+
+@torch.inference_mode()
+def _kernel_for(layer: Any) -> AddNorm | None:
+    """Return the kernel for a layer; ``None`` if it computes something else than its shape says."""
+    weight, seen = layer.input_layernorm.weight, list[dict[str, Any]]()
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(3, 1, len(weight), generator=generator, dtype=torch.float32)
+    given = numbers.to(weight.device, weight.dtype)
+
+    def attend(**options: Any) -> tuple[torch.Tensor, None]:
+        seen.append(options)
+        return 0.5 * options["hidden_states"].roll(1, -1), None
+
+    def feed_forward(states: torch.Tensor) -> torch.Tensor:
+        return 0.25 * states.roll(2, -1)
+
+    parts = [vars(layer.self_attn), vars(layer.mlp)]
+    before = [part.get("forward") for part in parts]
+    try:
+        kernel = KERNELS[weight.device.type]()
+        names = [*inspect.signature(type(layer).forward).parameters.values()][2:]
+        options = {one.name: object() for one in names if one.kind is not one.VAR_KEYWORD}
+        parts[0]["forward"], parts[1]["forward"] = attend, feed_forward
+        expected = type(layer).forward(layer, given, **options)
+        found = _Layer(layer, kernel)(given, **options)
+        following = _Layer(layer, kernel)
+        following.following = following
+        again = following(given, **options)
+    except Exception as error:  # of third-party code, or a platform that compiles no kernel
+        logger.info("%s computes as it is written", type(layer).__name__, exc_info=error)
+        return None
+    finally:
+        for part, forward in zip(parts, before, strict=True):
+            part.pop("forward", None)
+            if forward is not None:
+                part["forward"] = forward
+    are_equal = all(_are_same(one, seen[0]) for one in seen[1:])
+    is_close = isinstance(expected, torch.Tensor) and all(
+        _is_close(one, expected) for one in (found, again)
+    )
+    return kernel if are_equal and is_close else None
+
+
+def _are_same(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether attention has been given the same, but for hidden states, which are rounded."""
+    given, other = options["hidden_states"], others["hidden_states"]
+    return (
+        options.keys() == others.keys()
+        and _is_close(given, other)
+        and all(options[name] is others[name] for name in {*options} - {"hidden_states"})
+    )
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    rounding = 4 * torch.finfo(expected.dtype).eps
+    found, expected = found.float(), expected.float()
+    return bool((found - expected).norm() <= rounding * expected.norm())
