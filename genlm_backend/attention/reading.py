@@ -206,12 +206,15 @@ class Reading:
         everybody = np.arange(len(rows))
         for number, part in enumerate(self.parts):
             own = everybody
-            if len(part.rows) < len(self.num_past):
+            if len(part.rows) == len(self.num_past) == len(rows):
+                own = part.rows  # as a rule; what has been made of the part holds
+            elif len(part.rows) < len(self.num_past):
                 is_reader = np.zeros(len(self.num_past), bool)
                 is_reader[part.rows] = True
                 own = np.flatnonzero(is_reader[rows])
             if len(own):
-                parts.append(Part(own, part.positions, part.slots))
+                is_same = own is part.rows
+                parts.append(part if is_same else Part(own, part.positions, part.slots))
                 numbers.append(number)
         num_past = self.num_past[rows]
         return Reading(

@@ -14,7 +14,7 @@ from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.torch.dispatch import HARMLESS
 from genlm_backend.attention.torch.layer import Pair, SlotLayer
 from genlm_backend.attention.torch.step_operators import StepOperators, step_operators
-from genlm_backend.attention.torch.step_tables import StepShape, StepTables
+from genlm_backend.attention.torch.step_tables import StepShape, StepTables, Stretches
 from genlm_backend.attention.torch.torch_row_states import cache_of
 from genlm_backend.prefix import KVStore
 
@@ -81,6 +81,7 @@ class StepArrays:
             self._numbers[name] = own.reshape(shapes[name])
             self.arrays[name] = self._on_device[start:stop].view(dtype).view(shapes[name])
         self._numbers["recent_starts"][:] = np.arange(rows) * shape.window
+        self._shared: Stretches | None = None  # of the step before
         self._slots_at = ends["slots"][0]
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -92,40 +93,42 @@ class StepArrays:
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this, or it would take our numbers
         shape, into, num_rows = self.shape, self._numbers, batch.num_rows
-        for name, numbers in (
-            ("token_ids", batch.input_ids[:, 0].numpy()),
-            ("positions", batch.position_ids[:, 0].numpy()),
-            ("new_slots", batch.new_slots.numpy()),
-            ("slot_counts", tables.counts),
-            ("recent", tables.recent),
-            ("recent_counts", tables.num_recent),
-        ):
+        of_rows = {
+            "token_ids": batch.input_ids[:, 0].numpy(),
+            "positions": batch.position_ids[:, 0].numpy(),
+            "new_slots": batch.new_slots.numpy(),
+            "slot_counts": tables.counts,
+        }
+        if shape.window:
+            of_rows |= {"recent": tables.recent, "recent_counts": tables.num_recent}
+        for name, numbers in of_rows.items():
             into[name][:num_rows] = numbers
-            into[name][num_rows:] = numbers[0]
-        ends = tables.counts.cumsum()
-        starts = into["slot_starts"]
-        starts[:num_rows], starts[num_rows:] = ends - tables.counts, 0
-        num_slots, num_readers = len(tables.slots), len(tables.readers)
+            if num_rows < shape.rows:
+                into[name][num_rows:] = numbers[0]
+        starts, num_slots = into["slot_starts"], len(tables.slots)
+        starts[0], starts[num_rows:] = 0, 0
+        tables.counts[:-1].cumsum(out=starts[1:num_rows])
         into["slots"][:num_slots] = tables.slots
-        if shape.pieces:
-            num_pieces, pieces = tables.pieces.shape[1], into["pieces"]
-            pieces[:num_rows, :num_pieces], pieces[:, num_pieces:] = tables.pieces, -1
-            pieces[num_rows:, :num_pieces] = tables.pieces[0]
-            into["readers"][:num_readers], into["readers"][num_readers:] = tables.readers, 0
-            num_stretches = len(tables.starts)
-            into["starts"][:num_stretches], into["sizes"][:num_stretches] = (
-                tables.starts,
-                tables.sizes,
-            )
-            into["starts"][num_stretches:], into["sizes"][num_stretches:] = 0, 0
-            bounds = into["bounds"]
-            bounds[0] = 0
-            bounds[1 : num_stretches + 1] = tables.num_readers.cumsum()
-            bounds[num_stretches + 1 :] = bounds[num_stretches]
+        if shape.pieces and tables.shared is not self._shared:
+            self._fill_stretches(tables.shared, num_rows)
+            self._shared = tables.shared
         end = self._slots_at + into["slots"].itemsize * num_slots
         self._on_device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._on_device.device))
+
+    def _fill_stretches(self, shared: Stretches, num_rows: int) -> None:
+        into, num_pieces = self._numbers, shared.pieces.shape[1]
+        pieces, num_readers = into["pieces"], len(shared.readers)
+        pieces[:num_rows, :num_pieces], pieces[:, num_pieces:] = shared.pieces, -1
+        pieces[num_rows:, :num_pieces] = shared.pieces[0]
+        into["readers"][:num_readers], into["readers"][num_readers:] = shared.readers, 0
+        num_stretches, bounds = len(shared.starts), into["bounds"]
+        for name, numbers in (("starts", shared.starts), ("sizes", shared.sizes)):
+            into[name][:num_stretches], into[name][num_stretches:] = numbers, 0
+        bounds[0] = 0
+        bounds[1 : num_stretches + 1] = shared.num_readers.cumsum()
+        bounds[num_stretches + 1 :] = bounds[num_stretches]
 
 
 @final

@@ -7,6 +7,7 @@ last tokens of each row slot by slot.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -67,16 +68,24 @@ class StepShape(NamedTuple):
 
 
 @final
-class StepTables(NamedTuple):
-    """Tables of what the ``B`` rows of a decode step read."""
+class Stretches(NamedTuple):
+    """Tables of what the rows of a decode step read as stretches, and what else they share."""
 
-    slots: NDArray[np.int64]  # [tokens] int64
-    counts: NDArray[np.int64]  # [B] int64
     starts: NDArray[np.int64]  # [S] int64
     sizes: NDArray[np.int64]  # [S] int64
     readers: NDArray[np.int64]  # [N] int64
     num_readers: NDArray[np.int64]  # [S] int64
     pieces: NDArray[np.int64]  # [B, pieces] int64
+    apart: tuple[Part, ...]  # read slot by slot
+
+
+@final
+class StepTables(NamedTuple):
+    """Tables of what the ``B`` rows of a decode step read."""
+
+    slots: NDArray[np.int64]  # [tokens] int64
+    counts: NDArray[np.int64]  # [B] int64
+    shared: Stretches
     recent: NDArray[np.int64]  # [B, window] int64
     num_recent: NDArray[np.int64]  # [B] int64
 
@@ -92,37 +101,13 @@ class StepTables(NamedTuple):
     ) -> StepTables:
         """Return the tables of a decode step."""
         num_rows = len(new_slots)
-        in_place: list[tuple[Part, list[tuple[int, int]]]] = []
-        apart: list[Part] = []
-        for part in reading.parts:
-            runs = _runs(part.slots)
-            is_small = len(part) <= LONG and len(part) * len(part.rows) <= MANY_READ
-            if is_small or len(runs) > MAX_RUNS:
-                apart.append(part)
-            else:
-                in_place.append((part, runs))
-        stretches = _divided(in_place, group_size, num_key_heads)
-        pieces = _pieces(stretches, num_rows)
-        if pieces.shape[1] > MAX_PIECES:
-            stretches = [(part.rows, *run) for part, runs in in_place for run in runs]
-            pieces = _pieces(stretches, num_rows)
-        readers = [rows for rows, _, _ in stretches]
-        slots, counts = _slot_by_slot(reading, apart, new_slots)
+        shared = _stretches_of(reading.parts, num_rows, group_size, num_key_heads)
+        slots, counts = _slot_by_slot(reading, shared.apart, new_slots)
         recent = np.empty((num_rows, window), np.int64)
         if window:
             recent[:, 0] = new_slots
             past.write_last(recent[:, 1:])
-        return cls(
-            slots,
-            counts,
-            np.array([start for _, start, _ in stretches], np.int64),
-            np.array([size for _, _, size in stretches], np.int64),
-            np.concatenate(readers) if readers else np.empty(0, np.int64),
-            np.array([len(rows) for rows in readers], np.int64),
-            pieces,
-            recent,
-            np.minimum(reading.num_past + 1, window),
-        )
+        return cls(slots, counts, shared, recent, np.minimum(reading.num_past + 1, window))
 
     @property
     def shape(self) -> StepShape:
@@ -131,12 +116,43 @@ class StepTables(NamedTuple):
         per_row = FEW_SLOTS
         while num_rows * per_row < len(self.slots):
             per_row *= 8
-        num_pieces = self.pieces.shape[1] and _power_of_two(self.pieces.shape[1])
+        pieces, starts = self.shared.pieces, self.shared.starts
+        num_pieces = pieces.shape[1] and _power_of_two(pieces.shape[1])
         # The operator launches blocks for each stretch that there is room for.
         most = num_rows * num_pieces
-        room = next((size for size in (4, 16, 64) if len(self.starts) <= size), most)
+        room = next((size for size in (4, 16, 64) if len(starts) <= size), most)
         num_stretches, window = min(most, room), self.recent.shape[1]
         return StepShape(num_rows, num_rows * per_row, num_pieces, num_stretches, window)
+
+
+@functools.lru_cache(maxsize=8)
+def _stretches_of(
+    parts: tuple[Part, ...], num_rows: int, group_size: int, num_key_heads: int
+) -> Stretches:
+    """Return how rows read parts, which are the same in most steps as in the step before."""
+    in_place: list[tuple[Part, list[tuple[int, int]]]] = []
+    apart: list[Part] = []
+    for part in parts:
+        runs = _runs(part.slots)
+        is_small = len(part) <= LONG and len(part) * len(part.rows) <= MANY_READ
+        if is_small or len(runs) > MAX_RUNS:
+            apart.append(part)
+        else:
+            in_place.append((part, runs))
+    stretches = _divided(in_place, group_size, num_key_heads)
+    pieces = _pieces(stretches, num_rows)
+    if pieces.shape[1] > MAX_PIECES:
+        stretches = [(part.rows, *run) for part, runs in in_place for run in runs]
+        pieces = _pieces(stretches, num_rows)
+    readers = [rows for rows, _, _ in stretches]
+    return Stretches(
+        np.array([start for _, start, _ in stretches], np.int64),
+        np.array([size for _, _, size in stretches], np.int64),
+        np.concatenate(readers) if readers else np.empty(0, np.int64),
+        np.array([len(rows) for rows in readers], np.int64),
+        pieces,
+        tuple(apart),
+    )
 
 
 def _power_of_two(number: int) -> int:

@@ -77,7 +77,7 @@ def _can_merge(layers: Sequence[Any]) -> bool:
     )
 
 
-def _are_joined(parameters: Sequence[nn.Parameter]) -> bool:
+def _are_joined(parameters: Sequence[Any]) -> bool:
     """Whether each parameter begins where the one before it ends, in the same memory."""
     starts = [parameter.data_ptr() for parameter in parameters]
     ends = accumulate((parameter.nbytes for parameter in parameters), initial=starts[0])
@@ -87,7 +87,7 @@ def _are_joined(parameters: Sequence[nn.Parameter]) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def _joined(parameters: Sequence[Any]) -> torch.Tensor:
     """Return parameters as one, ``[sum of lengths, ...]``, to which they are moved if apart."""
     sizes = [len(parameter) for parameter in parameters]
     if not _are_joined(parameters):
@@ -106,7 +106,7 @@ class _Products:
         self._layers = layers
         self._sizes = [layer.out_features for layer in layers]
         self._weight = _joined([layer.weight for layer in layers])
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[Any] = [layer.bias for layer in layers if layer.bias is not None]
         self._bias = _joined(biases) if biases else None
         self._addresses = [*map(torch.Tensor.data_ptr, self._parameters)]
         self._given: torch.Tensor | None = None

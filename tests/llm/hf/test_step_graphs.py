@@ -220,8 +220,8 @@ def test_prompts_of_several_groups_and_lengths(name, many_read, monkeypatch, rec
     check_history(families.make(name), history)
     assert recorded
     num_pieces = 1 if many_read else 2  # the smaller ones are read slot by slot
-    assert any(tables.pieces.shape[1] >= num_pieces for tables in seen)
-    assert many_read or any((tables.pieces == -1).any() for tables in seen)
+    assert any(tables.shared.pieces.shape[1] >= num_pieces for tables in seen)
+    assert many_read or any((tables.shared.pieces == -1).any() for tables in seen)
 
 
 def test_hooks_run_at_every_step(recorded):
