@@ -162,7 +162,7 @@ def profile(lm: Any) -> None:
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             step(5)
         totals: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-        for event in found.events():
+        for event in found.events() or []:
             if event.device_type.name == "CUDA":
                 totals[event.name][0] += 1
                 totals[event.name][1] += event.time_range.elapsed_us()
