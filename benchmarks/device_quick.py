@@ -357,7 +357,8 @@ def small() -> None:
     from torch.nn import functional
 
     try:
-        from benchmarks import device_kernels as kernels
+        from genlm_backend.attention.torch.gate_kernel import silu_product
+        from genlm_backend.attention.torch.norm_kernel import add_norm
     except Exception as error:  # no Triton
         tell("small", failed=str(error))
         return
@@ -366,7 +367,8 @@ def small() -> None:
         def numbers(width: int, rows: int = rows) -> torch.Tensor:
             return torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
 
-        x, r, w, g, u = (*map(numbers, (2048, 2048)), numbers(2048)[0], *map(numbers, (8192, 8192)))
+        x, r, w, both = (*map(numbers, (2048, 2048)), numbers(2048)[0], numbers(16384))
+        g, u = (half.contiguous() for half in both.chunk(2, 1))
 
         def norms(x: Any = x, r: Any = r, w: Any = w) -> Any:
             s = r + x
@@ -376,8 +378,8 @@ def small() -> None:
             return functional.silu(g) * u
 
         pairs = (
-            ("norm", norms, lambda x=x, r=r, w=w: kernels.add_rms_norm(x, r, w, 1e-5)),
-            ("gate", gates, lambda g=g, u=u: kernels.silu_mul(g, u)),
+            ("norm", norms, lambda x=x, r=r, w=w: add_norm(x, r, w, 1e-5)),
+            ("gate", gates, lambda both=both: silu_product(both)),
         )
         line: dict[str, Any] = {"rows": rows}
         for name, plain, fused in pairs:

@@ -138,6 +138,27 @@ async def test_recorded_steps(name, dtype, monkeypatch):
         assert not any(own.failed for own in recorded)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [96, 2048, 5120])
+@torch.inference_mode()
+def test_fused_kernels_are_torchs(dtype, width):
+    norm_kernel = pytest.importorskip("genlm_backend.attention.torch.norm_kernel")
+    from genlm_backend.attention.torch.gate_kernel import silu_product
+
+    one, other, weight, both = (
+        torch.randn(*shape, device="cuda").to(dtype)
+        for shape in ((7, 3, width), (3, 7, width), (width,), (7, 3, 2 * width))
+    )
+    other, gates = other.transpose(0, 1), both.chunk(2, -1)
+    total, normed = norm_kernel.add_norm(one, other, weight, 1e-5)
+    rounding = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    assert torch.equal(total, one + other)
+    expected = torch.nn.functional.rms_norm(total, (width,), weight, 1e-5)
+    torch.testing.assert_close(normed, expected, **rounding)
+    expected = torch.nn.functional.silu(gates[0]) * gates[1]
+    torch.testing.assert_close(silu_product(both), expected, **rounding)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("undefined", [(), (3, 700)])
 def test_rows_of_logits(dtype, undefined):
