@@ -27,14 +27,12 @@ if TYPE_CHECKING:
     from genlm_backend.model.context import Context
     from genlm_backend.model.lm_statistics import LMStatistics
     from genlm_backend.remote.replicas.async_replicas import AsyncReplicas
-    from genlm_backend.scoring.next_words import (
+    from genlm_backend.scoring.search import (
         Continuation,
         Continuations,
+        PrefixLogprob,
         continuations,
         continuations_sync,
-    )
-    from genlm_backend.scoring.prefixes import (
-        PrefixLogprob,
         prefix_logprob,
         prefix_logprob_sync,
     )
@@ -109,29 +107,29 @@ __getattr__, __dir__ = lazy_names(
         "AsyncVirtualLM": "genlm_backend.backends.vllm.async_virtual_lm",
         "Constraint": "genlm_backend.generation.constraint",
         "Context": "genlm_backend.model.context",
-        "Continuation": "genlm_backend.scoring.next_words",
-        "Continuations": "genlm_backend.scoring.next_words",
+        "Continuation": "genlm_backend.scoring.search",
+        "Continuations": "genlm_backend.scoring.search",
         "Engine": "genlm_backend.generation.engine.engine",
         "GenerationConfig": "genlm_backend.generation.config",
         "MultiMediaInfo": "genlm_backend.generation.config",
         "LMStatistics": "genlm_backend.model.lm_statistics",
         "MockAsyncLM": "genlm_backend.backends.mock",
         "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",
-        "PrefixLogprob": "genlm_backend.scoring.prefixes",
+        "PrefixLogprob": "genlm_backend.scoring.search",
         "Surprisal": "genlm_backend.scoring.surprisals",
         "Surprisals": "genlm_backend.scoring.surprisals",
         "SurprisalsOfTexts": "genlm_backend.scoring.surprisals",
         "Token": "genlm_backend.tokenization.token",
         "TokenCharacterTrie": "genlm_backend.trie.sequential",
-        "continuations": "genlm_backend.scoring.next_words",
-        "continuations_sync": "genlm_backend.scoring.next_words",
+        "continuations": "genlm_backend.scoring.search",
+        "continuations_sync": "genlm_backend.scoring.search",
         "decode_vocab": "genlm_backend.tokenization.vocab",
         "generate": "genlm_backend.generation.generation",
         "generate_sync": "genlm_backend.generation.generation",
         "lm_trie_weights": "genlm_backend.trie.lm_weights",
         "load_model_by_name": "genlm_backend.backends.registry",
-        "prefix_logprob": "genlm_backend.scoring.prefixes",
-        "prefix_logprob_sync": "genlm_backend.scoring.prefixes",
+        "prefix_logprob": "genlm_backend.scoring.search",
+        "prefix_logprob_sync": "genlm_backend.scoring.search",
         "stream": "genlm_backend.generation.generation",
         "surprisal": "genlm_backend.scoring.surprisals",
         "surprisal_sync": "genlm_backend.scoring.surprisals",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, cast, final, overload
 
@@ -321,28 +321,27 @@ class _Asked:
         check_names(options, _DEFAULTS, "option of surprisal")
         given: dict[str, Any] = {**_DEFAULTS, **options}
         fields = checked(_CHECKS, {name: given[name] for name in _CHECKS})
-        self._lm, self._by, self.progress = lm, fields["by"], fields["progress"]
-        self._words: Words = check_words(given["words"])
-        if self._by != "word" and "words" in options:
+        self.lm, self.by, self.progress = lm, fields["by"], fields["progress"]
+        self.words: Words = check_words(given["words"])
+        if self.by != "word" and "words" in options:
             raise OptionError("words is for by='word'")
-        self._unit, self._stride = fields["unit"], fields["stride"]
+        self.unit, self.stride = fields["unit"], fields["stride"]
         self.lora_name: str | None = given["lora_name"]
-        has_blanks = self._words == NOT_BLANK
-        ends = fields["word_ends"]
-        if ends and not (has_blanks and self._by == "word"):
+        has_blanks = self.by == "word" and self.words == NOT_BLANK
+        if fields["word_ends"] and not has_blanks:
             raise OptionError(
                 "word_ends=True is for words that blanks separate: leave out by and words"
             )
-        self._ends = self._by == "word" and has_blanks if ends is None else ends
         self._contexts: Any = given["contexts"]
         if self._contexts is None:
             self._begin = self._begin_of(given["context"], "context")
         elif given["context"] is not None:
             raise OptionError("context is for all texts, and contexts has one for each: give one")
-        groups = [word_begins(lm)] if self._ends else []
-        self._begins: NDArray[np.bool_] | None = groups[0].unpacked().numpy() if groups else None
+        has_ends = has_blanks and fields["word_ends"] is not False
+        groups = [word_begins(lm)] if has_ends else []
+        self.begins: NDArray[np.bool_] | None = groups[0].unpacked().numpy() if groups else None
         self.beside = {"entropy": fields["entropy"], "rank": fields["rank"], "groups": groups}
-        if self._by == "character":
+        if self.by == "character":
             self.beside["beginnings"] = True
 
     def read(self, texts: Any) -> tuple[bool, list[_Text]]:
@@ -350,18 +349,16 @@ class _Asked:
         if isinstance(texts, str):
             if self._contexts is not None:
                 raise OptionError("contexts is for texts in a list: give a single text its context")
-            return False, [self._text(texts, "texts", self._begin)]
+            return False, [_Text(self, texts, "texts", *self._begin)]
         many = listed("texts", texts)
         for i, text in enumerate(many):
             if not isinstance(text, str):
                 raise OptionTypeError(f"texts[{i}] must be a string, got {shown(text)}")
-        begins = self._begins_of(len(many))
+        begins = [self._begin] * len(many) if self._contexts is None else self._begins(len(many))
         pairs = enumerate(zip(many, begins, strict=True))
-        return True, [self._text(text, f"texts[{i}]", begin) for i, (text, begin) in pairs]
+        return True, [_Text(self, text, f"texts[{i}]", *begin) for i, (text, begin) in pairs]
 
-    def _begins_of(self, num_texts: int) -> list[tuple[list[int], bool]]:
-        if self._contexts is None:
-            return [self._begin] * num_texts
+    def _begins(self, num_texts: int) -> list[tuple[list[int], bool]]:
         contexts = listed("contexts", self._contexts)
         if len(contexts) != num_texts:
             raise OptionError(
@@ -372,24 +369,9 @@ class _Asked:
 
     def _begin_of(self, context: Any, name: str) -> tuple[list[int], bool]:
         """Return the context of a text, and whether no word has to end where the text begins."""
-        ids = context_ids(self._lm, context, name)
+        ids = context_ids(self.lm, context, name)
         # None has begun before, or it has ended.
-        return ids, context is None or is_between_words(self._lm, ids)
-
-    def _text(self, text: str, name: str, begin: tuple[list[int], bool]) -> _Text:
-        spelling = Spelling(self._lm, text, name)
-        if self._by == "word":
-            regions = spelling.words(self._words)
-        else:
-            regions = spelling.tokens if self._by == "token" else spelling.characters
-        context, is_begin = begin
-        behind = "".join(self._lm.str_vocab[i] for i in context)
-        ends = None if self._begins is None else self._begins[spelling.token_ids].tolist()
-        own = _Text(spelling, regions, context, behind, self._unit, ends)
-        if ends is not None:
-            own.is_begin = is_begin
-        own.divide(self._lm.max_length, self._stride)
-        return own
+        return ids, context is None or is_between_words(self.lm, ids)
 
 
 @final
@@ -397,21 +379,22 @@ class _Text:
     """A text, its parts that a model scores one by one, and its surprisals once they are."""
 
     def __init__(
-        self,
-        spelling: Spelling,
-        regions: Sequence[Region],
-        context: list[int],
-        behind: str,
-        unit: str,
-        begins: list[bool] | None,
+        self, asked: _Asked, text: str, name: str, context: list[int], is_between: bool
     ) -> None:
-        self._spelling, self._regions = spelling, regions
-        self._context, self._behind = context, behind
-        self._unit, self._begins, self.is_begin = unit, begins, True
+        self._asked, self._context, self._is_between = asked, context, is_between
+        self._spelling = Spelling(asked.lm, text, name)
+        if asked.by == "word":
+            self._regions = self._spelling.words(asked.words)
+        else:
+            is_token = asked.by == "token"
+            self._regions = self._spelling.tokens if is_token else self._spelling.characters
+        begins, ids = asked.begins, self._spelling.token_ids
+        self._begins: list[bool] | None = None if begins is None else begins[ids].tolist()
         self._num_context: list[int] = []
         self.parts: tuple[list[list[int]], list[list[int]]] = [], []
+        self._divide(asked.lm.max_length, asked.stride)
 
-    def divide(self, max_length: int | None, stride: int | None) -> None:
+    def _divide(self, max_length: int | None, stride: int | None) -> None:
         """Divide the text into parts, of which all but the first are scored behind a window."""
         ids, begin = self._spelling.token_ids, self._context
         most = len(ids) if max_length is None else max_length - len(begin) + 1
@@ -449,40 +432,36 @@ class _Text:
 
     def surprisals(self, scores: Iterable[TokenScores]) -> Surprisals:
         """Return the surprisals, given the scores of each part."""
-        found = [*scores]
-        scale = 1 / math.log(2) if self._unit == "bits" else 1.0
-        logprobs = _joined(found, "logprobs") or []
-        ends = _joined(found, "log_masses")
+        found, ids = [*scores], self._spelling.token_ids
+        scale = 1 / math.log(2) if self._asked.unit == "bits" else 1.0
+        logprobs, ends = _joined(found, "logprobs") or [], _joined(found, "log_masses")
         entropies, ranks = _joined(found, "entropies"), _joined(found, "ranks")
         beginnings = _joined(found, "log_beginnings")
         if beginnings is None:
             totals = [self._logprob(region, logprobs, ends) for region in self._regions]
         else:
             totals = self._of_characters(logprobs, beginnings)
-        values = list[Surprisal]()
-        for region, total in zip(self._regions, totals, strict=True):
-            first = region.first
-            values.append(
-                Surprisal(
-                    self._spelling.text[region.start : region.stop],
-                    region.start,
-                    region.stop,
-                    tuple(self._spelling.token_ids[first : region.last]),
-                    0.0 - total * scale,
-                    self._num_context[first],
-                    None if entropies is None else entropies[first] * scale,
-                    None if ranks is None else ranks[first],
-                )
+        values = [
+            Surprisal(
+                text=self._spelling.text[region.start : region.stop],
+                start=region.start,
+                end=region.stop,
+                token_ids=tuple(ids[region.first : region.last]),
+                surprisal=0.0 - total * scale,
+                num_context=self._num_context[region.first],
+                entropy=None if entropies is None else entropies[region.first] * scale,
+                rank=None if ranks is None else ranks[region.first],
             )
-        num_tokens = len(self._spelling.token_ids)
+            for region, total in zip(self._regions, totals, strict=True)
+        ]
         return Surprisals(
             values,
             text=self._spelling.text,
-            unit=self._unit,
+            unit=self._asked.unit,
             context=self._context,
-            behind=self._behind,
-            log_likelihood=math.fsum(logprobs[:num_tokens]),
-            num_tokens=num_tokens,
+            behind="".join(self._asked.lm.str_vocab[i] for i in self._context),
+            log_likelihood=math.fsum(logprobs[: len(ids)]),
+            num_tokens=len(ids),
         )
 
     def _logprob(self, region: Region, logprobs: list[float], ends: list[float] | None) -> float:
@@ -490,49 +469,36 @@ class _Text:
         total = math.fsum(logprobs[region.first : region.last])
         if ends is None:
             return total
-        return total + self._end(region.last, ends) - self._begin(region.first, ends)
+        return total + self._end(region.last, ends) - self._end(region.first, ends)
+
+    def _end(self, index: int, ends: list[float]) -> float:
+        """Return the log-probability that the word before a token ends, given all before it.
+
+        It is 0 if that is known, and before a token that begins no word: one that has a part of a
+        blank, say, whose rest comes with the next token.
+        """
+        begins = cast(list[bool], self._begins)
+        is_known = self._spelling.ends_blank[index - 1] if index else self._is_between
+        is_asked = index == len(begins) or begins[index]
+        return ends[index] if is_asked and not is_known else 0.0
 
     def _of_characters(self, logprobs: list[float], beginnings: list[list[float]]) -> list[float]:
         """Return the log-probability of each character, of which tokens may have parts."""
         found = [list[float]() for _ in self._spelling.text]
-        before = 0.0
-        for portion in self._spelling.portions:
-            token, stop = portion.token, portion.stop
-            before = 0.0 if portion.start == 0 else before
-            is_end = stop == self._spelling.size(token)
-            behind = logprobs[token] if is_end else beginnings[token][stop - 1]
-            if before > -math.inf:  # what comes behind the impossible is not less probable
-                found[portion.char].append(behind - before)
-            before = behind
+        parts = zip(self._spelling.portions, logprobs, beginnings, strict=True)
+        for portions, logprob, begun in parts:
+            before, last = 0.0, len(portions) - 1
+            for i, (char, stop) in enumerate(portions):
+                behind = logprob if i == last else begun[stop - 1]
+                if before > -math.inf:  # what comes behind the impossible is not less probable
+                    found[char].append(behind - before)
+                before = behind
         return [math.fsum(own) for own in found]
-
-    def _end(self, index: int, ends: list[float]) -> float:
-        """Return the log-probability that a word ends before a token, given all before it."""
-        return 0.0 if self._spelling.ends_blank[index - 1] else self._at(index, ends)
-
-    def _begin(self, index: int, ends: list[float]) -> float:
-        """Return the same where it is known that the word before has ended."""
-        if index:
-            return self._end(index, ends)
-        return 0.0 if self.is_begin else self._at(0, ends)
-
-    def _at(self, index: int, ends: list[float]) -> float:
-        """Return the log-probability that a word begins; 0 where a token begins it that is no such.
-
-        That has a part of a blank, say, and the rest of it comes with the next token.
-        """
-        begins = cast(list[bool], self._begins)
-        return ends[index] if index == len(begins) or begins[index] else 0.0
 
 
 def _joined(scores: Sequence[TokenScores], name: str) -> list[Any] | None:
     """Return the numbers of all tokens in one list; ``None`` where they are not told."""
-
-    def numbers() -> Iterator[Any]:
-        for each in scores:
-            own = getattr(each, name)
-            if own is not None:
-                yield from (own[:, 0] if name == "log_masses" else own).tolist()
-
-    found = [*numbers()]
-    return found or None
+    columns = [own for each in scores if (own := getattr(each, name)) is not None]
+    if name == "log_masses":
+        columns = [own[:, 0] for own in columns]
+    return [number for own in columns for number in own.tolist()] or None

@@ -7,11 +7,11 @@ import operator
 import re
 import warnings
 import weakref
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, cast, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionError, OptionTypeError
@@ -44,16 +44,6 @@ class Region(NamedTuple):
 
 
 @final
-class Portion(NamedTuple):
-    """The bytes that a token has of a character."""
-
-    token: int
-    char: int
-    start: int
-    stop: int
-
-
-@final
 class Spelling:
     """The tokens of a text, as the model's own tokenizer has them."""
 
@@ -83,51 +73,41 @@ class Spelling:
         num_before = sum(map(len, spelt)) - len(data)
         stops = np.cumsum([0, *(len(own) for own in spelt)]) - num_before
         self._places: list[int] = stops.tolist()
-        self._ends: NDArray[np.int64] = np.maximum(stops[1:], 0)
         sizes = [len(char.encode()) for char in text]
-        self._chars: NDArray[np.int64] = np.cumsum([0, *sizes])[:-1]
+        self._chars: list[int] = np.cumsum([0, *sizes])[:-1].tolist()
         self.ends_blank = [*map(ends_blank, spelt)]
 
     @property
     def tokens(self) -> list[Region]:
         """Each token; a character that several have parts of is of each of them."""
-        stops = self._ends.tolist()
-        starts = [0, *stops[:-1]]
-        first = np.searchsorted(self._chars, starts, "right") - 1
-        behind = np.searchsorted(self._chars, stops, "left")
-        return [
-            Region(min(start, stop), stop, i, i + 1)
-            for i, (start, stop) in enumerate(zip(first.tolist(), behind.tolist(), strict=True))
-        ]
-
-    def size(self, token: int) -> int:
-        """Return the number of a token's bytes, by its index."""
-        return self._places[token + 1] - self._places[token]
+        found = list[Region]()
+        for i, (begin, end) in enumerate(itertools.pairwise(self._places)):
+            first = bisect_right(self._chars, max(begin, 0)) - 1
+            behind = bisect_left(self._chars, max(end, 0))
+            found.append(Region(min(first, behind), behind, i, i + 1))
+        return found
 
     @property
-    def portions(self) -> list[Portion]:
-        """The bytes that each token has of each character, in order; none is in two of them.
+    def portions(self) -> list[list[tuple[int, int]]]:
+        """Each token's characters, with the number of its bytes up to the end of its part of them.
 
         A blank that the tokenizer begins every text with is of the first character, and a token
         without bytes is of the character behind it, or the last one.
         """
-        found = list[Portion]()
-        for i, (begin, end) in enumerate(itertools.pairwise(self._places)):
-            first = int(np.searchsorted(self._chars, max(begin, 0), "right")) - 1
-            behind = int(np.searchsorted(self._chars, end))
-            cuts = [begin, *self._chars[first + 1 : behind].tolist(), end]
-            found += (
-                Portion(i, first + k, start - begin, stop - begin)
-                for k, (start, stop) in enumerate(itertools.pairwise(cuts))
-            )
+        found = list[list[tuple[int, int]]]()
+        for begin, end in itertools.pairwise(self._places):
+            first = bisect_right(self._chars, max(begin, 0)) - 1
+            stops = [*self._chars[first + 1 : bisect_left(self._chars, end)], end]
+            found.append([(char, stop - begin) for char, stop in enumerate(stops, first)])
         return found
 
     @property
     def characters(self) -> list[Region]:
         """Each character, with the tokens that have a part of it."""
         tokens = [list[int]() for _ in self.text]
-        for portion in self.portions:
-            tokens[portion.char].append(portion.token)
+        for token, portions in enumerate(self.portions):
+            for char, _ in portions:
+                tokens[char].append(token)
         return [Region(i, i + 1, own[0], own[-1] + 1) for i, own in enumerate(tokens)]
 
     def words(self, words: Words = NOT_BLANK) -> list[Region]:
@@ -138,31 +118,19 @@ class Spelling:
         """
         spans = spans_of(words, self.text) or [(0, len(self.text))]
         starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
-        found = list[_Words]()
+        found, last_word = list[Region](), -1
         for i, token in enumerate(self.tokens):
             if token.start >= stops[-1]:
                 break
             # The first and the last word that the token has a part of, or the word that follows.
-            first = int(np.searchsorted(stops, token.start, "right"))
-            last = max(first, int(np.searchsorted(starts, token.stop, "left")) - 1)
-            if found and first <= found[-1].last:
-                last = max(last, found[-1].last)
-                found[-1] = found[-1]._replace(last=last, last_token=i + 1)
+            first = bisect_right(stops, token.start)
+            last = max(first, bisect_left(starts, token.stop) - 1, last_word)
+            if first <= last_word:
+                found[-1] = found[-1]._replace(stop=stops[last], last=i + 1)
             else:
-                found.append(_Words(first, last, i, i + 1))
-        return [
-            Region(starts[own.first], stops[own.last], own.first_token, own.last_token)
-            for own in found
-        ]
-
-
-class _Words(NamedTuple):
-    """Words, by the first and the last, and their tokens, by the first and the one behind."""
-
-    first: int
-    last: int
-    first_token: int
-    last_token: int
+                found.append(Region(starts[first], stops[last], i, i + 1))
+            last_word = last
+        return found
 
 
 def _spelling_part(
