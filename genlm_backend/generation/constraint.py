@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, final
+from typing import Any, Final, NoReturn, Self, final
 
 import numpy as np
 import torch
@@ -56,12 +56,6 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 They come last, so that the lines of a grammar have the numbers that its writer knows.
 """
-
-_INSTEAD: Final = {
-    "is_finished": "a loop that draws a text runs while not is_ended, since the token that ends it "
-    "is drawn and weighed too; must_end says that nothing else may follow",
-}
-"""Names of former releases, and what to write instead."""
 
 
 @final
@@ -345,10 +339,13 @@ class Constraint:
             OptionError: (``ValueError``) If one of them is of another shape or dtype, or the row is
                 none of log-probabilities: the allowed ones have a sum above one.
         """
-        _check_row(row, self._vocab_size)
+        size = self._vocab_size
+        wanted = f"a tensor of the log-probabilities of all tokens, float [{size}]"
+        _check_tensor("row", row, wanted, torch.is_floating_point, size)
         mask = self.mask() if mask is None else mask
         mask = mask.unpacked() if isinstance(mask, PackedMask) else mask
-        _check_mask(mask, self._vocab_size)
+        wanted = f"a tensor of which tokens are allowed, bool [{size}]"
+        _check_tensor("mask", mask, wanted, lambda tensor: tensor.dtype is torch.bool, size)
         if self._is_ended:
             raise ConstraintViolation("the text has ended: no token follows that could be weighed")
         allowed = row.masked_fill(~mask.to(row.device), -torch.inf)
@@ -425,13 +422,6 @@ class Constraint:
         """
         return not self._is_ended and bool(self._matcher.is_stopped())
 
-    if not TYPE_CHECKING:  # to whom every name would be known
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raise the error that tells of a name that has gone."""
-            instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}{instead}")
-
     def _check(self) -> None:
         if self._matcher.is_error():
             error = self._matcher.get_error()
@@ -444,13 +434,8 @@ class Constraint:
 
 
 _check_constraint = instance(Constraint, "a Constraint")
-"""Check of one constraint."""
-
 _check_many = instance(Iterable, "a list of Constraints")
-"""Check of several ones."""
-
 _check_token_id: Check[int] = integer()
-"""Check of a token id."""
 
 
 def _check_arguments(**arguments: Any) -> dict[str, Any]:
@@ -465,16 +450,6 @@ def _eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
         raise ConstraintError("the model names no token that ends a text: pass eos_token_ids")
     check_known_ids("eos_token_ids", ids, len(lm.byte_vocab), ConstraintError)
     return ids
-
-
-def _check_row(row: Any, vocab_size: int) -> None:
-    wanted = f"a tensor of the log-probabilities of all tokens, float [{vocab_size}]"
-    _check_tensor("row", row, wanted, torch.is_floating_point, vocab_size)
-
-
-def _check_mask(mask: Any, vocab_size: int) -> None:
-    wanted = f"a tensor of which tokens are allowed, bool [{vocab_size}]"
-    _check_tensor("mask", mask, wanted, lambda tensor: tensor.dtype is torch.bool, vocab_size)
 
 
 def _check_tensor(

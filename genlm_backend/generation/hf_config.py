@@ -61,35 +61,24 @@ def _never(value: Any) -> bool:
 
 
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "assistant_ensemble_weight": _never,
     "begin_suppress_tokens": lambda value: not value,
     "cache_implementation": lambda value: value != "quantized",
-    "constraints": _never,
-    "dola_layers": _never,
     "encoder_no_repeat_ngram_size": lambda value: value == 0,
     "encoder_repetition_penalty": lambda value: value == 1,
     "epsilon_cutoff": lambda value: not 0 < value < 1,
     "eta_cutoff": lambda value: not 0 < value < 1,
     "exponential_decay_length_penalty": lambda value: value[1] == 1,
-    "force_words_ids": _never,
-    "forced_bos_token_id": _never,
-    "forced_eos_token_id": _never,
     "guidance_scale": lambda value: value == 1,
     "is_assistant": lambda value: not value,
-    "max_time": _never,
     "num_beam_groups": lambda value: value <= 1,
     "penalty_alpha": lambda value: value <= 0,
     "remove_invalid_values": lambda value: not value,
     "renormalize_logits": lambda value: not value,
-    "sequence_bias": _never,
-    "stop_strings": _never,
     "suppress_tokens": lambda value: not value,
     "token_healing": lambda value: not value,
-    "top_h": _never,
     "typical_p": lambda value: value >= 1,
-    "watermarking_config": _never,
 }
-"""Keys of transformers that are not done here → whether a value of theirs changes no text."""
+"""Keys of transformers → whether a value of theirs changes no text; of all others none is."""
 
 
 def own_config(lm: AsyncLM) -> Any:

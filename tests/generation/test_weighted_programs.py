@@ -243,15 +243,6 @@ async def test_the_example_that_scores_begins_as_the_tokenizer_says(bos):
 # -------------------------------------------------------------------- the wrong loops
 
 
-def test_the_former_name_of_the_loop_that_left_the_end_out_says_what_to_write(lm):
-    constraint = Constraint.from_choice(lm, ["a"])
-    assert not hasattr(constraint, "is_finished")
-    with pytest.raises(AttributeError, match=r"'is_finished'; a loop .* runs while not is_ended"):
-        _ = constraint.is_finished
-    with pytest.raises(AttributeError, match=r"has no attribute 'is_finnished'$"):
-        _ = constraint.is_finnished
-
-
 async def test_a_loop_that_would_leave_the_end_out_does_not_pass_over_one_that_came(lm):
     constraint, row = Constraint.from_choice(lm, ["a", "ab"]), await lm.next_token_logprobs([1])
     constraint.advance(0)
