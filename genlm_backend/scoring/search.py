@@ -204,9 +204,7 @@ async def prefix_logprob(
 
     Args:
         lm: The model.
-        context: A text or token ids, which come before; ``None`` for the token that texts begin
-            with (``bos_token_id`` of the tokenizer). A text is read behind that token as well,
-            unless it spells a special token first; token ids are taken as they are.
+        context: The text or token ids that come before, or ``None``, as of ``continuations``.
         text: The bytes; a string is taken as UTF-8. A word that follows another begins with its
             blank.
         word_ends: Whether the last word of the text has to end: whether a blank or the end of the
@@ -214,10 +212,9 @@ async def prefix_logprob(
             blank comes behind a context that ends within a word, the answer is given that this word
             ends, as there. So ``" cat"`` has the probability of the word ``"cat"`` behind one
             blank, and that of ``" category"`` is not within it.
-        words: What a word is where ``word_ends=True``, as of ``continuations``: a regular
-            expression or a function from a text to the spans of its words, by default what blanks
-            separate. With words of your own, the last word has ended as soon as a character
-            follows that is none of it, and the context may end within a word.
+        words: What a word is if ``word_ends=True``, as of ``continuations``. With words of your
+            own, the last word has ended as soon as a character follows that is none of it, and
+            the context may end within a word.
         max_rest: The part of the answer that may be missing, from 0 on; at it the search ends.
         max_contexts: Number of contexts to ask about at most; at it the search ends, too. A text
             takes one for each of its tokens at least, or nothing is found.
@@ -368,7 +365,7 @@ class _Explored:
         return math.fsum(node.rest for node in self._nodes)
 
     def _groups(self, node: _Node) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return the tokens that end the word or the text behind a node, and those that go on."""
+        """Return the tokens that end the word or the text after a node, and those that go on."""
         alphabet = self._alphabet
         if node is self.begin and self._is_within:
             return alphabet.ends, alphabet.others & self._begins
@@ -527,8 +524,7 @@ def _most_promising(
     """Return the paths to follow next, and the others.
 
     A path is compared with the most probable of those that have come as far or farther: by its
-    probability alone, short ones would all come first, and the end of a long text last. When no
-    path that compares well is left, the most probable go first, of which the rest is made.
+    probability alone, short ones would all come first, and the end of a long text last.
     """
     ahead = np.maximum.accumulate(best[::-1])[::-1].tolist()
 
@@ -560,14 +556,10 @@ class _Ways:
             self._text, self._spans = _spans_to_the_end(data, words)
         is_given = self._is_default and word_ends and is_within and data.startswith(BLANKS)
         self._given = _word_ends(lm) if is_given else None
-        self._steps: Final = cache(self._steps_behind)
+        self._steps: Final = cache(self._steps_after)
 
-    def _steps_behind(self, spelt: bytes) -> tuple[list[tuple[int, bytes]], list[ReadoutOf]]:
-        """Return the tokens that go on behind some bytes with what they spell, and the readouts.
-
-        The groups are of all tokens behind which nothing is left to be spelt; and in the first
-        step, where that is given, of all that end the word before the text.
-        """
+    def _steps_after(self, spelt: bytes) -> tuple[list[tuple[int, bytes]], list[ReadoutOf]]:
+        """Return the tokens that go on after some bytes with what they spell, and the readouts."""
         alphabet, size = self._alphabet, len(self._byte_vocab)
         rests = [own[len(spelt) :] for own in self._wanted if own.startswith(spelt)]
         parts = {r[:i] for r in rests for i in range(1, min(alphabet.longest + 1, len(r)))}
@@ -587,7 +579,7 @@ class _Ways:
                     tokens.append((i, own))
             is_end = not rest and self._has_ended(spelt, is_all=True)
         groups = [ending | alphabet.ends if is_end else ending]
-        if self._given is not None and not spelt:
+        if self._given is not None and not spelt:  # the word before the text ends
             groups.append(self._given)
             tokens = [(i, own) for i, own in tokens if self._given[i]]
         readouts: list[ReadoutOf] = [masses_of(groups, size)]
@@ -596,17 +588,14 @@ class _Ways:
         return tokens, readouts
 
     def _has_ended(self, spelt: bytes, is_all: bool = False) -> bool | None:
-        """Return whether the caller's last word has ended in some bytes that begin with the text.
-
-        ``None`` if these are the text, and a part of a character.
-        """
+        """Return whether the caller's last word has ended in some bytes; ``None`` for no more."""
         text = _decoded(spelt, is_all)
         if text == self._text and not is_all:
             return None
         return spans_of(self._words, text)[: len(self._spans)] == self._spans
 
     def questions(self, path: _Path) -> list[Question]:
-        """Return the questions that are asked behind a path."""
+        """Return the questions that are asked after a path."""
         return [(path.context, readout) for readout in self._steps(path.spelt)[1]]
 
     def followed(self, path: _Path, answers: Iterator[Any]) -> tuple[float, list[_Path]]:
