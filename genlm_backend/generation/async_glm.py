@@ -165,11 +165,10 @@ class AsyncGLM(OfOneProcess):
         for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
             if whole in own and new not in own:
                 kwargs.pop(new, None)  # or the constructor's would go before it
-        rows, mask = _rows_of(inputs, self._lm.contexts)
+        rows, mask, pictures = _rows_of(inputs, self._lm.contexts)
         width = rows.shape[1]
         configs = [_config_of_kwargs(self._base, kwargs, row, width) for row in range(len(rows))]
         prompts: list[Context] = []
-        pictures = _pictures_of(inputs, rows, mask)
         for row, keep, config in zip(rows, mask, configs, strict=True):
             ids: TokenIds = row[keep].tolist()
             if pictures is not None:
@@ -233,13 +232,10 @@ class AsyncGLM(OfOneProcess):
             if not (task.result.done() or self._is_shut_down):
                 self._check_started(f"task {task_id} has not begun")
         task.result.exception(timeout)  # waits
-        self._collect(task_id)
-        return task.result.result()
-
-    def _collect(self, task_id: int) -> None:
         with self._lock.here:
             if self._tasks.pop(task_id, None) is None:
                 raise UnknownTaskError(f"the result of task {task_id} has been collected")
+        return task.result.result()
 
     def _task(self, task_id: int) -> _Task:
         """Return a task whose result has not been collected; under the lock."""
@@ -509,48 +505,42 @@ _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type
 
 def _rows_of(
     inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any], contexts: Contexts
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids ``[batch, length]`` and which of them count, bool of the same shape."""
-    is_mapping = isinstance(inputs, Mapping)
-    if is_mapping and "input_ids" not in inputs:
-        raise ContextError(f"the inputs have no 'input_ids', only {sorted(inputs)}")
-    unknown = sorted(inputs.keys() - _KNOWN_INPUTS) if is_mapping else []
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any] | None]:
+    """Return token ids ``[batch, length]``, which of them count, and inputs made of pictures."""
+    named = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    if "input_ids" not in named:
+        raise ContextError(f"the inputs have no 'input_ids', only {sorted(named)}")
+    unknown = sorted(named.keys() - _KNOWN_INPUTS)
     if unknown and contexts.image_token_id is None:
         raise ContextError(
             f"a text model cannot read {', '.join(map(repr, unknown))}; the inputs may have "
             f"{', '.join(sorted(_KNOWN_INPUTS))}"
         )
-    ids = _tensor("input_ids", _listed(inputs["input_ids"] if is_mapping else inputs, contexts))
+    ids = _tensor("input_ids", _listed(named["input_ids"], contexts))
     if ids.numel() == 0:
         raise ContextError("the inputs are empty: a context needs at least one token")
-    given = inputs.get("attention_mask") if is_mapping else None
     if ids.is_floating_point() or ids.dtype is torch.bool or ids.ndim not in (1, 2):
         raise ContextError(
             f"token ids must be integers of shape [length] or [batch, length], got {ids.dtype} "
             f"of shape {list(ids.shape)}"
         )
     rows = ids.cpu().long().reshape(-1, ids.shape[-1])
-    if given is None:
-        return rows, torch.ones_like(rows, dtype=torch.bool)
-    mask = _tensor("attention_mask", given).cpu().bool()
-    mask = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask
+    mask = torch.ones_like(rows, dtype=torch.bool)
+    if named.get("attention_mask") is not None:
+        mask = _tensor("attention_mask", named["attention_mask"]).cpu().bool()
+        mask = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask
     if mask.shape != rows.shape:
         raise ContextError(
             f"attention_mask has shape {list(mask.shape)} and input_ids {list(rows.shape)}"
         )
-    return rows, mask
-
-
-def _pictures_of(inputs: Any, rows: torch.Tensor, mask: torch.Tensor) -> dict[str, Any] | None:
-    """Return the inputs that a processor has made of pictures; ``None`` where there are none."""
-    if not isinstance(inputs, Mapping) or not inputs.keys() - _KNOWN_INPUTS:
-        return None
+    if not unknown:
+        return rows, mask, None
     if len(rows) != 1 or not mask.all():
         raise ContextError(
             "inputs with pictures are one row without padding: submit a task for each prompt"
         )
     left = {"input_ids", "attention_mask", "labels"}
-    return {name: value for name, value in inputs.items() if name not in left}
+    return rows, mask, {name: value for name, value in named.items() if name not in left}
 
 
 def _listed(value: Any, contexts: Contexts) -> Any:

@@ -62,7 +62,7 @@ class BeamSearch(Draft):
             rows = rows * len(self._beams)
         self._rows = torch.stack(list(rows))
 
-    def choose(self) -> list[tuple[int, GeneratedToken]]:
+    def choose(self) -> list[GeneratedToken]:
         """Go one token further; return the texts once the search has ended."""
         rows, beams, config = self._rows, self._beams, self._config
         assert rows is not None
@@ -90,11 +90,11 @@ class BeamSearch(Draft):
         self.scores = {number: beam.score for number, beam in enumerate(best)}
         return self._texts(best)
 
-    def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
+    def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
         """Return the ``n`` best texts of a search that is not to go on, ended or not."""
         if self.is_finished:
-            return [], []
-        nothing_held_back = [(number, "") for number in range(self._config.n)]
+            return [], {}
+        nothing_held_back = dict.fromkeys(range(self._config.n), "")
         if len(self.contexts[0]) == len(self._prompt.token_ids):
             return [], nothing_held_back
         found = [*self._ended, *map(self._scored, self._beams)]
@@ -154,11 +154,8 @@ class BeamSearch(Draft):
         text.add(b"".join(map(self._bytes, context[len(self._prompt.token_ids) :])))
         return text.is_stopped
 
-    def _texts(self, best: list[_Beam]) -> list[tuple[int, GeneratedToken]]:
-        numbered = enumerate(best)
-        return [
-            (number, token) for number, beam in numbered for token in self._tokens(number, beam)
-        ]
+    def _texts(self, best: list[_Beam]) -> list[GeneratedToken]:
+        return [token for i, beam in enumerate(best) for token in self._tokens(i, beam)]
 
     def _tokens(self, number: int, beam: _Beam) -> list[GeneratedToken]:
         text, tokens = Text(self._config.stop or ()), []

@@ -58,16 +58,12 @@ class Draft(abc.ABC):
         """Await the model's answers for ``contexts``, once for each ``choose()``."""
 
     @abc.abstractmethod
-    def choose(self) -> list[tuple[int, GeneratedToken]]:
-        """Choose the next token of each text; return the certain ones with their text's number."""
+    def choose(self) -> list[GeneratedToken]:
+        """Choose the next token of each text; return the certain ones."""
 
     @abc.abstractmethod
-    def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
-        """Return the pieces that ``choose`` has not returned of texts that are not to go on.
-
-        Returns:
-            Tokens, and the characters that were held back at the end of each text.
-        """
+    def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
+        """Return the tokens that ``choose`` has not returned, and the characters held back."""
 
     def asked(self) -> list[TokenIds]:
         """Return ``contexts`` as a model is asked them."""
@@ -201,7 +197,7 @@ class Sample(Draft):
         (mask,) = await asyncio.to_thread(Constraint.masks, [self._constraint], may_end=may_end)
         return mask.bits
 
-    def choose(self) -> list[tuple[int, GeneratedToken]]:
+    def choose(self) -> list[GeneratedToken]:
         """Take the token that has been drawn."""
         drawn, context = self._drawn, self.contexts[0]
         assert drawn is not None
@@ -218,12 +214,11 @@ class Sample(Draft):
             self.is_finished = True
             new += "" if self._text.is_stopped else self._text.end()
         logprob = drawn.logprob if self._config.logprobs else None
-        token = GeneratedToken(token_id, new, logprob, self._top, reason, self._number)
-        return [(self._number, token)]
+        return [GeneratedToken(token_id, new, logprob, self._top, reason, self._number)]
 
-    def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
+    def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
         """Return no token, as ``choose`` has returned them all, and the characters held back."""
-        return [], [] if self.is_finished else [(self._number, self._text.end())]
+        return [], {} if self.is_finished else {self._number: self._text.end()}
 
     def _processed(self, logits: torch.Tensor) -> torch.Tensor:
         ids = torch.tensor([self.contexts[0]], dtype=torch.int64, device=logits.device)

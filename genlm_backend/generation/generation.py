@@ -159,7 +159,7 @@ async def stream(
     tokens: list[GeneratedToken] = []
     while not draft.is_finished:
         await draft.ask()
-        for _, token in draft.choose():
+        for token in draft.choose():
             tokens.append(token)
             yield token
     _warn(_warning_of_cuts(given, tokens[-1:]))
@@ -190,8 +190,8 @@ async def _finished(drafts: list[Draft], num_texts: int, bar: Any) -> list[Gener
     async def finish(draft: Draft) -> None:
         while not draft.is_finished:
             await draft.ask()
-            for number, token in draft.choose():
-                texts[number].append(token)
+            for token in draft.choose():
+                texts[token.index].append(token)
         bar.update(num_texts // len(drafts))
 
     await together(map(finish, drafts))

@@ -12,8 +12,8 @@ from genlm_backend.generation.engine.request import ResultQueue
 from genlm_backend.generation.generated import GeneratedToken, GenerationStatus
 
 
-def token(token_id, reason=None):
-    return GeneratedToken(token_id, f"<{token_id}>", finish_reason=reason)
+def token(token_id, reason=None, index=0):
+    return GeneratedToken(token_id, f"<{token_id}>", finish_reason=reason, index=index)
 
 
 def make(num_texts=1):
@@ -31,7 +31,7 @@ def test_reading_now_and_then_gives_every_token_once_and_in_order(steps):
 
     written = {0: [], 1: [], 2: []}
     for number, (index, is_read) in enumerate(steps):
-        results.put([(index, token(number))])
+        results.put([token(number, index=index)])
         written[index].append(number)
         if is_read:
             take(results.get_nowait())
@@ -45,9 +45,9 @@ def test_reading_now_and_then_gives_every_token_once_and_in_order(steps):
 
 def test_what_comes_after_the_end_has_no_effect():
     results = make()
-    results.put([(0, token(1))])
-    results.end(GenerationStatus.INTERRUPTED, [(0, "rest")])
-    results.put([(0, token(2))])
+    results.put([token(1)])
+    results.end(GenerationStatus.INTERRUPTED, {0: "rest"})
+    results.put([token(2)])
     results.end(GenerationStatus.FAILED, error=ValueError("late"))
     assert results.status() is GenerationStatus.INTERRUPTED
     assert results.error is None
@@ -76,7 +76,7 @@ def test_threads_and_coroutines_share_a_queue():
     with ThreadPoolExecutor(5) as pool:
         readers = [*(pool.submit(read) for _ in range(3)), pool.submit(asyncio.run, two())]
         for number in range(count):
-            results.put([(0, token(number))])
+            results.put([token(number)])
         results.end(GenerationStatus.FINISHED)
         for reader in readers:
             reader.result(30)
@@ -90,7 +90,7 @@ async def test_a_reader_that_is_cancelled_takes_nothing():
         await asyncio.sleep(0)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    results.put([(0, token(7))])
+    results.put([token(7)])
     assert (await second).token_ids == [7]
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(results.await_end(), 0.01)

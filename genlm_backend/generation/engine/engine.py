@@ -47,6 +47,9 @@ class Engine(OfOneProcess, Closing):
     things. At most ``max_batch`` texts of a model are under way, and no more than have room in its
     memory at their longest; the others wait in order.
 
+    A name that no model has is an ``UnknownModelError`` (``KeyError``), and a request of another
+    engine an ``UnknownRequestError`` (``ValueError``), in every method that takes one.
+
     Use it in a ``with`` or ``async with`` statement, or call ``close()``. It belongs to the process
     that made it: a fork of that process gets a ``ForkedError``.
 
@@ -112,7 +115,6 @@ class Engine(OfOneProcess, Closing):
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless it is installed or stopped.
-            UnknownModelError: (``KeyError``) If there is no such name.
             Exception: What loading or computing raised; the state has not changed then.
         """
         self._model(name).start()
@@ -122,7 +124,6 @@ class Engine(OfOneProcess, Closing):
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless it is running.
-            UnknownModelError: (``KeyError``) If there is no such name.
         """
         self._served(name).shut()
 
@@ -131,7 +132,6 @@ class Engine(OfOneProcess, Closing):
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless it is running.
-            UnknownModelError: (``KeyError``) If there is no such name.
         """
         self._model(name).stop()
 
@@ -140,16 +140,11 @@ class Engine(OfOneProcess, Closing):
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless it is installed or stopped.
-            UnknownModelError: (``KeyError``) If there is no such name.
         """
         self._model(name).release()
 
     def model_state(self, name: str) -> ModelState:
-        """Return the state of a model.
-
-        Raises:
-            UnknownModelError: (``KeyError``) If there is no such name.
-        """
+        """Return the state of a model."""
         return self._model(name).state
 
     @property
@@ -203,7 +198,6 @@ class Engine(OfOneProcess, Closing):
             **fields: Fields of the configuration, in place of its own.
 
         Raises:
-            UnknownModelError: (``KeyError``) If there is no such name.
             ModelStateError: (``RuntimeError``) If the model is not running.
             ContextError: (``ValueError``) If the prompt is empty, leaves no room for a token, or
                 memory has no room for it and the longest text after it.
@@ -310,8 +304,8 @@ class Engine(OfOneProcess, Closing):
         served, prepared = self._prepare(model_name, texts, config, fields)
         requests = list(prepared)
         try:
-            for request, drafts in prepared.items():
-                served.submit({request: drafts}, timeout)
+            for request, entries in prepared.items():
+                served.submit({request: entries}, timeout)
         except BaseException:  # nobody would have their handles
             for request in requests:
                 self.stop_request(request)
@@ -319,22 +313,14 @@ class Engine(OfOneProcess, Closing):
         return requests[0] if is_one else requests
 
     def stop_request(self, request: GenerationRequest) -> None:
-        """Interrupt a request: what there is can be read. One that has ended stays as it is.
-
-        Raises:
-            UnknownRequestError: (``ValueError``) If it is not this engine's.
-        """
+        """Interrupt a request: what there is can be read. One that has ended stays as it is."""
         self._check_request(request)
         with self._lock.here:
             model = self._models[request.model_name]
         model.end(request)
 
     def release_request(self, request: GenerationRequest) -> None:
-        """Interrupt a request and forget what it has generated; again has no effect.
-
-        Raises:
-            UnknownRequestError: (``ValueError``) If it is not this engine's.
-        """
+        """Interrupt a request and forget what it has generated; again has no effect."""
         self.stop_request(request)
         request.queue.drop()
 
@@ -343,7 +329,6 @@ class Engine(OfOneProcess, Closing):
 
         Raises:
             TimeoutError: If it has not after ``timeout`` seconds; it goes on.
-            UnknownRequestError: (``ValueError``) If it is not this engine's.
         """
         timeout = check_timeout("timeout", timeout)
         self._check_request(request)

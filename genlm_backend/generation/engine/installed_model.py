@@ -8,7 +8,7 @@ import enum
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,13 @@ from genlm_backend.errors import (
 )
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.draft import Draft
-from genlm_backend.generation.engine.request import GenerationRequest
+from genlm_backend.generation.engine.request import (
+    GenerationRequest,
+    Signal,
+    await_for,
+    wait_for,
+)
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
-from genlm_backend.generation.engine.signal import Signal, await_for, wait_for
 from genlm_backend.generation.generated import GenerationStatus
 from genlm_backend.generation.generation import make_drafts
 from genlm_backend.generation.prompt import Chat, Prompt, ids_of
@@ -37,9 +41,6 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.forks import ProcessLock
-
-Submission: TypeAlias = dict[GenerationRequest, list[Draft]]
-"""Requests that are let in together, and the drafts of each."""
 
 
 class ModelState(enum.Enum):
@@ -61,7 +62,7 @@ class _Entry:
 
     request: GenerationRequest
     draft: Draft
-    submission: int
+    submission: int = -1
     task: asyncio.Task[None] | None = None
     asked: list[list[int]] | None = None
     is_leaving: bool = False
@@ -72,6 +73,10 @@ class _Entry:
         """Tokens that the draft can add to memory; nobody asks for the last one of a text."""
         draft = self.draft
         return draft.width * (draft.max_length - 1 - len(self.request.prompt_token_ids))
+
+
+Submission: TypeAlias = dict[GenerationRequest, list[_Entry]]
+"""Requests that are let in together."""
 
 
 @final
@@ -224,8 +229,9 @@ class InstalledModel:
                     f"max_batch={self._max_batch(lm)}"
                 )
             request = GenerationRequest(self.name, checked.token_ids, config, self._loop)
-            prepared[request] = make_drafts(lm, checked, config)
-            needed = _num_tokens([_Entry(request, prepared[request][0], 0)])
+            drafts = make_drafts(lm, checked, config)
+            prepared[request] = [_Entry(request, draft) for draft in drafts]
+            needed = _num_tokens(prepared[request][:1])
             if lm.kv_capacity is not None and needed > lm.kv_capacity:
                 raise ContextError(
                     f"the prompt of {len(checked.token_ids)} tokens and the longest text after it "
@@ -259,17 +265,15 @@ class InstalledModel:
                 raise ModelStateError(
                     f"model {self.name!r} has been stopped or shut: no request is let in"
                 )
-            entries = {
-                request: [_Entry(request, draft, self._num_submissions) for draft in drafts]
-                for request, drafts in requests.items()
-            }
-            waiting = [entry for several in entries.values() for entry in several]
+            waiting = [entry for entries in requests.values() for entry in entries]
             limit = self._config.max_queue_size
             is_full = limit is not None and self.num_waiting_submissions >= limit
             if is_full and (self._waiting or not self._fits(waiting[0])):
                 return self._room.waiter()
+            for entry in waiting:
+                entry.submission = self._num_submissions
             self._num_submissions += 1
-            self._requests |= entries
+            self._requests |= requests
             self._waiting += waiting
             try:
                 self._admit()
@@ -346,12 +350,10 @@ class InstalledModel:
         entry.asked = draft.contexts
         prompt = draft.asked()[0]
         # The counts are queued before the question, and so are taken before the prompt is computed.
-        num_cached, num_on_host, _ = await asyncio.gather(
-            lm.num_cached_tokens(prompt, draft.lora_name),
-            _num_on_host(lm, prompt, draft.lora_name),
-            draft.ask(),
-        )
-        queue.finish_context(num_cached, num_on_host)
+        count = partial(lm.num_cached_tokens, prompt, draft.lora_name)
+        asked = [count(), count(tier="host")] if lm.has_host_tier else [count()]
+        counts, _ = await asyncio.gather(asyncio.gather(*asked), draft.ask())
+        queue.finish_context(*counts)
         while True:
             with self._lock.here:
                 if entry.request not in self._requests:
@@ -418,33 +420,23 @@ class InstalledModel:
         """Hand out what there is of a request and end it, whatever its drafts do."""
         entries = self._requests.pop(request)
         self._running = [entry for entry in self._running if entry.request is not request]
-        held_back: list[tuple[int, str]] = []
+        held_back: dict[int, str] = {}
         scores: dict[int, float] = {}
         try:
             for entry in entries:
                 tokens, characters = entry.draft.cut()
                 request.queue.put(tokens)
-                held_back += characters
+                held_back |= characters
                 scores |= entry.draft.scores
         finally:
             request.queue.end(status, held_back, scores, error)
             self._admit()
 
 
-def _num_tokens(entries: Iterable[_Entry]) -> int:
+def _num_tokens(entries: Sequence[_Entry]) -> int:
     """Return how many tokens texts may come to, the prompt of each request counted once."""
-    prompts: dict[GenerationRequest, int] = {}
-    num_new = 0
-    for entry in entries:
-        prompts[entry.request] = len(entry.request.prompt_token_ids)
-        num_new += entry.num_new
-    return sum(prompts.values()) + num_new
-
-
-async def _num_on_host(lm: AsyncLM, prompt: TokenIds, lora_name: str | None) -> int:
-    if not lm.has_host_tier:
-        return 0
-    return await lm.num_cached_tokens(prompt, lora_name, tier="host")
+    prompts = {entry.request: len(entry.request.prompt_token_ids) for entry in entries}
+    return sum(prompts.values()) + sum(entry.num_new for entry in entries)
 
 
 def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, cast, final
+from typing import Any, TypeVar, cast, final
 
 from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.engine.signal import Signal, await_for, wait_for
 from genlm_backend.generation.generated import (
     GeneratedElements,
     GeneratedToken,
@@ -21,6 +21,51 @@ from genlm_backend.generation.generated import (
 )
 from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.forks import ProcessLock
+
+T = TypeVar("T")
+
+
+@final
+class Signal:
+    """Wakes everybody who waits for a change of something that a lock guards.
+
+    Both methods are called under that lock; ``wait_for`` and ``await_for`` wait without it.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: list[Future[None]] = []
+
+    def waiter(self) -> Future[None]:
+        """Return a future that the next change completes."""
+        self._waiters = [waiter for waiter in self._waiters if not waiter.done()]
+        self._waiters.append(Future())
+        return self._waiters[-1]
+
+    def notify(self) -> None:
+        """Wake whoever waits."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(None)
+
+
+def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> T | None:
+    """Return the result of a function that is no waiter, blocking for each waiter before."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while isinstance(found := attempt(), Future):
+        try:
+            found.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            if found.cancel():  # so that whoever notifies can forget it
+                return None
+    return found
+
+
+async def await_for(attempt: Callable[[], T | Future[None]]) -> T:
+    """Do as ``wait_for``, leaving the event loop free meanwhile."""
+    while isinstance(found := attempt(), Future):
+        await asyncio.wrap_future(found)
+    return found
 
 
 @final
@@ -210,15 +255,15 @@ class ResultQueue:
                 self._num_host_tokens = num_host_tokens
                 self._changed.notify()
 
-    def put(self, tokens: list[tuple[int, GeneratedToken]]) -> None:
-        """Add tokens, each with its text's number."""
+    def put(self, tokens: list[GeneratedToken]) -> None:
+        """Add tokens of any of the texts."""
         if not tokens:
             return
         with self._lock.here:
             if self._status.is_final:
                 return
-            for number, token in tokens:
-                self._texts[number].tokens.append(token)
+            for token in tokens:
+                self._texts[token.index].tokens.append(token)
             self._last = time.monotonic()
             self._first = self._first or self._last
             self._status = GenerationStatus.GENERATING
@@ -227,7 +272,7 @@ class ResultQueue:
     def end(
         self,
         status: GenerationStatus,
-        held_back: list[tuple[int, str]] | None = None,
+        held_back: dict[int, str] | None = None,
         scores: dict[int, float] | None = None,
         error: BaseException | None = None,
     ) -> None:
@@ -235,7 +280,7 @@ class ResultQueue:
         with self._lock.here:
             if self._status.is_final:
                 return
-            for number, characters in held_back or ():
+            for number, characters in (held_back or {}).items():
                 self._texts[number].held_back = characters
                 is_interrupted = status is GenerationStatus.INTERRUPTED
                 self._texts[number].is_cut = is_interrupted or characters != ""
