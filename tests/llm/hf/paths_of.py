@@ -1,15 +1,11 @@
 """Random trees of tokens, rows that end in them, and the same as spans of runs."""
 
-import itertools
 from typing import NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
 
-from genlm_backend.attention import packing
-from genlm_backend.attention.packing import pack, pack_step
 from genlm_backend.attention.paths import Paths
-from tests.llm.hf.plan_of_runs import Run, Span
 
 
 class Tree:
@@ -37,20 +33,6 @@ class Tree:
         """Return the paths of rows that end in some nodes."""
         arrays = (np.array(values, np.int32) for values in (self.parent, self.depth, self.slot))
         return Paths(*arrays, np.array(nodes, np.int64))
-
-    def spans(self, nodes, num_new):
-        """Return the same as spans, with a run for whatever the same rows have."""
-        paths = [self.path(node) for node in nodes]
-        readers = {}
-        for row, path in enumerate(paths):
-            for node in path:
-                readers.setdefault(node, []).append(row)
-        spans = []
-        for path, new in zip(paths, num_new, strict=True):
-            chains = [[*own] for _, own in itertools.groupby(path, lambda node: readers[node])]
-            runs = [Run(c[0], [self.slot[node] for node in c], len(c)) for c in chains]
-            spans.append(Span(new, tuple(runs)))
-        return spans
 
 
 class Rows(NamedTuple):
@@ -102,47 +84,3 @@ def parts_of(reading):
     return sorted(
         (part.positions.tolist(), part.slots.tolist(), part.rows.tolist()) for part in reading.parts
     )
-
-
-class Particles:
-    """Rows that grow by a token a step, behind a prompt, in slots of their own.
-
-    ``run`` runs a packed batch and returns the rows at its outputs; ``starts`` are the numbers of
-    tokens of the prompt that each row begins with.
-    """
-
-    def __init__(self, run, attend, prompt, starts, first_slot=1):
-        self.run, self.attend, self.tree = run, attend, Tree()
-        slots = range(first_slot, first_slot + len(prompt))
-        run(pack([packing.Span(prompt, slots, (0,))]))
-        node, self.reading = 0, None
-        by_length = [0]
-        for slot in slots:
-            node = self.tree.add(node, slot)
-            by_length.append(node)
-        self.nodes = [by_length[size] for size in starts]
-        self.contexts = [prompt[:size] for size in starts]
-        self.next_slot = slots.stop
-
-    def step(self, token_ids):
-        """Compute a token of each row; return the rows behind them."""
-        slots = np.arange(len(token_ids)) + self.next_slot
-        self.next_slot += len(token_ids)
-        past = self.tree.paths(self.nodes)
-        if self.reading is None:
-            self.reading = self.attend.reading(past, np.ones(len(token_ids), np.int64))
-        batch = pack_step(np.array(token_ids), slots, past, self.reading)
-        rows = self.run(batch)
-        pairs = zip(self.nodes, slots.tolist(), strict=True)
-        self.nodes = [self.tree.add(node, slot) for node, slot in pairs]
-        pairs = zip(self.contexts, token_ids, strict=True)
-        self.contexts = [[*context, token] for context, token in pairs]
-        return rows
-
-    def pick(self, rows):
-        """Go on from some rows."""
-        self.nodes = [self.nodes[row] for row in rows]
-        self.contexts = [self.contexts[row] for row in rows]
-        if self.reading is not None:
-            slots = np.array([self.tree.slot[node] for node in self.nodes])
-            self.reading = self.reading.advanced(np.array(rows), slots)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from genlm_backend.attention.reading import Reading, Rest
 from tests.llm.hf.paths_of import Tree, parts_of, read_by_row, rows_in_trees
-from tests.llm.hf.plan_of_runs import plan_reading
 
 
 def reading_of(tree, nodes, num_new=None, few_tokens=384):
@@ -17,23 +16,14 @@ def reading_of(tree, nodes, num_new=None, few_tokens=384):
     return Reading.of(tree.paths(nodes), np.array(num_new), few_tokens)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rows_in_trees(), st.sampled_from([0, 1, 4, 8, 20, 40, 10**6]))
-def test_every_token_is_read_once_for_each_row_and_together_as_spans_are(rows, few_tokens):
+def test_every_token_is_read_once_for_each_row(rows, few_tokens):
     tree, nodes, num_new = rows
     reading = reading_of(tree, nodes, num_new, few_tokens)
     paths = [tree.path(node) for node in nodes]
     expected = [[(i, tree.slot[node]) for i, node in enumerate(path)] for path in paths]
     assert read_by_row(reading, len(nodes)) == expected
-    planned = plan_reading(tree.spans(nodes, num_new), few_tokens)
-    assert parts_of(reading) == parts_of(planned)
-    ranks = planned.rest.positions.argsort(1)  # its columns are in any order
-    for found, wanted in zip(_columns(reading), _columns(planned), strict=True):
-        assert found.tolist() == np.take_along_axis(wanted, ranks, 1).tolist()
-
-
-def _columns(reading):
-    return reading.rest.slots, reading.rest.positions
 
 
 @given(rows_in_trees(), st.integers(0, 3))
@@ -76,7 +66,7 @@ def test_rows_without_anything_cached_have_no_columns():
 # -------------------------------------------------------------------- the next step
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rows_in_trees(num_new=(1,)),
     st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=9), max_size=6),
@@ -108,7 +98,7 @@ def test_a_reading_that_advances_reads_what_one_made_anew_does(rows, picks, few_
         assert reading.wear.num_repeated == repeated
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(0, 3), st.integers(1, 4))
 def test_a_rest_is_the_same_whenever_it_is_read(data, num_columns, num_rows):
     numbers = np.random.default_rng(data.draw(st.integers(0, 9)))

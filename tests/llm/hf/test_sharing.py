@@ -1,7 +1,6 @@
 """Who reads what together: every cached token of every row once, and nothing else."""
 
 import copy
-import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention import reading as sharing
 from genlm_backend.attention.block import Block
 from genlm_backend.attention.reading import Reading
 from genlm_backend.attention.torch import SharedAttend, dispatch, torch_operators
@@ -23,80 +21,14 @@ from genlm_backend.errors import ModelStateError
 from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
-from tests.llm.hf.plan_of_runs import Run, Span
 
 
-def reading_of(spans, few_tokens):
-    past, num_new = paths_of([span.past_slots for span in spans]), [span.num_new for span in spans]
-    return Reading.of(past, np.array(num_new), few_tokens)
-
-
-@st.composite
-def forests(draw):
-    """Spans whose pasts are paths through a forest of owners, each read up to some length."""
-    num_owners = draw(st.integers(1, 6))
-    parents = [draw(st.integers(-1, i - 1)) for i in range(num_owners)]
-    sizes = [draw(st.integers(1, 40)) for _ in range(num_owners)]
-    slots = list(range(1, sum(sizes) + 1))
-    for _ in range(draw(st.integers(0, 6))):  # some follow one another, some do not
-        i, j = (draw(st.integers(0, len(slots) - 1)) for _ in range(2))
-        slots[i], slots[j] = slots[j], slots[i]
-    bounds = np.cumsum([0, *sizes])
-    own = [slots[a:b] for a, b in itertools.pairwise(bounds)]
-    spans = []
-    for _ in range(draw(st.integers(1, 7))):
-        node, path = draw(st.integers(-1, num_owners - 1)), []
-        while node >= 0:
-            path.append(node)
-            node = parents[node]
-        runs = [Run(i, own[i], sizes[i]) for i in reversed(path)]
-        if runs:  # the last one may be read in part
-            last = runs.pop()
-            runs.append(Run(last.owner, last.slots, draw(st.integers(1, last.num_tokens))))
-        num_new = draw(st.sampled_from([1, 1, 1, 2, 20]))
-        spans.append(Span(num_new, tuple(runs)))
-    return spans
-
-
-@settings(max_examples=300, deadline=None)
-@given(forests(), st.sampled_from([1, 8, 40, 10**6]))
-def test_every_token_is_read_once_for_every_row_that_has_it(spans, few_tokens):
-    reading = reading_of(spans, few_tokens)
-    found = [{} for _ in spans]
-    for part in reading.parts:
-        assert len(part.slots) == len(part.positions) > 0
-        assert (np.diff(part.positions) > 0).all()
-        for row in part.rows:
-            for position, slot in zip(part.positions.tolist(), part.slots.tolist(), strict=True):
-                assert found[row].setdefault(position, slot) == slot
-    for row, (slots, positions) in enumerate(
-        zip(reading.rest.slots.tolist(), reading.rest.positions.tolist(), strict=True)
-    ):
-        is_there = [position >= 0 for position in positions]
-        assert is_there == sorted(is_there)  # padded on the left
-        for position, slot in zip(positions, slots, strict=True):
-            if position < 0:
-                assert slot == 0
-            else:
-                assert found[row].setdefault(position, slot) == slot
-    for row, span in enumerate(spans):
-        expected = span.past_slots
-        assert [found[row].pop(position) for position in range(len(expected))] == expected
-        assert not found[row]
-    counts = sum(len(part.rows) * len(part) for part in reading.parts)
-    counts += int((reading.rest.positions >= 0).sum())
-    assert counts == sum(len(span.past_slots) for span in spans)
-    if few_tokens == 10**6:  # nobody is worth it but who has many new tokens
-        assert all(
-            any(spans[row].num_new >= sharing.MANY_NEW_TOKENS for row in part.rows)
-            for part in reading.parts
-        )
+def reading_of(slots, few_tokens):
+    return Reading.of(paths_of(slots), np.ones(len(slots), np.int64), few_tokens)
 
 
 def test_a_prompt_is_one_part_and_what_follows_is_not():
-    prompt = Run("prompt", range(1, 513), 512)
-    spans = [Span(1, (prompt, Run(i, [600 + 7 * i], 1))) for i in range(20)]
-    reading = reading_of(spans, 384)
+    reading = reading_of([[*range(1, 513), 600 + 7 * i] for i in range(20)], 384)
     (part,) = reading.parts
     assert part.rows.tolist() == [*range(20)]
     assert part.is_consecutive
@@ -105,9 +37,7 @@ def test_a_prompt_is_one_part_and_what_follows_is_not():
 
 
 def test_long_stretches_are_read_where_they_lie_and_short_ones_together():
-    slots = [*range(1, 501), *range(700, 710), *range(1000, 1600)]
-    spans = [Span(1, (Run("a", slots, len(slots)),)) for _ in range(2)]
-    parts = reading_of(spans, 384).parts
+    parts = reading_of([[*range(1, 501), *range(700, 710), *range(1000, 1600)]] * 2, 384).parts
     assert [len(part) for part in parts] == [500, 600]
     assert all(part.is_consecutive for part in parts)
 

@@ -13,7 +13,6 @@ from genlm_backend.backends.mlx import present
 from genlm_backend.errors import ModelStateError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
-from tests.llm.hf.paths_of import Particles
 from tests.llm.mlx import converted, sharpened
 
 pytestmark = [
@@ -120,39 +119,6 @@ def test_what_is_shared_is_read_once(monkeypatch):
             torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("few_tokens", [4, 30])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "stablelm"])
-def test_steps_that_go_on_from_one_another_give_the_models_rows(name, few_tokens):
-    import mlx.core as mx
-
-    from genlm_backend.attention.mlx import MlxGatherAttend, MlxSharedAttend
-    from genlm_backend.prefix.mlx_store import MlxStore
-
-    model, generator = converted(families.make(name)), random.Random(name)
-    with over(model, kv_cache_bytes=1 << 20) as lm:
-        store = MlxStore(lm._mlx.passes.cache.store.shapes, 300)
-    attend = MlxGatherAttend(store) if name == "stablelm" else MlxSharedAttend(store, few_tokens)
-
-    def run(batch):
-        with attend.attending(batch, model) as layers:
-            logits = model(mx.array(batch.input_ids.numpy()), cache=layers)
-        mx.eval(logits)
-        attend.keep(batch, layers)
-        found = torch.from_numpy(np.array(logits.astype(mx.float32)))
-        return found[batch.output_rows, batch.output_columns].log_softmax(-1)
-
-    prompt = generator.choices(range(families.VOCAB), k=20)
-    particles = Particles(run, attend, prompt, [20, 20, 20, 5, 20, 20, 9, 0])
-    for _ in range(5):
-        token_ids = generator.choices(range(families.VOCAB), k=len(particles.nodes))
-        rows = particles.step(token_ids)
-        for row, context in zip(rows, particles.contexts, strict=True):
-            logits = np.array(model(mx.array([context]))[0, -1].astype(mx.float32))
-            whole = torch.from_numpy(logits).log_softmax(-1)
-            torch.testing.assert_close(row, whole, rtol=0, atol=5e-5)
-        particles.pick(generator.choices(range(len(rows)), k=generator.randint(4, 9)))
-
-
 # -------------------------------------------------------------------- blocks
 
 
@@ -206,19 +172,6 @@ def test_blocks_that_are_merged_are_attention_to_all_of_them(
         block.MAX_SCORES = before
     mean = found.dampened(array(sinks)) if has_sinks else found.values
     np.testing.assert_allclose(np.array(mean), expected, atol=2e-5)
-
-
-def test_some_rows_are_merged_and_others_stay():
-    import mlx.core as mx
-
-    from genlm_backend.attention.block import Attended
-    from genlm_backend.attention.mlx.mlx_operators import MLX
-
-    zeros = mx.zeros((3, 2, 2))
-    total = Attended(MLX, mx.zeros((3, 2, 2, 4)), zeros)
-    total.merge(Attended(MLX, mx.ones((2, 2, 2, 4)), zeros[:2] + 50), mx.array([2, 0]))
-    np.testing.assert_allclose(np.array(total.values)[:, 0, 0, 0], [1, 0, 1])
-    np.testing.assert_allclose(np.array(total.logsumexp)[:, 0, 0], [50, 0, 50])
 
 
 # -------------------------------------------------------------------- in the model's place
