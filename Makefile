@@ -139,7 +139,7 @@ test-vllm-releases: $(VLLM_RELEASES:%=test-vllm-%)
 test-transformers-%: .venv-transformers-%/.installed
 	@echo "== tests of AsyncTransformer with transformers $*"
 	OMP_NUM_THREADS=1 .venv-transformers-$*/bin/python -m pytest $(PARALLEL) -m "not slow" \
-	    tests/llm/hf tests/llm/test_state_families.py tests/llm/test_loading.py
+	    tests/llm/hf tests/llm/test_loading.py
 
 test-transformers-releases: $(TRANSFORMERS_RELEASES:%=test-transformers-%)
 

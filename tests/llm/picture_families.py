@@ -6,24 +6,15 @@ from unittest.mock import patch
 
 import numpy as np
 import tokenizers
-import torch
 import transformers as tf
 from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers.models.paligemma import processing_paligemma
 from transformers.processing_utils import ProcessorMixin
 
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from tests.llm import families
+
+TEXT = {**families.COMMON, "num_hidden_layers": 3, "max_position_embeddings": 1024}
 
 VISION = {
     "hidden_size": 32,
@@ -32,8 +23,6 @@ VISION = {
     "num_attention_heads": 4,
     "patch_size": 7,
 }
-
-SHARP = 1.5
 
 MARKERS = {
     "Qwen2VLProcessor": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -242,14 +231,9 @@ def _paligemma():
 
 
 def _made(build):
-    def family():
+    def family(seed):
         config, processor = build()
-        model = tf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() >= 2:
-                    parameter.normal_(0, SHARP / parameter[0].numel() ** 0.5)
-        return model, processor
+        return families.of(config, seed, kind=tf.AutoModelForImageTextToText), processor
 
     return family
 
@@ -271,8 +255,7 @@ WIDE = _made(lambda: _smolvlm(hidden_size=128, head_dim=32))
 
 def make(name, seed=0):
     """A model whose next token hangs on every token and picture of its context; its processor."""
-    torch.manual_seed(seed)
-    return WIDE() if name == "wide" else FAMILIES[name]()
+    return (WIDE if name == "wide" else FAMILIES[name])(seed)
 
 
 def marker(family):

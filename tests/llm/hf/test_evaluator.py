@@ -6,7 +6,6 @@ import random
 import threading
 import time
 
-import psutil
 import pytest
 import torch
 
@@ -70,37 +69,6 @@ async def test_smc_with_resampling_computes_exactly_the_distinct_new_tokens(make
     assert set(lm.statistics().batch_sizes) <= set(range(1, 21))
 
 
-def test_a_prompt_shared_within_one_batch_is_computed_once(make):
-    lm = make()
-    check(lm, [[*PROMPT, i] for i in range(10)])
-    assert lm.statistics().tokens_computed == 61
-
-
-def test_a_context_and_its_prefixes_in_one_batch_are_one_row(make):
-    lm = make()
-    check(lm, [PROMPT[:n] for n in (10, 30, 51, 20)])
-    assert lm.statistics().tokens_computed == 51
-    assert lm.statistics().num_forwards == 1
-
-
-def test_a_row_asked_again_costs_no_forward(make):
-    lm = make()
-    check(lm, [PROMPT, PROMPT[:5]])
-    forwards = lm.statistics().num_forwards
-    check(lm, [PROMPT, PROMPT[:5]])
-    statistics = lm.statistics()
-    assert statistics.num_forwards == forwards
-    assert statistics.row_cache_hits == 2
-
-
-def test_a_prefill_does_not_pad_the_steps(make):
-    lm = make()
-    check(lm, [[*PROMPT]])
-    forwards = lm.statistics().num_forwards
-    check(lm, [*([*PROMPT, i] for i in range(19)), list(range(90)) * 2])
-    assert lm.statistics().num_forwards == forwards + 2
-
-
 def test_a_long_prefill_goes_in_chunks(make):
     from dataclasses import replace
 
@@ -127,28 +95,6 @@ def test_whatever_fits_the_answers_are_right(make, capacity):
 def test_a_budget_below_one_token_is_refused(make, num_bytes):
     with pytest.raises(OptionError, match=f"{num_bytes} has no room for one token, which takes"):
         make(kv_cache_bytes=num_bytes)
-
-
-async def test_five_thousand_contexts_stay_within_the_budgets(make):
-    lm = make(kv_cache_bytes=200 * SLOT, row_cache_bytes=50 * 96 * 4)
-    generator = random.Random(0)
-
-    async def ask_many():
-        for _ in range(50):
-            contexts = [[generator.randrange(96) for _ in range(6)] for _ in range(100)]
-            await asyncio.gather(*map(lm.next_token_logprobs, contexts))
-            statistics = lm.statistics()
-            assert statistics.kv_bytes_used <= statistics.kv_bytes_budget == 200 * SLOT
-            assert statistics.row_bytes_used <= statistics.row_bytes_budget
-
-    await ask_many()
-    resident = psutil.Process().memory_info().rss
-    await ask_many()
-    assert psutil.Process().memory_info().rss - resident < 20 << 20
-    statistics = lm.statistics()
-    assert statistics.num_evicted_tokens > 25_000
-    assert statistics.num_evicted_rows > 4_900
-    assert lm._evaluator.passes.tree.nodes.num_made <= 250  # as the budget has slots, or a few more
 
 
 def test_a_pinned_prompt_is_never_evicted_until_cleared(make):
@@ -244,24 +190,6 @@ def test_another_error_is_not_tried_again_and_loses_no_slot(make):
     assert lm.statistics().kv_bytes_used == used
     lm._evaluator.passes.runner.forward = forward
     check(lm, [PROMPT, PROMPT[:40]])
-
-
-def test_a_nan_stays_in_its_own_row(tiny_llama):
-    import copy
-
-    model = copy.deepcopy(tiny_llama)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[13] = torch.nan
-    with AsyncTransformer(model, word_tokenizer()) as lm:
-        rows = lm.batch_next_token_logprobs_sync([[13], [1, 2, 3], [1, 13, 3, 4, 5], [4] * 9])
-        assert rows[0].isnan().any()
-        assert rows[2].isnan().any()
-        for index, context in ((1, [1, 2, 3]), (3, [4] * 9)):
-            torch.testing.assert_close(
-                rows[index], fresh_row(tiny_llama, context), atol=2e-5, rtol=0
-            )
-        again = lm.batch_next_token_logprobs_sync([[1, 2, 3, 4], [5], [13, 4]])
-        torch.testing.assert_close(again[0], fresh_row(tiny_llama, [1, 2, 3, 4]), atol=2e-5, rtol=0)
 
 
 def test_clearing_from_another_thread_at_any_moment_changes_no_answer(make):

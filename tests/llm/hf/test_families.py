@@ -1,13 +1,12 @@
 """Every kind of attention and state, against the bare model run whole and alone."""
 
-import copy
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers as tf
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from genlm_backend import AsyncTransformer
@@ -16,7 +15,7 @@ from genlm_backend.attention.torch import SharedAttend
 from genlm_backend.backends.hf.hf_cache import CACHED_TYPES
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.passes.prefill_plan import CostModel
-from tests.llm import families, state_families
+from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.test_states import KEPT
 
@@ -75,8 +74,8 @@ UNTOLD = {
 """Uncached models that take no positions, or whose head takes states of another shape."""
 
 
-@pytest.mark.parametrize("few_tokens", [2, 40, 384])
-@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.RUNNING, *families.WHOLE])
+@pytest.mark.parametrize("few_tokens", [2, 40])
+@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.FEW_RUNNING, *families.WHOLE])
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
 def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
     monkeypatch.setattr(sharing, "FEW_TOKENS", few_tokens)
@@ -158,19 +157,6 @@ def test_what_only_a_long_past_shows_is_found_out(name):
         assert lm.statistics().num_forwards == before + 1  # of one length, in one pass
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_models_give_float32_rows(dtype):
-    model = families.make("llama").to(dtype)
-    context = list(range(20))
-    with AsyncTransformer(model, word_tokenizer()) as lm:
-        assert lm.kv_reuse
-        rows = [lm.next_token_logprobs_sync(context[:n]) for n in range(1, 21)]
-    for n, row in enumerate(rows, 1):
-        assert row.dtype == torch.float32
-        assert float(row.exp().sum()) == pytest.approx(1, abs=1e-5)
-        torch.testing.assert_close(row, fresh_row(model, context[:n]), rtol=0, atol=0.15)
-
-
 def test_a_model_in_training_mode_is_put_into_evaluation_mode():
     model = families.make("gpt2").train()
     with AsyncTransformer(model, word_tokenizer()) as lm:
@@ -235,62 +221,6 @@ def test_a_model_that_fails_on_a_foreign_cache_runs_whole(caplog):
     assert "runs without key-value reuse" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
-async def test_positions_that_depend_on_the_length_of_the_context(options):
-    """Short and long contexts have frequencies of their own, and never meet in one pass."""
-    torch.manual_seed(0)
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    config = Phi3Config(
-        **{**families.COMMON, "max_position_embeddings": 128},
-        original_max_position_embeddings=32,
-        rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
-        initializer_range=0.5,
-    )
-    model = Phi3ForCausalLM(config).eval()
-    ids = random.Random(0).choices(range(families.VOCAB), k=60)
-    lengths = [32, 33, 20, 60, 31, 34, 45]
-    expected = {length: fresh_row(model, ids[:length]) for length in lengths}
-    short = fresh_row(model, ids[:32]), fresh_row(model, ids[:33])
-    assert float((short[0] - short[1]).abs().max()) > 1e-2
-    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0, **options) as lm:
-        assert lm.kv_reuse is (not options)
-        for _ in range(2):
-            for length in lengths:
-                row = await lm.next_token_logprobs(ids[:length])
-                torch.testing.assert_close(row, expected[length], rtol=0, atol=2e-5)
-            rows = await lm.batch_next_token_logprobs([ids[:length] for length in lengths])
-            for length, row in zip(lengths, rows, strict=True):
-                torch.testing.assert_close(row, expected[length], rtol=0, atol=2e-5)
-        assert await lm.num_cached_tokens(ids[:60]) == 0
-
-
-@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
-async def test_frequencies_that_grow_with_the_longest_context_do_not_stay(options):
-    """The model keeps those of its longest context until a short one comes; each row is fresh."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **{**families.COMMON, "max_position_embeddings": 12},
-        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-        initializer_range=0.5,
-    )
-    model = LlamaForCausalLM(config).eval()
-    ids = random.Random(0).choices(range(families.VOCAB), k=40)
-    lengths = [16, 5, 25, 12, 5, 11, 13, 40, 16, 12]
-    expected = {n: fresh_row(copy.deepcopy(model), ids[:n]) for n in lengths}
-    options = {"row_cache_bytes": 0, "max_length": 40, **options}
-    with AsyncTransformer(model, word_tokenizer(), **options) as lm:
-        assert lm.kv_reuse is ("kv_cache_bytes" not in options)
-        for _ in range(2):
-            for n in lengths:
-                row = await lm.next_token_logprobs(ids[:n])
-                torch.testing.assert_close(row, expected[n], rtol=0, atol=2e-5)
-                row = lm.next_token_logprobs_uncached(ids[:n])
-                torch.testing.assert_close(row, expected[n], rtol=0, atol=2e-5)
-            rows = await lm.batch_next_token_logprobs([ids[:n] for n in lengths])
-            for n, row in zip(lengths, rows, strict=True):
-                torch.testing.assert_close(row, expected[n], rtol=0, atol=2e-5)
-
-
 def check_whole_batches(model):
     """Compare the rows of an uncached model in batches of many sizes with its own."""
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
@@ -333,7 +263,7 @@ def test_a_family_that_is_known_to_be_cached_and_is_not_is_a_warning():
 
 def test_families_that_are_cached_are_known_to_be():
     tokens = [make() for make in families.PER_TOKEN.values()]
-    configs = [*tokens, *map(state_families.config_of, KEPT)]
+    configs = [*tokens, *(families.RUNNING[name]() for name in KEPT)]
     assert {config.get_text_config(decoder=True).model_type for config in configs} <= CACHED_TYPES
 
 

@@ -15,7 +15,7 @@ def fused_of(model):
     return twin, [m for m, own in twin.copies.items() if "forward" in vars(own)]
 
 
-@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.RUNNING, *families.WHOLE])
+@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.FEW_RUNNING, *families.WHOLE])
 @pytest.mark.filterwarnings("ignore")
 def test_rows_are_the_models(name):
     model = families.make(name)

@@ -15,7 +15,7 @@ from genlm_backend.generation import generate
 from genlm_backend.model.drawing import Cuts, Drawing
 from genlm_backend.model.query import Query
 from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
-from tests.llm import families, state_families
+from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 from tests.llm.hf.pictured import MANY, family, plain_row, prompt_of
 from tests.llm.vllm.adapters import make_adapter
@@ -146,11 +146,11 @@ def test_greedy_texts_are_those_of_the_model(dtype):
             assert list(own) == whole[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", state_families.NAMES)
+@pytest.mark.parametrize("name", families.RUNNING)
 def test_running_states(name):
     """Trees of contexts, with ample room, with few states, and with some on the host."""
     try:
-        model, generator = state_families.make(name), random.Random(0)
+        model, generator = families.make(name), random.Random(0)
     except (ValueError, StrictDataclassError) as error:
         pytest.skip(f"of this version of transformers: {error}")
     prompt = [generator.randrange(1, families.VOCAB) for _ in range(20)]

@@ -1,6 +1,5 @@
 """Keys and values that leave the device for the host and come back, against fresh models."""
 
-import asyncio
 import functools
 import random
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer, Engine
 from genlm_backend.errors import CacheError, OptionError
-from genlm_backend.prefix import KVStore, Mover
+from genlm_backend.prefix import Mover
 from tests.generation.serving import serve
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -48,7 +47,7 @@ def check_rows(rows, contexts, model=MODEL):
         torch.testing.assert_close(row, fresh_row(model, context), atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-sliding", "bloom", "gptj", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_prompt_that_had_to_leave_comes_back_without_being_computed(name):
     model = families.make(name)
@@ -139,28 +138,6 @@ def test_no_history_changes_a_row(kept, data, num_slots, num_host_slots):
             check(lm)
 
 
-async def test_many_callers_some_of_whom_leave():
-    generator = random.Random(1)
-    with tiered(60, 200) as lm:
-        contexts = [[1]]
-        for _ in range(25):
-            asked = [
-                [*generator.choice(contexts), *generator.choices(range(families.VOCAB), k=3)][-40:]
-                for _ in range(30)
-            ]
-            tasks = [asyncio.create_task(lm.next_token_logprobs(ids)) for ids in asked]
-            await asyncio.sleep(0)
-            leaving = generator.sample(range(30), 10)
-            for i in leaving:
-                tasks[i].cancel()
-            rows = await asyncio.gather(*tasks, return_exceptions=True)
-            kept = [i for i in range(30) if i not in leaving]
-            check_rows([rows[i] for i in kept], [asked[i] for i in kept])
-            contexts = asked
-            check(lm)
-        assert lm.statistics().num_tokens_from_host > 100
-
-
 @pytest.mark.parametrize("direction", ["to_host", "to_device"])
 def test_a_copy_that_fails_is_raised_and_nothing_wrong_is_found(monkeypatch, direction):
     def fail(*args):
@@ -206,13 +183,3 @@ def test_options_that_make_no_sense():
         tiered(10, 10).close()
     with AsyncTransformer(MODEL, word_tokenizer()) as lm:
         assert not lm.has_host_tier
-
-
-def test_a_store_of_the_host_has_the_layout_of_the_device():
-    per_slot = bytes_per_slot(kv_cache_dtype="int8")
-    with tiered(10, 20, kv_cache_dtype="int8", per_slot=per_slot) as lm:
-        store = lm._evaluator.passes.cache.store
-        host = KVStore(store.layout.on_host(), 20)
-        for layer, codes in zip(host.codes, store.codes, strict=True):
-            assert [c.shape[1:] for c in layer] == [c.shape[1:] for c in codes]
-        assert lm._info.num_host_slots == 20

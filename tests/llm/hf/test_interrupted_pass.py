@@ -21,9 +21,7 @@ def lm(request):
     try:
         model = families.make(name)
     except KeyError:
-        from tests.llm import state_families
-
-        model = state_families.make(name)
+        model = families.make(name)
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         yield lm
         lm._evaluator.passes.tree.check_integrity()

@@ -66,7 +66,7 @@ def tree(generator, lengths=(1, 3, 9, 24)):
 
 
 @pytest.mark.parametrize("kept", list(ROUNDS))
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-sliding", "qwen3", "bloom", "gptj"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
 def test_rows_are_those_of_a_model_that_rounds_its_keys_and_values(name, kept):
     model = families.make(name).double()
@@ -85,13 +85,12 @@ def test_rows_are_those_of_a_model_that_rounds_its_keys_and_values(name, kept):
 
 
 @pytest.mark.parametrize("name", sorted(families.PER_TOKEN))
-@pytest.mark.parametrize("kept", ["int8", "uint4"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_row_is_the_same_whole_step_by_step_and_reused(name, kept):
+def test_a_row_is_the_same_whole_step_by_step_and_reused(name):
     model = families.make(name)
     generator = random.Random(name)
     contexts = list(tree(generator, lengths=(3, 24)))
-    options = {"kv_cache_dtype": kept, "row_cache_bytes": 0}
+    options = {"kv_cache_dtype": "uint4", "row_cache_bytes": 0}
     with AsyncTransformer(model, word_tokenizer(), **options) as lm:
         for context in contexts:
             for end in range(max(1, len(context) - 3), len(context) + 1):

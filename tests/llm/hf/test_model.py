@@ -236,38 +236,6 @@ def test_two_models_do_not_share_anything(tiny_llama):
     assert not torch.allclose(rows[0], rows[1])
 
 
-def test_other_threads_may_use_the_model_meanwhile(tiny_llama):
-    from concurrent.futures import ThreadPoolExecutor
-
-    contexts = [[i, i + 1, i + 2] for i in range(60)]
-    with (
-        AsyncTransformer(tiny_llama, word_tokenizer(), batch_size=4) as lm,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        ours = pool.submit(lm.batch_next_token_logprobs_sync, contexts)
-        theirs = pool.submit(lambda: [fresh_row(tiny_llama, c) for c in contexts])
-        torch.testing.assert_close(
-            ours.result(60), torch.stack(theirs.result(60)), rtol=0, atol=2e-5
-        )
-
-
-def test_another_threads_forward_of_the_same_shape_keeps_all_its_logits(tiny_llama):
-    from concurrent.futures import ThreadPoolExecutor
-
-    shapes = []
-
-    def ask_elsewhere(module, args, kwargs):
-        hook.remove()
-        with ThreadPoolExecutor(1) as pool, torch.no_grad():
-            logits = pool.submit(lambda: tiny_llama(torch.tensor([[1, 2, 3, 4]])).logits)
-            shapes.append(tuple(logits.result(60).shape))
-
-    with AsyncTransformer(tiny_llama, word_tokenizer()) as lm:
-        hook = tiny_llama.model.register_forward_pre_hook(ask_elsewhere, with_kwargs=True)
-        lm.next_token_logprobs_sync([5, 6, 7, 8])
-    assert shapes == [(1, 4, 96)]
-
-
 def test_what_has_been_done_is_told_in_the_middle_of_a_batch_and_after_the_end(tiny_llama):
     told = []
     with AsyncTransformer(tiny_llama, word_tokenizer(), row_cache_bytes=0) as lm:

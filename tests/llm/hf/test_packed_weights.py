@@ -1,7 +1,5 @@
 """Packed weights: the same rows, whatever becomes of the layers, and only where they are faster."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -116,85 +114,6 @@ def check_layer(model, packed, twin, rows, is_packed):
         torch.testing.assert_close(twin.module(rows), expected)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.usefixtures("faster")
-def test_a_layer_computes_what_it_did_and_is_what_it_was(bias, used):
-    model, rows = layer_and_rows(bias)
-    packed = packed_of(model)
-    assert packed.nbytes == 24 * 40 * 4
-    twin = twin_with(packed, model)
-    for few in (rows, rows[0], rows[0, 0], rows[:0], rows.transpose(0, 1), rows[1:, ::2]):
-        used.clear()
-        check_layer(model, packed, twin, few, is_packed=True)
-        assert used == [twin.module[0]]
-    assert is_plain(model)
-    assert twin.module.state_dict().keys() == model.state_dict().keys()
-
-
-@pytest.mark.usefixtures("faster")
-def test_an_adapter_of_a_bare_parameter_is_not_passed_by():
-    """While it computes, the layer has another weight, and a class that is made for it."""
-    model, rows = layer_and_rows()
-    packed = packed_of(model)
-    layer = twin_with(packed, model).module[0]
-
-    class Doubled(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
-    nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
-    with torch.inference_mode():
-        expected = nn.functional.linear(rows, 2 * model[0].weight, model[0].bias)
-        torch.testing.assert_close(layer(rows), expected)
-
-
-def _replaced(model):
-    model[0].weight = nn.Parameter(torch.ones(40, 24))
-
-
-def _written(model):
-    with torch.no_grad():
-        model[0].weight.mul_(2)
-
-
-def _converted(model):
-    model.double()
-    model.float()
-    model[0].weight.data = model[0].weight.data * 1.5
-
-
-def _trained(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(torch.ones(1, 24)).square().sum().backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("change", [_replaced, _written, _converted, _trained])
-@pytest.mark.usefixtures("faster")
-def test_a_weight_that_torch_says_is_another_is_not_the_packed_one(change):
-    model, rows = layer_and_rows()
-    packed = packed_of(model)
-    twin = twin_with(packed, model)
-    for _ in range(20):  # memory that is freed comes again
-        change(model)
-        gc.collect()
-        check_layer(model, packed, twin, rows, is_packed=False)
-        packed.pack_again()
-        check_layer(model, packed, twin, rows, is_packed=True)
-
-
-@pytest.mark.usefixtures("faster")
-def test_a_weight_that_comes_back_is_the_packed_one_again():
-    model, rows = layer_and_rows()
-    packed = packed_of(model)
-    twin, weight = twin_with(packed, model), model[0].weight
-    for _ in range(3):
-        check_layer(model, packed, twin, rows, is_packed=True)
-        model[0].weight = nn.Parameter(torch.ones(40, 24))
-        check_layer(model, packed, twin, rows, is_packed=False)
-        model[0].weight = weight
-
-
 def _through_data(model):
     model[0].weight.data.mul_(3)
 
@@ -225,19 +144,6 @@ def test_a_weight_that_torch_says_nothing_of_is_found_by_another_look(change):
     change(model)
     packed.pack_again()
     check_layer(model, packed, twin, rows, is_packed=True)
-
-
-@pytest.mark.usefixtures("faster")
-def test_a_model_that_is_trained_answers_anew_once_its_cache_is_cleared():
-    model = families.make("llama")
-    with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
-        check_rows(lm, model)
-        for _ in range(2):
-            for parameter in model.parameters():
-                parameter.data.mul_(1.1)
-            lm.clear_cache()
-            check_rows(lm, model)
-            assert lm.packed_weight_bytes > 0
 
 
 @pytest.mark.usefixtures("faster")

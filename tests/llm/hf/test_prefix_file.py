@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import prefix_file
-from genlm_backend.backends.hf.fingerprint import weights_digest
 from genlm_backend.errors import (
     CacheError,
     PrefixFileError,
@@ -49,8 +48,8 @@ def saved(path):
     return path
 
 
-@pytest.mark.parametrize("kept", [None, "bfloat16", "float16", "int8", "uint4"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-sliding", "bloom", "qwen3"])
+@pytest.mark.parametrize("kept", [None, "int8", "uint4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_loaded_is_not_computed_and_gives_the_same_rows(name, kept, path):
     model = families.make(name)
@@ -134,20 +133,6 @@ def test_one_weight_is_enough(saved):
             weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0))
         with pytest.raises(PrefixFileError, match="its weights differ"):
             lm.load_prefix(saved)
-
-
-def test_weights_that_have_changed_places_are_others():
-    model = model_of()
-    before = weights_digest(model)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    with torch.no_grad():
-        for other in (weight.flip(0), weight.flip(1)):
-            kept = weight.clone()
-            weight.copy_(other)
-            assert weights_digest(model) != before
-            weight.copy_(kept)
-    assert weights_digest(model) == before
-    assert weights_digest(model.bfloat16()) != before
 
 
 def test_adapters(tmp_path, path):
@@ -287,7 +272,7 @@ def test_tokens_that_were_exchanged_are_refused(saved):
         lm.load_prefix(saved)
 
 
-@pytest.mark.parametrize("kept", [None, "int8", "uint4"])
+@pytest.mark.parametrize("kept", [None, "uint4"])
 @pytest.mark.parametrize(
     "change",
     [

@@ -1,7 +1,6 @@
 """Rounds over a runner that has no model: what each slot holds, and what each row reads of it."""
 
 import contextlib
-import random
 
 import numpy as np
 import pytest
@@ -145,21 +144,17 @@ class Histories(RuleBasedStateMachine):
     """Contexts that live on, with their places, while anything happens to what is kept."""
 
     @initialize(
-        num_slots=st.sampled_from([6, 12, 30, 400]),
+        num_slots=st.sampled_from([0, 1, 6, 12, 30, 400]),
         num_host_slots=st.sampled_from([0, 0, 5, 60]),
         few_tokens=st.sampled_from([0, 3, 10**6]),
         max_tokens=st.sampled_from([3, 1000]),
+        max_segment=st.sampled_from([1, 3, 1000]),
+        max_outputs=st.sampled_from([1, 2, 1000]),
         per_forward=st.sampled_from([0.0, 3.0, 1000.0]),
         aligns=st.booleans(),
     )
-    def make(self, num_slots, num_host_slots, few_tokens, max_tokens, per_forward, aligns):
-        self.passes = passes_of(
-            num_slots,
-            num_host_slots,
-            few_tokens,
-            max_tokens=max_tokens,
-            per_forward=per_forward,
-        )
+    def make(self, num_slots, num_host_slots, few_tokens, aligns, **cost):
+        self.passes = passes_of(num_slots, num_host_slots, few_tokens, **cost)
         self.passes.aligns = aligns
         self.particles = [of_no_model([i % 3, i % 2]) for i in range(6)]
         self.seen = list(self.particles)
@@ -312,7 +307,7 @@ class ManyHistories(Histories):
     """The same, for longer."""
 
 
-Histories.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+Histories.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=30)
 ManyHistories.TestCase.settings = settings(deadline=None, max_examples=300, stateful_step_count=40)
 TestHistories = Histories.TestCase
 TestManyHistories = pytest.mark.slow(pytest.mark.timeout(600)(ManyHistories.TestCase))
@@ -343,21 +338,6 @@ def started(num_contexts, **options):
     contexts = [context.extend(i % 3) for i, context in enumerate(contexts)]
     ask(passes, contexts)
     return passes, contexts
-
-
-@pytest.mark.parametrize("bad", [{0}, {3}, {0, 1, 4}, set(range(6))])
-def test_rows_that_are_nan_leave_nothing_behind_and_run_alone(bad):
-    passes, contexts = started(6)
-    used, whole = passes.tree.num_used, passes.runner.num_whole
-    longer = [c.extend(BAD if i in bad else 1) for i, c in enumerate(contexts)]
-    ask(passes, longer)
-    assert passes.runner.num_whole == whole + len(bad)
-    assert passes.tree.num_used == used + 6 - len(bad)
-    for i, context in enumerate(longer):
-        assert passes.tree.num_cached(context) == len(context) - (i in bad)
-    ask(passes, [*longer, *longer[::-1]])  # each twice
-    ask(passes, [context.extend(2) for context in longer])  # behind NaN too
-    ask(passes, [c.extend(0) for c in contexts] + [c.extend(1) for c in contexts])
 
 
 def test_rows_that_are_nan_beside_others_and_sound_alone_are_those_of_alone():
@@ -394,29 +374,6 @@ def test_a_child_that_is_asked_twice_is_kept_once():
     assert passes.tree.num_used == used + 3 + 3
 
 
-@pytest.mark.parametrize("num_failures", [1, 2])
-def test_a_step_that_runs_out_of_memory_is_made_in_halves(num_failures):
-    passes, contexts = started(6)
-    used = passes.tree.num_used
-    passes.runner.failing = [MemoryError()] * num_failures
-    ask(passes, [context.extend(2) for context in contexts])
-    assert passes.tree.num_used == used + 6
-    ask(passes, [context.extend(2).extend(i % 2) for i, context in enumerate(contexts)])
-
-
-@pytest.mark.parametrize("error", [IndexError("by the test"), MemoryError()])
-def test_a_step_that_fails_keeps_no_slot(error):
-    passes, contexts = started(6)
-    used = passes.tree.num_used
-    passes.runner.failing = [error] * 9
-    with pytest.raises(type(error)):
-        ask(passes, [context.extend(2) for context in contexts])
-    passes.runner.failing = []
-    passes.tree.check_integrity()
-    assert passes.tree.num_used == used
-    ask(passes, [context.extend(2) for context in contexts])
-
-
 @pytest.mark.parametrize("num_contexts", [1, 6])
 def test_no_slot_is_lost_where_there_is_no_memory_for_nodes(num_contexts, monkeypatch):
     passes, contexts = started(num_contexts)
@@ -443,19 +400,6 @@ def test_no_slot_is_lost_where_there_is_no_memory_for_nodes(num_contexts, monkey
     ask(passes, longer)
 
 
-def test_a_chain_is_evicted_from_its_end_while_places_know_it():
-    passes = passes_of(12)
-    chain = [of_no_model([0])]
-    for i in range(9):
-        chain.append(chain[-1].extend(i % 3))
-    for context in chain:
-        ask(passes, [context])
-    for size in (2, 5, 11):
-        ask(passes, [of_no_model([2] * size)])
-        for context in chain[::-1] + chain:
-            ask(passes, [context.extend(2)])
-
-
 def test_a_context_of_two_models_is_found_in_neither_by_the_others_place():
     first, second = passes_of(100), passes_of(100)
     ask(second, [of_no_model([2, 2, 2, 2, 2, 2])])
@@ -464,46 +408,3 @@ def test_a_context_of_two_models_is_found_in_neither_by_the_others_place():
         for passes in (first, second, second, first):
             ask(passes, [context])
         context = context.extend(token)
-
-
-@pytest.mark.parametrize("num_slots", [2000, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_thousand_resamplings_do_not_wear_out_what_is_read(num_slots):
-    """What a step copies stays near what one copies that is made anew."""
-    generator, few_tokens = random.Random(0), 20
-    passes = passes_of(num_slots, few_tokens=few_tokens, runner=Remaking())
-    prompt = of_no_model(generator.choices(range(3), k=60))
-    particles = [prompt] * 20
-    for number in range(1000):
-        if number % 50 == 0:
-            particles = [prompt] * 20
-        particles = [context.extend(generator.randrange(3)) for context in particles]
-        passes.runner.adapter = None
-        passes.evaluate([Query(context) for context in distinct(particles)])
-        particles = generator.choices(particles, k=20)
-    passes.tree.check_integrity()
-    runner = passes.runner
-    assert runner.num_steps > 700
-    assert runner.num_parts_in_place >= runner.num_rounds  # the prompt, at least
-    assert runner.num_copied < 2 * runner.num_copied_anew
-
-
-class Remaking(FakeRunner):
-    """A runner that counts what is copied, and what would be if each reading were made anew."""
-
-    num_copied = num_copied_anew = num_rounds = num_steps = num_parts_in_place = 0
-
-    def forward(self, batch, attend):
-        if batch.reading is not None:
-            anew = attend.reading(batch.past, batch.num_new)
-            self.num_copied += num_copied(batch.reading)
-            self.num_copied_anew += num_copied(anew)
-            self.num_parts_in_place += sum(part.is_consecutive for part in batch.reading.parts)
-            self.num_rounds += 1
-            self.num_steps += batch.reading.advance is not None
-        return super().forward(batch, attend)
-
-
-def num_copied(reading):
-    """Number of tokens that a step copies: those of its rest, and of parts in pieces."""
-    pieces = sum(len(part) for part in reading.parts if not part.is_consecutive)
-    return pieces + reading.rest.slots.size

@@ -2,14 +2,12 @@
 
 import copy
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention.block import Block
@@ -74,39 +72,6 @@ def test_the_model_attends_as_ever_on_other_threads_and_afterwards(name):
     assert model.config._attn_implementation == before
     torch.testing.assert_close(row, fresh_row(model, ids), rtol=0, atol=3e-5)
     torch.testing.assert_close(found[0], fresh_row(model, ids), rtol=0, atol=3e-5)
-
-
-def test_two_models_with_one_config_pass_at_once():
-    config = families.PER_TOKEN["llama"]()
-    models = [LlamaForCausalLM(config).eval() for _ in range(2)]
-    entered, ended = threading.Event(), threading.Event()
-    with (
-        AsyncTransformer(models[0], word_tokenizer()) as first,
-        AsyncTransformer(models[1], word_tokenizer()) as second,
-    ):
-        expected = [fresh_row(model, [1, 2, 3]) for model in models]
-
-        def first_waits(*_):
-            entered.wait(60)
-
-        def second_waits(*_):
-            entered.set()
-            ended.wait(60)
-
-        hooks = [
-            model.model.layers[1].register_forward_pre_hook(wait)
-            for model, wait in zip(models, (first_waits, second_waits), strict=True)
-        ]
-        with ThreadPoolExecutor(1) as pool:
-            later = pool.submit(second.next_token_logprobs_sync, [1, 2, 3])
-            found = [first.next_token_logprobs_sync([1, 2, 3])]
-            ended.set()
-            found.append(later.result())
-        for hook in hooks:
-            hook.remove()
-    for row, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(row, wanted, rtol=0, atol=3e-5)
-    assert config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-eager"])

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.backends.hf.twin import Twin, twin_of
+from genlm_backend.backends.hf.twin import twin_of
 from genlm_backend.errors import AdapterError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.test_families import GATHERED
 
-FAMILIES = [*families.PER_TOKEN, *families.RUNNING, *families.WHOLE]
+FAMILIES = [*families.PER_TOKEN, *families.FEW_RUNNING, *families.WHOLE]
 IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 3]])
 
 
@@ -367,49 +367,3 @@ def test_a_change_during_a_pass_waits_for_the_next():
             lm.next_token_logprobs_sync([1, 2, 3])
         model.eval()
         check_row(lm, model)
-
-
-def test_only_positions_that_are_wanted_are_projected():
-    model = families.make("llama")
-    sizes = []
-    hook = model.lm_head.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
-    with AsyncTransformer(model, word_tokenizer()) as lm:
-        sizes.clear()
-        lm.next_token_logprobs_sync([*range(30)])
-        lm.next_token_logprobs_sync([*range(31)])
-        head = lm._evaluator.passes.runner.twin.module.lm_head
-        assert head is not model.lm_head
-        seen = []
-        head_hook = head.register_forward_hook(lambda _, args, out: seen.append(out.shape))
-        lm.next_token_logprobs_sync([*range(40)])
-        head_hook.remove()
-    hook.remove()
-    assert sizes == [30, 1, 9]
-    assert seen == [(1, 1, 96)]
-
-
-def test_hidden_states_that_its_owner_asks_for_are_no_more_than_there_are():
-    """Models of transformers register hooks on themselves, when they are first asked for them."""
-    model = families.make("llama")
-    model.config.output_hidden_states = True
-    with AsyncTransformer(model, word_tokenizer()) as lm:
-        for _ in range(2):
-            check_row(lm, model)
-            with torch.inference_mode():
-                assert len(model(input_ids=IDS).hidden_states) == 3
-            assert len(model.model.layers[0]._forward_hooks) <= 1
-
-
-def test_a_twin_is_filled_anew_with_what_its_model_has():
-    model = families.make("llama")
-    twin = Twin(model)
-    assert not twin.changed()
-    norm = model.model.norm
-    norm.variance_epsilon = 0.5
-    assert twin.changed() == [norm]
-    assert not twin.has_other_children([norm])
-    twin.refill()
-    assert not twin.changed()
-    assert torch.equal(logits(twin.module), logits(model))
-    model.model.norm = nn.Identity()
-    assert twin.has_other_children(twin.changed())

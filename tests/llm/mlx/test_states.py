@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from genlm_backend import AsyncMlxLM
 from genlm_backend.backends.mlx import present
-from genlm_backend.errors import CacheError, ModelStateError, OptionError
+from genlm_backend.errors import CacheError, OptionError
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.mlx import converted, state_models
@@ -134,25 +134,6 @@ def test_a_state_is_read(name):
         assert (row - whole_row(name, [*context, 5])).abs().max() > 10 * CLOSE
 
 
-@kept_families
-def test_few_states_change_no_row(name):
-    generator = random.Random(name)
-    per_state, per_slot = size_of(name)
-    options = {"kv_cache_bytes": 3 * per_state + 200 * per_slot}
-    with over(name, **options, state_cache_bytes=3 * per_state) as lm:
-        assert states_of(lm).num_states == 3
-        contexts = [[1]] * 5
-        for _ in range(6):
-            contexts = [
-                [*generator.choice(contexts), generator.randrange(families.VOCAB)] for _ in range(5)
-            ]
-            check(name, lm.batch_next_token_logprobs_sync(contexts), contexts)
-            counts = lm.statistics()
-            assert counts.state_bytes_used <= counts.state_bytes_budget == 3 * per_state
-        assert counts.num_evicted_states > 0
-        lm._mlx.passes.tree.check_integrity()
-
-
 _OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("ask"), st.lists(st.integers(0, 30), min_size=1, max_size=6)),
@@ -218,23 +199,11 @@ def test_a_pinned_state_stays():
         assert asyncio.run(lm.num_cached_tokens([*prompt, 1])) == 0
 
 
-@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "nemotron_h"])
-def test_scores_are_those_of_rows(name):
-    prompt, continuation = [*range(3, 15)], [20, 21, 22, 20]
-    with over(name, kv_cache_bytes=1 << 20) as lm:
-        lm.next_token_logprobs_sync(prompt)
-        scores = lm.score_sync(prompt, continuation)
-        for i, token in enumerate(continuation):
-            row = whole_row(name, [*prompt, *continuation[:i]])
-            assert scores[i].item() == pytest.approx(row[token].item(), abs=CLOSE)
-
-
 def test_rows_are_those_of_transformers_too():
-    from tests.llm import state_families
     from tests.llm.conftest import fresh_row
 
     for name in ("mamba", "falcon_mamba", "lfm2_moe"):
-        model = state_families.make(name)
+        model = families.make(name)
         with over(converted(model), kv_cache_bytes=1 << 20) as lm:
             contexts = [[5, 6, 7, 8]]
             for _ in range(3):
@@ -364,51 +333,3 @@ def test_states_take_half_or_all_of_the_budget(name):
     with over(name, kv_cache_bytes=0) as lm:
         assert not lm.kv_reuse
         check(name, [lm.next_token_logprobs_sync([1, 2])], [[1, 2]])
-
-
-# -------------------------------------------------------------------- the store
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    num_states=st.integers(1, 60),
-    writes=st.lists(st.lists(st.integers(0, 59), min_size=0, max_size=6, unique=True)),
-    seed=st.integers(0, 99),
-)
-def test_a_store_has_what_was_written_last(num_states, writes, seed):
-    import mlx.core as mx
-
-    from genlm_backend.prefix.mlx_states import MlxStateLayout, MlxStateStore, StateArray
-
-    layout = MlxStateLayout(
-        (StateArray(0, 0, (2, 3), mx.float32), StateArray(1, 1, (2,), mx.bfloat16))
-    )
-    assert layout.bytes_per_state == 28
-    store, generator = MlxStateStore(layout, num_states), np.random.default_rng(seed)
-    kept: dict[int, list[np.ndarray]] = {}
-    for numbers in writes:
-        places = np.array(sorted({1 + n % num_states for n in numbers}), np.int64)
-        given = [generator.integers(-9, 9, (9, *a.shape)).astype(np.float32) for a in layout.arrays]
-        rows = generator.integers(0, 9, len(places))
-        store.write(places, [mx.array(state[rows]) for state in given])
-        kept.update({int(n): [s[r] for s in given] for n, r in zip(places, rows, strict=True)})
-        assert store.is_finite(places)
-    if kept:
-        numbers = generator.choice(list(kept), 5)
-        for i, found in enumerate(store.read(numbers)):
-            own = np.array(found.astype(mx.float32))
-            np.testing.assert_array_equal(own, [kept[int(n)][i] for n in numbers])
-
-
-def test_a_store_tells_what_is_not_finite_and_refuses_other_shapes():
-    import mlx.core as mx
-
-    from genlm_backend.prefix.mlx_states import MlxStateLayout, MlxStateStore, StateArray
-
-    store = MlxStateStore(MlxStateLayout((StateArray(0, 0, (3,), mx.float32),)), 4)
-    store.write(np.array([1, 2]), [mx.array([[1.0, 2.0, 3.0], [1.0, float("nan"), 3.0]])])
-    assert store.is_finite(np.array([1]))
-    assert not store.is_finite(np.array([1, 2]))
-    assert store.is_finite(np.array([], np.int64))
-    with pytest.raises(ModelStateError, match=r"\(1,\), and had \(3,\)"):
-        store.write(np.array([1]), [mx.array([[1.0]])])

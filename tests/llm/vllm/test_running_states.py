@@ -6,7 +6,7 @@ import torch
 
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.errors import UnsupportedModelError
-from tests.llm import state_families
+from tests.llm import families
 from tests.llm.conftest import fresh_row
 from tests.llm.vllm import real
 
@@ -29,7 +29,7 @@ FAMILIES = [
 @pytest.mark.parametrize("is_apart", ["0", "1"], ids=["here", "in a process of its own"])
 def test_a_model_with_running_states_is_refused(monkeypatch, tmp_path, family, is_apart):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", is_apart)
-    state_families.make(family).save_pretrained(tmp_path)
+    families.make(family).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()  # it would not get so far
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(UnsupportedModelError, match=r"running states.* backend='hf'"):
@@ -39,7 +39,7 @@ def test_a_model_with_running_states_is_refused(monkeypatch, tmp_path, family, i
 
 def test_a_model_that_is_loaded_behind_a_refused_one_has_its_rows(tmp_path):
     real.close_tiny_engine()
-    state_families.make("qwen3_next").save_pretrained(tmp_path)
+    families.make("qwen3_next").save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError):
         AsyncVirtualLM.from_name(str(tmp_path), real.TINY_OPTIONS)
     with AsyncVirtualLM(real.load_tiny(), row_cache_bytes=0) as lm:
