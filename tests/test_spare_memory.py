@@ -1,14 +1,10 @@
 """Memory of rows comes back once nobody sees it any more, and never before."""
 
-import gc
-import threading
-
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from genlm_backend import TokenCharacterTrie
 from genlm_backend.runtime.spare_memory import SpareMemory
 
 LENGTH, MAX_ROWS = 8, 3
@@ -61,30 +57,6 @@ Rows.TestCase.settings = settings(max_examples=60, deadline=None)
 TestRows = Rows.TestCase
 
 
-def test_memory_is_used_again():
-    spare = SpareMemory(1000)
-    row = spare.take((LENGTH,), np.float32)
-    address = row.ctypes.data
-    assert spare.num_bytes == 0
-    del row
-    assert spare.num_bytes == 4 * LENGTH
-    assert spare.take((LENGTH,), np.float64).ctypes.data != address
-    assert spare.take((LENGTH,), np.float32).ctypes.data == address
-
-
-def test_rows_may_be_dropped_on_other_threads():
-    spare = SpareMemory(1 << 20)
-    rows = [spare.take((LENGTH,), np.float32) for _ in range(100)]
-    parts = [rows[i::4] for i in range(4)]
-    del rows
-    threads = [threading.Thread(target=part.clear) for part in parts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 4 * LENGTH <= spare.num_bytes <= 100 * 4 * LENGTH
-
-
 def test_memory_that_comes_back_at_a_bad_moment_is_let_go():
     spare = SpareMemory(1000)
     row = spare.take((LENGTH,), np.float32)
@@ -92,18 +64,3 @@ def test_memory_that_comes_back_at_a_bad_moment_is_let_go():
         del row
     assert spare.num_bytes == 0
     assert spare.take((0, 3), np.float32).shape == (0, 3)
-
-
-def test_a_trie_keeps_no_more_than_it_may_and_gives_it_back():
-    decode = [bytes([a, b]) for a in range(30) for b in range(30)]
-    ws = np.ones(len(decode), np.float32)
-    trie = TokenCharacterTrie(decode, spare_bytes=8 * 4 * 2000)
-    rows = trie.evaluate_rows("sum", [ws] * 20)
-    del rows
-    gc.collect()
-    assert 0 < trie._spare.num_bytes <= 8 * 4 * 2000
-    trie.release()
-    assert trie._spare.num_bytes == 0
-    none = TokenCharacterTrie(decode, spare_bytes=0)
-    none.weight_sum(ws)
-    assert none._spare.num_bytes == 0

@@ -1,11 +1,7 @@
 """A caller who asks many queries at once is one caller, with one answer or one error."""
 
 import asyncio
-import contextlib
-import gc
 import sys
-import weakref
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -134,105 +130,11 @@ async def test_a_weight_that_is_none_refuses_its_query(recorder, weight):
     batcher.close()
 
 
-class Unreadable(Sequence):
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        raise ArithmeticError("unreadable")
-
-
-class Unspeakable(BaseException):
-    def __repr__(self):
-        raise ArithmeticError("unspeakable")
-
-
-class Unborn:
-    @property
-    def __class__(self):
-        raise ArithmeticError("a proxy of nothing")
-
-
-class Unknowable(Exception):
-    def __getattribute__(self, name):
-        raise ArithmeticError(name)
-
-
-class Mute(BaseException):
-    def __repr__(self):
-        raise KeyboardInterrupt
-
-
 def raising(kind, *args):
     def evaluate(queries):
         raise kind(*args)
 
     return evaluate
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        lambda queries: Unreadable(),
-        lambda queries: [Unborn()],
-        lambda queries: Unborn(),
-        lambda queries: [Unknowable()],
-        raising(Unspeakable),
-        raising(Unknowable),
-        raising(Mute),
-    ],
-    ids=["results", "result", "proxy", "own error", "error", "unknowable", "mute"],
-)
-@pytest.mark.parametrize("is_blocking", [False, True])
-async def test_whatever_evaluate_does_the_worker_goes_on(first, is_blocking):
-    turns = [first]
-    batcher = Batcher(lambda queries: turns.pop()(queries) if turns else queries, PATIENT)
-    with contextlib.suppress(ArithmeticError, EvaluationError):
-        if is_blocking:
-            (found,) = batcher.submit_sync([1])
-        else:
-            found = await batcher.submit(1)
-        assert type(found) is Unborn
-    assert await batcher.submit(2) == 2
-    assert batcher.statistics().num_in_flight == 0
-    batcher.close()
-
-
-class Changing:
-    """A query that is not found any more once it has been changed."""
-
-    number = 0
-
-    def __eq__(self, other):
-        return self is other
-
-    def __hash__(self):
-        return self.number
-
-
-@pytest.mark.parametrize("when", ["waiting", "evaluated"])
-async def test_a_query_that_changes_leaves_nobody_waiting(when):
-    changing = [Changing() for _ in range(40)]
-
-    def change():
-        for query in changing:
-            query.number += 1
-
-    def evaluate(queries):
-        if when == "evaluated" and queries[0] in changing:
-            change()
-        return list(queries)
-
-    batcher = Batcher(evaluate, BatchPolicy(max_batch_size=100, quiet_passes=50))
-    tasks = [asyncio.ensure_future(batcher.submit_all(changing[i : i + 4])) for i in (0, 4, 36)]
-    await passes(1)
-    if when == "waiting":
-        change()
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    assert {type(answer) for answer in found} == {list}
-    assert await batcher.submit(2) == 2
-    assert batcher.statistics().num_pending == batcher.statistics().num_in_flight == 0
-    batcher.close()
 
 
 async def test_a_loop_whose_pass_an_interrupt_has_cost_makes_another(recorder, monkeypatch):
@@ -293,71 +195,6 @@ async def test_an_interrupt_while_callers_are_told_leaves_none_untold():
         round._settle_here(loop, futures, [[i] for i in range(5)])
     found = await asyncio.gather(*futures)
     assert found == [[i] for i in range(5)]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_results_go_with_whoever_has_them(fails):
-    class Result:
-        pass
-
-    alive = weakref.WeakSet()
-
-    def evaluate(queries):
-        results = [Result() for _ in queries]
-        alive.update(results)
-        return [*results[:-1], ArithmeticError("refused")] if fails else results
-
-    batcher = Batcher(evaluate, PATIENT)
-    gc.disable()
-    try:
-        for _ in range(5):
-            with contextlib.suppress(ArithmeticError):
-                await batcher.submit_all(range(4))
-        batcher.call(lambda: None)
-        await passes(2)  # the loop has let go of what woke this
-        assert not alive
-    finally:
-        gc.enable()
-    batcher.close()
-
-
-def own_errors(queries):
-    return [ArithmeticError("refused") for _ in queries]
-
-
-@pytest.mark.parametrize(
-    "evaluate",
-    [list, own_errors, raising(ArithmeticError), raising(SystemExit, 3)],
-    ids=["answered", "each refused", "all refused", "ended"],
-)
-async def test_callers_leave_nothing_to_the_garbage_collector(evaluate):
-    def made(queries):
-        return evaluate(queries)
-
-    batcher = Batcher(made, PATIENT)
-
-    async def ask():
-        with contextlib.suppress(ArithmeticError, EvaluationError):
-            await batcher.submit(1)
-        with contextlib.suppress(ArithmeticError, EvaluationError):
-            await batcher.submit_all(range(4))
-        with contextlib.suppress(ArithmeticError, EvaluationError):
-            batcher.submit_sync([1, 2])
-        with contextlib.suppress(ArithmeticError, EvaluationError):
-            batcher.call(lambda: made([1]))
-        batcher.call(lambda: None)
-        await passes(2)  # the loop has let go of what woke this
-
-    await ask()
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(5):
-            await ask()
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
-    batcher.close()
 
 
 async def test_thousands_who_wait_for_one_query_may_all_go(recorder):

@@ -34,14 +34,6 @@ def place_of(cache, node):
     return place
 
 
-def test_a_fork_shares_its_parents_slots():
-    cache = make(20)
-    first = fill(cache, [1, 2, 3, 4])
-    second = fill(cache, [1, 2, 3, 5])
-    assert slots_of(cache, second)[:3] == slots_of(cache, first)[:3]
-    assert cache.num_used == 5
-
-
 def recalled(cache, place, token_ids, namespace=None):
     (node,) = cache.recall([place], namespace, np.array([len(token_ids)], np.int32))
     return int(cache.nodes.depth[node]), slots_of(cache, cache.match(token_ids, namespace, place))
@@ -73,26 +65,6 @@ def test_a_place_is_nothing_once_its_token_has_gone():
     assert recalled(make(4), place, [1, 2, 5]) == (0, [])
     cache.clear()
     assert recalled(cache, place, [1, 2, 5]) == (0, [])
-
-
-def test_the_oldest_leaf_goes_first_from_its_end():
-    cache = make(12)
-    for context in ([1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]):
-        fill(cache, context)
-    cache.begin()
-    cache.match([1, 1, 1, 1])  # used again: now the youngest
-    cache.begin()
-    assert cache.evict(3) == 3
-    assert [cache.num_cached([n] * 4) for n in (2, 1, 3)] == [1, 4, 4]
-    assert cache.num_evicted == 3
-
-
-def test_every_slot_can_be_evicted():
-    cache = make(6)
-    fill(cache, [1, 2, 3])
-    fill(cache, [4, 5, 6])
-    cache.begin()
-    assert sorted(cache.allocate(6)) == [1, 2, 3, 4, 5, 6]
 
 
 def test_eviction_frees_no_more_than_it_must_and_nothing_in_vain():

@@ -282,18 +282,18 @@ class TreeAboveLittle(Tree):
 
 
 for _machine in (Tree, TieredTree, TreeAboveMuch, TreeAboveLittle):
-    _machine.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+    _machine.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
 TestTree = Tree.TestCase
 TestTieredTree = TieredTree.TestCase
 TestTreeAboveMuch = TreeAboveMuch.TestCase
 TestTreeAboveLittle = TreeAboveLittle.TestCase
 
 
-@pytest.mark.parametrize("sizes", [(30, 0), (12, 10), (10, 60), (16, 3), (30, 30)])
+@pytest.mark.parametrize("sizes", [(30, 0), (12, 10), (10, 60)])
 def test_the_least_recently_used_go_first(sizes):
     """Long histories in which much is evicted, and some of it wanted again."""
     random, num_on_host = Random(0), 0
-    for _ in range(15):
+    for _ in range(5):
         tree = Tree()
         tree.cache = PrefixTree(*map(Slots, sizes), tree.copies)
         for _ in range(150):
@@ -309,7 +309,7 @@ def test_the_least_recently_used_go_first(sizes):
                 tree.step(chosen * 2, True) if tree.seen else None
             tree.what_is_used_stays()
             tree.cache.check_integrity()
-    assert not sizes[1] or num_on_host > 20
+    assert not sizes[1] or num_on_host > 5
 
 
 def test_eviction_is_in_the_order_of_use():

@@ -37,7 +37,7 @@ def make(request):
     return KINDS[request.param]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def check_against_brute_force(make, data):
     decode = data.draw(vocabularies)
@@ -67,7 +67,7 @@ def test_weights_are_those_of_the_prefixes(make):
     check_against_brute_force(make)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(vocabularies)
 def check_structure(make, decode):
     trie = make(decode)
@@ -94,7 +94,7 @@ def test_the_tree_is_that_of_the_letters(make):
     check_structure(make)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(vocabularies, st.data())
 def check_flat_views(make, decode, data):
     """A sum by hand over the flat views is the trie's own."""

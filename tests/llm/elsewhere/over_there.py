@@ -16,10 +16,6 @@ from genlm_backend.llm import EvaluatorInfo, Row, StatelessEvaluator, rows_of_lo
 from tests.llm import toy
 
 
-def make_toy(max_length=None):
-    return toy.ToyEvaluator(max_length)
-
-
 def word_tokenizer():
     """One made-up word for each id."""
     from tokenizers import Tokenizer, models

@@ -25,7 +25,6 @@ from genlm_backend.llm import (
 from genlm_backend.model.draw import Draw
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.readout import answers_by_rows
-from genlm_backend.model.sampling import Sampler
 from tests.llm.elsewhere.over_there import word_tokenizer
 from tests.llm.toy import VOCAB
 
@@ -137,13 +136,6 @@ async def test_an_evaluator_of_ones_own_may_draw():
                 await lm.sample([wrong], 1, [])
         with pytest.raises(EvaluationError, match="must return a Row"):
             await lm.next_token_logprobs([1])
-
-
-def test_a_drawing_takes_the_number_that_a_draw_takes():
-    row = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    one, other = Sampler(0.7, seed=1), Sampler(0.7, seed=1)
-    for _ in range(50):
-        assert one.draw(row) == other.drawing(Query([1])).of_row(Row(row)).token_id
 
 
 async def test_samples_end_with_their_process():

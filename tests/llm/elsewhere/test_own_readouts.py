@@ -72,39 +72,12 @@ async def test_a_class_of_a_module_that_is_only_here(lm, monkeypatch):
         assert "not the same object" in str(found)
 
 
-@pytest.mark.parametrize("kind", [unruly.Stays, unruly.Arrives])
-async def test_kinds_that_want_to_end_the_program_on_their_way(lm, kind):
-    found, _ = await beside_others(lm, kind)
-    if is_here(lm):
-        assert isinstance(found, float)
-    else:
-        assert type(found) is EvaluationError
-        assert "SystemExit" in str(found)
-
-
-@pytest.mark.parametrize("kind", [unruly.LeavingLate, unruly.Cancelling, unruly.Leaving])
-async def test_they_end_nothing_where_the_row_is_cached(kind):
-    with BatchedLM(word_tokenizer(), MockEvaluator(VOCAB)) as lm:
-        await lm.next_token_logprobs([5, 6])
-        with pytest.raises(EvaluationError, match=kind.__name__):
-            await lm.read([5, 6], kind)
-        assert lm.statistics().num_batches == 1
-
-
 async def test_a_row_that_a_kind_answers_with_is_not_kept():
     with BatchedLM(word_tokenizer(), MockEvaluator(VOCAB)) as lm:
         assert isinstance(await lm.read([5, 6], unruly.WholeRow), Row)
         row = await lm.next_token_logprobs([5, 6])
         assert float(row.exp().sum()) == pytest.approx(1, abs=1e-4)
         assert lm.statistics().row_cache_hits == 0
-
-
-async def test_a_sequence_that_cannot_be_looked_at_is_its_own_kinds(lm):
-    first, second = await asyncio.gather(
-        lm.read([5, 6], unruly.Lazy), lm.read([7], unruly.Last), return_exceptions=True
-    )
-    assert isinstance(first, ZeroDivisionError)
-    assert isinstance(second, float)
 
 
 @pytest.mark.parametrize("kind", [unruly.Lambda, unruly.Bombs, unruly.Exits])
@@ -174,15 +147,3 @@ async def test_one_that_is_modified_while_it_waits_is_still_found(way):
     kinds = {type(each.exception()) for each in done if each.exception() is not None}
     assert kinds == (set() if way == "answer" else {QueryDroppedError})
     lm.close()
-
-
-async def test_one_that_is_hashed_again_loses_its_hash_for_nobody(lm):
-    class Once(unruly.Last):
-        def __hash__(self):
-            if self.extra.pop():
-                raise ZeroDivisionError("no hash any more")
-            return 7
-
-    Once.__module__, Once.__qualname__ = "__main__", "Once"
-    found, row = await beside_others(lm, lambda query: Once(query, [True, False]))
-    assert found == pytest.approx(float(row[-1]), abs=1e-6)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -89,39 +88,6 @@ class Cancelling(Last):
     @classmethod
     def of_rows(cls, readouts, rows):
         raise asyncio.CancelledError("its own")
-
-
-class _Lazy(Sequence):
-    def __init__(self, size):
-        self._size = size
-
-    def __len__(self):
-        return self._size
-
-    def __getitem__(self, index):
-        raise ZeroDivisionError("lazy")
-
-
-class Lazy(Last):
-    """A kind whose answers cannot be looked at."""
-
-    @classmethod
-    def of_rows(cls, readouts, rows):
-        return _Lazy(len(readouts))
-
-
-class Stays(Last):
-    """A kind that ends the program when it is sent."""
-
-    def __reduce__(self):
-        raise SystemExit(3)
-
-
-class Arrives(Last):
-    """A kind that ends the program where it arrives."""
-
-    def __reduce__(self):
-        return sys.exit, (3,)
 
 
 class _Exit:

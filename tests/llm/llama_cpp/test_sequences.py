@@ -182,7 +182,7 @@ def histories(draw):
     return batches
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(histories(), st.sampled_from([4, 5, 8, 30]), st.sampled_from([0, 1, 4]))
 def test_each_row_goes_on_in_a_sequence_that_holds_its_context(batches, count, window):
     steps = Steps(count, window)
