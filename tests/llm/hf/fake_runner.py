@@ -117,16 +117,6 @@ def passes_over(runner, check_wanted, **cost):
     return Passes(forwards, CostModel(**cost), WholeAttend())
 
 
-class Afresh:
-    """Contexts that are made anew whenever they are asked."""
-
-    def __getitem__(self, token_ids):
-        return of_no_model(token_ids)
-
-
-AFRESH = Afresh()
-
-
 class Split(NamedTuple):
     """A text and where its prompt ends."""
 
@@ -134,11 +124,11 @@ class Split(NamedTuple):
     start: int
 
 
-def question(asked, adapter=None, made=AFRESH):
+def question(asked):
     """A query of a context, or a scoring of a text from a place on."""
     if isinstance(asked, Split):
-        return Scoring(Query(made[asked.text], adapter), asked.start)
-    return Query(made[asked], adapter)
+        return Scoring(Query(of_no_model(asked.text)), asked.start)
+    return Query(of_no_model(asked))
 
 
 def logprobs_after(context):

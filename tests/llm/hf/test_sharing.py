@@ -16,7 +16,6 @@ from genlm_backend.attention.torch import SharedAttend, dispatch, torch_operator
 from genlm_backend.attention.torch.torch_operators import TORCH
 from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import ModelStateError
-from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -173,12 +172,3 @@ def test_a_layer_that_attends_otherwise_meanwhile_is_noticed():
         called[0]._attn_implementation = {"": dispatch.PREFIX + "sdpa"}
         row = lm.next_token_logprobs_sync([1, 2, 3])
         torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
-
-
-def test_a_slice_of_a_store_is_no_copy():
-    store = KVStore(KVLayout((LayerLayout(2, 3, 1, 4, torch.float32, torch.device("cpu")),)), 20)
-    keys, values = store.read_by_head(0, slice(3, 9))
-    (codes,) = store.codes[0]
-    assert keys.data_ptr() == codes[3].data_ptr()
-    assert values.data_ptr() == codes[3, 6:].data_ptr()
-    assert (keys.shape, values.shape) == ((1, 2, 6, 3), (1, 1, 6, 4))

@@ -1,80 +1,13 @@
-"""Where contexts go: the tree of what was sent against brute force, and the decision."""
+"""Which replica a context goes to."""
 
 from array import array
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from benchmarks.routing import WAYS, simulate
 from genlm_backend.remote.replicas.router import Router
-from genlm_backend.remote.replicas.sent_tree import SentTree
-
-CONTEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
 
 def packed(token_ids):
     return array("i", token_ids).tobytes()
-
-
-def common(first, second):
-    count = 0
-    while count < min(len(first), len(second)) and first[count] == second[count]:
-        count += 1
-    return count
-
-
-@given(st.data())
-@settings(max_examples=300, deadline=None)
-def test_what_a_replica_was_sent_is_known(data):
-    """Against every context that was sent and not forgotten since."""
-    tree, sent = SentTree([None] * 3), {}
-    for _ in range(data.draw(st.integers(1, 25))):
-        context, space = data.draw(CONTEXTS), data.draw(st.sampled_from([None, "poet"]))
-        expected = [
-            max((common(context, other) for other in sent.get((space, r), [])), default=0)
-            for r in range(3)
-        ]
-        assert [p.num_known for p in tree.matches(space, packed(context))] == expected
-        replica = data.draw(st.integers(0, 2))
-        if data.draw(st.integers(0, 9)) == 0:
-            tree.forget(replica)
-            sent = {key: value for key, value in sent.items() if key[1] != replica}
-        else:
-            tree.add(space, packed(context), replica)
-            sent.setdefault((space, replica), []).append(context)
-        for r in range(3):
-            prefixes = {
-                (space, tuple(c[:n])) for (space, own), contexts in sent.items() if own == r
-                for c in contexts for n in range(1, len(c) + 1)
-            }  # fmt: skip
-            assert tree.num_tokens[r] == len(prefixes)
-
-
-@given(st.lists(st.tuples(CONTEXTS, st.integers(0, 1)), max_size=40), st.integers(1, 12))
-@settings(max_examples=200, deadline=None)
-def test_what_is_known_is_bounded(history, capacity):
-    tree, last = SentTree([capacity, None]), {}
-    for context, replica in history:
-        tree.add(None, packed(context), replica)
-        last[replica] = context
-        assert tree.num_tokens[0] <= max(capacity, 0)
-    if 1 in last:
-        assert tree.matches(None, packed(last[1]))[1].num_known == len(last[1])
-    tree.clear()
-    assert tree.num_tokens == [0, 0]
-
-
-def test_what_has_not_been_answered_is_known_to_wait():
-    tree = SentTree([None] * 2)
-    tree.add(None, packed([1, 2, 3]), 0)
-    tree.add(None, packed([1, 2, 4]), 0)
-    assert tree.matches(None, packed([1, 2, 4, 5]))[0] == (3, 3, 1.0)
-    tree.answered(None, packed([1, 2, 3]), 0)
-    assert tree.matches(None, packed([1, 2, 4, 5])) == [(3, 1, 1.0), (0, 0, 3.0)]
-    tree.answered(None, packed([1, 2, 4]), 0)
-    assert tree.matches(None, packed([1, 2, 4, 5]))[0] == (3, 0, 1.0)
-    tree.add(None, packed([1, 2]), 1)
-    assert tree.matches(None, packed([1, 2, 4, 5]))[1] == (2, 2, 2.0)
 
 
 def send(router, context, space=None):
