@@ -4,13 +4,13 @@ import asyncio
 import queue
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 
 import pytest
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import ContextError, GenerationConfigError, ModelStateError
-from genlm_backend.generation import AsyncGLM, GenerationConfig, generate
+from genlm_backend.generation import AsyncGLM, generate
 from tests.generation.serving import GREEDY, GatedLM
 from tests.llm.conftest import word_tokenizer
 
@@ -24,28 +24,6 @@ def test_a_task_that_does_not_fit_into_memory_says_so(model):
                 glm.submit([1] * 5, {"max_new_tokens": length})
             short = glm.submit([2] * 5, {"max_new_tokens": 3})
             assert glm.get_result(short, 60).shape == (1, 8)
-
-
-async def test_four_hundred_tasks_from_sixteen_threads(lm):
-    prompts = [[i % 90, i // 90, 3] for i in range(400)]
-    config = GenerationConfig(max_new_tokens=6)
-    alone = await asyncio.gather(*(generate(lm, prompt, config) for prompt in prompts))
-    expected = [found[0].token_ids for found in alone]
-    kwargs = {"max_new_tokens": 6}
-    with AsyncGLM(lm, max_queue_size=10, generation_kwargs=kwargs) as glm:
-
-        def work(thread):
-            results = {}
-            for index in range(thread, 400, 16):
-                task_id = glm.submit(prompts[index])
-                results[index] = glm.get_result(task_id, timeout=60)
-            return results
-
-        with ThreadPoolExecutor(16) as pool:
-            for results in pool.map(work, range(16)):
-                for index, result in results.items():
-                    assert result.tolist() == [prompts[index] + expected[index]]
-    assert lm.statistics().mean_batch_size > 3
 
 
 def test_contexts_are_token_ids_too_of_the_model_alone(lm, model):

@@ -66,8 +66,6 @@ LENGTHS = [
     {"max_length": 9, "min_length": 9},
     {"max_new_tokens": 5, "max_length": 50, "min_length": 10},
     {"max_length": 12, "min_new_tokens": 3},
-    {"max_length": 12, "min_length": 11, "min_new_tokens": 0},
-    {"max_new_tokens": 4, "min_length": 40},
     {"max_length": 10, "min_new_tokens": 40},
     {},
 ]

@@ -36,10 +36,6 @@ def lm():
         yield lm
 
 
-def bytes_of(lm, token_ids):
-    return b"".join(lm.byte_vocab[i].byte_string for i in token_ids)
-
-
 @pytest.mark.parametrize("part", range(4))
 def test_every_text_of_a_random_schema_validates(lm, part):
     for seed in range(50 * part, 50 * part + 50):

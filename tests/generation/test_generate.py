@@ -59,7 +59,7 @@ async def test_greedy_texts_are_those_of_transformers(lm, model, settings):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_distributions_are_those_of_transformers(model, seed):
     generator = random.Random(seed)
     fields = {
@@ -94,14 +94,6 @@ def check_drawn(config, logits, expected, num_draws=1000):
     ids = list(found)
     torch.testing.assert_close(torch.tensor([*found.values()]), expected[ids], rtol=1e-5, atol=1e-7)
     assert set(ids) >= set((expected > 1.01 / num_draws).nonzero()[:, 0].tolist())
-
-
-@pytest.mark.parametrize("temperature", [5e-324, 1e-39, 1e-38, 1e-30, 1e38, float("inf")])
-def test_temperatures_at_their_ends(temperature):
-    config = GenerationConfig(do_sample=True, temperature=temperature, top_k=5)
-    logits = torch.tensor([-torch.inf, 5.0, 2.0, 4.9, -1e30, -torch.inf])
-    expected = [0.0, 1, 0, 0, 0, 0] if temperature < 1 else [0, 0.25, 0.25, 0.25, 0.25, 0]
-    check_drawn(config, logits, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0, float("inf")])

@@ -5,8 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from genlm_backend.generation.engine.request import ResultQueue
 from genlm_backend.generation.generated import GeneratedToken, GenerationStatus
@@ -18,42 +16,6 @@ def token(token_id, reason=None, index=0):
 
 def make(num_texts=1):
     return ResultQueue(num_texts, 5, with_logprobs=False)
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30))
-def test_reading_now_and_then_gives_every_token_once_and_in_order(steps):
-    results, read = make(3), {0: [], 1: [], 2: []}
-
-    def take(piece):
-        assert piece.text == "".join(f"<{i}>" for i in piece.token_ids)
-        assert piece.token_ids
-        read[piece.index] += piece.token_ids
-
-    written = {0: [], 1: [], 2: []}
-    for number, (index, is_read) in enumerate(steps):
-        results.put([token(number, index=index)])
-        written[index].append(number)
-        if is_read:
-            take(results.get_nowait())
-    assert results.generated_length() == len(steps)
-    results.end(GenerationStatus.FINISHED)
-    for piece in results:
-        take(piece)
-    assert read == written
-    assert [text.token_ids for text in results.generations()] == list(written.values())
-
-
-def test_what_comes_after_the_end_has_no_effect():
-    results = make()
-    results.put([token(1)])
-    results.end(GenerationStatus.INTERRUPTED, {0: "rest"})
-    results.put([token(2)])
-    results.end(GenerationStatus.FAILED, error=ValueError("late"))
-    assert results.status() is GenerationStatus.INTERRUPTED
-    assert results.error is None
-    piece = results.get()
-    assert (piece.token_ids, piece.text, piece.finish_reason) == ([1], "<1>rest", "interrupted")
-    assert results.get() is None
 
 
 def test_threads_and_coroutines_share_a_queue():

@@ -3,8 +3,6 @@
 import pytest
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.backends.registry import shared_options
-from genlm_backend.errors import OptionError
 from genlm_backend.generation import (
     RuntimeConfig,
 )
@@ -81,33 +79,6 @@ def test_what_a_runtime_configuration_asks_of_each_backend():
     }
     with pytest.raises(ValueError, match="device cannot be chosen for backend 'vllm'"):
         config.loading_options("vllm")
-
-
-@pytest.mark.parametrize(
-    ("backend", "shared"),
-    [
-        ("mock", {"device": "cpu"}),
-        ("mock", {"kv_cache_bytes": 9}),
-        ("mock", {"kv_cache_dtype": "int8"}),
-        ("vllm", {"threads": 2}),
-        ("none", {"threads": 2}),
-    ],
-)
-def test_a_backend_without_a_shared_option_says_so(backend, shared):
-    (name,) = shared
-    with pytest.raises(OptionError, match=f"{name} cannot be chosen for backend '{backend}'"):
-        shared_options(backend, {**shared, "batch_size": 3})
-    assert shared_options(backend, {"batch_size": 3}) == {"batch_size": 3}
-
-
-def test_shared_options_stand_beside_options_in_the_backends_own_words():
-    shared = {"device": "cpu", "threads": 2}
-    more = {"hf_opts": {"dtype": "float32"}, "num_threads": 3}
-    assert shared_options("hf", shared, more) == {
-        "hf_opts": {"device_map": "cpu", "dtype": "float32"},
-        "num_threads": 3,
-    }
-    assert shared_options("hf", {"threads": None}) == {}
 
 
 @pytest.mark.parametrize(("mode", "in_vllm"), [("int8", "int8_"), ("uint4", "int4_")])

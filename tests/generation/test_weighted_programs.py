@@ -138,32 +138,6 @@ async def test_the_loop_to_copy_weighs_texts_of_a_schema_as_the_model_does(lm, v
     assert log_z == pytest.approx(np.log(sum(expected.values())), abs=0.1)
 
 
-@pytest.mark.parametrize("given", WAYS.values(), ids=WAYS)
-async def test_the_loop_to_copy_weighs_short_words_as_the_model_does(lm, given):
-    """Up to three tokens of at most one letter, or fewer and an end."""
-    short = [i for i, word in enumerate(WORDS) if len(word.strip()) <= 1 and i not in ENDS]
-    expected = {}
-    for length in range(4):
-        for ids in itertools.product(short, repeat=length):
-            log_probability = sum(
-                float(lm.next_token_logprobs_sync([*PROMPT, *ids[:n]])[ids[n]])
-                for n in range(length)
-            )
-            if length == 3:
-                expected[ids] = np.exp(log_probability)
-            else:
-                row = lm.next_token_logprobs_sync([*PROMPT, *ids])
-                for end in ENDS:
-                    expected[(*ids, end)] = np.exp(log_probability + float(row[end]))
-    options = {"particles": 3000, "max_tokens": 3, "allowed": [*short, *ENDS], "seed": 0, **given}
-    particles, log_z, sizes = await example("smc").smc(lm, PROMPT, **options)
-    expected = weighed(lm, expected, given)
-    check(expected, [(p.ids, p.log_weight) for p in particles])
-    assert log_z == pytest.approx(np.log(sum(expected.values())), abs=0.1)
-    assert len(sizes) == 3
-    assert all(0 < size <= 3000.1 for size in sizes)
-
-
 async def test_particles_that_can_go_nowhere_die_and_all_of_them_leave_nothing(lm):
     smc, constraint = example("smc").smc, Constraint.from_choice(lm, ["ab", "b"])
     options = {"particles": 200, "max_tokens": 5, "constraint": constraint, "seed": 0}

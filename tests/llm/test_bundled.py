@@ -66,14 +66,6 @@ def test_a_text_begins_as_in_training_and_a_chat_as_its_template_writes_it(lm):
     assert lm.tokenizer.encode("The") == [lm.str_vocab.index("The")]
 
 
-def test_a_particles_step_costs_one_token(lm):
-    prompt = lm.tokenizer.encode("A prompt that nobody has asked about before, of some length")
-    lm.batch_next_token_logprobs_sync([prompt] * 4)
-    before = lm.statistics().tokens_computed
-    lm.batch_next_token_logprobs_sync([[*prompt, i] for i in range(50, 66)])
-    assert lm.statistics().tokens_computed - before == 16
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "megabytes", "tolerance"),

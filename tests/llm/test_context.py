@@ -155,39 +155,6 @@ def test_a_context_of_another_model_is_refused_and_an_unpickled_one_is_checked()
 
 # -------------------------------------------------------------------- lists that begin alike
 
-VALUES = [0, 1, 2, 98, 1000, True, False, 1.0, 2.0, np.int64(1), np.float64(2), np.True_]
-VALUES += [np.bool_(False), torch.tensor(1), torch.tensor(True), "2", None]
-
-
-def outcome(contexts, ids):
-    """What becomes of ids: themselves, or the kind of error."""
-    try:
-        return tuple(contexts.of(ids))
-    except (ContextError, ContextTypeError) as error:
-        return type(error)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 1),
-            st.integers(500, 1600),
-            st.lists(st.tuples(st.integers(0, 1599), st.sampled_from(VALUES)), max_size=2),
-        ),
-        max_size=12,
-    )
-)
-def test_what_was_asked_before_does_not_change_what_a_list_is(asked):
-    contexts = Contexts(VOCAB)
-    prompts = [[i % 9 for i in range(1600)], [(i + 1) % 9 for i in range(1600)]]
-    for which, length, changes in asked:
-        ids = prompts[which][:length]
-        for place, value in changes:
-            if place < length:
-                ids[place] = value
-        assert outcome(contexts, ids) == outcome(Contexts(VOCAB), ids)
-
 
 def test_a_list_may_change_once_it_has_been_asked():
     contexts, ids = Contexts(VOCAB), [5] * 1100

@@ -1,9 +1,6 @@
 """Draws from rows, against the cumulative distribution added up exactly."""
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
-from genlm_backend.model.draw import draw, draw_token, invert, weights_of
+from genlm_backend.model.draw import draw, draw_token, weights_of
 from genlm_backend.model.drawing import (
     NO_DRAW,
     Cuts,
@@ -90,15 +87,6 @@ def test_draws_follow_the_distribution(lm, make, temperature):
     assert (np.square(counts[possible] - expected) / expected).sum() < 33.4  # 4 degrees of freedom
 
 
-def test_a_large_vocabulary_is_drawn_from_evenly():
-    """Every block of it gets its share, the short one at the end too."""
-    row, generator = torch.zeros(SIZE + 100), np.random.default_rng(5)
-    draws = np.array([draw(row, SIZE + 100, generator) for _ in range(8000)])
-    counts, _ = np.histogram(draws, bins=40, range=(0, SIZE + 100))
-    assert (np.square(counts - 200) / 200).sum() < 90  # 39 degrees of freedom
-    assert draws.max() > SIZE
-
-
 @pytest.mark.parametrize("temperature", [1, 0.5])
 def test_the_rarest_tokens_at_the_end_are_drawn_as_often_as_they_should(temperature):
     """Each has 1e-9 of the whole, which a running sum in float32 would lose beside one."""
@@ -145,37 +133,6 @@ def test_what_is_masked_is_never_drawn(row, temperature, point):
     assert row[token_id] > -math.inf
     if temperature == 0:
         assert token_id == row.tolist().index(max(row.tolist()))
-
-
-@given(
-    arrays.arrays(
-        np.float32,
-        st.integers(1, 3000),
-        elements=st.sampled_from([0.0, 0.25, 1.0, 3.0]),  # sums without rounding
-    ).filter(np.any),
-    st.integers(0, 2**20 - 1),
-)
-def test_a_draw_is_where_the_running_sum_passes_the_point(weights, numerator):
-    point = numerator / 2**20
-    ends = np.cumsum(weights, dtype=np.float64)
-    index = invert(weights, point)
-    assert weights[index] > 0
-    below = ends[index] - weights[index]
-    assert below <= point * ends[-1] + 1e-9 * ends[-1]
-    assert point * ends[-1] < ends[index] + 1e-9 * ends[-1]
-
-
-def test_what_weighs_nothing_is_never_found_however_the_sums_round():
-    """Points are at the ends of intervals, where a rounding decides, and beside them."""
-    generator = np.random.default_rng(0)
-    for _ in range(100):
-        weights = generator.random(3000, dtype=np.float32) ** 20
-        weights[generator.random(3000) < 0.9] = 0
-        weights[-5:] = 0
-        ends = np.cumsum(weights, dtype=np.float64)
-        edges = np.unique(ends / ends[-1])[:-1]
-        for point in (0.0, LAST, *edges, *np.nextafter(edges, 0), *np.nextafter(edges, 1)):
-            assert weights[invert(weights, point)] > 0
 
 
 # -------------------------------------------------------------------- arguments
@@ -292,27 +249,6 @@ def test_an_impossible_temperature_is_refused(lm):
         lm.draw(torch.zeros(7), temperature="hot")
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs Linux's list of threads")
-def test_a_draw_wakes_no_team_of_threads():
-    code = f"""
-import os, numpy as np, torch
-from genlm_backend.model.draw import draw
-torch.set_num_threads(3)
-row = torch.from_numpy(np.zeros({SIZE}, np.float32))
-num_threads = lambda: len(os.listdir("/proc/self/task"))
-before = num_threads()
-for temperature in (0, 0.7, 1):
-    draw(row, {SIZE}, temperature=temperature)
-    draw(row, {SIZE}, torch.Generator(), temperature)
-print(num_threads() - before)
-row.exp()
-print(num_threads() - before)  # torch's own, so that it would have been seen
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    assert [int(count) > 0 for count in done.stdout.split()] == [False, True]
-
-
 # ---------------------------------------------------------------- from rows on a device
 
 
@@ -402,19 +338,6 @@ def test_many_rows_of_which_none_is_possible():
     assert first == (5, 0.0, 0.0, 0.0)
     assert isinstance(second, EvaluationError)
     assert third == NO_DRAW
-
-
-def test_many_rows_are_drawn_from_as_they_say():
-    """The share of each token is its probability (chi-square)."""
-    logprobs = torch.tensor([0.5, 0.25, 0.0, 0.15, 0.1], dtype=torch.float32).log()
-    random, number = np.random.default_rng(0), 4000
-    drawings = [Drawing(Query([1]), 1.0, random.random()) for _ in range(number)]
-    found = drawn_at_once(drawings, logprobs.expand(number, -1))
-    counts = np.bincount([one.token_id for one in found], minlength=5)
-    expected = number * logprobs.exp().numpy()
-    assert counts[2] == 0
-    statistic = ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
-    assert statistic < 16.3  # of three degrees of freedom, one in a thousand
 
 
 # ---------------------------------------------------------------- several from one row
@@ -578,33 +501,6 @@ def test_bounds_leave_what_those_of_generate_do(of_rows, data):
     last = of_rows([drawings[-1]], rows[:1])[0].token_id
     if not mask.all():
         assert last in {np.flatnonzero(own)[-1] for own in (left, within)}
-
-
-@WAYS
-@pytest.mark.parametrize("cuts", [Cuts(top_k=2), Cuts(top_p=0.7), Cuts(min_p=0.4)])
-def test_tokens_within_bounds_come_as_they_say(cuts, of_rows):
-    """The share of each token is its probability over that of those left (chi-square)."""
-    probabilities = np.array([0.1, 0.5, 0.05, 0.3, 0.05])
-    row = torch.from_numpy(np.log(probabilities)).float()
-    random, number = np.random.default_rng(0), 4000
-    drawings = [Drawing(Query([1]), 1.0, random.random(), cuts=cuts) for _ in range(number)]
-    found = of_rows(drawings, row.expand(number, -1))
-    counts = np.bincount([one.token_id for one in found], minlength=5)
-    left = np.array([1, 3])
-    expected = number * probabilities[left] / 0.8
-    assert counts.sum() == counts[left].sum()
-    assert ((counts[left] - expected) ** 2 / expected).sum() < 10.8  # one in a thousand
-    assert {round(one.log_allowed, 5) for one in found} == {round(math.log(0.8), 5)}
-
-
-@WAYS
-def test_equally_probable_tokens_are_left_together(of_rows):
-    row = torch.full((7,), -math.log(7), dtype=torch.float32)
-    for cuts in (Cuts(top_k=2), Cuts(top_p=0.2), Cuts(min_p=1.0)):
-        drawings = [Drawing(Query([1]), 1.0, uniform, cuts=cuts) for uniform in (0.0, 0.5, LAST)]
-        found = of_rows(drawings, row.expand(3, -1))
-        assert [one.token_id for one in found] == [0, 3, 6]
-        assert all(one.log_allowed == 0 for one in found)
 
 
 @settings(max_examples=80, deadline=None)

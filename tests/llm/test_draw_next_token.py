@@ -22,7 +22,6 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm import BatchedLM, Draw, Row, StatelessEvaluator
 from genlm_backend.model.draw import PackedMask, packed_mask
-from genlm_backend.model.drawing import log_mass, log_sum
 from tests.llm.conftest import word_tokenizer
 from tests.llm.toy import VOCAB
 
@@ -149,24 +148,6 @@ def test_masks_are_joined(pair):
             mask & wrong
 
 
-async def test_weights_tell_the_distribution_of_the_model():
-    """Drawn from a part and weighted, tokens have the probabilities that the model gives them."""
-    with MockAsyncLM(word_tokenizer(12), vocab_size=12) as lm:
-        row = (await lm.next_token_logprobs([1])).exp()
-        generator = torch.Generator().manual_seed(0)
-        ids = [0, 2, 3, 7]
-        drawn = await asyncio.gather(
-            *(lm.draw_next_token([1], allowed=ids, generator=generator) for _ in range(4000))
-        )
-        found = torch.zeros(12)
-        for one in drawn:
-            found[one.token_id] += np.exp(one.log_allowed) / 4000
-        expected = torch.zeros(12)
-        expected[ids] = row[ids]
-        torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
-        assert drawn[0].logprob == pytest.approx(float(row[drawn[0].token_id].log()), abs=1e-6)
-
-
 async def test_mistakes_are_told_before_anything_is_asked(lm):
     asked = lm.statistics().num_awaits
     for wrong, error, message in (
@@ -238,37 +219,6 @@ async def test_what_was_allowed_weighs_nothing_where_that_was_all_and_less_where
                 assert logprob <= log_allowed < 0
                 expected = float(row[torch.as_tensor(allowed)].logsumexp(0))
                 assert log_allowed == pytest.approx(expected, abs=1e-6)
-
-
-@given(
-    st.lists(st.floats(-90, 0, width=32), min_size=1, max_size=40),
-    st.lists(st.booleans(), min_size=40, max_size=40),
-    st.floats(0.1, 30),
-)
-def test_the_mass_of_some_tokens_is_between_the_largest_of_them_and_zero(scores, kept, scale):
-    row = (torch.tensor(scores) * scale).log_softmax(0).numpy()
-    allowed = np.where(kept[: len(row)], row, np.float32(-np.inf))
-    mass = log_mass(log_sum(allowed), row)
-    assert allowed.max() <= mass <= 0
-    if np.array_equal(allowed, row):
-        assert mass == 0
-    expected = float(torch.from_numpy(allowed).double().logsumexp(0))
-    assert mass == pytest.approx(expected, abs=1e-6)
-    # Of a row that has been restricted before, what it lacks is told.
-    assert log_mass(log_sum(allowed), allowed) == pytest.approx(mass, abs=5e-5)
-
-
-@given(st.integers(1, 70).flatmap(lambda n: st.lists(st.booleans(), min_size=n, max_size=n)))
-def test_a_mask_is_packed_as_it_is(bits):
-    mask = np.array(bits)
-    if not mask.any():
-        with pytest.raises(OptionError):
-            packed_mask(mask, len(mask))
-        return
-    packed = packed_mask(mask, len(mask))
-    assert packed == packed_mask(np.flatnonzero(mask), len(mask))
-    assert packed == packed_mask(torch.from_numpy(mask), len(mask))
-    assert [bool(packed[i // 8] >> (7 - i % 8) & 1) for i in range(len(mask))] == bits
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int64, torch.int32])

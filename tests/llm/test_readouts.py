@@ -24,16 +24,14 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm import BatchedLM, Draw, Query, Readout, Row, StatelessEvaluator, TopTokens
 from genlm_backend.model import token_readouts
-from genlm_backend.model.draw import PackedMask, packed_mask
+from genlm_backend.model.draw import PackedMask
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.readout import (
     RowQuestions,
     answers_by_rows,
     confined,
-    packed,
     read_off,
 )
-from genlm_backend.model.scoring import Beside, numbers_of_rows
 from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
 from tests.llm.conftest import random_contexts, word_tokenizer
 from tests.llm.elsewhere import unruly
@@ -421,41 +419,6 @@ async def test_readouts_of_many_contexts(lm):
 # ---------------------------------------------------------------- sent elsewhere
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(3, 4),
-        torch.randn(3, 4).T,
-        torch.arange(6)[::2],
-        torch.empty(0),
-        torch.empty(2, 0, 3, dtype=torch.int64),
-        torch.tensor(2.5, dtype=torch.float64),
-        torch.tensor([True, False]),
-        torch.randn(3).bfloat16(),
-        torch.randn(3, requires_grad=True),
-        torch.randn(3, 3).to_sparse(),
-        torch.nn.Parameter(torch.ones(2)),
-    ],
-    ids=str,
-)
-def test_answers_are_unpacked_as_they_were(tensor):
-    draw = Draw(3, -1.0, -0.5, 0.0)
-    found, (again, same), number = pickle.loads(packed([tensor, (draw, tensor), 1.5]))
-    for each in (found, same):
-        assert type(each) is type(tensor)
-        assert (each.dtype, each.shape) == (tensor.dtype, tensor.shape)
-        assert each.requires_grad == tensor.requires_grad
-        torch.testing.assert_close(each, tensor, rtol=0, atol=0)
-    assert (again, number) == (draw, 1.5)
-
-
-def test_answers_are_sent_in_few_bytes():
-    top = TopTokens(torch.arange(20), torch.randn(20), -1.0)
-    assert len(packed(top)) < 20 * 12 + 8 + 200
-    assert len(packed(torch.randn(5))) < 5 * 4 + 200
-    assert len(packed(Draw(3, -1.0, -0.5, 0.0))) < 32 + 200
-
-
 # ---------------------------------------------------------------- any rows
 
 numbers = st.floats(-60, 0, width=32) | st.sampled_from([-math.inf, 0.0, -1.0])
@@ -531,57 +494,6 @@ def test_the_rest_is_exact_where_it_is_tiny():
     (top,) = read_off([Top(Query([1]), 2)], [Row(row.float())])
     assert top.token_ids.tolist() == [7, 30]
     assert top.log_rest == pytest.approx(-20, abs=1e-6)
-
-
-@given(tables, st.booleans(), st.booleans(), st.data())
-def test_what_is_told_of_tokens_of_any_rows(table, entropy, rank, data):
-    rows = torch.tensor(table, dtype=torch.float32)
-    rows[:, 0] = rows[:, 0].clamp(min=-30)  # something is possible
-    rows = rows.log_softmax(-1)
-    if data.draw(st.booleans()):
-        rows[data.draw(st.integers(0, len(rows) - 1))] = torch.nan
-    width = rows.shape[1]
-    targets = [data.draw(st.integers(0, width - 1)) for _ in rows]
-    tokens = st.lists(st.integers(0, width - 1))
-    groups = data.draw(st.lists(tokens, max_size=2))
-    packed_ones = tuple(packed_mask(own, width, True) for own in groups)
-    beside = Beside(entropy, rank, data.draw(st.integers(0, width)), packed_ones)
-    found = beside.scores_of(numbers_of_rows(rows, targets, beside))
-    assert found.logprobs.shape == (len(rows),)
-    for i, (row, target) in enumerate(zip(rows, targets, strict=True)):
-        is_nan = bool(row.isnan().any())
-        assert found.logprobs[i] == row[target] or is_nan
-        if entropy:
-            value = float(found.entropies[i])
-            assert math.isnan(value) if is_nan else value == pytest.approx(entropy_of(row))
-        if groups:
-            masses = [
-                float(row.double()[own].exp().sum().log()) for own in map(list, map(set, groups))
-            ]
-            told = found.log_masses[i].tolist()
-            assert all(map(math.isnan, told)) if is_nan else told == pytest.approx(masses, abs=1e-5)
-        if rank:
-            order = np.argsort(-row.numpy(), kind="stable").tolist()
-            assert found.ranks[i] == (-1 if is_nan else order.index(target))
-        if beside.top and not is_nan:
-            log_rest = float(found.log_rest[i])
-            check_top(
-                TopTokens(found.top_token_ids[i], found.top_logprobs[i], log_rest), row, beside.top
-            )
-
-
-def test_what_is_told_of_a_wide_row_of_nan_is_nan():
-    rows = torch.randn(3, 5000).log_softmax(-1)
-    rows[1] = torch.nan
-    beside = Beside(entropy=True, rank=True, top=5)
-    found = beside.scores_of(numbers_of_rows(rows, [1, 2, 3], beside))
-    assert found.ranks[1] == -1
-    assert found.top_token_ids[1].tolist() == [-1] * 5
-    for each in (found.logprobs, found.entropies, found.log_rest, found.top_logprobs[:, 0]):
-        assert each.isnan().tolist() == [False, True, False]
-    for i in (0, 2):
-        top = TopTokens(found.top_token_ids[i], found.top_logprobs[i], float(found.log_rest[i]))
-        check_top(top, rows[i], 5)
 
 
 def test_a_maker_that_runs_out_loses_no_answer():

@@ -17,7 +17,6 @@ from genlm_backend.model.evaluator import StatelessEvaluator
 from genlm_backend.model.row import (
     Row,
     alone,
-    are_rows_of,
     rows_of_logits,
     rows_without,
     scores_of_logits,
@@ -100,42 +99,6 @@ def test_a_row_without_some_tokens_is_the_row_given_that_none_of_them_comes(shar
     assert float(found.logprobs.double().exp().sum()) == pytest.approx(1, abs=1e-5)
     assert found.normaliser == pytest.approx(float(exact.logsumexp(-1)), abs=atol)
     assert Row(row.logprobs).without(ids).normaliser is None
-
-
-@pytest.mark.parametrize("order", ["as they are", "turned", "mixed", "alone", "with gaps"])
-def test_rows_of_any_tables_are_restricted_as_each_would_be_alone(order):
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.tensor([3, 38, 39])
-    logits = torch.randn(9, 40, generator=generator)
-    logits[4, 7] = torch.nan
-    logits[5, ids] = -torch.inf
-    logits[6, ids] = -1000  # which no exponential shows, and which is not nothing
-    first, second = rows_of_logits(logits[:5]), rows_of_logits(logits[5:])
-    rows = [*first, *second]
-    if order == "turned":
-        rows.reverse()
-    elif order == "mixed":
-        rows = [row for pair in zip(first[:4], second, strict=True) for row in pair]
-    elif order == "alone":
-        rows = alone(rows)
-    elif order == "with gaps":
-        wide = torch.stack([row.logprobs for row in rows], dim=1)
-        rows = [Row(wide[:, i], row.normaliser) for i, row in enumerate(rows)]
-    before = [row.logprobs.clone() for row in rows]
-    for row, own, copied in zip(rows, before, alone(rows), strict=True):
-        assert copied.logprobs.allclose(own, rtol=0, atol=0, equal_nan=True)
-        assert copied.logprobs.untyped_storage().nbytes() == 4 * 40
-        assert repr(copied.normaliser) == repr(row.normaliser)
-    found = rows_without(rows, ids)
-    for row, own, made in zip(rows, before, found, strict=True):
-        assert made.logprobs[ids].isneginf().all() or own.isnan().all()
-        exact = own.double().index_fill(0, ids, -torch.inf).log_softmax(-1)
-        rest = [i for i in range(40) if i not in ids]
-        torch.testing.assert_close(
-            made.logprobs[rest].double(), exact[rest], rtol=0, atol=2e-6, equal_nan=True
-        )
-        assert (made is row) == bool(own[ids].isneginf().all())
-    assert sum(made is row for row, made in zip(rows, found, strict=True)) == 1
 
 
 def in_layouts(rows):
@@ -309,47 +272,6 @@ async def test_what_a_transformer_says_of_ids_that_no_token_has_is_left_out(said
             assert_same_logits((await lm.next_token_logits(context))[:70], own[:70])
 
 
-async def test_logits_beside_ids_that_no_token_has():
-    """The model is wider than its tokenizer by four ids, of which the first is the likeliest."""
-    logits = torch.cat([extreme_logits(torch.float32), torch.full((12, 4), 5.0)], 1)
-    logits[:, 96] = 1e4
-    with AsyncVirtualLM(ExtremeEngine(logits, 100)) as lm:
-        assert lm.undefined_ids == set(range(96, 100))
-        for number in (0, 1, 4, 5, 9, 10):
-            own = logits[number].index_fill(0, torch.arange(96, 100), -torch.inf)
-            atol = 4e-3  # of a number beside 1e4
-            said = await lm.next_token_logits([number])
-            torch.testing.assert_close(said, own, rtol=1e-6, atol=atol)
-            row = await lm.next_token_logprobs([number])
-            torch.testing.assert_close(row, own.log_softmax(-1), rtol=2e-6, atol=atol)
-
-
-def defined_rows(logits):
-    """The definition of a row's numbers, to the last bit, in fresh memory for each step."""
-    logits = logits.float()
-    largest = logits.amax(-1, keepdim=True)
-    shifted = logits - largest
-    logarithms = shifted.exp().sum(-1, keepdim=True).log()
-    return shifted - logarithms, (largest + logarithms).flatten()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_memory_that_is_used_again_changes_no_bit(dtype, in_place):
-    generator, kept = torch.Generator().manual_seed(0), []
-    for shape in [(3, 96), (20, 1000), (1, 5), (7, 4099), (20, 1000), (2, 96)]:
-        logits = (5 * torch.randn(shape, generator=generator)).to(dtype)
-        logits[0, :2] = torch.tensor([-torch.inf, torch.nan if len(logits) > 2 else 1.0])
-        given = logits.clone()
-        with torch.inference_mode(mode=in_place):  # where the logits of a model come from
-            rows = rows_of_logits(given, in_place=in_place)
-        assert in_place or given.equal(logits) or logits.isnan().any()
-        kept.append((rows, *defined_rows(logits)))
-    for rows, logprobs, normalisers in kept:
-        np.testing.assert_array_equal(torch.stack([row.logprobs for row in rows]), logprobs)
-        np.testing.assert_array_equal([row.normaliser for row in rows], normalisers)
-
-
 async def test_a_row_that_is_kept_keeps_no_table_alive():
     model = families.make("llama")
     for bytes_kept in (0, 1 << 20):
@@ -380,16 +302,6 @@ def test_rows_are_views_of_one_table_and_can_be_copied():
     assert loaded.normaliser == first.normaliser
 
 
-@pytest.mark.parametrize(
-    "part", [torch.randn(5, 7)[:, 3], torch.randn(1).expand(5), torch.randn(10)[::2]]
-)
-def test_rows_that_are_not_one_block_are_copied(part):
-    row = Row(part)
-    own = row.own_logprobs(torch.device("cpu"))
-    torch.testing.assert_close(own, part, rtol=0, atol=0)
-    assert own.is_contiguous()
-
-
 def test_rows_in_use_are_never_written_over():
     """Memory goes to a later row once nobody has it in any form, and not before."""
     device, kept = torch.device("cpu"), []
@@ -401,21 +313,6 @@ def test_rows_in_use_are_never_written_over():
             kept.pop(number % len(kept))
         for value, held in kept:
             assert (np.asarray(held) == value).all()
-
-
-def test_what_is_no_row_is_told_from_one():
-    good = Row(torch.zeros(3, dtype=torch.float32))
-    for bad in (None, "x", [1.0]):
-        assert not Row(bad).is_of(3)
-        assert not are_rows_of([good, Row(bad)], 3)
-    assert are_rows_of([good, *Row.of_table(torch.zeros(2, 3, dtype=torch.float32), (0, 0))], 3)
-
-
-def test_a_row_of_which_nothing_is_left_is_impossible():
-    row = Row(torch.tensor([-torch.inf, -torch.inf, 0], dtype=torch.float32), 1.0)
-    found = row.without(torch.tensor([2], dtype=torch.int64))
-    assert found.logprobs.tolist() == [-torch.inf] * 3
-    assert not found.is_nan
 
 
 @pytest.mark.parametrize("most_bytes", [1, 5 * 28, 1 << 20])

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from genlm_backend import MockAsyncLM
-from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
+from genlm_backend.errors import OptionError, OptionTypeError
 from genlm_backend.llm import Sampled
-from genlm_backend.model.sampling import Sampler
 from tests.llm.conftest import word_tokenizer
 from tests.llm.families import VOCAB
 
@@ -66,32 +65,6 @@ async def test_samples_follow_the_distribution(lm):
     assert float(deviation.max()) < 6
 
 
-def test_temperature_sharpens_and_flattens():
-    row = torch.log(torch.tensor([0.2, 0.8]))
-    for temperature, expected in ((0.5, 16 / 17), (1, 0.8), (2, 2 / 3)):
-        sampler = Sampler(temperature, seed=0)
-        share = sum(sampler.draw(row) for _ in range(4000)) / 4000
-        assert share == pytest.approx(expected, abs=0.03)
-
-
-ROW = torch.tensor([-torch.inf, 0.5, 2.0, torch.finfo(torch.float32).min, 1.9, -3.0, -torch.inf])
-
-
-@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-45, 1e-39, 1e-38, 1e-20, 1e-3])
-def test_the_smallest_temperatures_draw_the_largest(temperature):
-    sampler = Sampler(temperature, seed=0)
-    assert {sampler.draw(ROW) for _ in range(200)} == {2}
-
-
-@pytest.mark.parametrize("temperature", [1e38, 1e300, np.inf])
-def test_the_largest_temperatures_draw_from_the_possible_ones_alike(temperature):
-    row = ROW.clone()
-    row[3] = -torch.inf
-    sampler = Sampler(temperature, seed=0)
-    counts = np.bincount([sampler.draw(row) for _ in range(8000)], minlength=7) / 8000
-    np.testing.assert_allclose(counts, [0, 0.25, 0.25, 0, 0.25, 0.25, 0], atol=0.03)
-
-
 async def test_samples_at_the_ends_of_temperature():
     """Of 96 ids, those beyond 90 are of no token."""
     with MockAsyncLM(word_tokenizer(90), vocab_size=VOCAB) as lm:
@@ -101,13 +74,6 @@ async def test_samples_at_the_ends_of_temperature():
         assert counts[:90].min() > 5
         greedy = await lm.sample([1], 6, [], temperature=0)
         assert await lm.sample([1], 6, [], temperature=1e-42, seed=0) == greedy
-
-
-@pytest.mark.parametrize("temperature", [0, 0.5, 1, np.inf])
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_nothing_is_drawn_from_a_row_that_says_nothing(temperature, value):
-    with pytest.raises(EvaluationError, match="no token can be chosen"):
-        Sampler(temperature, seed=0).draw(torch.full((5,), value))
 
 
 async def test_progress_is_shown_on_request_where_somebody_sees_it(lm, capsys, monkeypatch):

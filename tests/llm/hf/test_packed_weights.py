@@ -217,19 +217,3 @@ def test_a_build_that_packs_otherwise_or_not_at_all(monkeypatch):
     monkeypatch.setattr(packed_weights, "_found", {})
     monkeypatch.setattr(packed_weights._Packed, "pack", refuse)
     assert packed_of(model).nbytes == 0
-
-
-@pytest.mark.parametrize(("seconds", "is_faster"), [(0.9, True), (0.99, False), (2.0, False)])
-def test_the_clock_decides(monkeypatch, seconds, is_faster):
-    now = 0.0
-
-    class Timed(nn.Linear):
-        def forward(self, input):
-            nonlocal now
-            now += self.seconds
-            return super().forward(input)
-
-    plain, packed = Timed(24, 40), Timed(24, 40)
-    plain.seconds, packed.seconds = 1.0, seconds
-    monkeypatch.setattr(packed_weights.time, "perf_counter", lambda: now)
-    assert packed_weights._is_faster([packed] * 2, [plain] * 2) == is_faster

@@ -5,8 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from genlm_backend import AsyncMlxLM
 from genlm_backend.backends.mlx import present
@@ -117,61 +115,6 @@ def test_what_is_shared_is_read_once(monkeypatch):
         assert read == [(True, 1, 100)] * 2  # in each of two layers, and nothing beside
         for row, context in zip(rows, contexts, strict=True):
             torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
-
-
-# -------------------------------------------------------------------- blocks
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4),
-    num_queries=st.integers(1, 5),
-    has_sinks=st.booleans(),
-    limit=st.sampled_from([1, 50, 1 << 20]),
-    seed=st.integers(0, 1000),
-)
-def test_blocks_that_are_merged_are_attention_to_all_of_them(
-    sizes, num_queries, has_sinks, limit, seed
-):
-    import mlx.core as mx
-
-    from genlm_backend.attention import block
-    from genlm_backend.attention.mlx.mlx_operators import MLX
-
-    generator = np.random.default_rng(seed)
-    size = sum(sizes)
-    query, keys, values = (
-        generator.normal(size=(2, 3, n, dim)) for n, dim in ((num_queries, 4), (size, 4), (size, 5))
-    )
-    seen = generator.random((2, 1, num_queries, size)) < 0.6
-    seen[..., generator.integers(size)] = True  # each sees something, though not in each block
-    sinks = generator.normal(size=(3, num_queries))
-    scores = np.where(seen, query @ keys.swapaxes(2, 3), -np.inf)
-    weights = np.exp(scores)
-    total = weights.sum(-1, keepdims=True) + (np.exp(sinks)[None, ..., None] if has_sinks else 0)
-    expected = weights @ values / total
-
-    def array(states):
-        return mx.array(states.astype(np.float32))
-
-    found, start, before = None, 0, block.MAX_SCORES
-    block.MAX_SCORES = limit
-    try:
-        for n in sizes:
-            part = slice(start, start + n)
-            added = array(np.where(seen[..., part], 0.0, -np.inf))
-            one = block.Block(MLX, 1.0).attend(
-                array(query), array(keys[:, :, part]), array(values[:, :, part]), added
-            )
-            if found is None:
-                found = one
-            else:
-                found.merge(one, None)
-            start += n
-    finally:
-        block.MAX_SCORES = before
-    mean = found.dampened(array(sinks)) if has_sinks else found.values
-    np.testing.assert_allclose(np.array(mean), expected, atol=2e-5)
 
 
 # -------------------------------------------------------------------- in the model's place

@@ -123,29 +123,6 @@ def test_rows_are_bounded_by_their_number():
 
 
 @needs_mlx
-@pytest.mark.parametrize("kind", ["llama3", "yarn", "longrope", "linear"])
-def test_tables_of_rotary_frequencies_are_computed_where_the_model_was_made(kind):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0}
-    if kind == "llama3":
-        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    if kind != "linear":
-        rope["original_max_position_embeddings"] = 64
-    config = {**families.COMMON, "max_position_embeddings": 512, "rope_parameters": rope}
-    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
-    with over(model, kv_cache_bytes=1 << 20) as lm:
-        for context in random_contexts(5, seed=6):
-            row, whole = (
-                ask(context)
-                for ask in (lm.next_token_logprobs_sync, lm.next_token_logprobs_uncached)
-            )
-            torch.testing.assert_close(row, whole, atol=1e-4, rtol=0)
-
-
-@needs_mlx
 def test_positions_that_depend_on_the_length_of_a_pass():
     """A context has the row that it has alone, beside longer ones too."""
     from transformers import LlamaConfig

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncVirtualLM
-from genlm_backend.backends.vllm.completion import Completion
-from genlm_backend.errors import BatcherClosedError, EvaluationError
-from genlm_backend.model.query import Query
+from genlm_backend.errors import BatcherClosedError
 from tests.llm.vllm.fake import FakeEngine
 
 
@@ -107,13 +105,6 @@ async def test_a_sample_that_cannot_even_begin(lm, engine, monkeypatch):
     assert len(await lm.sample([1], 5, [])) == 5
 
 
-def test_a_sample_that_the_engine_ends_for_no_reason_that_it_was_given_is_an_error():
-    completion = Completion(Query([1]), 5, [], 1.0, 0, 0, 63)
-    completion.extend([3, 4], is_finished=True)
-    with pytest.raises(EvaluationError, match="ended a sample after 2 of the 5 tokens"):
-        completion.future.result(0)
-
-
 async def test_closing_settles_the_samples(engine):
     lm = AsyncVirtualLM(engine)
     engine.may_sample.clear()
@@ -141,16 +132,6 @@ async def test_mistakes_are_told_before_anything_is_queued(lm, engine):
             await lm.batch_sample(prompts, **{"max_tokens": 3, "eos_token_ids": [], **options})
     assert engine.num_steps == 0
     assert engine.completions == {}
-
-
-def test_streams_of_a_seed_differ_and_no_seed_is_a_fresh_one():
-    def seed_of(seed, stream):
-        return Completion(Query((1,)), 5, [], 1.0, seed, stream, 63).seed
-
-    assert seed_of(3, 0) == seed_of(3, 0)
-    assert len({seed_of(seed, stream) for seed in range(9) for stream in range(9)}) == 81
-    assert seed_of(None, 0) != seed_of(None, 0)
-    assert all(0 <= seed_of(None, 0) < 2**63 for _ in range(20))
 
 
 def test_rows_are_bounded_by_number_and_kept_where_they_are_wanted():

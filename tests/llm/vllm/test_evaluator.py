@@ -9,11 +9,9 @@ from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
 from genlm_backend.errors import (
     BatcherClosedError,
-    CacheError,
     QueryDroppedError,
     UnknownAdapterError,
 )
-from genlm_backend.model.evaluator import EvaluatorCounts
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Beside, Scoring
@@ -28,35 +26,6 @@ def start(evaluator, prompt):
     completion = Completion(prompt, 5, [], 1.0, 0, 0, 63)
     evaluator.planner.start([completion], frozenset())
     return completion
-
-
-def test_what_an_engine_can_do():
-    info = VLLMEvaluator(FakeEngine(), CPU).open()
-    assert (info.max_length, info.max_batch_size, info.num_slots) == (63, 8, 256)
-    assert (info.takes_adapters, info.can_forget, info.uses_openmp) == (True, False, False)
-    assert VLLMEvaluator(FakeEngine(), CPU, max_length=7).open().max_length == 7
-    assert VLLMEvaluator(FakeEngine(), CPU, max_length=700).open().max_length == 63
-    assert VLLMEvaluator(FakeEngine(num_blocks=3), CPU).open().max_length == 12
-
-
-def test_queries_are_answered_in_order_and_sessions_kept_until_they_are_cleared():
-    evaluator = VLLMEvaluator(FakeEngine(max_sessions=3), CPU)
-    queries = [Query((i, i + 1)) for i in range(7)]
-    rows = evaluator.evaluate(queries)
-    expected = MockEvaluator(families.VOCAB).evaluate(queries)
-    for row, other in zip(rows, expected, strict=True):
-        assert torch.equal(row.logprobs, other.logprobs)
-        assert row.normaliser == other.normaliser
-    longer = Query((6, 7, 8))
-    assert evaluator.num_cached(longer) == 2
-    evaluator.forget(longer, 0)
-    with pytest.raises(CacheError, match="keeps no prompt"):
-        evaluator.pin(longer)
-    assert evaluator.num_cached(longer) == 2
-    assert evaluator.counts() == EvaluatorCounts(3, 14, 0, num_evicted_tokens=8)
-    evaluator.clear()
-    assert evaluator.num_cached(longer) == 0
-    assert evaluator.engine.sessions == {}
 
 
 def test_texts_are_scored_in_a_pass_where_that_gives_all_that_is_wanted():

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncVirtualLM, MockAsyncLM
-from genlm_backend.backends.vllm.sessions import SessionTable
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.query import Query
 from genlm_backend.model.token_readouts import Entropy
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
@@ -54,44 +53,6 @@ def test_a_particle_computes_one_token_a_step_and_copies_compute_nothing():
             assert lm.statistics().tokens_computed == 10 + 20 * (step + 1)
             particles = [[*particles[i // 2], 3 * i % 60] for i in range(20)]  # resampled
         assert lm.statistics().num_forwards == 6
-
-
-def test_a_session_is_extended_by_one_query_of_a_round():
-    table = SessionTable(8)
-    parent = Query((1, 2, 3))
-    first = table.place(parent)
-    table.commit()
-    child, sibling = table.place(Query((1, 2, 3, 4))), table.place(Query((1, 2, 3, 5)))
-    assert (child.is_new, child.session, child.num_shared) == (False, first.session, 3)
-    assert child.num_extended == 3
-    assert (sibling.is_new, sibling.source, sibling.num_shared) == (True, first.session, 3)
-    assert table.oldest() is None
-    table.commit()
-    again = table.place(Query((1, 2, 3, 4)))  # its last token has to be computed once more
-    assert (again.is_new, again.num_shared) == (True, 3)
-
-
-def test_adapters_share_nothing():
-    table = SessionTable(8)
-    table.place(Query((1, 2, 3)))
-    table.commit()
-    placement = table.place(Query((1, 2, 3, 4), Adapter("poet", 1)))
-    assert placement.is_new
-    assert placement.num_shared == 0
-
-
-def test_the_oldest_session_goes_first():
-    table = SessionTable(3)
-    ids = []
-    for context in ((1,), (2,), (3,)):
-        ids.append(table.place(Query(context)).session)
-        table.commit()
-    table.place(Query((1, 5)))
-    table.commit()
-    assert len(table) == 3
-    assert table.oldest() == ids[1]
-    assert table.remove(ids[1]) == 1
-    assert len(table) == 2
 
 
 async def test_two_thousand_abandoned_contexts_hold_no_more_than_the_engine_can():
@@ -191,20 +152,3 @@ async def test_a_batch_that_nobody_waits_for_ends_between_two_rounds(monkeypatch
         assert engine.num_steps == 2
         assert lm.statistics().batch_sizes == {9: 1, 1: 1}
         assert set(engine.sessions) == set(lm._evaluator.planner.table._sessions)
-
-
-def test_a_table_has_room_for_a_session():
-    with pytest.raises(ValueError, match="at least 1"):
-        SessionTable(0)
-
-
-def test_of_sessions_that_share_as_much_the_one_that_ends_there_goes_on():
-    table = SessionTable(8)
-    for ids in ((1, 2, 5), (1, 2)):
-        table.place(Query(ids))
-        table.commit()
-    found = table.place(Query((1, 2, 7, 8)))
-    assert (found.is_new, found.num_shared, found.num_extended) == (False, 2, 2)
-    sibling = table.place(Query((1, 2, 7, 9)))  # the other one is taken in this part
-    assert (sibling.is_new, sibling.num_shared) == (True, 2)
-    assert sibling.source != found.session
