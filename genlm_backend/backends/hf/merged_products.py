@@ -62,8 +62,8 @@ def _can_merge(layers: Sequence[Any]) -> bool:
     if not all(type(layer) is nn.Linear and "forward" not in vars(layer) for layer in layers):
         return False
     weights, biases = ([getattr(one, name) for one in layers] for name in ("weight", "bias"))
-    given = [*weights, *(bias for bias in biases if bias is not None)]
-    first = weights[0]
+    biases = [bias for bias in biases if bias is not None]
+    first, given = weights[0], [*weights, *biases]
     return (
         len(given) in (len(layers), 2 * len(layers))
         and len(set(map(id, given))) == len(given)
@@ -72,17 +72,25 @@ def _can_merge(layers: Sequence[Any]) -> bool:
         and all(one.layout is torch.strided and one.is_contiguous() for one in given)
         and first.device.type in KERNELS
         and first.is_floating_point()
+        and all(
+            _are_joined(own) or all(map(_is_alone, own)) for own in (weights, given[len(layers) :])
+        )
         and len({weight.shape[1] for weight in weights}) == 1
         and all(map(torch.numel, given))
     )
 
 
+def _is_alone(parameter: Any) -> bool:
+    """Whether memory is of a parameter alone: an optimizer's flat buffer is not to be left."""
+    return parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
 def _are_joined(parameters: Sequence[Any]) -> bool:
     """Whether each parameter begins where the one before it ends, in the same memory."""
     starts = [parameter.data_ptr() for parameter in parameters]
-    ends = accumulate((parameter.nbytes for parameter in parameters), initial=starts[0])
+    ends = accumulate((parameter.nbytes for parameter in parameters), initial=sum(starts[:1]))
     memory = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    return len(memory) == 1 and starts == [*ends][:-1]
+    return len(memory) <= 1 and starts == [*ends][:-1]
 
 
 @torch.inference_mode(False)

@@ -113,6 +113,24 @@ def test_weights_changed_in_place_count_and_so_do_moved_ones(name):
                 torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
 
 
+def test_parameters_in_a_flat_buffer_stay_there():
+    model = families.make("qwen2")
+    parameters = [*model.parameters()]
+    buffer = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    parts = buffer.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part.view(parameter.shape)
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
+        buffer.mul_(1.1)  # as an optimizer does that knows no parameters
+        lm.clear_cache()
+        assert all(
+            parameter.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+            for parameter in parameters
+        )
+        torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
+
+
 def test_layers_with_two_models_one_after_another_and_gradients():
     model = families.make("llama")
     for _ in range(2):

@@ -50,8 +50,8 @@ def test_everything_is_where_it_belongs(name):
     assert line["attends"] == ("GatherAttend" if is_gathered else "SharedAttend")
     assert bool(line["num_from_host"]) == (name == "host tier")
     # For the normalisers; beside these, for rows that are wanted on the processor, where keys and
-    # values are moved, in the code of three models, where two lengths take a pass each, and for masks
-    # of which a model has a part there.
+    # values are moved, in the code of three models, where two lengths take a pass each, and for
+    # masks of which a model has a part there.
     most = {
         "rows on the processor": 2,
         "host tier": 9,
