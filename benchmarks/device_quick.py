@@ -429,6 +429,7 @@ def main() -> None:
                         model = model_of(options.model, DEVICE, torch.bfloat16)
                     WIDTH = model.config.vocab_size
                     given = {"row_cache_bytes": 0, "output_device": DEVICE, "batch_size": 1024}
+                    given["packs_weights"] = True  # as models are loaded by name
                     tokenizer = tokenizer_of(model.config.vocab_size)
                     lm = AsyncTransformer(model, tokenizer, self_check=False, **given)
                 if part == "steps":

@@ -28,6 +28,7 @@ def silu_product(both: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up`` of ``[..., 2 * width]``, gates first, as ``[..., width]``."""
     width = both.shape[-1] // 2
     rows = both.reshape(-1, 2 * width)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     found = both.new_empty((*both.shape[:-1], width))
     grid = (len(rows), triton.cdiv(width, _BLOCK))
     launch: Any = _silu_product[grid]  # pyright: ignore[reportIndexIssue]

@@ -31,7 +31,10 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``given + residual`` and its norm, ``[..., width]`` each."""
     width, shape = given.shape[-1], given.shape
-    rows, others = given.reshape(-1, width), residual.reshape(-1, width)
+    rows, others = (
+        one if one.stride(1) == 1 else one.contiguous()
+        for one in (given.reshape(-1, width), residual.reshape(-1, width))
+    )
     total, normed = given.new_empty(shape), given.new_empty(shape)
     launch: Any = _add_norm[(len(rows),)]  # pyright: ignore[reportIndexIssue]
     size = triton.next_power_of_2(width)
@@ -41,7 +44,7 @@ def add_norm(
             rows.stride(0),
             others,
             others.stride(0),
-            weight,
+            weight.contiguous(),
             total,
             normed,
             width,

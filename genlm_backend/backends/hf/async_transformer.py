@@ -62,7 +62,10 @@ class AsyncTransformer(BatchedLM):
             this processor reads fastest, where a short trial says that it is faster;
             ``packed_weight_bytes`` tells how much memory that takes, a quarter of what is free
             and 4 GiB at most. The model's own layers stay as they are, and rows are the same but
-            for rounding. What is tried holds for the process; another may find otherwise.
+            for rounding. What is tried holds for the process; another may find otherwise. On CUDA
+            nothing is kept twice: the weights of projections with one input are moved next to each
+            other, so that each group is one product. The parameters stay the same objects with the
+            same values, but other tensors over their old memory are theirs no longer.
         process: ``True`` is for ``from_name``: a model object lives where it has been made.
         self_check: Compare a few probe texts with the bytes of their tokens.
         processor: What makes the model's inputs of texts and pictures, as ``AutoProcessor`` loads

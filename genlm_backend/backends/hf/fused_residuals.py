@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -44,16 +43,15 @@ def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
     for own in copies.values():
         if not isinstance(own, nn.ModuleList):
             continue
-        layers: list[_Layer] = []
+        before: _Layer | None = None
         for layer in own:
-            if not _may_be_plain(layer):
-                continue
-            kernel = _kernel_for(layer)
-            if kernel is not None:
-                layers.append(_Layer(layer, kernel))
-                vars(layer)["forward"] = layers[-1]
-        for one, other in pairwise(layers):
-            one.following = other
+            kernel = _kernel_for(layer) if _may_be_plain(layer) else None
+            fused = None if kernel is None else _Layer(layer, kernel)
+            if fused is not None:
+                vars(layer)["forward"] = fused
+                if before is not None:
+                    before.following = fused
+            before = fused
 
 
 @final
@@ -103,13 +101,12 @@ def _may_be_plain(layer: Any) -> bool:
     own = vars(layer)
     if {*own["_modules"]} != _CHILDREN or own["_parameters"] or "forward" in own:
         return False
-    norms = layer.input_layernorm, layer.post_attention_layernorm
+    # A hook may change what it is given in place, which the norm that is ready would not see.
+    if any(one._forward_hooks or one._forward_pre_hooks for one in (layer, *layer.children())):
+        return False
     return all(
-        isinstance(vars(norm).get("forward"), Norm)
-        and norm.weight.device.type in KERNELS
-        and not norm._forward_hooks
-        and not norm._forward_pre_hooks
-        for norm in norms
+        isinstance(vars(norm).get("forward"), Norm) and norm.weight.device.type in KERNELS
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
     )
 
 
@@ -119,6 +116,7 @@ def _kernel_for(layer: Any) -> AddNorm | None:
     weight, seen = layer.input_layernorm.weight, list[dict[str, Any]]()
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, 1, len(weight), generator=generator, dtype=torch.float32)
+    numbers *= torch.tensor([1.0, 30.0, 1000.0])[:, None, None]  # of which a limit cuts some
     given = numbers.to(weight.device, weight.dtype)
 
     def attend(**options: Any) -> tuple[torch.Tensor, None]:
@@ -168,4 +166,4 @@ def _are_same(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
 def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     rounding = 4 * torch.finfo(expected.dtype).eps
     found, expected = found.float(), expected.float()
-    return bool((found - expected).norm() <= rounding * expected.norm())
+    return bool(((found - expected).norm(dim=-1) <= rounding * expected.norm(dim=-1)).all())

@@ -65,6 +65,7 @@ class HFEvaluator(PassEvaluator):
         model.eval()
         self._runner = runner = HFRunner(model)
         runner.check_wanted = lambda: self.check_wanted()
+        runner.merges = packs_weights
         super().__init__(runner, runner.device.type, WholeAttend(), output_device)
         self._files = PrefixFiles(self.passes, runner)
         self.passes.most_shared = rotary_limit(model)

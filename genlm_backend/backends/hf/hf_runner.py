@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -24,6 +25,13 @@ from genlm_backend.errors import AdapterError
 from genlm_backend.model.query import Adapter
 from genlm_backend.passes.forwards import Runner
 from genlm_backend.prefix import StateLayout
+
+logger = logging.getLogger(__name__)
+
+FUSING: Final = {"cuda"}
+"""Kinds of devices on which a twin computes by fewer kernels, where it is seen to be the same."""
+
+_MOST_APART: Final = 0.125
 
 
 @final
@@ -51,6 +59,8 @@ class HFRunner(Runner):
         self.parameters: frozenset[str] = self.twin.parameters
         self.cache_argument: str | None = self.twin.cache_argument
         self.device = input_device(model)
+        self.merges = False
+        self._fuses = self.device.type in FUSING
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span] | PackedBatch, attend: Attend) -> torch.Tensor:
@@ -103,7 +113,19 @@ class HFRunner(Runner):
     def try_twins(self, token_ids: torch.Tensor) -> None:
         """Find out which twins the model has; see ``twin_of``."""
         twin = self._twins[None] = twin_of(self.model, token_ids, **self.caching(False))
+        plain = self._logits(twin, token_ids) if self._fuses else None
         self._dress(twin, None)
+        if plain is not None and not _are_alike(self._logits(twin, token_ids), plain):
+            kind = type(self.model).__name__
+            logger.warning("layers of %s run as they are written: fused, they differ", kind)
+            self._fuses = False
+            twin.refill()
+            self._dress(twin, None)
+
+    @torch.inference_mode()
+    def _logits(self, twin: Twin, token_ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = twin.module(input_ids=token_ids, **self.caching(False)).logits
+        return found.float()
 
     def take(self, adapter: Adapter | None) -> None:
         """Compute with an adapter in the passes to come, or as the model came.
@@ -168,9 +190,10 @@ class HFRunner(Runner):
         if adapter is None:
             self._owner.dress(twin)
         self.packed.place(twin.copies)
-        if self.device.type == "cuda":
+        if self._fuses:
             fuse_norms(twin.copies)
-            merge_products(twin.copies)
+            if self.merges:
+                merge_products(twin.copies)
             fuse_residuals(twin.copies)
         fuse_rotary(twin.copies)  # on a device that has the kernel
         twin.pick()
@@ -227,6 +250,12 @@ def input_device(model: Any) -> torch.device:
         if parameter.device.type != "meta":
             return parameter.device
     return torch.device(model.device)
+
+
+def _are_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether logits differ by no more than rounding in 16 bits, NaN being equal to NaN."""
+    found, expected = found.nan_to_num(), expected.nan_to_num()
+    return bool((found - expected).norm() <= _MOST_APART * expected.norm())
 
 
 def _nothing() -> None:

@@ -46,7 +46,11 @@ def merge_products(copies: Mapping[nn.Module, Any]) -> None:
             if not _can_merge(layers):
                 continue
             has_moved |= not _are_joined([layer.weight for layer in layers])
-            products = _Products(layers)
+            try:
+                products = _Products(layers)
+            except torch.OutOfMemoryError:  # of two sets of weights, for a moment
+                logger.info("no memory is left to merge %s", names)
+                continue
             if names is _GATED:
                 gate = _gate_of(own, products)
                 if gate is not None:
@@ -60,6 +64,8 @@ def merge_products(copies: Mapping[nn.Module, Any]) -> None:
 
 def _can_merge(layers: Sequence[Any]) -> bool:
     if not all(type(layer) is nn.Linear and "forward" not in vars(layer) for layer in layers):
+        return False
+    if any(map(_has_hooks, layers)):
         return False
     weights, biases = ([getattr(one, name) for one in layers] for name in ("weight", "bias"))
     biases = [bias for bias in biases if bias is not None]
@@ -78,6 +84,11 @@ def _can_merge(layers: Sequence[Any]) -> bool:
         and len({weight.shape[1] for weight in weights}) == 1
         and all(map(torch.numel, given))
     )
+
+
+def _has_hooks(layer: Any) -> bool:
+    """Whether code of the model's owner runs with a layer."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _is_alone(parameter: Any) -> bool:
@@ -116,7 +127,7 @@ class _Products:
         self._weight = _joined([layer.weight for layer in layers])
         biases: list[Any] = [layer.bias for layer in layers if layer.bias is not None]
         self._bias = _joined(biases) if biases else None
-        self._addresses = [*map(torch.Tensor.data_ptr, self._parameters)]
+        self._addresses = self._seen()
         self._given: torch.Tensor | None = None
         self._found: Sequence[torch.Tensor] = ()
 
@@ -125,11 +136,12 @@ class _Products:
         given = [(layer.weight, layer.bias) for layer in self._layers]
         return [one for pair in given for one in pair if one is not None]
 
+    def _seen(self) -> list[tuple[int, tuple[int, ...]]]:
+        return [(one.data_ptr(), one.stride()) for one in self._parameters]
+
     def all(self, given: torch.Tensor) -> torch.Tensor | None:
         """Return all products, ``[..., sum of sizes]``; ``None`` if a parameter has been moved."""
-        if torch.is_grad_enabled():
-            return None
-        if [*map(torch.Tensor.data_ptr, self._parameters)] != self._addresses:
+        if torch.is_grad_enabled() or self._seen() != self._addresses:
             return None
         return functional.linear(given, self._weight, self._bias)
 
@@ -147,12 +159,14 @@ class _Products:
             self._given, self._found = None, ()
         return part
 
-    def gated(self, module: Any, silu_product: SiluProduct, given: torch.Tensor) -> torch.Tensor:
+    def gated(
+        self, module: Any, kernel: SiluProduct, given: torch.Tensor, *others: Any, **options: Any
+    ) -> torch.Tensor:
         """Return what a gated layer returns, ``[..., hidden]``; see ``_gate_of``."""
-        both = self.all(given)
+        both = None if others or options else self.all(given)
         if both is None:
-            return type(module).forward(module, given)
-        return module.down_proj(silu_product(both))
+            return type(module).forward(module, given, *others, **options)
+        return module.down_proj(kernel(both))
 
 
 @torch.inference_mode()
@@ -161,8 +175,10 @@ def _gate_of(module: Any, products: _Products) -> SiluProduct | None:
 
     Its activation and the layer as a whole are asked, on random numbers.
     """
-    children, layer = vars(module)["_modules"], vars(module)["_modules"].get("down_proj")
+    children = vars(module)["_modules"]
     if {*children} - {"gate_proj", "up_proj", "down_proj", "act_fn"} or "forward" in vars(module):
+        return None
+    if any(map(_has_hooks, filter(None, children.values()))):
         return None
     weight = products._weight
     generator = torch.Generator().manual_seed(0)
@@ -170,14 +186,18 @@ def _gate_of(module: Any, products: _Products) -> SiluProduct | None:
     given = numbers.to(weight.device, weight.dtype)
     try:
         kernel = KERNELS[weight.device.type]()
-        points = torch.linspace(-6, 6, 97, dtype=torch.float32, device=weight.device)
+        points = torch.linspace(-60, 60, 961, dtype=torch.float32, device=weight.device)
         if not torch.allclose(module.act_fn(points), functional.silu(points), atol=1e-6):
             return None
+        # Gates of up to 1, 30 and 100, of which a limit would cut some.
+        largest = functional.linear(given, weight).float().abs().amax(1).clamp(min=1e-6)
+        given = given * (torch.tensor([1.0, 30.0, 100.0], device=weight.device) / largest)[:, None]
+        given = given.to(weight.dtype)
         expected = type(module).forward(module, given).float()
         found = products.gated(module, kernel, given).float()
     except Exception as error:  # of third-party code, or a platform that compiles no kernel
         logger.info("%s computes as it is written", type(module).__name__, exc_info=error)
         return None
     rounding = 4 * torch.finfo(weight.dtype).eps
-    is_close = (found - expected).norm() <= rounding * expected.norm()
-    return kernel if layer is not None and expected.any() and is_close else None
+    is_close = (found - expected).norm(dim=1) <= rounding * expected.norm(dim=1)
+    return kernel if expected.any() and is_close.all() else None

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.backends.hf import fused_norms, fused_residuals, hf_runner, merged_products
+from genlm_backend.backends.hf import fused_residuals, hf_runner, merged_products
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -27,15 +27,10 @@ def merging(monkeypatch):
     """Have models on the processor merge and fuse, as those on a CUDA device do."""
     monkeypatch.setitem(merged_products.KERNELS, "cpu", lambda: silu_product)
     monkeypatch.setitem(fused_residuals.KERNELS, "cpu", lambda: add_norm)
-    dress = hf_runner.HFRunner._dress
-
-    def dress_and_merge(runner, twin, adapter):
-        fused_norms.fuse_norms(twin.copies)
-        merged_products.merge_products(twin.copies)
-        fused_residuals.fuse_residuals(twin.copies)
-        dress(runner, twin, adapter)
-
-    monkeypatch.setattr(hf_runner.HFRunner, "_dress", dress_and_merge)
+    monkeypatch.setattr(hf_runner, "FUSING", {"cpu"})
+    monkeypatch.setattr(
+        hf_runner.HFRunner, "merges", property(lambda _: True, lambda *_: None), False
+    )
 
 
 def fused_layers(lm):
@@ -153,3 +148,79 @@ def test_a_layer_that_is_gated_otherwise_computes_as_it_is_written():
             if hasattr(vars(own).get("forward"), "func")
         )
         torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
+
+
+def shift(_, given, found=None):
+    (given[0] if found is None else found).mul_(1.5)
+
+
+IN_PLACE = {
+    "the input of a layer": lambda m: m.layers[1].register_forward_pre_hook(shift),
+    "the output of a layer": lambda m: m.layers[0].register_forward_hook(shift),
+    "k_proj": lambda m: m.layers[1].self_attn.k_proj.register_forward_pre_hook(shift),
+    "up_proj": lambda m: m.layers[1].mlp.up_proj.register_forward_pre_hook(shift),
+    "a feed-forward layer": lambda m: m.layers[0].mlp.register_forward_pre_hook(shift),
+}
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_hooks_that_change_tensors_in_place_count(what, is_before):
+    model = families.make("llama")
+    if is_before:
+        IN_PLACE[what](model.model)
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        if not is_before:
+            rows_of(lm)
+            IN_PLACE[what](model.model)
+            lm.clear_cache()
+        for _ in range(2):
+            torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "act_fn", "down_proj"])
+def test_hooks_of_gated_layers_run_for_batches_alone(name):
+    model, seen = families.make("llama"), []
+    layer = getattr(model.model.layers[0].mlp, name)
+    layer.register_forward_hook(lambda _, given, found: seen.append(found.shape))
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        assert not [shape for shape in seen if len(shape) < 3]
+        seen.clear()
+        lm.next_token_logprobs_sync([1, 2, 3])
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize("limit", [2.0, 10.0, 25.0])
+def test_gated_layers_and_residuals_with_a_limit_keep_it(limit):
+    model = families.make("llama")
+    mlp, layer = type(model.model.layers[0].mlp), type(model.model.layers[0])
+
+    class LimitedMLP(mlp):
+        def forward(self, x):
+            gate = self.act_fn(self.gate_proj(x).clamp(max=limit))
+            return self.down_proj(gate * self.up_proj(x).clamp(-limit, limit))
+
+    class LimitedLayer(layer):
+        def forward(self, *given, **options):
+            return super().forward(*given, **options).clamp(-limit, limit)
+
+    for own in model.model.layers:
+        own.__class__, own.mlp.__class__ = LimitedLayer, LimitedMLP
+        own.post_attention_layernorm.weight.data.mul_(60)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert not fused_layers(lm)
+        torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-3)
+
+
+def test_a_model_that_changes_states_between_its_layers_runs_as_it_is_written(caplog):
+    model = families.make("llama")
+    kind = type(model.model.layers[1])
+
+    class Shifted(kind):
+        def __call__(self, hidden_states, *given, **options):
+            return super().__call__(hidden_states.add_(3), *given, **options)
+
+    model.model.layers[1].__class__ = Shifted
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
+    assert "run as they are written" in caplog.text
