@@ -45,8 +45,11 @@ OF_EXTRAS = (
 NEEDS_AN_EXTRA = {
     "genlm_backend.backends.mlx.mlx_adapters",
     "genlm_backend.attention.mlx",
+    "genlm_backend.attention.torch.gate_kernel",
+    "genlm_backend.attention.torch.norm_kernel",
     "genlm_backend.attention.torch.rotary_kernel",
-    "genlm_backend.attention.torch.slots_kernel",  # of what torch brings along for CUDA
+    "genlm_backend.attention.torch.slots_kernel",
+    "genlm_backend.model.log_softmax_kernel",  # of what torch brings along for CUDA
     "genlm_backend.backends.mlx.mlx_cache",
     "genlm_backend.backends.mlx.mlx_evaluator",
     "genlm_backend.backends.mlx.mlx_runner",
