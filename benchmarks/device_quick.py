@@ -1,4 +1,4 @@
-"""Eight minutes on a CUDA device: where the time of a captured decode step goes, part by part.
+"""Where the time of a captured decode step on a CUDA device goes, part by part.
 
 ``python -m benchmarks.device_quick steps profile host products attention small`` prints a line of
 JSON for each finding. ``--device cpu`` tries the parts that need no graph. ``--tag`` names the tree
