@@ -357,8 +357,8 @@ def small() -> None:
     from torch.nn import functional
 
     try:
-        from genlm_backend.attention.torch.gate_kernel import silu_product
-        from genlm_backend.attention.torch.norm_kernel import add_norm
+        from genlm_backend.attention.torch.activation_kernel import silu_and_mul
+        from genlm_backend.attention.torch.layernorm_kernel import fused_add_rms_norm
     except Exception as error:  # no Triton
         tell("small", failed=str(error))
         return
@@ -378,8 +378,8 @@ def small() -> None:
             return functional.silu(g) * u
 
         pairs = (
-            ("norm", norms, lambda x=x, r=r, w=w: add_norm(x, r, w, 1e-5)),
-            ("gate", gates, lambda both=both: silu_product(both)),
+            ("norm", norms, lambda x=x, r=r, w=w: fused_add_rms_norm(x, r, w, 1e-5)),
+            ("gate", gates, lambda both=both: silu_and_mul(both)),
         )
         line: dict[str, Any] = {"rows": rows}
         for name, plain, fused in pairs:

@@ -205,16 +205,17 @@ class Reading:
         numbers: list[int] = []
         everybody = np.arange(len(rows))
         for number, part in enumerate(self.parts):
-            own = everybody
             if len(part.rows) == len(self.num_past) == len(rows):
-                own = part.rows  # as a rule; what has been made of the part holds
-            elif len(part.rows) < len(self.num_past):
+                parts.append(part)  # the same object, for which tables may have been made
+                numbers.append(number)
+                continue
+            own = everybody
+            if len(part.rows) < len(self.num_past):
                 is_reader = np.zeros(len(self.num_past), bool)
                 is_reader[part.rows] = True
                 own = np.flatnonzero(is_reader[rows])
             if len(own):
-                is_same = own is part.rows
-                parts.append(part if is_same else Part(own, part.positions, part.slots))
+                parts.append(Part(own, part.positions, part.slots))
                 numbers.append(number)
         num_past = self.num_past[rows]
         return Reading(

@@ -1,6 +1,6 @@
-"""Kernels of Triton for decode steps: attention to tokens in slots, and what comes before it.
+"""Triton kernels of decode steps: write keys and values, group queries, attend to slots.
 
-One launch does what takes torch several, each of which takes longer than what it computes.
+Each replaces several launches of torch, which take longer than their arithmetic.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _write(
     tl.store(to + NUM_HEADS * DIM, own_values, mask=is_there)
 
 
-def write_slots(
+def reshape_and_cache(
     keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor
 ) -> None:
     """Write; see ``StepOperators.write``."""

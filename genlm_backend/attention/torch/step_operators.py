@@ -18,19 +18,6 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-def _grouped(query: torch.Tensor, readers: torch.Tensor, num_key_heads: int) -> torch.Tensor:
-    """Gather the queries of readers; the heads of a group become queries of their own."""
-    found = query.index_select(0, readers).unflatten(1, (num_key_heads, -1)).transpose(1, 2)
-    return found.reshape(-1, num_key_heads, query.shape[2])
-
-
-def _write(
-    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor
-) -> None:
-    """Write keys and values, ``[B, key_heads, 1, dim]``, into slots, int64 ``[B]``, of a table."""
-    codes.index_copy_(0, slots, torch.cat([keys, values], 1).flatten(1))
-
-
 @final
 class StepOperators(NamedTuple):
     """The operators of which the attention of a decode step consists.
@@ -68,9 +55,10 @@ class StepOperators(NamedTuple):
         torch.Tensor,
     ]
 
-    grouped: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = _grouped
-
-    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None] = _write
+    # Queries [B, heads, dim], rows int [N], number of key heads -> [N * group, key_heads, dim]
+    grouped: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    # Keys and values [B, key_heads, 1, dim] each, int64 slots [B], the table that is written
+    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def _flash(
@@ -105,10 +93,10 @@ def _of_cuda() -> StepOperators:
     from genlm_backend.attention.torch.slots_kernel import (
         attend_in_slots,
         group_queries,
-        write_slots,
+        reshape_and_cache,
     )
 
-    return StepOperators(_flash, attend_in_slots, group_queries, write_slots)
+    return StepOperators(_flash, attend_in_slots, group_queries, reshape_and_cache)
 
 
 OPERATORS: Final[dict[str, Callable[[], StepOperators]]] = {"cuda": _of_cuda}

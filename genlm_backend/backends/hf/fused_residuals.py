@@ -1,4 +1,4 @@
-"""Residuals of a twin's decoder layers, each with the norm after it in one launch.
+"""A twin's decoder layers add each residual and normalise the sum in one launch.
 
 Most decoder layers have one shape: norm, attention, residual, norm, feed-forward layer, residual.
 """
@@ -17,28 +17,28 @@ from genlm_backend.backends.hf.fused_norms import Norm
 
 logger = logging.getLogger(__name__)
 
-AddNorm: TypeAlias = Callable[
+FusedAddRMSNorm: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
 ]
 """A function of two terms, the weight of a norm and its epsilon: their sum, and its norm."""
 
 
-def _of_cuda() -> AddNorm:
-    from genlm_backend.attention.torch.norm_kernel import add_norm
+def _of_cuda() -> FusedAddRMSNorm:
+    from genlm_backend.attention.torch.layernorm_kernel import fused_add_rms_norm
 
-    return add_norm
+    return fused_add_rms_norm
 
 
-KERNELS: Final[dict[str, Callable[[], AddNorm]]] = {"cuda": _of_cuda}
-"""Kernels that there may be, by the kind of a device."""
+KERNELS: Final[dict[str, Callable[[], FusedAddRMSNorm]]] = {"cuda": _of_cuda}
+"""The kernel for each type of device on which layers are fused."""
 
 _CHILDREN: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
 def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
-    """Have the decoder layers of a twin add and norm at once, once their norms are fused.
+    """Fuse the residuals and norms of a twin's decoder layers, after its norms have been fused.
 
-    Each layer is asked, on random numbers.
+    Each layer is compared with its own code on random numbers first.
     """
     for own in copies.values():
         if not isinstance(own, nn.ModuleList):
@@ -58,7 +58,7 @@ def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
 class _Layer:
     """The ``forward`` of a decoder layer, which leaves the first norm of the next one ready."""
 
-    def __init__(self, module: Any, kernel: AddNorm) -> None:
+    def __init__(self, module: Any, kernel: FusedAddRMSNorm) -> None:
         self._module, self._kernel = module, kernel
         self.following: _Layer | None = None
         self._given: torch.Tensor | None = None
@@ -101,7 +101,7 @@ def _may_be_plain(layer: Any) -> bool:
     own = vars(layer)
     if {*own["_modules"]} != _CHILDREN or own["_parameters"] or "forward" in own:
         return False
-    # A hook may change what it is given in place, which the norm that is ready would not see.
+    # A hook may change hidden states in place, after their norm has been computed.
     if any(one._forward_hooks or one._forward_pre_hooks for one in (layer, *layer.children())):
         return False
     return all(
@@ -111,8 +111,8 @@ def _may_be_plain(layer: Any) -> bool:
 
 
 @torch.inference_mode()
-def _kernel_for(layer: Any) -> AddNorm | None:
-    """Return the kernel for a layer; ``None`` if it computes something else than its shape says."""
+def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
+    """Return the kernel for a layer; ``None`` if the fused layer differs from its own code."""
     weight, seen = layer.input_layernorm.weight, list[dict[str, Any]]()
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, 1, len(weight), generator=generator, dtype=torch.float32)
@@ -154,7 +154,7 @@ def _kernel_for(layer: Any) -> AddNorm | None:
 
 
 def _are_same(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether attention has been given the same, but for hidden states, which are rounded."""
+    """Whether attention gets the same arguments, and hidden states that are equal to rounding."""
     given, other = options["hidden_states"], others["hidden_states"]
     return (
         options.keys() == others.keys()

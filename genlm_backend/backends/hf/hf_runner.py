@@ -11,12 +11,12 @@ import torch
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.attention.torch import TorchRowStates
+from genlm_backend.backends.hf import fused_residuals
 from genlm_backend.backends.hf.fused_norms import fuse_norms
-from genlm_backend.backends.hf.fused_residuals import fuse_residuals
 from genlm_backend.backends.hf.fused_rotary import KERNELS, fuse_rotary
 from genlm_backend.backends.hf.injection import Saved, put_layers
 from genlm_backend.backends.hf.lora import OwnerAdapters, not_loaded, read_adapter
-from genlm_backend.backends.hf.merged_products import merge_products
+from genlm_backend.backends.hf.merged_linear import merge_linear_layers
 from genlm_backend.backends.hf.model_state import ModelSnapshot
 from genlm_backend.backends.hf.packed_weights import PackedWeights
 from genlm_backend.backends.hf.step_graphs import StepGraphs
@@ -28,10 +28,8 @@ from genlm_backend.prefix import StateLayout
 
 logger = logging.getLogger(__name__)
 
-FUSING: Final = {"cuda"}
-"""Kinds of devices on which a twin computes by fewer kernels, where it is seen to be the same."""
-
 _MOST_APART: Final = 0.125
+"""Distance of the logits of a fused model from those of its own code, over their size."""
 
 
 @final
@@ -60,7 +58,7 @@ class HFRunner(Runner):
         self.cache_argument: str | None = self.twin.cache_argument
         self.device = input_device(model)
         self.merges = False
-        self._fuses = self.device.type in FUSING
+        self._fuses = self.device.type in fused_residuals.KERNELS
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span] | PackedBatch, attend: Attend) -> torch.Tensor:
@@ -193,8 +191,8 @@ class HFRunner(Runner):
         if self._fuses:
             fuse_norms(twin.copies)
             if self.merges:
-                merge_products(twin.copies)
-            fuse_residuals(twin.copies)
+                merge_linear_layers(twin.copies)
+            fused_residuals.fuse_residuals(twin.copies)
         fuse_rotary(twin.copies)  # on a device that has the kernel
         twin.pick()
         twin.ask_between_layers(lambda: self.check_wanted())

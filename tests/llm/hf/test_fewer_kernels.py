@@ -5,19 +5,19 @@ import torch
 from torch.nn import functional
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.backends.hf import fused_residuals, hf_runner, merged_products
+from genlm_backend.backends.hf import fused_residuals, hf_runner, merged_linear
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
 CONTEXTS = [[1, 2, 3], [1, 2, 4, 5], [6], [1, 2, 3, 7, 8, 9]]
 
 
-def silu_product(both):
+def silu_and_mul(both):
     gate, up = both.chunk(2, -1)
     return functional.silu(gate) * up
 
 
-def add_norm(given, residual, weight, eps):
+def fused_add_rms_norm(given, residual, weight, eps):
     total = given + residual
     return total, functional.rms_norm(total, weight.shape, weight, eps)
 
@@ -25,9 +25,8 @@ def add_norm(given, residual, weight, eps):
 @pytest.fixture(autouse=True)
 def merging(monkeypatch):
     """Have models on the processor merge and fuse, as those on a CUDA device do."""
-    monkeypatch.setitem(merged_products.KERNELS, "cpu", lambda: silu_product)
-    monkeypatch.setitem(fused_residuals.KERNELS, "cpu", lambda: add_norm)
-    monkeypatch.setattr(hf_runner, "FUSING", {"cpu"})
+    monkeypatch.setitem(merged_linear.KERNELS, "cpu", lambda: silu_and_mul)
+    monkeypatch.setitem(fused_residuals.KERNELS, "cpu", lambda: fused_add_rms_norm)
     monkeypatch.setattr(
         hf_runner.HFRunner, "merges", property(lambda _: True, lambda *_: None), False
     )

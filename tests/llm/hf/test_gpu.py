@@ -142,21 +142,21 @@ async def test_recorded_steps(name, dtype, monkeypatch):
 @pytest.mark.parametrize("width", [96, 2048, 5120])
 @torch.inference_mode()
 def test_fused_kernels_are_torchs(dtype, width):
-    norm_kernel = pytest.importorskip("genlm_backend.attention.torch.norm_kernel")
-    from genlm_backend.attention.torch.gate_kernel import silu_product
+    layernorm_kernel = pytest.importorskip("genlm_backend.attention.torch.layernorm_kernel")
+    from genlm_backend.attention.torch.activation_kernel import silu_and_mul
 
     one, other, weight, both = (
         torch.randn(*shape, device="cuda").to(dtype)
         for shape in ((7, 3, width), (3, 7, width), (width,), (7, 3, 2 * width))
     )
     other, gates = other.transpose(0, 1), both.chunk(2, -1)
-    total, normed = norm_kernel.add_norm(one, other, weight, 1e-5)
+    total, normed = layernorm_kernel.fused_add_rms_norm(one, other, weight, 1e-5)
     rounding = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
     assert torch.equal(total, one + other)
     expected = torch.nn.functional.rms_norm(total, (width,), weight, 1e-5)
     torch.testing.assert_close(normed, expected, **rounding)
     expected = torch.nn.functional.silu(gates[0]) * gates[1]
-    torch.testing.assert_close(silu_product(both), expected, **rounding)
+    torch.testing.assert_close(silu_and_mul(both), expected, **rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

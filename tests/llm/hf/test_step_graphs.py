@@ -60,11 +60,24 @@ def in_slots(query, codes, slots, starts, counts, of_parts, pieces, sinks, scale
     return found
 
 
+def grouped(query, readers, num_key_heads):
+    """Gather the queries of readers; the heads of a group become queries of their own."""
+    found = query.index_select(0, readers).unflatten(1, (num_key_heads, -1)).transpose(1, 2)
+    return found.reshape(-1, num_key_heads, query.shape[2])
+
+
+def write(keys, values, slots, codes):
+    """Write keys and values into slots of a table."""
+    codes.index_copy_(0, slots, torch.cat([keys, values], 1).flatten(1))
+
+
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
     """Have the processor record decode steps; what is returned has an element for each replay."""
     replayed = []
-    operators = step_operators.StepOperators(as_operator(in_stretches), as_operator(in_slots))
+    operators = step_operators.StepOperators(
+        as_operator(in_stretches), as_operator(in_slots), grouped, write
+    )
     monkeypatch.setitem(step_operators.OPERATORS, "cpu", lambda: operators)
     monkeypatch.setattr(step_graphs, "CudaRecorder", lambda device: StrictRecorder(replayed))
     step_operators.step_operators.cache_clear()
@@ -410,7 +423,7 @@ def test_operators_that_are_wrong_are_not_used(monkeypatch, recorded):
     def wrong(*given):
         return in_slots(*given) * 1.1
 
-    operators = step_operators.StepOperators(in_stretches, wrong)
+    operators = step_operators.StepOperators(in_stretches, wrong, grouped, write)
     monkeypatch.setitem(step_operators.OPERATORS, "cpu", lambda: operators)
     step_operators.step_operators.cache_clear()
     check_history(families.make("llama"), particles(4, 20, 6))

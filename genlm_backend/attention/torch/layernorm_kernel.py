@@ -10,7 +10,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit(do_not_specialize=["width"])
-def _add_norm(
+def _fused_add_rms_norm(
     given, given_stride, residual, residual_stride, weight, total, normed, width, eps,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -26,7 +26,7 @@ def _add_norm(
     tl.store(normed + row * width + column, (wide * scale * factor).to(added.dtype), mask=is_there)
 
 
-def add_norm(
+def fused_add_rms_norm(
     given: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``given + residual`` and its norm, ``[..., width]`` each."""
@@ -36,7 +36,7 @@ def add_norm(
         for one in (given.reshape(-1, width), residual.reshape(-1, width))
     )
     total, normed = given.new_empty(shape), given.new_empty(shape)
-    launch: Any = _add_norm[(len(rows),)]  # pyright: ignore[reportIndexIssue]
+    launch: Any = _fused_add_rms_norm[(len(rows),)]  # pyright: ignore[reportIndexIssue]
     size = triton.next_power_of_2(width)
     with torch.cuda.device_of(given):  # or it is launched on the one that is current
         launch(

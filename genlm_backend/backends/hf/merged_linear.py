@@ -1,8 +1,7 @@
-"""Merged projections of a twin, on devices where each launch counts.
+"""Merged linear layers of a twin: one product for q, k and v, and one for gate and up.
 
-The projections of queries, keys and values have one input, and so have those of a gate and of what
-it opens. Their weights become rows of one matrix: parameters stay the same objects with the same
-values, next to each other in memory, so that nothing is kept twice.
+The layers of a group have one input. Their weights become rows of one matrix: the parameters stay
+the same objects with the same values, but are neighbours in memory, so that nothing is kept twice.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from torch.nn import functional
 
 logger = logging.getLogger(__name__)
 
-SiluProduct: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""A function of gates and of what they open, side by side."""
+SiluAndMul: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A function from gates and up-projections, ``[..., 2 * width]``, to ``[..., width]``."""
 
 _ATTENTION: Final = ("q_proj", "k_proj", "v_proj")
 _GATED: Final = ("gate_proj", "up_proj")
 
 
-def _of_cuda() -> SiluProduct:
-    from genlm_backend.attention.torch.gate_kernel import silu_product
+def _of_cuda() -> SiluAndMul:
+    from genlm_backend.attention.torch.activation_kernel import silu_and_mul
 
-    return silu_product
-
-
-KERNELS: Final[dict[str, Callable[[], SiluProduct]]] = {"cuda": _of_cuda}
-"""Kernels for gates, by the kind of a device, on which products are merged."""
+    return silu_and_mul
 
 
-def merge_products(copies: Mapping[nn.Module, Any]) -> None:
-    """Have the modules of a twin compute projections of one input by one product."""
+KERNELS: Final[dict[str, Callable[[], SiluAndMul]]] = {"cuda": _of_cuda}
+"""The kernel for each type of device on which layers are merged."""
+
+
+def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
+    """Merge the linear layers of a twin's modules that have one input."""
     has_moved = False
     for own in copies.values():
         children = vars(own)["_modules"]
@@ -47,19 +46,19 @@ def merge_products(copies: Mapping[nn.Module, Any]) -> None:
                 continue
             has_moved |= not _are_joined([layer.weight for layer in layers])
             try:
-                products = _Products(layers)
+                products = _MergedLinear(layers)
             except torch.OutOfMemoryError:  # of two sets of weights, for a moment
                 logger.info("no memory is left to merge %s", names)
                 continue
             if names is _GATED:
-                gate = _gate_of(own, products)
+                gate = _silu_and_mul_for(own, products)
                 if gate is not None:
                     vars(own)["forward"] = partial(products.gated, own, gate)
                     continue
             for index, layer in enumerate(layers):
                 vars(layer)["forward"] = partial(products.of, index)
     if has_moved and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # of where the weights were, for whatever measures free memory
+        torch.cuda.empty_cache()  # the weights' old memory counts as free from here on
 
 
 def _can_merge(layers: Sequence[Any]) -> bool:
@@ -87,12 +86,12 @@ def _can_merge(layers: Sequence[Any]) -> bool:
 
 
 def _has_hooks(layer: Any) -> bool:
-    """Whether code of the model's owner runs with a layer."""
+    """Whether the layer has forward hooks."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _is_alone(parameter: Any) -> bool:
-    """Whether memory is of a parameter alone: an optimizer's flat buffer is not to be left."""
+    """Whether a parameter is the whole of its storage, and not a part of a flat buffer."""
     return parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
@@ -118,7 +117,7 @@ def _joined(parameters: Sequence[Any]) -> torch.Tensor:
 
 
 @final
-class _Products:
+class _MergedLinear:
     """Linear layers with one input, which are called in their order, by one product."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -160,9 +159,9 @@ class _Products:
         return part
 
     def gated(
-        self, module: Any, kernel: SiluProduct, given: torch.Tensor, *others: Any, **options: Any
+        self, module: Any, kernel: SiluAndMul, given: torch.Tensor, *others: Any, **options: Any
     ) -> torch.Tensor:
-        """Return what a gated layer returns, ``[..., hidden]``; see ``_gate_of``."""
+        """Return what a gated layer returns, ``[..., hidden]``; see ``_silu_and_mul_for``."""
         both = None if others or options else self.all(given)
         if both is None:
             return type(module).forward(module, given, *others, **options)
@@ -170,10 +169,10 @@ class _Products:
 
 
 @torch.inference_mode()
-def _gate_of(module: Any, products: _Products) -> SiluProduct | None:
-    """Return the kernel for a feed-forward layer; ``None`` if it computes something else.
+def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None:
+    """Return the kernel for a gated feed-forward layer; ``None`` if it would differ.
 
-    Its activation and the layer as a whole are asked, on random numbers.
+    Its activation and the layer are compared with their own code on random numbers.
     """
     children = vars(module)["_modules"]
     if {*children} - {"gate_proj", "up_proj", "down_proj", "act_fn"} or "forward" in vars(module):
