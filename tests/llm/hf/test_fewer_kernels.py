@@ -150,7 +150,7 @@ def test_a_layer_that_is_gated_otherwise_computes_as_it_is_written():
 
 
 def shift(_, given, found=None):
-    (given[0] if found is None else found).mul_(1.5)
+    (given[0] if found is None else found).add_(0.5)  # a factor would change no norm
 
 
 IN_PLACE = {
@@ -190,25 +190,34 @@ def test_hooks_of_gated_layers_run_for_batches_alone(name):
 
 
 @pytest.mark.parametrize("limit", [2.0, 10.0, 25.0])
-def test_gated_layers_and_residuals_with_a_limit_keep_it(limit):
+def test_gated_layers_with_a_limit_keep_it(limit, caplog):
     model = families.make("llama")
-    mlp, layer = type(model.model.layers[0].mlp), type(model.model.layers[0])
 
-    class LimitedMLP(mlp):
+    class LimitedMLP(type(model.model.layers[0].mlp)):
         def forward(self, x):
             gate = self.act_fn(self.gate_proj(x).clamp(max=limit))
             return self.down_proj(gate * self.up_proj(x).clamp(-limit, limit))
 
-    class LimitedLayer(layer):
+    for layer in model.model.layers:
+        layer.mlp.__class__ = LimitedMLP
+        layer.post_attention_layernorm.weight.data.mul_(60)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-3)
+    assert not caplog.records  # each layer was refused by itself, before the model as a whole
+
+
+@pytest.mark.parametrize("limit", [10.0, 25.0])
+def test_layers_with_a_limit_are_not_fused(limit):
+    model = families.make("llama")
+
+    class LimitedLayer(type(model.model.layers[0])):
         def forward(self, *given, **options):
             return super().forward(*given, **options).clamp(-limit, limit)
 
-    for own in model.model.layers:
-        own.__class__, own.mlp.__class__ = LimitedLayer, LimitedMLP
-        own.post_attention_layernorm.weight.data.mul_(60)
+    for layer in model.model.layers:
+        layer.__class__ = LimitedLayer
     with AsyncTransformer(model, word_tokenizer()) as lm:
         assert not fused_layers(lm)
-        torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-3)
 
 
 def test_a_model_that_changes_states_between_its_layers_runs_as_it_is_written(caplog):
