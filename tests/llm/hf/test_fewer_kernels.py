@@ -1,5 +1,7 @@
 """What passes compute by fewer kernels on a CUDA device, here by torch in the kernels' place."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -211,6 +213,7 @@ def test_layers_with_a_limit_are_not_fused(limit):
     model = families.make("llama")
 
     class LimitedLayer(type(model.model.layers[0])):
+        @functools.wraps(type(model.model.layers[0]).forward)
         def forward(self, *given, **options):
             return super().forward(*given, **options).clamp(-limit, limit)
 
