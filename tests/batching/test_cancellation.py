@@ -1,6 +1,7 @@
 """A caller that goes away disturbs nobody, and nothing is computed for nobody."""
 
 import asyncio
+import contextlib
 import signal
 import threading
 
@@ -190,10 +191,9 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_a_keyboard_interrupt_during_an_evaluation_leaves_the_batcher_usable(recorder):
-    batcher = Batcher(recorder, PATIENT)
-    recorder.hold()
+@contextlib.contextmanager
+def interrupted_while_held(recorder):
+    """Expect that the block waits for an evaluation, and interrupt it then."""
     is_noticed = threading.Event()
 
     def interrupt():
@@ -204,20 +204,24 @@ def test_a_keyboard_interrupt_during_an_evaluation_leaves_the_batcher_usable(rec
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             is_noticed.wait(15)  # longer than a busy machine makes the main thread wait
 
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(batcher.submit(1))
-    is_noticed.set()
-    recorder.let_go()
-    assert asyncio.run(batcher.submit(2)) == 4
-
-    is_noticed.clear()
     recorder.hold()
-    threading.Thread(target=interrupt).start()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        batcher.submit_sync([3])
+        yield
     is_noticed.set()
+    thread.join()  # before anything else is held, which it would interrupt
     recorder.let_go()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_keyboard_interrupt_during_an_evaluation_leaves_the_batcher_usable(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    with interrupted_while_held(recorder):
+        asyncio.run(batcher.submit(1))
+    assert asyncio.run(batcher.submit(2)) == 4
+    with interrupted_while_held(recorder):
+        batcher.submit_sync([3])
     assert batcher.submit_sync([4, 5]) == [8, 10]
     batcher.close()
 
