@@ -156,7 +156,7 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
             if time.monotonic() > deadline:
                 yield {**line, "skipped": "no time was left"}
                 continue
-            walk = _Walk(lm, vocab_size, length, count, device)
+            walk = Walk(lm, vocab_size, length, count, device)
             walk.steps(NUM_STEPS // 2)  # in which the pass is recorded
             step_seconds = float(np.median(walk.steps(NUM_STEPS)))
             distinct = length + count * NUM_STEPS
@@ -195,7 +195,7 @@ def _to_host(name: str, model: Any, device: str, deadline: float) -> Iterator[Li
         for count in PARTICLES:
             if time.monotonic() > deadline:
                 return
-            walk = _Walk(lm, vocab_size, length, count, device)
+            walk = Walk(lm, vocab_size, length, count, device)
             walk.steps(NUM_STEPS // 2)
             taken = float(np.median(walk.steps(NUM_STEPS)))
             line: Line = {"model": name, "shared_tokens": length, "particles": count}
@@ -203,8 +203,8 @@ def _to_host(name: str, model: Any, device: str, deadline: float) -> Iterator[Li
             lm.clear_cache()
 
 
-class _Walk:
-    """Particles behind a prompt that go on by a token each.
+class Walk:
+    """Particles after a prompt, or after one each, that go on by a token each.
 
     Args:
         lm: What is asked.
@@ -212,18 +212,30 @@ class _Walk:
         length: Number of tokens of the prompt.
         count: Number of particles.
         device: Where the model is.
+        distinct: Whether each particle has a prompt of its own.
 
     Attributes:
         prefill: Seconds that the prompt took.
     """
 
-    def __init__(self, lm: Any, vocab_size: int, length: int, count: int, device: str) -> None:
+    def __init__(
+        self,
+        lm: Any,
+        vocab_size: int,
+        length: int,
+        count: int,
+        device: str,
+        distinct: bool = False,
+    ) -> None:
         self._ask, self._device = lm.batch_next_token_logprobs_sync, device
         self._draw = lm.batch_draw_next_token_sync
         self._random, self._vocab_size = np.random.default_rng(length), vocab_size
-        prompt = lm.context(self._random.integers(1, vocab_size, length).tolist())
-        self.prefill = seconds(lambda: self._ask([prompt]), device)
-        self._contexts = [prompt] * count
+        prompts = [
+            lm.context(self._random.integers(1, vocab_size, length).tolist())
+            for _ in range(count if distinct else 1)
+        ]
+        self.prefill = seconds(lambda: self._ask(prompts), device)
+        self._contexts = prompts if distinct else prompts * count
 
     def steps(self, number: int, resamples: bool = False) -> list[float]:
         """Take steps, each of particles drawn anew or not; return the seconds that each took."""

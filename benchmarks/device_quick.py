@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks import device_parts
 from benchmarks.device_parts import bandwidth, bytes_of_weights, model_of, tokenizer_of
 
 TAG, DEVICE, WIDTH = "", "cuda", 49152
@@ -33,46 +33,22 @@ def tell(part: str, **found: Any) -> None:
 
 def wait() -> None:
     """Wait for the device."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    device_parts.wait(DEVICE)
 
 
-class Walk:
-    """Particles after a prompt, or after one each, that go on by a token each."""
+class Walk(device_parts.Walk):
+    """Particles that go on by a token each, in steps that are timed in milliseconds."""
 
     def __init__(self, lm: Any, length: int, count: int, distinct: bool = False) -> None:
-        self.lm, self.count, self.width = lm, count, WIDTH
-        self.random = np.random.default_rng(length)
-        prompts = [
-            lm.context(self.random.integers(1, self.width, length).tolist())
-            for _ in range(count if distinct else 1)
-        ]
-        lm.batch_next_token_logprobs_sync(prompts)
-        self.contexts = prompts if distinct else prompts * count
+        super().__init__(lm, WIDTH, length, count, DEVICE, distinct)
 
     def rows(self, number: int) -> list[float]:
         """Return the milliseconds of steps whose rows stay on the device."""
-        return [self._timed(self._rows) for _ in range(number)]
+        return [1e3 * taken for taken in self.steps(number)]
 
-    def draws(self, number: int) -> list[float]:
+    def drawn(self, number: int) -> list[float]:
         """Return the milliseconds of steps by draws."""
-        return [self._timed(self._draws) for _ in range(number)]
-
-    def _timed(self, step: Callable[[], Any]) -> float:
-        tokens = self.random.integers(1, self.width, self.count).tolist()
-        pairs = zip(self.contexts, tokens, strict=True)
-        self.contexts = [context.extend(token) for context, token in pairs]
-        wait()
-        start = time.perf_counter()
-        step()
-        wait()
-        return 1e3 * (time.perf_counter() - start)
-
-    def _rows(self) -> Any:
-        return self.lm.batch_next_token_logprobs_sync(self.contexts)
-
-    def _draws(self) -> Any:
-        return self.lm.batch_draw_next_token_sync(self.contexts, generator=self.random)
+        return [1e3 * taken for taken in self.draws(number)]
 
 
 class Events:
@@ -126,8 +102,8 @@ def steps(lm: Any, model: Any, speed: float) -> None:
         events.take()
         rows = walk.rows(NUM_STEPS)
         replay = events.take()
-        walk.draws(2)
-        draws = walk.draws(NUM_STEPS // 2)
+        walk.drawn(2)
+        draws = walk.drawn(NUM_STEPS // 2)
         tokens = length * (count if distinct else 1) + NUM_STEPS * count
         limit = 1e3 * (bytes_of_weights(model) + tokens * per_token) / speed
         tell(
@@ -156,7 +132,7 @@ def profile(lm: Any) -> None:
 
     for count, kind in ((64, "rows"), (64, "draws"), (1024, "rows"), (1024, "draws")):
         walk = Walk(lm, 512, count)
-        step = walk.rows if kind == "rows" else walk.draws
+        step = walk.rows if kind == "rows" else walk.drawn
         step(4)
         walls = step(5)
         with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -227,7 +203,7 @@ def host(lm: Any) -> None:
     for count in (1, 64, 1024):
         for kind in ("rows", "draws"):
             walk = Walk(lm, 512, count)
-            step = walk.rows if kind == "rows" else walk.draws
+            step = walk.rows if kind == "rows" else walk.drawn
             step(5)
             spent.clear()
             walls = step(NUM_STEPS)
