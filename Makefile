@@ -19,7 +19,7 @@ EXAMPLES = $(if $(ALL),--hypothesis-profile=random)
 STAMP := $(VENV)/.installed
 PEER := .peer
 # As many files at once as there are cores, each on one: most of a test computes on one thread.
-PARALLEL := -n logical --maxprocesses 4 --dist loadfile
+PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,images,lora,mlx,ray,viz,test,bench,docs
 

@@ -45,8 +45,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that take minutes, which come first so that no core waits for one at the end.
+LONGEST = ("test_examples.py", "test_histories.py", "test_ray.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Blocks of the docs load the bundled model."""
+    """Put the longest files first; blocks of the docs load the bundled model."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if item.path.suffix == ".md":
             item.add_marker(pytest.mark.real)

@@ -14,6 +14,7 @@ from pronunciations import make_nltk_data
 from suites import SUITES, Suite
 
 HERE = Path(__file__).parent
+PARALLEL = ("-n", "2", "--dist", "loadfile")
 
 
 def fetch(suite: Suite, folder: Path) -> Path:
@@ -54,12 +55,10 @@ def run(suite: Suite, root: Path, arguments: list[str]) -> int:
         "NLTK_DATA": str(root / "nltk_data"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "expected_failures", suite.folders[0]]
-    command += ["-p", "no:cacheprovider", "--timeout=600", "--durations=5", *arguments]
-    if suite.num_processes > 1:
-        command += ["-n", str(suite.num_processes), "--dist", "loadfile"]
-        environment["OMP_NUM_THREADS"] = "1"
+    command += [*PARALLEL, "-p", "no:cacheprovider", "--timeout=600", "--durations=5", *arguments]
     if not os.environ.get("ALL"):
         command += [f"--ignore={path}" for path in suite.left_out]
     return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
@@ -67,9 +66,16 @@ def run(suite: Suite, root: Path, arguments: list[str]) -> int:
 
 def run_programs(root: Path) -> int:
     """Run programs of our own on the clients, given their archives; return pytest's exit code."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", *PARALLEL, "-p", "no:cacheprovider"]
     command += ["-c", str(HERE / "pytest.ini"), *map(str, sorted(HERE.glob("test_*.py")))]
-    environment = {**os.environ, "CLIENTS": str(root), "HF_HUB_OFFLINE": "1"}
+    if not os.environ.get("ALL"):
+        command += ["-m", "not slow"]
+    environment = {
+        **os.environ,
+        "CLIENTS": str(root),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     # Not where the checkout is, which Python would import from.
     return subprocess.run(command, cwd=HERE, env=environment, check=False).returncode
 

@@ -14,7 +14,6 @@ class Suite:
         version: The release that is tested.
         num_tests: How many tests it has, so that none is lost unnoticed.
         folders: What is taken out of the distribution; the first one holds the tests.
-        num_processes: How many of them run it at once.
         left_out: Files that take long and use nothing of this library but its tokens; only
             ``make test-all`` runs them.
         failures: Test, or test without its parameters → why it does not pass here. One that
@@ -26,7 +25,6 @@ class Suite:
     version: str
     num_tests: int
     folders: tuple[str, ...] = ("tests",)
-    num_processes: int = 1
     left_out: tuple[str, ...] = ()
     failures: dict[str, str] = field(default_factory=dict)
     uncertain: dict[str, str] = field(default_factory=dict)
@@ -85,7 +83,6 @@ SUITES = (
         "genlm-control",
         "0.4.1",
         614,
-        num_processes=2,
         left_out=("tests/sampler/test_awrs.py",),
         failures={
             "tests/potential/test_llm.py::test_spawn": "counts on the id that GPT-2 has for '!'",

@@ -14,6 +14,8 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 import llamppl_words  # pyright: ignore[reportMissingImports]
 from smc import smc  # pyright: ignore[reportMissingImports]
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 PROMPT, PATTERN = "I have seen", r" (a|the|my) [a-z]{1,6}\."
 NUM_PARTICLES, NUM_RUNS = 80, 8
 

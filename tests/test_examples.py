@@ -184,6 +184,7 @@ def test_every_workload_runs_a_round(call):
     assert done.stdout.strip().split("\n")[-1].startswith("{")
 
 
+@pytest.mark.slow
 def test_workloads_are_listed_measured_and_kept_line_by_line(tmp_path):
     import shutil
 

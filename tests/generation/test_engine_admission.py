@@ -107,9 +107,12 @@ def test_whoever_waits_for_room_is_told_when_the_model_stops(engine, gated):
     blocked.start()
     while not engine._models["m"]._room._waiters:
         time.sleep(0.001)
-    engine.stop_model("m")
+    stopping = threading.Thread(target=engine.stop_model, args=("m",))
+    stopping.start()
     blocked.join(30)
     assert errors == [True]
+    gated.let()  # no sooner
+    stopping.join(30)
 
 
 @pytest.mark.parametrize("num_slots", [60, 90, 140])

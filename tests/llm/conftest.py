@@ -288,6 +288,7 @@ _MARKS = {
     "llama-cpp-whole": _LLAMA_MARKS,
     "hf-ray": [
         pytest.mark.ray,
+        pytest.mark.slow,
         pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),
         pytest.mark.filterwarnings("ignore"),
         pytest.mark.timeout(300),

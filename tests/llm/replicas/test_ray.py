@@ -79,6 +79,7 @@ async def test_answers_and_errors_arrive_as_what_they_are(cluster):
         assert time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 @needs_ray
 async def test_an_actor_that_dies_comes_back_and_callers_notice_nothing(cluster):
     import ray
@@ -97,6 +98,7 @@ async def test_an_actor_that_dies_comes_back_and_callers_notice_nothing(cluster)
         close_to(await lm.next_token_logprobs([1]), [1])
 
 
+@pytest.mark.slow
 @needs_ray
 async def test_a_node_killed_under_particles_loses_nothing(cluster):
     node = cluster.add_node(num_cpus=1, resources={"third": 1})
@@ -130,6 +132,7 @@ def on_node(resource):
     return evaluator
 
 
+@pytest.mark.slow
 @needs_ray
 def test_two_drivers_at_once(cluster):
     code = """
