@@ -18,6 +18,8 @@ BIN := $(VENV)/bin
 EXAMPLES = $(if $(ALL),--hypothesis-profile=random)
 STAMP := $(VENV)/.installed
 PEER := .peer
+# Several processes share the cores, none of which belongs to one of them.
+VLLM_OPTIONS := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 # As many files at once as there are cores, each on one: most of a test computes on one thread.
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Not demo: the model's package asks for an engine that would have to be compiled.
@@ -105,7 +107,7 @@ $(VLLM_VENV)/.installed: requirements-vllm-cpu.txt
 
 test-vllm: $(VLLM_VENV)/.installed
 	@echo "== tests of AsyncVirtualLM"
-	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m "vllm $(if $(ALL),,and not slow)" -W ignore tests/llm tests/generation docs/vllm.md
+	$(VLLM_OPTIONS) $(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m "vllm $(if $(ALL),,and not slow)" -W ignore tests/llm tests/generation docs/vllm.md
 
 # Each has a release of vLLM alone, and all else behind it from the environment of the newest.
 $(VLLM_RELEASES:%=.venv-vllm-%/.installed): .venv-vllm-%/.installed: $(VLLM_VENV)/.installed
@@ -120,7 +122,7 @@ PURELIB := "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 $(VLLM_RELEASES:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.installed
 	@echo "== quick tests of AsyncVirtualLM with vLLM $*"
-	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 .venv-vllm-$*/bin/python -m pytest -m "vllm and not slow" -W ignore tests/llm tests/generation
+	$(VLLM_OPTIONS) .venv-vllm-$*/bin/python -m pytest $(PARALLEL) -m "vllm and not slow" -W ignore tests/llm tests/generation
 
 test-vllm-releases: $(VLLM_RELEASES:%=test-vllm-%)
 

@@ -29,7 +29,11 @@ def smollm2():
     return AutoModelForCausalLM.from_pretrained(bundled_directory("smollm2"), dtype=torch.float32)
 
 
-@pytest.fixture(scope="module", params=["0", "1"], ids=["here", "in a process of its own"])
+@pytest.fixture(
+    scope="module",
+    params=["0", pytest.param("1", marks=pytest.mark.slow)],
+    ids=["here", "in a process of its own"],
+)
 def lm(request):
     real.close_tiny_engine()
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 32}

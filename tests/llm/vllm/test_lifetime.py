@@ -47,6 +47,7 @@ def run(script, **variables):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_closing_gives_the_memory_back_and_a_new_model_takes_no_more():
     printed = run("""
 states = random.getstate(), torch.get_rng_state().sum()

@@ -25,7 +25,11 @@ def family():
     return make("wide")
 
 
-@pytest.fixture(scope="module", params=["0", "1"], ids=["here", "in a process of its own"])
+@pytest.fixture(
+    scope="module",
+    params=["0", pytest.param("1", marks=pytest.mark.slow)],
+    ids=["here", "in a process of its own"],
+)
 def lm(request):
     pytest.importorskip("vllm")
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
