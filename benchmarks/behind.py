@@ -61,7 +61,7 @@ def theirs() -> dict[str, Any]:
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     from genlm_backend.backends.bundled import bundled_directory
-    from genlm_backend.backends.vllm.scanning import let_modules_be_scanned
+    from genlm_backend.backends.vllm.release import let_modules_be_scanned
 
     options = {**ENGINE_OPTIONS, "max_model_len": SIZES[-1] + 2 * NUM_TOKENS}
     let_modules_be_scanned()

@@ -333,8 +333,7 @@ def small() -> None:
     from torch.nn import functional
 
     try:
-        from genlm_backend.attention.torch.activation_kernel import silu_and_mul
-        from genlm_backend.attention.torch.layernorm_kernel import fused_add_rms_norm
+        from genlm_backend.attention.torch.layer_kernels import fused_add_rms_norm, silu_and_mul
     except Exception as error:  # no Triton
         tell("small", failed=str(error))
         return

@@ -107,7 +107,7 @@ def vllm_plain(repeats: int) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from genlm_backend.backends.bundled import bundled_directory
-    from genlm_backend.backends.vllm.scanning import let_modules_be_scanned
+    from genlm_backend.backends.vllm.release import let_modules_be_scanned
 
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import LLM  # pyright: ignore[reportMissingImports]

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from genlm_backend.backends.mlx.async_mlx_lm import AsyncMlxLM
     from genlm_backend.backends.mock import MockAsyncLM, MockEvaluator
     from genlm_backend.backends.registry import load_model_by_name
-    from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
-    from genlm_backend.backends.vllm.vllm_loader import VLLMLoader
+    from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM, VLLMLoader
     from genlm_backend.model.async_lm import AsyncLM
     from genlm_backend.model.batched_lm import BatchedLM
     from genlm_backend.model.context import Context
@@ -110,7 +109,7 @@ __getattr__, __dir__ = lazy_names(
         "StatelessEvaluator": "genlm_backend.model.evaluator",
         "TokenScores": "genlm_backend.model.scoring",
         "TopTokens": "genlm_backend.model.token_readouts",
-        "VLLMLoader": "genlm_backend.backends.vllm.vllm_loader",
+        "VLLMLoader": "genlm_backend.backends.vllm.async_virtual_lm",
         "bundled_directory": "genlm_backend.backends.bundled",
         "load_model_by_name": "genlm_backend.backends.registry",
         "rows_of_logits": "genlm_backend.model.row",

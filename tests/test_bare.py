@@ -45,9 +45,7 @@ OF_EXTRAS = (
 NEEDS_AN_EXTRA = {
     "genlm_backend.backends.mlx.mlx_adapters",
     "genlm_backend.attention.mlx",
-    "genlm_backend.attention.torch.activation_kernel",
-    "genlm_backend.attention.torch.layernorm_kernel",
-    "genlm_backend.attention.torch.rotary_kernel",
+    "genlm_backend.attention.torch.layer_kernels",
     "genlm_backend.attention.torch.slots_kernel",
     "genlm_backend.model.log_softmax_kernel",  # of what torch brings along for CUDA
     "genlm_backend.backends.mlx.mlx_cache",

@@ -8,10 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from genlm_backend.backends.bundled import BUNDLED, bundled_directory, is_bundled
-from genlm_backend.checks import near_names, shown, text
+from genlm_backend.checks import (
+    byte_count,
+    check_names,
+    checked,
+    mapping,
+    near_names,
+    optional,
+    shown,
+    switch,
+    text,
+)
 from genlm_backend.errors import ModelNotFoundError
 from genlm_backend.model.ends import listed_ids
+from genlm_backend.model.row import RowCache
 from genlm_backend.runtime.progress import bars_where_seen
 
 logger = logging.getLogger(__name__)
@@ -173,3 +186,24 @@ def cached_models() -> list[str]:
 
     folders = Path(constants.HF_HUB_CACHE).glob("models--*")
     return sorted(f.name.removeprefix("models--").replace("--", "/") for f in folders)
+
+
+_CHECKS = {"max_bytes": optional(byte_count), "move_to_cpu": switch}
+
+
+def cache_opts(name: str, value: Any) -> dict[str, Any]:
+    """Return checked ``cache_opts``; a check."""
+    options = mapping(name, value)
+    check_names(options, _CHECKS, f"option of {name}")
+    return checked(_CHECKS, options)
+
+
+def row_cache(
+    cache_size: int, row_cache_bytes: int, max_bytes: int | None = None, move_to_cpu: bool = False
+) -> RowCache:
+    """Return the cache that these options ask for."""
+    return RowCache(
+        row_cache_bytes if max_bytes is None else max_bytes,
+        cache_size or None,
+        torch.device("cpu") if move_to_cpu else None,
+    )

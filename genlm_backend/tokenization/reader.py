@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from genlm_backend.errors import TokenizerDecodeError
-from genlm_backend.tokenization.byte_vocab import ByteVocab
 from genlm_backend.tokenization.rust_reader import read_rust
+from genlm_backend.tokenization.token import ByteVocab
 
 
 def read_byte_vocab(tokenizer: Any) -> ByteVocab:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Final, final
 
 from genlm_backend.errors import TokenizerDecodeError
-from genlm_backend.tokenization.byte_vocab import ByteVocab
 from genlm_backend.tokenization.decoder import (
     CompiledDecoder,
     UnknownDecoderError,
@@ -18,6 +17,7 @@ from genlm_backend.tokenization.decoder import (
     infer_decoder,
     is_byte_token,
 )
+from genlm_backend.tokenization.token import ByteVocab
 
 # A vocabulary may have thousands of added tokens: Gemma's has 6,400, of two kinds.
 _TEXTS_OF_A_KIND: Final = 64

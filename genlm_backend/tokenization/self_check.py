@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from genlm_backend.errors import TokenizerDecodeError
-from genlm_backend.tokenization.byte_vocab import ByteVocab
+from genlm_backend.tokenization.token import ByteVocab
 
 PROBES: Final = (
     "Hello, world! 12345",

@@ -1,9 +1,10 @@
-"""Token: the bytes of a vocabulary entry that knows its id."""
+"""Token, the bytes of a vocabulary entry that knows its id; ByteVocab, those of all ids."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeGuard, final
 
 from genlm_backend.checks import instance, integer
@@ -91,3 +92,21 @@ def make_tokens(byte_strings: list[bytes]) -> list[Token]:
         token.token_id = token_id
         tokens.append(token)
     return tokens
+
+
+@dataclass(frozen=True)
+class ByteVocab:
+    """The bytes of each id of a tokenizer, and what the tokenizer says of the ids."""
+
+    name: str
+    byte_strings: list[bytes]
+    spellings: Sequence[str | None]
+    special_ids: frozenset[int]
+    undefined_ids: frozenset[int]
+    unknown_ids: frozenset[int] = frozenset()
+    keeps_spaces: bool = True
+    encode: Callable[[str], list[int] | None] | None = None
+    readings: Callable[[str, list[int]], list[bytes]] = lambda text, ids: [text.encode()]
+    prints: Callable[[list[int]], tuple[list[int], str]] | None = None
+    added_texts: Sequence[str] = ()
+    bytes_of_added: Mapping[int, bytes] = field(default_factory=dict)

@@ -6,10 +6,9 @@ import warnings
 from typing import Any, Literal, final, get_args
 
 from genlm_backend.checks import one_of, switch
-from genlm_backend.tokenization.byte_vocab import ByteVocab
 from genlm_backend.tokenization.reader import read_byte_vocab
 from genlm_backend.tokenization.self_check import check_byte_vocab
-from genlm_backend.tokenization.token import Token, make_tokens
+from genlm_backend.tokenization.token import ByteVocab, Token, make_tokens
 
 Fallback = Literal["tokenizer", "latin1", "replace"]
 

@@ -61,7 +61,7 @@ class TrieLayout:
 
     @property
     def sweep_arrays(self) -> tuple[NDArray[np.uint32], ...]:
-        """Arrays that the functions of ``sweep.py`` take last, in their order; uint32.
+        """Arrays that the sweeps of ``reachability.py`` take last, in their order; uint32.
 
         They are unsigned because compiled code then has no negative index to handle.
         """

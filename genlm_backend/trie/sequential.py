@@ -13,7 +13,7 @@ from genlm_backend.checks import byte_count, integer, optional
 from genlm_backend.runtime.spare_memory import SpareMemory
 from genlm_backend.runtime.together import in_threads
 from genlm_backend.trie.base import VocabularyTrie
-from genlm_backend.trie.sweep import SWEEPS
+from genlm_backend.trie.reachability import SWEEPS
 from genlm_backend.trie.weights import Operation, Weights, rows_of, widest
 
 Values = NDArray[np.floating]

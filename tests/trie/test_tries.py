@@ -278,7 +278,7 @@ def test_a_rows_precision_is_its_own_whatever_is_beside_it(make):
 
 
 def test_arrays_of_any_make_compile_nothing_anew():
-    from genlm_backend.trie.sweep import sweep_sum
+    from genlm_backend.trie.reachability import sweep_sum
 
     trie = TokenCharacterTrie([b"ab", b"a"])
     trie.prepare()

@@ -3,8 +3,7 @@
 from functools import partial
 
 from genlm_backend.attention.attend import Way
-from genlm_backend.attention.mlx.mlx_attend import MlxAttend, MlxWholeAttend
-from genlm_backend.attention.mlx.mlx_gathered import MlxGatherAttend
+from genlm_backend.attention.mlx.mlx_attend import MlxAttend, MlxGatherAttend, MlxWholeAttend
 from genlm_backend.attention.mlx.mlx_row_states import (
     MlxRowStates,
     caches_of,

@@ -1,4 +1,4 @@
-"""Layers that a model of mlx-lm takes for its caches, over the slots of a store."""
+"""MlxGatherAttend copies every row's past out of its slots, padded on the left, as in torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.mlx.mlx_row_states import leaves
+from genlm_backend.attention.mlx.mlx_row_states import caches_of, leaves
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.prefix.mlx_store import MlxStore
 
@@ -77,3 +77,81 @@ class MlxWholeAttend(Attend[Caches]):
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
         """Yield the model's own caches, empty."""
         yield make_prompt_cache(model)
+
+
+@final
+class MlxGatherAttend(Attend[Caches]):
+    """Attends to a copy of each row's past in the slots of a store, beside the new tokens."""
+
+    def __init__(self, store: MlxStore, by_group: bool = False) -> None:
+        self._store, self._by_group = store, by_group
+
+    @contextlib.contextmanager
+    def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
+        """Yield a layer for each that the store has, and running states as they are."""
+        own: list[Any] = []
+        if self._store.shapes:
+            past, offset = _Past(batch, self._by_group), offset_of(batch)
+            numbers = range(len(self._store.shapes))
+            own = [_MlxGatheredLayer(self._store, number, past, offset) for number in numbers]
+        states: Any = batch.states
+        yield caches_of(model, own, states)
+
+    def keep(self, batch: PackedBatch, given: Caches) -> None:
+        """Write keys and values of the new tokens into the slots that the batch names."""
+        keep_new(self._store, batch, given)
+
+
+@final
+class _Past:
+    """The tokens before the new ones of a batch: where they are, and who sees which."""
+
+    def __init__(self, batch: PackedBatch, by_group: bool) -> None:
+        self._longest = int(batch.num_past.max())
+        self._num_padding = self._longest - batch.num_past
+        self._by_group = by_group
+        slots = batch.past.columns(self._longest)
+        self.slots = mx.array(slots.astype(np.int32)) if self._longest else None
+        self._masks: dict[tuple[int, int | None, bool], Any] = {}
+
+    def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
+        """Return the mask: bool ``[B, 1, Q, P + Q]``, ``"causal"``, or ``None`` for no mask."""
+        key = num_new, window, is_array
+        if key not in self._masks:
+            self._masks[key] = self._mask(*key)
+        return self._masks[key]
+
+    def _mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
+        num_columns = self._longest + num_new
+        is_within = window is None or num_columns <= window
+        if is_within and not is_array and not self._num_padding.any():
+            return None if num_new == 1 else "causal"
+        columns = np.arange(num_columns)
+        distance = columns[self._longest :, None] - columns
+        seen = (distance >= 0) & (distance < (window or num_columns))
+        seen = seen & (columns >= self._num_padding[:, None])[:, None]  # [B, Q, P + Q]
+        visible: Any = np.expand_dims(seen, (1, 2) if self._by_group else 1)
+        return mx.array(visible)
+
+
+@final
+class _MlxGatheredLayer(MlxSlotLayer):
+    """One layer: keys and values of the tokens before come out beside the new ones."""
+
+    def __init__(self, store: MlxStore, number: int, past: _Past, offset: int | mx.array) -> None:
+        super().__init__(number, offset)
+        self._store, self._past = store, past
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
+    ) -> Any:
+        return self._past.mask(N, window_size, return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the keys and values of cached and new tokens: ``[B, heads, P + Q, dim]``."""
+        self.new = keys, values
+        if self._past.slots is None:
+            return keys, values
+        before = self._store.read_by_head(self.number, self._past.slots)
+        joined = [mx.concatenate([*pair], 2) for pair in zip(before, self.new, strict=True)]
+        return joined[0], joined[1]

@@ -1,27 +1,137 @@
-"""MlxSharedAttend: cached stretches that several rows share are read once for all of them."""
+"""MlxSharedAttend: cached stretches that several rows share are read once for all of them.
+
+The modules of mlx-lm that models are written in have imported one attention function by its name.
+During a pass that name means ours, which hands on to theirs any call with another cache.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, Final, final
 
 import mlx.core as mx
 import numpy as np
 import torch
+from mlx_lm.models import base
 from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.mlx.mlx_attend import Caches, MlxSlotLayer, keep_new, offset_of
-from genlm_backend.attention.mlx.mlx_dispatch import Dispatch, attends_otherwise
-from genlm_backend.attention.mlx.mlx_gathered import MlxGatherAttend
-from genlm_backend.attention.mlx.mlx_operators import MLX
+from genlm_backend.attention.mlx.mlx_attend import (
+    Caches,
+    MlxGatherAttend,
+    MlxSlotLayer,
+    keep_new,
+    offset_of,
+)
 from genlm_backend.attention.mlx.mlx_row_states import caches_of
+from genlm_backend.attention.operators import Operators
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading import FEW_TOKENS, Reading
 from genlm_backend.attention.shared_pass import LastArrays, SharedPass, new_positions
+from genlm_backend.errors import ModelStateError
 from genlm_backend.prefix.mlx_store import MlxStore
+
+
+def _put(tensor: torch.Tensor, device: Any) -> mx.array:
+    made = mx.array(tensor.numpy())
+    return made.astype(mx.int32) if made.dtype == mx.int64 else made
+
+
+def _lerp(first: mx.array, second: mx.array, share: mx.array) -> mx.array:
+    return first + share * (second - first)
+
+
+def _products(query: mx.array, keys: mx.array, scaling: float) -> mx.array:
+    return (query.astype(mx.float32) * scaling) @ keys.astype(mx.float32).swapaxes(2, 3)
+
+
+def _means(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
+    return (weights @ values.astype(mx.float32)) / total
+
+
+MLX: Final[Operators[mx.array]] = Operators(
+    put=_put,
+    device_of=lambda array: None,  # all devices have one memory
+    concat=mx.concatenate,
+    zeros_like=mx.zeros_like,
+    as_type_of=lambda array, other: array.astype(other.dtype),
+    fill_=lambda array, mask, value: mx.where(mask, value, array),
+    at_least_=mx.maximum,
+    exp_=mx.exp,
+    tanh_=mx.tanh,
+    log=mx.log,
+    logaddexp=mx.logaddexp,
+    sigmoid=mx.sigmoid,
+    lerp=_lerp,
+    largest=lambda scores: scores.max(-1, keepdims=True),
+    total=lambda weights: weights.sum(-1, keepdims=True),
+    products=_products,
+    means_=_means,
+    # MLX's own attention does not tell the sums that blocks are merged by.
+    fused=lambda *_: None,
+    fused_causally=lambda *_: None,
+)
+"""The operators of MLX, whose sums are in float32 whatever the type of keys and values."""
+
+
+_NAME: Final = "scaled_dot_product_attention"
+
+
+def attends_otherwise(how: str) -> ModelStateError:
+    """Return the error of a model that attends in a way that ours cannot stand for.
+
+    A model that always does is found out before it is asked anything.
+    """
+    return ModelStateError(
+        f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed?"
+    )
+
+
+@final
+class Dispatch:
+    """The modules that a model is written in."""
+
+    def __init__(self, model: Any) -> None:
+        names = {
+            kind.__module__ for _, part in model.named_modules() for kind in type(part).__mro__
+        }
+        found = [sys.modules.get(name) for name in sorted(names)]
+        self._modules: list[Any] = [m for m in found if hasattr(m, _NAME) and m is not base]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the model's layers ask a cache that attends by itself."""
+        theirs = [getattr(module, _NAME) for module in self._modules]
+        try:
+            for module, function in zip(self._modules, theirs, strict=True):
+                setattr(module, _NAME, _asking(function))
+            yield
+        finally:
+            for module, function in zip(self._modules, theirs, strict=True):
+                setattr(module, _NAME, function)
+
+
+def _asking(theirs: Any) -> Any:
+    """Return an attention function that asks a cache first whether it attends by itself."""
+
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: Any = None,
+    ) -> mx.array:
+        attended = getattr(cache, "attended", None)
+        if attended is not None:
+            return attended(queries, keys, values, scale, mask, sinks)
+        return theirs(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+    return scaled_dot_product_attention
 
 
 @final

@@ -1,10 +1,8 @@
 """Ways for the new tokens of a forward pass of torch to attend to those before them."""
 
 from genlm_backend.attention.attend import Way
-from genlm_backend.attention.torch.gathered_attend import GatherAttend
-from genlm_backend.attention.torch.shared_attend import SharedAttend
+from genlm_backend.attention.torch.torch_attend import GatherAttend, SharedAttend, WholeAttend
 from genlm_backend.attention.torch.torch_row_states import TorchRowStates
-from genlm_backend.attention.torch.whole_attend import WholeAttend
 
 WAYS = (
     Way(SharedAttend, lambda store, wider: SharedAttend(store, 4, wider), is_called=True),

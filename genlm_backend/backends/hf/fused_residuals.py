@@ -24,7 +24,7 @@ FusedAddRMSNorm: TypeAlias = Callable[
 
 
 def _of_cuda() -> FusedAddRMSNorm:
-    from genlm_backend.attention.torch.layernorm_kernel import fused_add_rms_norm
+    from genlm_backend.attention.torch.layer_kernels import fused_add_rms_norm
 
     return fused_add_rms_norm
 

@@ -23,7 +23,7 @@ Rotate: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _of_cuda() -> Rotate:
-    from genlm_backend.attention.torch.rotary_kernel import rotate
+    from genlm_backend.attention.torch.layer_kernels import rotate
 
     return rotate
 

@@ -26,7 +26,7 @@ _GATED: Final = ("gate_proj", "up_proj")
 
 
 def _of_cuda() -> SiluAndMul:
-    from genlm_backend.attention.torch.activation_kernel import silu_and_mul
+    from genlm_backend.attention.torch.layer_kernels import silu_and_mul
 
     return silu_and_mul
 

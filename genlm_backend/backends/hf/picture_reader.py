@@ -15,7 +15,6 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import PictureError
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.tokenization.bos import without_bos
-from genlm_backend.vision.images import fingerprint, read_image, read_images
 from genlm_backend.vision.pictures import (
     PictureRules,
     Pictures,
@@ -23,6 +22,9 @@ from genlm_backend.vision.pictures import (
     check_fits,
     check_num_pictures,
     codes,
+    fingerprint,
+    read_image,
+    read_images,
 )
 
 _OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})

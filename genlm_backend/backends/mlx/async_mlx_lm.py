@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 import torch
 
-from genlm_backend.backends.loading import explained
+from genlm_backend.backends.loading import cache_opts as check_cache_opts
+from genlm_backend.backends.loading import explained, row_cache
 from genlm_backend.backends.mlx.present import check_present
-from genlm_backend.backends.row_cache_opts import cache_opts as check_cache_opts
-from genlm_backend.backends.row_cache_opts import row_cache
 from genlm_backend.checks import (
     Check,
     byte_count,

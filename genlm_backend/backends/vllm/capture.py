@@ -34,7 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from genlm_backend.backends.vllm.scanning import let_modules_be_scanned
+from genlm_backend.backends.vllm.release import let_modules_be_scanned
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.ends import listed_ids
 from genlm_backend.model.row import Row, rows_of_logits

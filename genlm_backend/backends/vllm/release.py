@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Any, Final
 
 from genlm_backend.errors import MissingExtraError
 
@@ -64,3 +65,16 @@ def _minor(release: str) -> tuple[int, ...]:
 
 def _shown(minor: tuple[int, ...]) -> str:
     return ".".join(map(str, minor))
+
+
+def let_modules_be_scanned() -> None:
+    """Let vLLM's engine for the CPU start where Numba has been imported, as tries do.
+
+    It looks at the attributes of whatever is in a module. The library object of llvmlite takes any
+    name that it is asked for one of a compiled function, ``__dict__`` too, and keeps in a table
+    what it has found; so the table says that it has no attributes.
+    """
+    module: Any = sys.modules.get("llvmlite.binding.ffi")
+    table = getattr(getattr(module, "lib", None), "_fntab", None)
+    if isinstance(table, dict):
+        table["__dict__"] = {}

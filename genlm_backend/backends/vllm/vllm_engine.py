@@ -24,7 +24,7 @@ from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
-from genlm_backend.backends.vllm import capture, fork, scanning
+from genlm_backend.backends.vllm import capture, fork, release
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.session_engine import Scored
 from genlm_backend.backends.vllm.sessions import Placement
@@ -143,7 +143,7 @@ class VLLMEngine:
         variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
         with environment(variables), random_state_kept():
             capture.forget_environment()
-            scanning.let_modules_be_scanned()
+            release.let_modules_be_scanned()
             try:
                 with _values_explained():
                     _check_model(path, made)

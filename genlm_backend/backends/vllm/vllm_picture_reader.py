@@ -14,8 +14,13 @@ from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.errors import PictureError
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.tokenization.bos import without_bos
-from genlm_backend.vision.images import read_images
-from genlm_backend.vision.pictures import Pictures, check_fits, check_num_pictures, codes
+from genlm_backend.vision.pictures import (
+    Pictures,
+    check_fits,
+    check_num_pictures,
+    codes,
+    read_images,
+)
 
 _FEATURES: Final = "features"
 _READER: Final = "vLLM"

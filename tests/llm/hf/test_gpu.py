@@ -69,7 +69,7 @@ def test_torch_has_an_operator_that_is_right(dtype, dim):
 @pytest.mark.parametrize("dim", [8, 64, 80, 128, 256])
 @torch.inference_mode()
 def test_rotary_positions_are_those_of_transformers(dtype, dim):
-    rotary_kernel = pytest.importorskip("genlm_backend.attention.torch.rotary_kernel")
+    rotary_kernel = pytest.importorskip("genlm_backend.attention.torch.layer_kernels")
     for num_rows, num_tokens, cos_rows in ((64, 1, 64), (3, 7, 1), (1, 70_000 // dim, 1)):
         made = [
             torch.randn(num_rows, num_tokens, heads, dim, device="cuda").to(dtype).transpose(1, 2)
@@ -142,8 +142,8 @@ async def test_recorded_steps(name, dtype, monkeypatch):
 @pytest.mark.parametrize("width", [96, 2048, 5120])
 @torch.inference_mode()
 def test_fused_kernels_are_torchs(dtype, width):
-    layernorm_kernel = pytest.importorskip("genlm_backend.attention.torch.layernorm_kernel")
-    from genlm_backend.attention.torch.activation_kernel import silu_and_mul
+    layernorm_kernel = pytest.importorskip("genlm_backend.attention.torch.layer_kernels")
+    from genlm_backend.attention.torch.layer_kernels import silu_and_mul
 
     one, other, weight, both = (
         torch.randn(*shape, device="cuda").to(dtype)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from genlm_backend.attention.reading import Reading
-from genlm_backend.attention.torch.whole_attend import WholeAttend
+from genlm_backend.attention.torch.torch_attend import WholeAttend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import of_no_model
 from genlm_backend.model.query import Adapter, Query

@@ -125,7 +125,7 @@ def test_others_who_use_the_model_meanwhile_get_its_own_attention():
     from mlx_lm.models import llama
     from mlx_lm.models.cache import make_prompt_cache
 
-    from genlm_backend.attention.mlx.mlx_dispatch import Dispatch
+    from genlm_backend.attention.mlx.mlx_shared import Dispatch
 
     model, ids = converted(families.make("llama")), mx.array([[1, 2, 3]])
     theirs, expected = llama.scaled_dot_product_attention, np.array(model(ids))

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from genlm_backend.backends.vllm.vllm_loader import VLLMLoader
+from genlm_backend.backends.vllm.async_virtual_lm import VLLMLoader
 from genlm_backend.errors import ModelNotFoundError, OptionTypeError
 from genlm_backend.llm import AsyncReplicas, ProcessEvaluator
 from tests.llm.conftest import fresh_row, word_tokenizer

@@ -9,7 +9,7 @@ import numba
 import pytest
 from llvmlite.binding import ffi
 
-from genlm_backend.backends.vllm.scanning import let_modules_be_scanned
+from genlm_backend.backends.vllm.release import let_modules_be_scanned
 from tests.llm.vllm import real
 
 

@@ -1,6 +1,7 @@
-"""A kernel of Triton: rotary positions (Su et al., 2021, arXiv:2104.09864) of queries and keys.
+"""Kernels of Triton for layers: rotary positions (Su et al., 2021, arXiv:2104.09864), gated
+activations and normalisations of residuals.
 
-One launch does what takes torch ten, and rounds where they do.
+One launch does the work of several of torch, and rounds where they do.
 """
 
 from __future__ import annotations
@@ -111,3 +112,81 @@ def rotate(
             enable_fp_fusion=False,  # what is multiplied and added at once is rounded once
         )
     return found_query.transpose(1, 2), found_keys.transpose(1, 2)
+
+
+_BLOCK: Final = 1024
+"""Columns of a program."""
+
+
+@triton.jit(do_not_specialize=["width"])
+def _silu_and_mul(both, row_stride, found, width, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = column < width
+    at = both + row * row_stride + column
+    gate = tl.load(at, mask=is_there, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=is_there, other=0.0).to(tl.float32)
+    # Rounded to the type in between, as torch does.
+    silu = (gate / (1 + tl.exp(-gate))).to(found.dtype.element_ty).to(tl.float32)
+    tl.store(found + row * width + column, (silu * up).to(found.dtype.element_ty), mask=is_there)
+
+
+def silu_and_mul(both: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(gate) * up`` of ``[..., 2 * width]``, gates first, as ``[..., width]``.
+
+    Elfwing et al., 2018, arXiv:1702.03118.
+    """
+    width = both.shape[-1] // 2
+    rows = both.reshape(-1, 2 * width)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    found = both.new_empty((*both.shape[:-1], width))
+    grid = (len(rows), triton.cdiv(width, _BLOCK))
+    launch: Any = _silu_and_mul[grid]  # pyright: ignore[reportIndexIssue]
+    with torch.cuda.device_of(both):  # or it is launched on the one that is current
+        launch(rows, rows.stride(0), found, width, BLOCK=_BLOCK)
+    return found
+
+
+@triton.jit(do_not_specialize=["width"])
+def _fused_add_rms_norm(
+    given, given_stride, residual, residual_stride, weight, total, normed, width, eps,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    is_there = column < width
+    one = tl.load(given + row * given_stride + column, mask=is_there, other=0.0)
+    other = tl.load(residual + row * residual_stride + column, mask=is_there, other=0.0)
+    added = (one.to(tl.float32) + other.to(tl.float32)).to(total.dtype.element_ty)
+    tl.store(total + row * width + column, added, mask=is_there)
+    wide = added.to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
+    factor = tl.load(weight + column, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(normed + row * width + column, (wide * scale * factor).to(added.dtype), mask=is_there)
+
+
+def fused_add_rms_norm(
+    given: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``given + residual`` and its norm (arXiv:1910.07467), ``[..., width]`` each."""
+    width, shape = given.shape[-1], given.shape
+    rows, others = (
+        one if one.stride(1) == 1 else one.contiguous()
+        for one in (given.reshape(-1, width), residual.reshape(-1, width))
+    )
+    total, normed = given.new_empty(shape), given.new_empty(shape)
+    launch: Any = _fused_add_rms_norm[(len(rows),)]  # pyright: ignore[reportIndexIssue]
+    size = triton.next_power_of_2(width)
+    with torch.cuda.device_of(given):  # or it is launched on the one that is current
+        launch(
+            rows,
+            rows.stride(0),
+            others,
+            others.stride(0),
+            weight.contiguous(),
+            total,
+            normed,
+            width,
+            eps,
+            WIDTH=size,
+            num_warps=8 if size > 1024 else 4,
+        )
+    return total, normed
