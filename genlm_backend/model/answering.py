@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 
+from genlm_backend.batching.round import presentable
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.adapters import AdapterNames
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.model.readout import LEAVING, answers_by_rows
+from genlm_backend.model.readout import answers_by_rows, is_own
 from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
 from genlm_backend.model.scoring import Answer, Question
 
@@ -115,11 +116,10 @@ class Answering:
             if isinstance(answer, Exception) or question.is_answered_by(answer, size):
                 return answer
             wanted, got = question.wanted.format(vocab_size=size), shown(answer)
-        except Exception as error:  # of a readout of a program's own
-            return error
-        except LEAVING as error:
-            return EvaluationError(f"{question.answered_by} ended with {error!r}")
-        verb = question.answered_by or self._verb
+        except (Exception, SystemExit) as error:  # of a readout of a program's own
+            return cast(Exception, presentable(error))
+        kind = type(question)
+        verb = f"{kind.__name__}.of_rows" if is_own(kind) else self._verb
         return EvaluationError(f"{verb} must return {wanted}, or an exception, got {got}")
 
     @property

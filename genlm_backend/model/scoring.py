@@ -171,14 +171,12 @@ class Scoring:
         start: Number of tokens of the prompt; at least 1.
         beside: What is told of each token beside its log-probability.
         keeps_row: Whether its answer is a row that may be kept.
-        answered_by: Who answers it in the evaluator's place, as errors say it; empty for nobody.
     """
 
     text: Query
     start: int
     beside: Beside = NOTHING
     keeps_row: ClassVar[bool] = False
-    answered_by: ClassVar[str] = ""
 
     @property
     def adapter(self) -> Adapter | None:

@@ -5,9 +5,6 @@ them under these until it is told to forget one. A context crosses as the number
 it extends and the tokens behind that. Numbers belong to an *epoch* and are never given twice in
 it. With arguments of another epoch, the far end forgets everything; where it does not know a
 number, it says so, and is sent everything again in an epoch of its own.
-
-A readout of a program's own is pickled by itself. One that cannot be, or that cannot be had at the
-far end, arrives as a ``PackedError`` in its place.
 """
 
 from __future__ import annotations
@@ -21,10 +18,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
 
-from genlm_backend.errors import EvaluationError
 from genlm_backend.model.context import Context, unpickled
-from genlm_backend.model.readout import LEAVING, OwnReadout, ended
-from genlm_backend.remote.messages import NotKnown, PackedError
+from genlm_backend.remote.messages import NotKnown
 from genlm_backend.vision.pictures import Pictures
 
 MAX_CONTEXT_BYTES: Final = 1 << 28
@@ -56,12 +51,6 @@ class _Message(NamedTuple):
     pictures: dict[int, bytes]
     dropped: bytes
     arguments: bytes
-
-
-class Alone(NamedTuple):
-    """A readout of a program's own among the arguments of a verb, to be pickled by itself."""
-
-    readout: OwnReadout
 
 
 class _Reply(Protocol):
@@ -182,17 +171,6 @@ class Sender:
                 return number, length
         return _NOTHING, 0
 
-    def readout(self, own: OwnReadout) -> bytes | PackedError:
-        """Return a readout as bytes, or the error of one that cannot be packed."""
-        buffer = io.BytesIO()
-        try:
-            _Pickler(buffer, self).dump(own)
-        except Exception as error:  # whatever its own way of pickling raises
-            return PackedError.of(error)
-        except LEAVING as error:
-            return PackedError.of(ended(own, error))
-        return buffer.getvalue()
-
     def pictures(self, pictures: Pictures) -> int:
         """Return the number of pictures, which are sent where they are not known."""
         number = self._pictures.find(pictures.key)
@@ -212,8 +190,6 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         """Return the number of a context or of pictures, and beside it a context's own."""
-        if type(obj) is Alone:
-            return self._sender.readout(obj.readout)
         if type(obj) is Context:
             number = self._sender.context(obj)
             return number if obj.pictures is None else (number, obj.pictures)
@@ -275,18 +251,7 @@ class _Unpickler(pickle.Unpickler):
         self._known = known
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the context, the pictures or the readout that something stands for."""
-        if type(pid) is PackedError:
-            return pid
-        if type(pid) is bytes:
-            try:
-                return _Unpickler(io.BytesIO(pid), self._known).load()
-            except _UnknownNumberError:
-                raise
-            except Exception as error:  # whatever its module and its own way of pickling raise
-                return PackedError.of(error)
-            except LEAVING as error:
-                return PackedError.of(EvaluationError(f"a readout ended with {error!r}"))
+        """Return the context or the pictures that a number stands for."""
         number, pictures = (pid, None) if type(pid) is int else pid
         found = self._known.get(number)
         if found is None:
