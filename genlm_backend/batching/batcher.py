@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar, cast, final
 
 from genlm_backend.batching.batcher_base import BatcherBase
@@ -25,10 +27,10 @@ from genlm_backend.batching.round import (
     leave,
     presentable,
 )
-from genlm_backend.batching.statistics import BatcherStatistics, Counts
+from genlm_backend.batching.statistics import BatcherStatistics
 from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import OptionTypeError, QueryDroppedError
-from genlm_backend.runtime.garbage import fewer_collections
+from genlm_backend.runtime.threads import fewer_collections
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -93,7 +95,8 @@ class Batcher(BatcherBase[Q, R]):
         self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
         self._is_busy = self._is_urgent = False
         self._num_arrived = 0
-        self._counts = Counts()
+        self._num_submitted = self._num_joined = self._num_skipped = self._num_failed = 0
+        self._batch_sizes: Counter[int] = Counter()
 
     # ---------------------------------------------------------------- asking
 
@@ -114,8 +117,6 @@ class Batcher(BatcherBase[Q, R]):
         except BaseException as error:
             self._leave(future, numbers, error)
             raise
-        finally:
-            del future  # which knows the error, which remembers this frame
 
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, or the first error that one of them meets.
@@ -130,8 +131,6 @@ class Batcher(BatcherBase[Q, R]):
         except BaseException as error:
             self._leave(caller, numbers, error)
             raise
-        finally:
-            del caller  # as above
 
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, blocking this thread; full batches where they fit.
@@ -153,8 +152,6 @@ class Batcher(BatcherBase[Q, R]):
             caller.future.cancel()
             self._leave(caller, numbers, error)
             raise
-        finally:
-            del caller  # as above
 
     def flush(self) -> None:
         """Let everything that waits go now, or as soon as the worker is free."""
@@ -213,7 +210,16 @@ class Batcher(BatcherBase[Q, R]):
         """Return the counts so far."""
         with self._lock.here:
             self._prune(self._waiting.gone())
-            return self._counts.statistics(len(self._waiting), len(self._running.evaluated))
+            return BatcherStatistics(
+                num_submitted=self._num_submitted,
+                num_joined=self._num_joined,
+                num_skipped=self._num_skipped,
+                num_failed=self._num_failed,
+                num_batches=sum(self._batch_sizes.values()),
+                batch_sizes=MappingProxyType(dict(sorted(self._batch_sizes.items()))),
+                num_pending=len(self._waiting),
+                num_in_flight=len(self._running.evaluated),
+            )
 
     # ---------------------------------------------------------------- coming and going
 
@@ -227,7 +233,7 @@ class Batcher(BatcherBase[Q, R]):
             if len(queries) > 1:
                 numbers = self._enter_all(caller, loop, queries)
             numbers = numbers or [self._enter(caller, loop, query) for query in queries]
-            self._counts.num_submitted += len(numbers)
+            self._num_submitted += len(numbers)
             if type(caller) is Several:
                 caller.wait_for(numbers)
             if loop is None:
@@ -264,7 +270,7 @@ class Batcher(BatcherBase[Q, R]):
         if number is not None and (joined := self._round_of(number)) is not None:
             joined.loops.add(loop)
             joined.join(number, caller)
-            self._counts.num_joined += 1
+            self._num_joined += 1
             return number
         weight = 1.0 if self._weight is None else self._weight(query)
         if type(weight) is not float or not weight >= 0:
@@ -298,7 +304,7 @@ class Batcher(BatcherBase[Q, R]):
         """Take queries off the queue that nobody waits for."""
         for number in numbers:
             self._numbers.pop(self._waiting.forget(number), None)
-            self._counts.num_skipped += 1
+            self._num_skipped += 1
         if not self._waiting:
             self._waiting = Round(self._waiting.stop)
 
@@ -322,24 +328,21 @@ class Batcher(BatcherBase[Q, R]):
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take a turn of ``loop``, while queries of its own or of others wait."""
         try:
-            self._turn(loop)
+            with self._lock.here:
+                ticker = self._tickers[loop]
+                ticker.is_scheduled = False
+                state = ticker.tick(
+                    self._num_arrived, len(self._waiting), self._is_busy, self._is_urgent
+                )
+                decision = self.policy.decide(state)
+                if decision is Decision.YIELD:
+                    loop.call_soon(self._tick, loop)
+                    ticker.is_scheduled = True
+                elif decision is Decision.FIRE:
+                    self._fire()
         except (KeyboardInterrupt, SystemExit):
             loop.call_soon(self._tick, loop)  # it may be run again
             raise
-
-    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        with self._lock.here:
-            ticker = self._tickers[loop]
-            ticker.is_scheduled = False
-            state = ticker.tick(
-                self._num_arrived, len(self._waiting), self._is_busy, self._is_urgent
-            )
-            decision = self.policy.decide(state)
-            if decision is Decision.YIELD:
-                loop.call_soon(self._tick, loop)
-                ticker.is_scheduled = True
-            elif decision is Decision.FIRE:
-                self._fire()
 
     def _fire(self) -> None:
         """Have the worker take a batch.
@@ -367,7 +370,7 @@ class Batcher(BatcherBase[Q, R]):
             self._prune(gone)
         batch = self._running = self._waiting.cut(size)
         self._is_urgent = self._is_urgent and bool(self._waiting)
-        self._counts.batch_sizes.update([len(batch)] if len(batch) else [])
+        self._batch_sizes.update([len(batch)] if len(batch) else [])
         return batch
 
     def _size(self) -> int:
@@ -383,8 +386,6 @@ class Batcher(BatcherBase[Q, R]):
     # ---------------------------------------------------------------- on the worker thread
 
     def _run(self) -> None:
-        # All frames from here on may remember an error of ``evaluate``'s, by its traceback and what
-        # called what: none of them knows it, or it would stay until garbage is collected.
         try:
             with self._lock.here:
                 self._is_busy = True
@@ -408,7 +409,7 @@ class Batcher(BatcherBase[Q, R]):
                 self._forget(batch)
                 given = results if error is None else [error] * len(batch.evaluated)
                 if has_errors(given):
-                    self._counts.num_failed += sum(map(is_error, given))
+                    self._num_failed += sum(map(is_error, given))
                 answers = batch.answered(given)
             self._is_busy = False
             # A full or urgent batch goes from here; the rest once its loop has gone quiet, so

@@ -39,7 +39,7 @@ class BatcherBase(abc.ABC, Generic[Q, R]):
         self._last_wake = 0.0
         self._given_up: QueryDroppedError | None = None  # what has ended it
         self._is_closed = False
-        self._fences: dict[Call[Any], int] = {}  # calls that are queued: the query after each
+        self._fences: dict[_Call[Any], int] = {}  # calls that are queued: the query after each
 
     @abc.abstractmethod
     async def submit(self, query: Q) -> R:
@@ -86,8 +86,13 @@ class BatcherBase(abc.ABC, Generic[Q, R]):
         """
         if self._worker.is_current_thread():
             return function()
-        call = Call(function)
-        return call.result(self._put(call))
+        call = self._put(function)
+        try:
+            return call.future.result()
+        except BaseException:  # a thread that is interrupted wants it no more
+            call.is_wanted = False
+            call.future.cancel()
+            raise
 
     def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Run ``function`` on the worker thread, after the batches already sent; see ``call``.
@@ -95,16 +100,16 @@ class BatcherBase(abc.ABC, Generic[Q, R]):
         Returns:
             A future of what it returns or raises. Cancelled before its turn, nothing is run.
         """
-        return self._put(Call(function))
+        return self._put(function).future
 
-    def _put(self, call: Call[T]) -> concurrent.futures.Future[T]:
-        future = call.future
+    def _put(self, function: Callable[[], T]) -> _Call[T]:
+        call = _Call(function)
         with self._lock.here:
             self.check_open()
             self._worker.put(lambda: self._run_call(call))
             # Last: after an interrupt, a fence without its call would hold queries up for ever.
             self._fences[call] = self._next_number
-        return future
+        return call
 
     @property
     @abc.abstractmethod
@@ -176,60 +181,25 @@ class BatcherBase(abc.ABC, Generic[Q, R]):
     def _is_ending(self) -> bool:
         return self._is_closed or self._worker.is_stopped
 
-    def _run_call(self, call: Call[Any]) -> None:
+    def _run_call(self, call: _Call[Any]) -> None:
         with self._lock.here:
             self._fences.pop(call, None)
         self._is_wanted = lambda: call.is_wanted
-        call.run()
+        if call.future.set_running_or_notify_cancel():  # from here on it cannot be cancelled
+            try:
+                call.future.set_result(call.function())
+            except BaseException as raised:
+                call.future.set_exception(presentable(raised))
         self._is_wanted = self._given_up = None
 
 
 @final
-class Call(Generic[T]):
+class _Call(Generic[T]):
     """A function that the worker thread is to run between two batches."""
 
     def __init__(self, function: Callable[[], T]) -> None:
+        self.function, self.is_wanted = function, True
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self.is_wanted = True
-        self._function = function
-
-    def run(self) -> None:
-        """Call the function and settle the future; raises nothing."""
-        if self.future.set_running_or_notify_cancel():  # from here on it cannot be cancelled
-            _settle(self._taken(), *_called(self._function))
-
-    def _taken(self) -> concurrent.futures.Future[T]:
-        future = self.future
-        del self.future
-        return future
-
-    def result(self, future: concurrent.futures.Future[T]) -> T:
-        """Block for the result; a thread that is interrupted meanwhile wants it no more."""
-        try:
-            return future.result()
-        except BaseException:
-            self.is_wanted = False
-            future.cancel()
-            raise
-        finally:
-            del future  # which knows the error, which remembers this frame
-
-
-def _called(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Return the result of a function, or the error that it raises; see ``evaluated``."""
-    try:
-        return function(), None
-    except BaseException as raised:
-        return None, presentable(raised)
-
-
-def _settle(
-    future: concurrent.futures.Future[Any], result: Any, error: BaseException | None
-) -> None:
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
 
 
 _WAKE_SECONDS: Final = 0.1

@@ -52,14 +52,12 @@ class Answering:
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
         """Return one answer, or the error of those who asked, for each question of a batch."""
-        # No variable here holds what the evaluator has answered: an error among it remembers this
-        # frame, which must not know it in turn.
         num_clears = self._rows.num_clears
         refused = self._refused(questions)
-        if not refused:
-            return self._found(questions, self._evaluated(questions), num_clears)
-        known = [question for question in questions if question not in refused]
+        known = [q for q in questions if q not in refused] if refused else questions
         answers = iter(self._found(known, self._evaluated(known), num_clears) if known else ())
+        if not refused:
+            return [*answers]
         return [refused[q] if q in refused else next(answers) for q in questions]
 
     def _evaluated(self, questions: Sequence[Question]) -> Any:

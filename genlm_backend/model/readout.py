@@ -133,17 +133,13 @@ def answers_by_rows(
         return found  # for whoever asked to refuse
     answer_to = dict(zip(distinct, found, strict=True))
     answers = [answer_to[own] for own in asked]
-    try:
-        indices = [i for i in sorted(unknown) if isinstance(answers[i], Row)]
-        rows = [answers[i] for i in indices]
-        if undefined_ids and rows:
-            rows = rows_without(rows, torch.tensor(undefined_ids, dtype=torch.int64))
-        for i, answer in zip(indices, read_off([questions[i] for i in indices], rows), strict=True):
-            answers[i] = answer
-        return answers
-    finally:  # an error remembers this frame, which must not know it in turn
-        answer = None
-        del found, answer_to, answers
+    indices = [i for i in sorted(unknown) if isinstance(answers[i], Row)]
+    rows = [answers[i] for i in indices]
+    if undefined_ids and rows:
+        rows = rows_without(rows, torch.tensor(undefined_ids, dtype=torch.int64))
+    for i, answer in zip(indices, read_off([questions[i] for i in indices], rows), strict=True):
+        answers[i] = answer
+    return answers
 
 
 @final

@@ -6,12 +6,13 @@ import asyncio
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, Final, TypeVar, cast, final
 
 from genlm_backend.errors import BatcherClosedError
-from genlm_backend.runtime.forks import ProcessLock, finalize_here
+from genlm_backend.runtime.forks import ProcessLock
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class BackgroundLoop:
             target=_run, args=(self._loop,), name=f"genlm-{name}", daemon=True
         )
         thread.start()
-        self._finalizer = finalize_here(self, _end, self._loop, self._lock, thread)
+        self._finalizer = weakref.finalize(self, _end, self._loop, self._lock, thread)
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function on the loop's thread, in the order of the calls.
@@ -67,8 +68,6 @@ class BackgroundLoop:
         except BaseException:
             future.cancel()
             raise
-        finally:
-            del future  # which knows the error, which remembers this frame
 
     def _error(self) -> BatcherClosedError:
         if self._is_closed:
@@ -121,8 +120,9 @@ def _has_begun(task: asyncio.Task[Any]) -> bool:
 
 
 def _end(loop: asyncio.AbstractEventLoop, lock: ProcessLock, thread: threading.Thread) -> None:
+    if not thread.is_alive():  # a fork has no such thread
+        return
     with lock.here:  # or a coroutine might be sent to a loop that takes no more
-        if thread.is_alive():
-            loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join()

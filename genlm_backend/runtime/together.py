@@ -24,8 +24,6 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        task = None
-        tasks.clear()  # an error that one of them met remembers this frame
 
 
 def in_threads(work: Callable[[slice], object], count: int, num_threads: int) -> None:
