@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
+import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeVar, cast, final
+from typing import Any, Final, Generic, TypeVar, cast, final
 
-from genlm_backend.batching.batcher_base import BatcherBase
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Ticker
 from genlm_backend.batching.round import (
     Answers,
@@ -28,18 +29,20 @@ from genlm_backend.batching.round import (
     presentable,
 )
 from genlm_backend.batching.statistics import BatcherStatistics
+from genlm_backend.batching.worker import Worker
 from genlm_backend.checks import function, instance, optional, text
-from genlm_backend.errors import OptionTypeError, QueryDroppedError
+from genlm_backend.errors import BatcherClosedError, OptionTypeError, QueryDroppedError
+from genlm_backend.runtime.forks import ProcessLock
 from genlm_backend.runtime.threads import fewer_collections
 
 Q = TypeVar("Q")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _POLICY = instance(BatchPolicy, "a BatchPolicy")
 
 
-@final
-class Batcher(BatcherBase[Q, R]):
+class Batcher(Generic[Q, R]):
     """Coalesces concurrent queries into batches and evaluates them on one worker thread.
 
     ``evaluate`` is an ordinary function from a list of distinct queries to as many results; it
@@ -89,7 +92,14 @@ class Batcher(BatcherBase[Q, R]):
         self._key = optional(function)("key", key)
         self._weight = optional(function)("weight", weight)
         self._computed_with = optional(function)("computed_with", computed_with)
-        super().__init__(text("name", name))
+        self._name = text("name", name)
+        self._worker, self._lock = Worker(f"genlm-{name}"), ProcessLock()
+        self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
+        self._sleepers: Set[Loop] = frozenset()  # loops of those who wait for it
+        self._last_wake = 0.0
+        self._given_up: QueryDroppedError | None = None  # what has ended it
+        self._is_closed = False
+        self._fences: dict[_Call[Any], int] = {}  # calls that are queued: the query after each
         self._waiting, self._running = Round(0), Round(0)  # the queue, and what is evaluated
         self._numbers: dict[Hashable, int] = {}  # of the queries of both, by key
         self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
@@ -221,6 +231,113 @@ class Batcher(BatcherBase[Q, R]):
                 num_in_flight=len(self._running.evaluated),
             )
 
+    # ---------------------------------------------------------------- functions
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the worker thread, after the batches already sent; block for it.
+
+        What is asked after a call is evaluated after it, unless an equal query goes before. An
+        interrupted thread leaves one that has not begun unrun. Raises what ``check_open`` does.
+        """
+        if self._worker.is_current_thread():
+            return function()
+        call = self._put(function)
+        try:
+            return call.future.result()
+        except BaseException:  # a thread that is interrupted wants it no more
+            call.is_wanted = False
+            call.future.cancel()
+            raise
+
+    def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Run ``function`` on the worker thread, after the batches already sent; see ``call``.
+
+        Returns:
+            A future of what it returns or raises. Cancelled before its turn, nothing is run.
+        """
+        return self._put(function).future
+
+    def _put(self, function: Callable[[], T]) -> _Call[T]:
+        call = _Call(function)
+        with self._lock.here:
+            self.check_open()
+            self._worker.put(lambda: self._run_call(call))
+            # Last: after an interrupt, a fence without its call would hold queries up for ever.
+            self._fences[call] = self._waiting.stop
+        return call
+
+    def check_open(self) -> None:
+        """Raise what a query that is asked now would raise at once.
+
+        Raises:
+            BatcherClosedError: As ``submit``.
+            ForkedError: As there.
+        """
+        self._lock.claim()
+        if self._is_closed:
+            raise BatcherClosedError(f"{self._name} has been closed and answers no more")
+        if self._worker.is_stopped:
+            raise BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
+
+    def check_wanted(self) -> None:
+        """Raise if nobody waits any more for what the worker thread is doing.
+
+        For ``evaluate``, and for what ``call`` runs, between two steps of long work: the error is
+        to be let through. It reaches nobody, but for those who wait while the interpreter exits;
+        whoever has come meanwhile is answered by another batch. On other threads, no effect.
+
+        Raises:
+            QueryDroppedError: If all callers have gone, at ``close()``, and at interpreter exit.
+        """
+        if not self._worker.is_current_thread():
+            return
+        with self._lock.here:
+            is_given_up = self._is_ending()
+            is_given_up = is_given_up or (self._is_wanted is not None and not self._is_wanted())
+            self._wake_sleepers(is_given_up)
+            if is_given_up:
+                is_exit = self._worker.is_stopped and not self._is_closed
+                why = ": the interpreter exits" if is_exit else ""
+                self._given_up = QueryDroppedError(f"ended before the query was answered{why}")
+                raise self._given_up
+
+    def _wake_sleepers(self, is_given_up: bool) -> None:
+        """Wake the loops of those who wait, now and then.
+
+        One that a notebook's stop button has cancelled a task of, in a signal's handler, would
+        sleep on until the result comes, or for ever where none comes.
+        """
+        now = time.monotonic()
+        if is_given_up or now - self._last_wake >= _WAKE_SECONDS:
+            self._last_wake = now
+            for loop in [*self._sleepers]:
+                if loop is not None:
+                    call_threadsafe(loop, _nothing)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a fork of the one that it belongs to."""
+        return self._lock.is_foreign
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close()`` has been called."""
+        return self._is_closed
+
+    def _is_ending(self) -> bool:
+        return self._is_closed or self._worker.is_stopped
+
+    def _run_call(self, call: _Call[Any]) -> None:
+        with self._lock.here:
+            self._fences.pop(call, None)
+        self._is_wanted = lambda: call.is_wanted
+        if call.future.set_running_or_notify_cancel():  # from here on it cannot be cancelled
+            try:
+                call.future.set_result(call.function())
+            except BaseException as raised:
+                call.future.set_exception(presentable(raised))
+        self._is_wanted = self._given_up = None
+
     # ---------------------------------------------------------------- coming and going
 
     def _ask(self, caller: Caller, loop: Loop, queries: Iterable[Q]) -> Sequence[int]:
@@ -328,21 +445,24 @@ class Batcher(BatcherBase[Q, R]):
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take a turn of ``loop``, while queries of its own or of others wait."""
         try:
-            with self._lock.here:
-                ticker = self._tickers[loop]
-                ticker.is_scheduled = False
-                state = ticker.tick(
-                    self._num_arrived, len(self._waiting), self._is_busy, self._is_urgent
-                )
-                decision = self.policy.decide(state)
-                if decision is Decision.YIELD:
-                    loop.call_soon(self._tick, loop)
-                    ticker.is_scheduled = True
-                elif decision is Decision.FIRE:
-                    self._fire()
+            self._turn(loop)
         except (KeyboardInterrupt, SystemExit):
             loop.call_soon(self._tick, loop)  # it may be run again
             raise
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock.here:
+            ticker = self._tickers[loop]
+            ticker.is_scheduled = False
+            state = ticker.tick(
+                self._num_arrived, len(self._waiting), self._is_busy, self._is_urgent
+            )
+            decision = self.policy.decide(state)
+            if decision is Decision.YIELD:
+                loop.call_soon(self._tick, loop)
+                ticker.is_scheduled = True
+            elif decision is Decision.FIRE:
+                self._fire()
 
     def _fire(self) -> None:
         """Have the worker take a batch.
@@ -378,10 +498,6 @@ class Batcher(BatcherBase[Q, R]):
         size = self._waiting.size(self.policy.max_batch_size, self._computed_with)
         fence = next(iter(self._fences.values()), None)  # the first is the lowest
         return size if fence is None else min(size, max(0, fence - self._waiting.first))
-
-    @property
-    def _next_number(self) -> int:
-        return self._waiting.stop
 
     # ---------------------------------------------------------------- on the worker thread
 
@@ -450,3 +566,20 @@ class Batcher(BatcherBase[Q, R]):
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:
             self._advance(loop)
+
+
+@final
+class _Call(Generic[T]):
+    """A function that the worker thread is to run between two batches."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function, self.is_wanted = function, True
+        self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+
+_WAKE_SECONDS: Final = 0.1
+"""Seconds between two times that loops are woken during a long evaluation."""
+
+
+def _nothing() -> None:
+    return None
