@@ -11,7 +11,7 @@ from typing import Any, Final
 from genlm_backend.backends.bundled import BUNDLED, bundled_directory, is_bundled
 from genlm_backend.checks import near_names, shown, text
 from genlm_backend.errors import ModelNotFoundError
-from genlm_backend.model.ends import listed_ids
+from genlm_backend.model.sampling import listed_ids
 from genlm_backend.runtime.progress import bars_where_seen
 
 logger = logging.getLogger(__name__)

@@ -302,11 +302,7 @@ class Batcher(Generic[Q, R]):
                 raise self._given_up
 
     def _wake_sleepers(self, is_given_up: bool) -> None:
-        """Wake the loops of those who wait, now and then.
-
-        One that a notebook's stop button has cancelled a task of, in a signal's handler, would
-        sleep on until the result comes, or for ever where none comes.
-        """
+        """Wake the loops of those who wait, now and then."""
         now = time.monotonic()
         if is_given_up or now - self._last_wake >= _WAKE_SECONDS:
             self._last_wake = now

@@ -46,11 +46,7 @@ class _Calls(queue.SimpleQueue):
 
 @final
 class Worker:
-    """Runs calls one after another on a daemon thread that starts with the first of them.
-
-    The thread holds its queue and nothing else, so that a worker nobody refers to is collected;
-    it ends then, at ``stop()``, and at interpreter exit, each time after the calls in the queue.
-    """
+    """Runs calls one after another on a daemon thread that starts with the first of them."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -34,8 +34,12 @@ from genlm_backend.errors import (
     PictureError,
     UnknownAdapterError,
 )
-from genlm_backend.model.adapters import ADAPTER_CHECKS, AdapterNames, check_adapter_name
-from genlm_backend.model.answering import Answering
+from genlm_backend.model.answering import (
+    ADAPTER_CHECKS,
+    AdapterNames,
+    Answering,
+    check_adapter_name,
+)
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context, listed_contexts
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo

@@ -184,10 +184,7 @@ class RowQuestions(NamedTuple):
 
 
 def packed(value: Any) -> bytes:
-    """Return the bytes of answers, for ``pickle.loads``: fewer than torch makes of a tensor.
-
-    A tensor of two numbers is 78 bytes, and 408 as torch packs it.
-    """
+    """Return the bytes of answers, for ``pickle.loads``: fewer than torch makes of a tensor."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()

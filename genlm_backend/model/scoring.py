@@ -252,10 +252,7 @@ def check_scorings(
     adapter: Adapter | None = None,
     beside: Beside = NOTHING,
 ) -> list[Scoring]:
-    """Return the scorings of continuations, each behind its own prompt, or all behind one.
-
-    The longest context that one asks about, which is the text without its last token, has to fit.
-    """
+    """Return the scorings of continuations, each behind its own prompt, or all behind one."""
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
         prompt = prompts if isinstance(prompts, Context) else before  # an iterator has been read

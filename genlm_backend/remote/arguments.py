@@ -35,8 +35,6 @@ _MOST_NEW: Final = 32
 """Tokens behind a context that is known; behind more, computing costs more than sending."""
 _OVERHEAD: Final = 512
 """Bytes of a context beside its ids, at both ends."""
-_LAST_NUMBER: Final = 1 << 30
-"""Number after which an epoch ends, so that all of them are of 32 bits."""
 _NOTHING: Final = -1
 
 
@@ -110,7 +108,7 @@ class Sender:
     def _begin(self) -> None:
         """Begin a message."""
         self._first = self._next
-        self._bases, self._counts, self._dropped = array("i"), array("i"), array("i")
+        self._bases, self._counts, self._dropped = array("q"), array("q"), array("q")
         self._tokens: list[bytes] = []
         self._new_pictures: dict[int, bytes] = {}
 
@@ -126,8 +124,6 @@ class Sender:
 
     def packed(self, arguments: tuple[Any, ...]) -> bytes:
         """Return arguments as bytes."""
-        if self._next > _LAST_NUMBER:
-            self.forget()
         self._begin()
         buffer = io.BytesIO()
         try:
@@ -216,16 +212,13 @@ class Receiver:
         except _UnknownNumberError:
             return None
         finally:
-            for number in array("i", message.dropped):
+            for number in array("q", message.dropped):
                 self._known.pop(number, None)
 
     def _learn(self, message: _Message) -> None:
-        """Keep the new contexts, each as one that extends another: it shares its blocks.
-
-        Where its keys and values are cached is remembered with it, and so of what extends it.
-        """
+        """Keep the new contexts, each as one that extends another: it shares its blocks."""
         known, start = self._known, 0
-        bases, counts = array("i", message.bases), array("i", message.counts)
+        bases, counts = array("q", message.bases), array("q", message.counts)
         for number, base, count in zip(itertools.count(message.first), bases, counts):
             stop = start + 4 * count
             extended = _EMPTY if base == _NOTHING else known.get(base)

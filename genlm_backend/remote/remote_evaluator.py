@@ -56,12 +56,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @abc.abstractmethod
     def _reply(self, verb: str, packed: bytes) -> Reply:
-        """Return the reply to a verb, whose arguments are packed, by way of its carrier.
-
-        Raises:
-            EngineDiedError: If the evaluator has ended.
-            QueryDroppedError: If nobody waits any more.
-        """
+        """Return the reply to a verb, whose arguments are packed, by way of its carrier."""
 
     @abc.abstractmethod
     def _started(self) -> Any:
@@ -69,11 +64,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @abc.abstractmethod
     def _end(self, is_kind: bool) -> None:
-        """End whatever it lives in; again has no effect.
-
-        Args:
-            is_kind: Whether it has a moment to let go of what it holds.
-        """
+        """End whatever it lives in; again has no effect."""
 
     @abc.abstractmethod
     def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
@@ -83,10 +74,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def open(self) -> EvaluatorInfo:
-        """Have the evaluator made over there; return what it is able to do.
-
-        Where that fails, nothing of it is left.
-        """
+        """Have the evaluator made over there; return what it is able to do."""
         self._sent_ids, self._sender = (), Sender()
         try:
             info = self._started()

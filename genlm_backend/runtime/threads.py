@@ -56,11 +56,7 @@ _numbers = ProcessLock()
 
 @functools.cache
 def _pause_function() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of the libgomp that torch brings, or ``None``.
-
-    Only libgomp: there the call concerns the calling thread's team and nothing else, while
-    LLVM's runtime would stop everybody's.
-    """
+    """``omp_pause_resource_all`` of the libgomp that torch brings, or ``None``."""
     if sys.platform != "linux":
         return None
     package = Path(torch.__file__).parent

@@ -36,8 +36,8 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from genlm_backend.backends.vllm.scanning import let_modules_be_scanned
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.ends import listed_ids
 from genlm_backend.model.row import Row, rows_of_logits
+from genlm_backend.model.sampling import listed_ids
 from genlm_backend.vision.pictures import image_token_id_of
 
 if TYPE_CHECKING:

@@ -29,11 +29,7 @@ class _Sent(NamedTuple):
 
 @final
 class Distributor(Batcher[Question, Any]):
-    """Sends each question to the replica that answers it soonest, by what ``Router`` knows.
-
-    It is asked as a ``Batcher`` is. What is not a question runs on a thread of its own, and asks
-    all replicas.
-    """
+    """Sends each question to the replica that answers it soonest, by what ``Router`` knows."""
 
     def __init__(
         self,

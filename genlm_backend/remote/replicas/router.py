@@ -156,10 +156,7 @@ class _Match(NamedTuple):
 
 @final
 class SentTree:
-    """A radix tree of contexts, with the replicas that each was sent to.
-
-    It is an estimate: what a replica has evicted by itself is not known here.
-    """
+    """A radix tree of contexts, with the replicas that each was sent to."""
 
     def __init__(self, capacities: Sequence[int | None]) -> None:
         self._capacities = list(capacities)
