@@ -1,7 +1,48 @@
 """Every exception the library raises on purpose.
 
 Each is also the standard type that a caller would expect, so that ``except ValueError``
-keeps working without knowing this module.
+keeps working without knowing this module::
+
+    GenlmBackendError
+    ├── OptionError (ValueError)             an argument out of its bounds
+    ├── OptionTypeError (TypeError)          an argument of a wrong type
+    ├── ContextError (ValueError)            a context that no model can answer
+    │   └── PictureError                     pictures that a context cannot begin with
+    ├── ContextTypeError (TypeError)         token ids that are not integers
+    ├── AdapterError (ValueError)            a LoRA adapter that cannot be used
+    │   └── UnknownAdapterError              one that is not loaded
+    ├── UnknownBackendError (ValueError)     a backend name nobody registered
+    ├── UnsupportedModelError (ValueError)   a model this backend cannot evaluate
+    ├── ModelNotFoundError (OSError)         no model under that name
+    ├── MissingExtraError (ImportError)      an optional library is absent
+    ├── TokenizerDecodeError (ValueError)    a token's bytes cannot be known
+    ├── VocabularyError (ValueError)         a vocabulary that no trie can be built over
+    ├── VocabularyTypeError (TypeError)      an entry that has no letters
+    ├── WeightsError (ValueError)            weights of another shape than the vocabulary's
+    ├── WeightsTypeError (TypeError)         weights that are not real numbers
+    ├── ConstraintError (ValueError)         a constraint that cannot be made
+    │   └── ConstraintViolation              a token that a constraint does not allow
+    ├── ConstraintTypeError (TypeError)      choices that are no list of texts
+    ├── GenerationConfigError (ValueError)   a field of a GenerationConfig
+    ├── RuntimeConfigError (ValueError)      a field of a RuntimeConfig
+    ├── UnknownModelError (KeyError)         a model name that an engine does not have
+    ├── UnknownRequestError (ValueError)     a request that is not this engine's
+    ├── UnknownTaskError (KeyError)          a task that an AsyncGLM does not have, or no longer
+    ├── ModelStateError (RuntimeError)       a model is not in the state that this needs
+    ├── RequestQueueFullError (queue.Full)   no room among the requests that wait
+    ├── DeviceError (ValueError)             a device that is not there
+    ├── PrefixFileError (ValueError)         a file that holds no prefix of this model
+    ├── ReplacedNameError (NotImplementedError)  a name of genlm.backend that is not needed here
+    ├── BatcherClosedError (RuntimeError)    asked after close()
+    ├── ForkedError (RuntimeError)           asked in a fork of the process it lives in
+    ├── NotPicklableError (TypeError)        pickled or copied, though it lives in one process
+    ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
+    ├── EvaluationError (RuntimeError)       an evaluation broke its contract
+    │   └── EngineDiedError                  the process that evaluates has ended
+    └── CacheError (RuntimeError)            a cache was misused or is inconsistent
+        └── OutOfSlotsError                  no free key-value slot is left
+
+Batchers and caches live below the models, so the errors live below everything.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ import pickle
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
+from typing import Any, Final, final
 
 from genlm_backend.model.context import Context, unpickled
-from genlm_backend.remote.messages import NotKnown
+from genlm_backend.remote.messages import NotKnown, Reply
 from genlm_backend.vision.pictures import Pictures
 
 MAX_CONTEXT_BYTES: Final = 1 << 28
@@ -36,27 +36,6 @@ _MOST_NEW: Final = 32
 _OVERHEAD: Final = 512
 """Bytes of a context beside its ids, at both ends."""
 _NOTHING: Final = -1
-
-
-class _Message(NamedTuple):
-    """Arguments as bytes, and what is new of what they refer to."""
-
-    epoch: bytes
-    first: int
-    bases: bytes
-    counts: bytes
-    tokens: bytes
-    pictures: dict[int, bytes]
-    dropped: bytes
-    arguments: bytes
-
-
-class _Reply(Protocol):
-    @property
-    def value(self) -> Any: ...
-
-
-R = TypeVar("R", bound=_Reply)
 
 
 @final
@@ -112,7 +91,7 @@ class Sender:
         self._tokens: list[bytes] = []
         self._new_pictures: dict[int, bytes] = {}
 
-    def asked(self, verb: str, arguments: tuple[Any, ...], ask: Callable[[bytes], R]) -> R:
+    def asked(self, verb: str, arguments: tuple[Any, ...], ask: Callable[[bytes], Reply]) -> Reply:
         """Return the reply to a verb."""
         if verb == "clear":
             self.forget()
@@ -131,7 +110,7 @@ class Sender:
         except BaseException:  # what has got a number is not going to be sent
             self.forget()
             raise
-        message = _Message(
+        message = (
             self._epoch,
             self._first,
             self._bases.tobytes(),
@@ -142,7 +121,7 @@ class Sender:
             buffer.getvalue(),
         )
         self._begin()
-        return pickle.dumps(tuple(message), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
     def context(self, context: Context) -> int:
         """Return the number of a context's ids, which are sent where they are not known."""
@@ -203,31 +182,30 @@ class Receiver:
 
     def arguments(self, packed: bytes) -> tuple[Any, ...] | None:
         """Return the arguments; ``None`` if they refer to what is not known here."""
-        message = _Message(*pickle.loads(packed))
-        if message.epoch != self._epoch:
-            self._epoch, self._known = message.epoch, {}
+        epoch, first, bases, counts, tokens, pictures, dropped, arguments = pickle.loads(packed)
+        if epoch != self._epoch:
+            self._epoch, self._known = epoch, {}
         try:
-            self._learn(message)
-            return _Unpickler(io.BytesIO(message.arguments), self._known).load()
+            self._learn(first, array("q", bases), array("q", counts), tokens)
+            for number, own in pictures.items():
+                self._known[number] = pickle.loads(own)
+            return _Unpickler(io.BytesIO(arguments), self._known).load()
         except _UnknownNumberError:
             return None
         finally:
-            for number in array("q", message.dropped):
+            for number in array("q", dropped):
                 self._known.pop(number, None)
 
-    def _learn(self, message: _Message) -> None:
+    def _learn(self, first: int, bases: array[int], counts: array[int], tokens: bytes) -> None:
         """Keep the new contexts, each as one that extends another: it shares its blocks."""
         known, start = self._known, 0
-        bases, counts = array("q", message.bases), array("q", message.counts)
-        for number, base, count in zip(itertools.count(message.first), bases, counts):
+        for number, base, count in zip(itertools.count(first), bases, counts):
             stop = start + 4 * count
             extended = _EMPTY if base == _NOTHING else known.get(base)
             if not isinstance(extended, Context):
                 raise _UnknownNumberError
-            known[number] = extended.followed_by(message.tokens[start:stop])
+            known[number] = extended.followed_by(tokens[start:stop])
             start = stop
-        for number, pictures in message.pictures.items():
-            known[number] = pickle.loads(pictures)
 
 
 class _UnknownNumberError(Exception):

@@ -37,8 +37,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, final
 
-import torch
-
 from genlm_backend.runtime.forks import ProcessLock
 
 _PAUSE_HARD: Final = 2  # omp_pause_hard, OpenMP 5.0, section 2.15.1
@@ -59,6 +57,8 @@ def _pause_function() -> Callable[[int], int] | None:
     """``omp_pause_resource_all`` of the libgomp that torch brings, or ``None``."""
     if sys.platform != "linux":
         return None
+    import torch
+
     package = Path(torch.__file__).parent
     for folder in (package / "lib", package.parent / "torch.libs"):
         for path in sorted(folder.glob("libgomp*.so*")):
@@ -75,6 +75,8 @@ def use_num_threads(count: int) -> int:
     ``torch.set_num_threads`` sets a number for the calling thread, and another one for threads
     that have not used an operator yet, which is put back.
     """
+    import torch
+
     with _numbers.here, ThreadPoolExecutor(1) as other:
         before = torch.get_num_threads()  # asked first: with its first use, a thread takes theirs
         theirs = other.submit(torch.get_num_threads).result()
