@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from benchmarks.workload import Numbers, Row
-from genlm_backend.remote.replicas.router import Choice, Router
-from genlm_backend.remote.replicas.sent_tree import SentTree
+from genlm_backend.remote.replicas.router import Choice, Router, SentTree
 
 NUM_REPLICAS, NUM_PARTICLES, NUM_STEPS = 64, 10_000, 32
 NUM_PROMPT, BATCH_SIZE = 512, 64

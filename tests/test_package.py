@@ -206,7 +206,6 @@ ARROWS = {
     "common_prefix": (set(), PLAIN),
     "readable": (set(), PLAIN),
     "checks": ({"errors"}, PLAIN - {"torch"}),  # one function asks for devices
-    "info": ({"backends", "errors"}, BACKENDS),
     "command_line": ({"backends", "errors", "generation", "scoring"}, PLAIN),
     "runtime": ({"errors"}, {"vllm", "mlx"}),
     "batching": ({"checks", "readable", "runtime", "errors"}, PLAIN),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import replace
-from typing import Any, TypeVar, cast, final
+from types import MappingProxyType
+from typing import Any, Final, Generic, TypeVar, cast, final
 
-from genlm_backend.batching.batcher_base import BatcherBase
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Ticker
 from genlm_backend.batching.round import (
     Answers,
@@ -25,19 +28,21 @@ from genlm_backend.batching.round import (
     leave,
     presentable,
 )
-from genlm_backend.batching.statistics import BatcherStatistics, Counts
+from genlm_backend.batching.statistics import BatcherStatistics
+from genlm_backend.batching.worker import Worker
 from genlm_backend.checks import function, instance, optional, text
-from genlm_backend.errors import OptionTypeError, QueryDroppedError
-from genlm_backend.runtime.garbage import fewer_collections
+from genlm_backend.errors import BatcherClosedError, OptionTypeError, QueryDroppedError
+from genlm_backend.runtime.forks import ProcessLock
+from genlm_backend.runtime.threads import fewer_collections
 
 Q = TypeVar("Q")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _POLICY = instance(BatchPolicy, "a BatchPolicy")
 
 
-@final
-class Batcher(BatcherBase[Q, R]):
+class Batcher(Generic[Q, R]):
     """Coalesces concurrent queries into batches and evaluates them on one worker thread.
 
     ``evaluate`` is an ordinary function from a list of distinct queries to as many results; it
@@ -87,13 +92,21 @@ class Batcher(BatcherBase[Q, R]):
         self._key = optional(function)("key", key)
         self._weight = optional(function)("weight", weight)
         self._computed_with = optional(function)("computed_with", computed_with)
-        super().__init__(text("name", name))
+        self._name = text("name", name)
+        self._worker, self._lock = Worker(f"genlm-{name}"), ProcessLock()
+        self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
+        self._sleepers: Set[Loop] = frozenset()  # loops of those who wait for it
+        self._last_wake = 0.0
+        self._given_up: QueryDroppedError | None = None  # what has ended it
+        self._is_closed = False
+        self._fences: dict[_Call[Any], int] = {}  # calls that are queued: the query after each
         self._waiting, self._running = Round(0), Round(0)  # the queue, and what is evaluated
         self._numbers: dict[Hashable, int] = {}  # of the queries of both, by key
         self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
         self._is_busy = self._is_urgent = False
         self._num_arrived = 0
-        self._counts = Counts()
+        self._num_submitted = self._num_joined = self._num_skipped = self._num_failed = 0
+        self._batch_sizes: Counter[int] = Counter()
 
     # ---------------------------------------------------------------- asking
 
@@ -114,8 +127,6 @@ class Batcher(BatcherBase[Q, R]):
         except BaseException as error:
             self._leave(future, numbers, error)
             raise
-        finally:
-            del future  # which knows the error, which remembers this frame
 
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, or the first error that one of them meets.
@@ -130,8 +141,6 @@ class Batcher(BatcherBase[Q, R]):
         except BaseException as error:
             self._leave(caller, numbers, error)
             raise
-        finally:
-            del caller  # as above
 
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, blocking this thread; full batches where they fit.
@@ -153,8 +162,6 @@ class Batcher(BatcherBase[Q, R]):
             caller.future.cancel()
             self._leave(caller, numbers, error)
             raise
-        finally:
-            del caller  # as above
 
     def flush(self) -> None:
         """Let everything that waits go now, or as soon as the worker is free."""
@@ -213,7 +220,119 @@ class Batcher(BatcherBase[Q, R]):
         """Return the counts so far."""
         with self._lock.here:
             self._prune(self._waiting.gone())
-            return self._counts.statistics(len(self._waiting), len(self._running.evaluated))
+            return BatcherStatistics(
+                num_submitted=self._num_submitted,
+                num_joined=self._num_joined,
+                num_skipped=self._num_skipped,
+                num_failed=self._num_failed,
+                num_batches=sum(self._batch_sizes.values()),
+                batch_sizes=MappingProxyType(dict(sorted(self._batch_sizes.items()))),
+                num_pending=len(self._waiting),
+                num_in_flight=len(self._running.evaluated),
+            )
+
+    # ---------------------------------------------------------------- functions
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the worker thread, after the batches already sent; block for it.
+
+        What is asked after a call is evaluated after it, unless an equal query goes before. An
+        interrupted thread leaves one that has not begun unrun. Raises what ``check_open`` does.
+        """
+        if self._worker.is_current_thread():
+            return function()
+        call = self._put(function)
+        try:
+            return call.future.result()
+        except BaseException:  # a thread that is interrupted wants it no more
+            call.is_wanted = False
+            call.future.cancel()
+            raise
+
+    def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Run ``function`` on the worker thread, after the batches already sent; see ``call``.
+
+        Returns:
+            A future of what it returns or raises. Cancelled before its turn, nothing is run.
+        """
+        return self._put(function).future
+
+    def _put(self, function: Callable[[], T]) -> _Call[T]:
+        call = _Call(function)
+        with self._lock.here:
+            self.check_open()
+            self._worker.put(lambda: self._run_call(call))
+            # Last: after an interrupt, a fence without its call would hold queries up for ever.
+            self._fences[call] = self._waiting.stop
+        return call
+
+    def check_open(self) -> None:
+        """Raise what a query that is asked now would raise at once.
+
+        Raises:
+            BatcherClosedError: As ``submit``.
+            ForkedError: As there.
+        """
+        self._lock.claim()
+        if self._is_closed:
+            raise BatcherClosedError(f"{self._name} has been closed and answers no more")
+        if self._worker.is_stopped:
+            raise BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
+
+    def check_wanted(self) -> None:
+        """Raise if nobody waits any more for what the worker thread is doing.
+
+        For ``evaluate``, and for what ``call`` runs, between two steps of long work: the error is
+        to be let through. It reaches nobody, but for those who wait while the interpreter exits;
+        whoever has come meanwhile is answered by another batch. On other threads, no effect.
+
+        Raises:
+            QueryDroppedError: If all callers have gone, at ``close()``, and at interpreter exit.
+        """
+        if not self._worker.is_current_thread():
+            return
+        with self._lock.here:
+            is_given_up = self._is_ending()
+            is_given_up = is_given_up or (self._is_wanted is not None and not self._is_wanted())
+            self._wake_sleepers(is_given_up)
+            if is_given_up:
+                is_exit = self._worker.is_stopped and not self._is_closed
+                why = ": the interpreter exits" if is_exit else ""
+                self._given_up = QueryDroppedError(f"ended before the query was answered{why}")
+                raise self._given_up
+
+    def _wake_sleepers(self, is_given_up: bool) -> None:
+        """Wake the loops of those who wait, now and then."""
+        now = time.monotonic()
+        if is_given_up or now - self._last_wake >= _WAKE_SECONDS:
+            self._last_wake = now
+            for loop in [*self._sleepers]:
+                if loop is not None:
+                    call_threadsafe(loop, _nothing)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a fork of the one that it belongs to."""
+        return self._lock.is_foreign
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close()`` has been called."""
+        return self._is_closed
+
+    def _is_ending(self) -> bool:
+        return self._is_closed or self._worker.is_stopped
+
+    def _run_call(self, call: _Call[Any]) -> None:
+        with self._lock.here:
+            self._fences.pop(call, None)
+        self._is_wanted = lambda: call.is_wanted
+        if call.future.set_running_or_notify_cancel():  # from here on it cannot be cancelled
+            try:
+                call.future.set_result(call.function())
+            except BaseException as raised:
+                call.future.set_exception(presentable(raised))
+        self._is_wanted = self._given_up = None
 
     # ---------------------------------------------------------------- coming and going
 
@@ -227,7 +346,7 @@ class Batcher(BatcherBase[Q, R]):
             if len(queries) > 1:
                 numbers = self._enter_all(caller, loop, queries)
             numbers = numbers or [self._enter(caller, loop, query) for query in queries]
-            self._counts.num_submitted += len(numbers)
+            self._num_submitted += len(numbers)
             if type(caller) is Several:
                 caller.wait_for(numbers)
             if loop is None:
@@ -264,7 +383,7 @@ class Batcher(BatcherBase[Q, R]):
         if number is not None and (joined := self._round_of(number)) is not None:
             joined.loops.add(loop)
             joined.join(number, caller)
-            self._counts.num_joined += 1
+            self._num_joined += 1
             return number
         weight = 1.0 if self._weight is None else self._weight(query)
         if type(weight) is not float or not weight >= 0:
@@ -298,7 +417,7 @@ class Batcher(BatcherBase[Q, R]):
         """Take queries off the queue that nobody waits for."""
         for number in numbers:
             self._numbers.pop(self._waiting.forget(number), None)
-            self._counts.num_skipped += 1
+            self._num_skipped += 1
         if not self._waiting:
             self._waiting = Round(self._waiting.stop)
 
@@ -367,7 +486,7 @@ class Batcher(BatcherBase[Q, R]):
             self._prune(gone)
         batch = self._running = self._waiting.cut(size)
         self._is_urgent = self._is_urgent and bool(self._waiting)
-        self._counts.batch_sizes.update([len(batch)] if len(batch) else [])
+        self._batch_sizes.update([len(batch)] if len(batch) else [])
         return batch
 
     def _size(self) -> int:
@@ -376,15 +495,9 @@ class Batcher(BatcherBase[Q, R]):
         fence = next(iter(self._fences.values()), None)  # the first is the lowest
         return size if fence is None else min(size, max(0, fence - self._waiting.first))
 
-    @property
-    def _next_number(self) -> int:
-        return self._waiting.stop
-
     # ---------------------------------------------------------------- on the worker thread
 
     def _run(self) -> None:
-        # All frames from here on may remember an error of ``evaluate``'s, by its traceback and what
-        # called what: none of them knows it, or it would stay until garbage is collected.
         try:
             with self._lock.here:
                 self._is_busy = True
@@ -408,7 +521,7 @@ class Batcher(BatcherBase[Q, R]):
                 self._forget(batch)
                 given = results if error is None else [error] * len(batch.evaluated)
                 if has_errors(given):
-                    self._counts.num_failed += sum(map(is_error, given))
+                    self._num_failed += sum(map(is_error, given))
                 answers = batch.answered(given)
             self._is_busy = False
             # A full or urgent batch goes from here; the rest once its loop has gone quiet, so
@@ -449,3 +562,20 @@ class Batcher(BatcherBase[Q, R]):
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:
             self._advance(loop)
+
+
+@final
+class _Call(Generic[T]):
+    """A function that the worker thread is to run between two batches."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function, self.is_wanted = function, True
+        self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+
+_WAKE_SECONDS: Final = 0.1
+"""Seconds between two times that loops are woken during a long evaluation."""
+
+
+def _nothing() -> None:
+    return None

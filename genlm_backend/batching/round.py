@@ -291,7 +291,6 @@ class Round:
         return self._told(range(len(self.callers)), [error] * len(self.callers))
 
     def _taken(self) -> list[Any]:
-        # Or batch and futures, pointing at each other by an error's frames, would stay.
         callers, self.callers = self.callers, [None] * len(self.callers)
         self.num_abandoned = len(callers)
         return callers
@@ -383,11 +382,7 @@ def as_weight(weight: Any) -> float:
 def evaluated(
     evaluate: Callable[[list[Any]], Any], queries: list[Any]
 ) -> tuple[list[Any], BaseException | None]:
-    """Return the results of a batch, or the error that all of its queries meet.
-
-    No frame that the error remembers knows the error, or it would stay until the garbage collector
-    comes by.
-    """
+    """Return the results of a batch, or the error that all of its queries meet."""
     if not queries:
         return [], None
     try:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Self, final
+from typing import Self
 
 from genlm_backend.readable import Readable
 
@@ -45,25 +45,3 @@ class BatcherStatistics(Readable):
         names = [field.name for field in fields(cls) if field.name != "batch_sizes"]
         numbers = {name: sum(getattr(one, name) for one in several) for name in names}
         return cls(**numbers, batch_sizes=MappingProxyType(dict(sorted(sizes.items()))))
-
-
-@final
-class Counts:
-    """Counters of a batcher, guarded by its lock."""
-
-    def __init__(self) -> None:
-        self.num_submitted = self.num_joined = self.num_skipped = self.num_failed = 0
-        self.batch_sizes: Counter[int] = Counter()
-
-    def statistics(self, num_pending: int, num_in_flight: int) -> BatcherStatistics:
-        """Return the counts as they are now."""
-        return BatcherStatistics(
-            num_submitted=self.num_submitted,
-            num_joined=self.num_joined,
-            num_skipped=self.num_skipped,
-            num_failed=self.num_failed,
-            num_batches=sum(self.batch_sizes.values()),
-            batch_sizes=MappingProxyType(dict(sorted(self.batch_sizes.items()))),
-            num_pending=num_pending,
-            num_in_flight=num_in_flight,
-        )

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Final, final
 
 from genlm_backend.errors import BatcherClosedError
-from genlm_backend.runtime.forks import finalize_here
 
 _ENDED: Final = "the worker thread has ended, as it does when the interpreter exits"
 
@@ -47,11 +46,7 @@ class _Calls(queue.SimpleQueue):
 
 @final
 class Worker:
-    """Runs calls one after another on a daemon thread that starts with the first of them.
-
-    The thread holds its queue and nothing else, so that a worker nobody refers to is collected;
-    it ends then, at ``stop()``, and at interpreter exit, each time after the calls in the queue.
-    """
+    """Runs calls one after another on a daemon thread that starts with the first of them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -78,7 +73,7 @@ class Worker:
                     raise
                 raise BatcherClosedError(f"asked while the interpreter exits: {error}") from error
             self._thread = thread
-            self._finalizer = finalize_here(self, _stop, self._calls, thread)
+            self._finalizer = weakref.finalize(self, _stop, self._calls, thread)
         self._calls.add(call)
 
     @property
@@ -109,8 +104,10 @@ def _work(calls: _Calls) -> None:
 
 
 def _stop(calls: _Calls, thread: threading.Thread) -> None:
-    calls.close()
-    _join(thread, calls.thread)
+    alive = [own for own in (thread, calls.thread) if own is not None and own.is_alive()]
+    if alive:  # a fork has no such thread
+        calls.close()
+        _join(*alive)
 
 
 def _join(*threads: threading.Thread | None) -> None:

@@ -1,20 +1,89 @@
-"""Answering: the work of a model's worker thread on a batch, over an evaluator."""
+"""Answering: the work of a model's worker thread on a batch, and its adapters by name."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import itertools
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, final
+from pathlib import Path
+from typing import Any, Final, cast, final
 
 import torch
 
-from genlm_backend.checks import shown
-from genlm_backend.errors import EvaluationError
-from genlm_backend.model.adapters import AdapterNames
+from genlm_backend.batching.round import presentable
+from genlm_backend.checks import checked, instance, shown, text
+from genlm_backend.errors import EvaluationError, UnknownAdapterError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.model.readout import LEAVING, answers_by_rows
+from genlm_backend.model.query import UNKNOWN_ADAPTER, Adapter
+from genlm_backend.model.readout import answers_by_rows, is_own
 from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
 from genlm_backend.model.scoring import Answer, Question
+
+ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
+"""Checks of what ``add_new_lora`` takes."""
+
+
+def check_adapter_name(lora_name: Any) -> None:
+    """Raise an ``UnknownAdapterError`` unless ``lora_name`` is a name, of whatever adapter."""
+    checked(ADAPTER_CHECKS, {"lora_name": lora_name}, UnknownAdapterError)
+
+
+@final
+class AdapterNames:
+    """Adapters that are loaded, by name.
+
+    A name can be used again for another adapter; the number of its load cannot, so that what is
+    asked, cached or waiting is told apart by it. An adapter whose name another one has taken
+    answers what was asked with it until it is removed. Changed by one thread, read by any.
+    """
+
+    def __init__(self) -> None:
+        # Both are replaced whole, since any thread reads them.
+        self._named: Mapping[str, Adapter] = {}
+        self._loaded: frozenset[Adapter] = frozenset()
+        self._numbers = itertools.count(1)
+
+    def new(self, name: str) -> Adapter:
+        """Return an adapter of that name, which is not loaded yet."""
+        plain = str.__str__(name)  # and no subclass, which another process may not have
+        return Adapter(plain, next(self._numbers))
+
+    def add(self, adapter: Adapter) -> Adapter | None:
+        """Bind a name to an adapter that has been loaded; return the one that had the name."""
+        replaced = self._named.get(adapter.name)
+        self._loaded |= {adapter}
+        self._named = {**self._named, adapter.name: adapter}
+        return replaced
+
+    def remove(self, adapter: Adapter) -> None:
+        """Forget an adapter."""
+        self._named = {name: a for name, a in self._named.items() if a != adapter}
+        self._loaded -= {adapter}
+
+    def get(self, name: str) -> Adapter:
+        """Return the adapter of a name."""
+        named = self._named
+        if name not in named:
+            known = ", ".join(map(repr, sorted(named))) or "none are"
+            raise UnknownAdapterError(
+                f"{UNKNOWN_ADAPTER.format(name)} ({known}); see add_new_lora()"
+            )
+        return named[name]
+
+    def check(self, query: Question) -> None:
+        """Raise the error of a query whose adapter has gone since it was asked."""
+        error = self.error_of(query)
+        if error is not None:
+            raise error
+
+    def error_of(self, query: Question) -> UnknownAdapterError | None:
+        """Return the error of a query whose adapter has gone since it was asked, or ``None``."""
+        adapter = query.adapter
+        if adapter is None or adapter in self._loaded:
+            return None
+        return UnknownAdapterError(
+            f"the LoRA adapter {adapter.name!r} has been removed or replaced since it was asked for"
+        )
 
 
 @final
@@ -51,14 +120,12 @@ class Answering:
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
         """Return one answer, or the error of those who asked, for each question of a batch."""
-        # No variable here holds what the evaluator has answered: an error among it remembers this
-        # frame, which must not know it in turn.
         num_clears = self._rows.num_clears
         refused = self._refused(questions)
-        if not refused:
-            return self._found(questions, self._evaluated(questions), num_clears)
-        known = [question for question in questions if question not in refused]
+        known = [q for q in questions if q not in refused] if refused else questions
         answers = iter(self._found(known, self._evaluated(known), num_clears) if known else ())
+        if not refused:
+            return [*answers]
         return [refused[q] if q in refused else next(answers) for q in questions]
 
     def _evaluated(self, questions: Sequence[Question]) -> Any:
@@ -115,11 +182,10 @@ class Answering:
             if isinstance(answer, Exception) or question.is_answered_by(answer, size):
                 return answer
             wanted, got = question.wanted.format(vocab_size=size), shown(answer)
-        except Exception as error:  # of a readout of a program's own
-            return error
-        except LEAVING as error:
-            return EvaluationError(f"{question.answered_by} ended with {error!r}")
-        verb = question.answered_by or self._verb
+        except (Exception, SystemExit) as error:  # of a readout of a program's own
+            return cast(Exception, presentable(error))
+        kind = type(question)
+        verb = f"{kind.__name__}.of_rows" if is_own(kind) else self._verb
         return EvaluationError(f"{verb} must return {wanted}, or an exception, got {got}")
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from genlm_backend.batching import Batcher, BatcherBase, BatchPolicy
+from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.checks import (
     Check,
     absolute_path,
@@ -34,8 +34,12 @@ from genlm_backend.errors import (
     PictureError,
     UnknownAdapterError,
 )
-from genlm_backend.model.adapters import ADAPTER_CHECKS, AdapterNames, check_adapter_name
-from genlm_backend.model.answering import Answering
+from genlm_backend.model.answering import (
+    ADAPTER_CHECKS,
+    AdapterNames,
+    Answering,
+    check_adapter_name,
+)
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context, listed_contexts
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
@@ -137,7 +141,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._answering = Answering(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
         self._last_counts: EvaluatorCounts | None = None  # of an evaluator that is closed
-        self._batcher: BatcherBase[Question, Any] = self._asking(BatchPolicy(timeout=timeout))
+        self._batcher: Batcher[Question, Any] = self._asking(BatchPolicy(timeout=timeout))
         evaluator.check_wanted = self._batcher.check_wanted
         try:
             info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
@@ -170,7 +174,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         died = ", has died" if self._evaluator.has_died else ""
         return f"<{name} of {size} token ids{device}, {kept}{states}{died}>"
 
-    def _asking(self, policy: BatchPolicy) -> BatcherBase[Question, Any]:
+    def _asking(self, policy: BatchPolicy) -> Batcher[Question, Any]:
         """Make the batcher of questions, once."""
         asked = self._answering
         options = {"weight": asked.weight, "computed_with": asked.computed_with}

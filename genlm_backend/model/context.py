@@ -5,16 +5,18 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Self, final, overload
+from typing import Any, Final, NamedTuple, Self, final, overload
 
 import numpy as np
 
 from genlm_backend.checks import MAX_VOCAB, integer, listed, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError, PictureError
-from genlm_backend.model.beginnings import TOKENS_PER_BLOCK, Beginnings
 from genlm_backend.prefix import NOWHERE, Place
 from genlm_backend.tokenization import Token
 from genlm_backend.vision.pictures import Pictures
+
+TOKENS_PER_BLOCK: Final = 512
+"""Number of token ids that are packed together."""
 
 _ID = struct.Struct("i")
 _BLOCK: Final = TOKENS_PER_BLOCK * _ID.size
@@ -218,6 +220,96 @@ class Context(Sequence[int]):
         return f"Context([{self[0]}, … {self[-1]}], {size} ids{begins})"
 
 
+class _Block(NamedTuple):
+    """Ids that have been checked, as many as a block has."""
+
+    ids: list[int]
+    packed: bytes
+    like_bools: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ids: list[int], packed: bytes) -> _Block:
+        """Return a block of plain integers."""
+        return cls(ids, packed, tuple([index for index, i in enumerate(ids) if i < 2]))
+
+
+@final
+class _Beginnings:
+    """The blocks that a list most likely begins with: those of one that came before it.
+
+    To compare ids with known ones costs a fraction of what it costs to check and to convert them.
+    A beginning is known once two lists in a row have had it, so that lists that have nothing in
+    common cost nothing more. Any thread may call it.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[_Block, ...] = ()
+        self._last: tuple[list[Any], tuple[bytes, ...]] = ([], ())
+
+    def find(self, ids: list[Any]) -> tuple[bytes, ...]:
+        """Return the packed blocks that ``ids`` are known to begin with."""
+        if len(ids) < TOKENS_PER_BLOCK:
+            return ()
+        found = _shared(ids, self._known)
+        last, packed = self._last
+        if not found and packed and _begin_alike(ids, last):
+            self._known = _blocks(last, packed)
+            found = _shared(ids, self._known)
+        return found
+
+    def keep(self, num_found: int, ids: list[Any], blocks: tuple[bytes, ...]) -> None:
+        """Remember the packed blocks of checked ids after those that have been found."""
+        if not blocks:
+            return
+        if not num_found:
+            self._last = ids, blocks
+        elif num_found == len(known := self._known):
+            self._known = (*known, *_blocks(ids, blocks))
+
+
+def _begin_alike(ids: list[Any], others: list[Any]) -> bool:
+    first, second = ids[:TOKENS_PER_BLOCK], others[:TOKENS_PER_BLOCK]
+    return _are_integers(first) and _are_integers(second) and first == second
+
+
+def _are_integers(ids: list[Any]) -> bool:
+    """Whether all values are integers of Python, or bools, of which comparing tells the truth.
+
+    A tensor of eight bits equals every integer that has the same last ones, and the sum of
+    integers and anything else is no integer.
+    """
+    try:
+        return type(sum(ids)) is int
+    except Exception:  # whatever adding raises: who converts the ids says of which
+        return False
+
+
+def _blocks(ids: list[Any], packed: tuple[bytes, ...]) -> tuple[_Block, ...]:
+    """Return blocks of ids, as far as they are plain integers, which do not change."""
+    made: list[_Block] = []
+    for number, part in enumerate(packed):
+        own = ids[number * TOKENS_PER_BLOCK : (number + 1) * TOKENS_PER_BLOCK]
+        if set(map(type, own)) != {int}:
+            break
+        made.append(_Block.of(own, part))
+    return tuple(made)
+
+
+def _shared(ids: list[Any], blocks: tuple[_Block, ...]) -> tuple[bytes, ...]:
+    """Return the packed form of the blocks that ids begin with."""
+    found: list[bytes] = []
+    start = 0
+    for block in blocks:  # one after another, so that each is read from memory once
+        own = ids[start : start + TOKENS_PER_BLOCK]
+        if not _are_integers(own) or own != block.ids:
+            break
+        if block.like_bools and {type(own[index]) for index in block.like_bools} != {int}:
+            break
+        found.append(block.packed)
+        start += TOKENS_PER_BLOCK
+    return tuple(found)
+
+
 @final
 class Contexts:
     """The contexts of one model."""
@@ -226,15 +318,10 @@ class Contexts:
         self.vocab_size = vocab_size
         self.image_token_id: int | None = None
         self.image_reader = "transformers"
-        self._beginnings = Beginnings()
+        self._beginnings = _Beginnings()
 
     def of(self, token_ids: Any, name: str = "token_ids") -> Context:
-        """Return token ids as a ``Context`` of this model, without a look at those of one.
-
-        Accepts any iterable of Python or NumPy integers and one-dimensional integer arrays and
-        tensors. What becomes of a list afterwards does not matter. ``name`` is what messages call
-        them.
-        """
+        """Return token ids as a ``Context`` of this model, without a look at those of one."""
         if isinstance(token_ids, Context):
             if token_ids.contexts is self:
                 return token_ids
@@ -391,10 +478,7 @@ def _listed(token_ids: Any, name: str) -> list[Any]:
 
 
 def _num_rows(ids: Any) -> int:
-    """Return the number of rows of token ids in two dimensions, as tokenizers return; 0 of others.
-
-    The texts of a batch are so, and a single one too where tensors are asked for.
-    """
+    """Return the number of rows of token ids in two dimensions; 0 of others."""
     if hasattr(ids, "ndim"):
         return ids.shape[0] if ids.ndim == 2 else 0
     is_list = isinstance(ids, (list, tuple)) and len(ids)

@@ -68,12 +68,7 @@ def draw_token(
     uniform: Callable[[], float],
     error: type[Exception] = EvaluationError,
 ) -> int:
-    """Return a token id drawn from the softmax of ``scores / temperature``.
-
-    Takes one random number, and none at temperature 0, where it returns the first of the largest
-    scores. Everything is NumPy's, on the calling thread: torch would wake a team of threads here,
-    which then competes with the one that the model computes with.
-    """
+    """Return a token id drawn from the softmax of ``scores / temperature``."""
     largest = scores.max()
     check_possible(largest, error)
     if temperature == 0:
@@ -93,10 +88,7 @@ def weights_of(
 def tempered(
     scores: NDArray[np.float32], largest: np.float32, temperature: float
 ) -> NDArray[np.float32]:
-    """Return scores less the largest of them and divided by a temperature, in a new array.
-
-    However large or small the temperature is, what is impossible stays so, and nothing overflows.
-    """
+    """Return scores less the largest of them and divided by a temperature, in a new array."""
     # One array for all steps, whose memory is used again: the pages of new ones would cost more
     # than the arithmetic.
     found = spare_memory.take(scores.shape, np.float32)

@@ -318,11 +318,7 @@ _NUM_BLOCKS: Final = 256
 
 
 def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw | EvaluationError]:
-    """Return draws from rows on a device, which stay there; see ``Drawing.of_rows``.
-
-    The cumulative sum of each row is inverted as ``invert`` does: sums of blocks are searched, and
-    then one block, in float64.
-    """
+    """Return draws from rows on a device, which stay there; see ``Drawing.of_rows``."""
     device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
     points = np.array([drawing.uniform for drawing in drawings])
     scores, cuts = rows, [_cuts_of(drawing) for drawing in drawings]

@@ -46,7 +46,6 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
         beside: What is told of them beside their scores; ``None`` where there are none.
         is_read_off: Whether its answer is made of rows, where these are: the row itself is none.
         keeps_row: Whether its answer is a row that may be kept.
-        answered_by: Who answers it in the evaluator's place, as errors say it; empty for nobody.
         weight: How much it counts for in a batch.
         wanted: The answer, as errors say it.
     """
@@ -58,7 +57,6 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     beside: ClassVar[None] = None
     is_read_off: ClassVar[bool] = False
     keeps_row: ClassVar[bool] = True
-    answered_by: ClassVar[str] = ""
     weight: ClassVar[float] = 1.0
     wanted: ClassVar[str] = "a Row of float32 [{vocab_size}] for each query"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import io
 import pickle
-from asyncio import CancelledError
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast, final
 
 import torch
 
+from genlm_backend.batching.round import presentable
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.context import Context
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class Readout(abc.ABC):
     """A question whose answer is a function of the row behind a context.
 
-    It is asked in the batches of other questions, and answered where the row is: on the device of
-    the model, and in its process, so that only the answer travels. A kind of readouts is one class,
-    of values that pickle, and that are equal where their answers are.
+    It is asked in the batches of other questions, and answered on the device of the row. A kind of
+    readouts is one class, of values that are equal where their answers are. Only those of this
+    library are sent to a model in another process; for others the rows come here.
 
     Attributes:
         query: The context, and the adapter to read it with.
@@ -37,7 +37,6 @@ class Readout(abc.ABC):
         beside: What is told of them beside their scores; ``None`` where there are none.
         is_read_off: Whether its answer is made of rows, where these are.
         keeps_row: Whether its answer is a row that may be kept.
-        answered_by: Who answers it in the evaluator's place, as errors say it; empty for nobody.
         weight: How much it counts for in a batch.
         modifies_rows: Whether ``of_rows`` may modify its rows: they are a copy then.
     """
@@ -51,7 +50,6 @@ class Readout(abc.ABC):
     beside: ClassVar[None] = None
     is_read_off: ClassVar[bool] = True
     keeps_row: ClassVar[bool] = False
-    answered_by: str = ""
     weight: ClassVar[float] = 1.0
     modifies_rows: ClassVar[bool] = True
 
@@ -103,100 +101,29 @@ class Readout(abc.ABC):
         """
         (answer,) = read_off([self], [row])
         vocab_size = row.logprobs.shape[-1]
-        try:
-            if not isinstance(answer, Exception) and not self.is_answered_by(answer, vocab_size):
-                wanted = self.wanted.format(vocab_size=vocab_size)
-                answer = EvaluationError(f"the answer must be {wanted}, got {shown(answer)}")
-        except LEAVING as error:
-            answer = ended(self, error)
+        if not isinstance(answer, Exception) and not self.is_answered_by(answer, vocab_size):
+            wanted = self.wanted.format(vocab_size=vocab_size)
+            answer = EvaluationError(f"the answer must be {wanted}, got {shown(answer)}")
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-@final
-class OwnReadout(Readout):
-    """A readout of a class of a program's own, whose faults are of whoever asks it.
-
-    It is hashed once, so that one that is modified while it waits is still found, and its answer is
-    sent by itself, so that one that cannot be sent is missed by nobody else.
-    """
-
-    __slots__ = ("_hash", "_weight", "query", "readout")
-
-    modifies_rows = False  # as each kind has a copy made for itself
-
-    def __init__(self, readout: Readout) -> None:
-        self.query, self.readout = readout.query, readout
-        self._hash, self._weight = hash(readout), readout.weight
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not OwnReadout or self._hash != other._hash:
-            return False
-        own, its = self.readout, other.readout
-        return own is its or (type(own) is type(its) and bool(own == its))
-
-    def __reduce__(self) -> tuple[Any, tuple[Readout]]:
-        return OwnReadout, (self.readout,)
-
-    @property
-    def weight(self) -> float:
-        """How much it counts for in a batch."""
-        return self._weight
-
-    @property
-    def wanted(self) -> str:
-        """The answer, as errors say it."""
-        return self.readout.wanted
-
-    @property
-    def answered_by(self) -> str:
-        """The function of the class that answers it."""
-        return f"{type(self.readout).__name__}.of_rows"
-
-    @classmethod
-    def of_rows(cls, readouts: Sequence[OwnReadout], rows: torch.Tensor) -> Sequence[Any]:
-        """Return the answers, kind by kind."""
-        answers: list[Any] = [None] * len(readouts)
-        kinds: defaultdict[type[Readout], list[int]] = defaultdict(list)
-        for i, own in enumerate(readouts):
-            kinds[type(own.readout)].append(i)
-        for kind, indices in kinds.items():
-            table = rows if len(indices) == len(rows) else rows[indices]
-            found = _of_kind(kind, [readouts[i].readout for i in indices], table)
-            for i, answer in zip(indices, found, strict=True):
-                answers[i] = answer
-        return answers
-
-    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` is one to this question, of a vocabulary of that size."""
-        return self.readout.is_answered_by(answer, vocab_size)
-
-
-def confined(readout: Readout) -> Readout:
-    """Wrap a readout of a program's own in an ``OwnReadout``."""
-    return readout if is_ours(type(readout)) else OwnReadout(readout)
-
-
-def is_ours(kind: type[Readout]) -> bool:
-    """Return whether a kind of readouts is one of this library's."""
-    return kind.__module__.startswith(_PACKAGE)
+def is_own(kind: type) -> bool:
+    """Return whether a kind of questions is a program's own: it is read off here, from rows."""
+    return not kind.__module__.startswith(_PACKAGE)
 
 
 def answers_by_rows(
     evaluate: Callable[[Sequence[Question]], Any],
     questions: Sequence[Question],
     undefined_ids: Sequence[int] = (),
-    is_unknown: Callable[[Any], bool] | None = None,
+    is_unknown: Callable[[Any], bool] = lambda kind: True,
 ) -> Any:
     """Return answers to questions, among them readouts, by an evaluator that knows no readouts."""
     kinds = {kind for kind in set(map(type, questions)) if issubclass(kind, Readout)}
+    kinds = {kind for kind in kinds if is_unknown(kind)}
     unknown = {i for i, q in enumerate(questions) if type(q) in kinds} if kinds else set[int]()
-    if is_unknown is not None:
-        unknown = {i for i in unknown if is_unknown(questions[i])}
     if not unknown:
         return evaluate(questions)
     asked: list[Any] = [cast(Any, q).query if i in unknown else q for i, q in enumerate(questions)]
@@ -206,17 +133,13 @@ def answers_by_rows(
         return found  # for whoever asked to refuse
     answer_to = dict(zip(distinct, found, strict=True))
     answers = [answer_to[own] for own in asked]
-    try:
-        indices = [i for i in sorted(unknown) if isinstance(answers[i], Row)]
-        rows = [answers[i] for i in indices]
-        if undefined_ids and rows:
-            rows = rows_without(rows, torch.tensor(undefined_ids, dtype=torch.int64))
-        for i, answer in zip(indices, read_off([questions[i] for i in indices], rows), strict=True):
-            answers[i] = answer
-        return answers
-    finally:  # an error remembers this frame, which must not know it in turn
-        answer = None
-        del found, answer_to, answers
+    indices = [i for i in sorted(unknown) if isinstance(answers[i], Row)]
+    rows = [answers[i] for i in indices]
+    if undefined_ids and rows:
+        rows = rows_without(rows, torch.tensor(undefined_ids, dtype=torch.int64))
+    for i, answer in zip(indices, read_off([questions[i] for i in indices], rows), strict=True):
+        answers[i] = answer
+    return answers
 
 
 @final
@@ -230,17 +153,18 @@ class RowQuestions(NamedTuple):
         """Return the questions of some of the rows."""
         return RowQuestions([self.questions[i] for i in indices], self.undefined_ids)
 
+    @property
+    def has_own(self) -> bool:
+        """Whether one is a readout of a program's own."""
+        return any(is_own(type(question)) for of_row in self.questions for question in of_row)
+
     def packed_answers(self, rows: Sequence[Row]) -> bytes:
-        """Return the answers, ``packed``; rows come from wherever they are."""
+        """Return the answers, ``packed``."""
         here = torch.device("cpu")
         answers = [
             [each.to(here) if isinstance(each, Row) else each for each in of_row]
             for of_row in self.answers(rows)
         ]
-        for of_row, asked in zip(answers, self.questions, strict=True):
-            for k, (question, answer) in enumerate(zip(asked, of_row, strict=True)):
-                if question.answered_by or isinstance(answer, BaseException):
-                    of_row[k] = _sendable(answer)  # one that is none is its caller's alone
         return packed(answers)
 
     def answers(self, rows: Sequence[Row]) -> list[list[Any]]:
@@ -260,10 +184,7 @@ class RowQuestions(NamedTuple):
 
 
 def packed(value: Any) -> bytes:
-    """Return the bytes of answers, for ``pickle.loads``: fewer than torch makes of a tensor.
-
-    A tensor of two numbers is 78 bytes, and 408 as torch packs it.
-    """
+    """Return the bytes of answers, for ``pickle.loads``: fewer than torch makes of a tensor."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -319,49 +240,14 @@ def _of_kind(kind: type[Readout], readouts: list[Any], table: torch.Tensor) -> S
             found = [*found]  # which a sequence of a program's own may fail at
             if len(found) == len(readouts):
                 return found
-    except Exception as error:
-        return [error] * len(readouts)
-    except LEAVING as error:
-        return [EvaluationError(f"{kind.__name__}.of_rows raised {error!r}")] * len(readouts)
+    except (Exception, SystemExit) as error:
+        return [presentable(error)] * len(readouts)
     many = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
     said = f"{kind.__name__}.of_rows returned {many} for {len(readouts)} readouts"
     return [EvaluationError(said)] * len(readouts)
 
 
-LEAVING: Final = (SystemExit, GeneratorExit, CancelledError)
-"""Errors beside an ``Exception`` that a readout of a program's own raises for its asker alone."""
-
-
-def ended(readout: Readout, error: BaseException) -> EvaluationError:
-    """Return the error of whoever asked a readout that wants to end the program."""
-    return EvaluationError(f"{readout.answered_by or type(readout).__name__} ended with {error!r}")
-
-
-def is_only_here(question: Any) -> bool:
-    """Return whether another process could not import the class of a question.
-
-    That is one of a script, of a notebook, or of a function's own.
-    """
-    kind = type(question.readout) if type(question) is OwnReadout else type(question)
-    return kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
-
-
-def packed_apart(answer: Any) -> bytes:
-    """Return the bytes of an answer, ``packed``, or those of an error if it has none."""
-    return packed(_sendable(answer))
-
-
-def _sendable(answer: Any) -> Any:
-    """Return an answer, or an error if it cannot be packed."""
-    try:
-        pickle.loads(packed(answer))
-    except (Exception, *LEAVING) as error:  # whatever its own way of pickling raises
-        return EvaluationError(f"the answer of a readout cannot be sent: {error!r}")
-    return answer
-
-
 _PACKAGE: Final = "genlm_backend."
-
 
 MANY_ROWS: Final = 128
 """Rows that are read off at once: a table of 64 MB, of 131,072 tokens. One may be there often."""

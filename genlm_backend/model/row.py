@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, final
+from typing import Any, Final, Generic, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
@@ -164,36 +163,19 @@ def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield tables that rows are views of: the index of the first row of each, ``[n, vocab]``.
-
-    They are found by where rows lie in memory, which the first of them has to have.
-    """
+    """Yield tables that rows are views of: the index of the first row of each, ``[n, vocab]``."""
     start = 0
     while start < len(rows):
         stop, table, index = start + 1, rows[start].table, rows[start].index
-        if table is not None:
+        if table is None:
+            yield start, rows[start].logprobs[None]
+        else:
             while stop < len(rows):
                 row = rows[stop]
                 if row.table is not table or row.index != index + stop - start:
                     break
                 stop += 1
             yield start, table[index : index + stop - start]
-            start = stop
-            continue
-        first = rows[start].logprobs
-        width = len(first)
-        if first.is_contiguous():
-            num_bytes = first.untyped_storage().nbytes()
-            most = start + num_bytes // first.nbytes - int(first.storage_offset()) // width
-            address = first.data_ptr() + first.nbytes
-            while stop < min(most, len(rows)):
-                row = rows[stop].logprobs
-                if row.data_ptr() != address or not row.is_contiguous():
-                    break
-                stop, address = stop + 1, address + first.nbytes
-            yield start, first.as_strided((stop - start, width), (width, 1))
-        else:
-            yield start, first[None]
         start = stop
 
 
@@ -385,11 +367,7 @@ def scores_of_logits(
 def _log_softmax(
     logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities, float32, and log normalisers, by as few launches as CUDA takes.
-
-    The steps of ``_normalised`` read and write a table of a vocabulary seven times, which takes a
-    millisecond for 1,024 rows of 128,256.
-    """
+    """Return log-probabilities, float32, and log normalisers, by as few launches as CUDA takes."""
     if undefined_ids:
         ids = _ids_on(logits.device, tuple(undefined_ids))
         fill = logits.index_fill_ if in_place else logits.index_fill
@@ -436,7 +414,7 @@ def _normalised(
     largest = table.amax(-1, keepdim=True)
     # Sums of large ones would lose the logarithm.
     table = table.sub_(largest) if is_own else table - largest
-    return table, largest, _scratch.exp(table).sum(-1, keepdim=True).log_()
+    return table, largest, table.exp().sum(-1, keepdim=True).log_()
 
 
 @functools.lru_cache(maxsize=32)
@@ -446,47 +424,7 @@ def _ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
-@final
-class _Scratch(threading.local):
-    """Memory of one thread for the exponentials of a table, of which only sums are kept.
-
-    On the processor, memory that is touched for the first time costs about what is computed into
-    it: rows of 20 x 49,152 take 1.3 ms where fresh tables for each step made it 2.0, on one thread.
-    """
-
-    memory: torch.Tensor | None = None
-
-    def exp(self, table: torch.Tensor) -> torch.Tensor:
-        """Return the exponentials of a table of float32, until the thread asks for others."""
-        num_elements = table.numel()
-        if table.device.type != "cpu" or num_elements > _MAX_SCRATCH or table.requires_grad:
-            return table.exp()
-        if self.memory is None or len(self.memory) < num_elements:
-            with torch.inference_mode(False):  # or it could not be written to in another mode
-                self.memory = torch.empty(num_elements, dtype=torch.float32)
-        return torch.exp(table, out=self.memory[:num_elements].view(table.shape))
-
-
-_MAX_SCRATCH: Final = 1 << 24
-"""Largest number of elements that a thread keeps memory for: 64 MiB."""
-
-_scratch: Final = _Scratch()
-
-
-class Storable(Protocol):
-    """A value that can be kept: it knows its size, and can be moved. A tensor is one."""
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that it takes."""
-        ...
-
-    def to(self, device: Any, /) -> Any:
-        """Return it on ``device``."""
-        ...
-
-
-R = TypeVar("R", bound=Storable)
+R = TypeVar("R", bound=Any)
 
 
 @final
@@ -495,6 +433,12 @@ class RowCache(Generic[R]):
 
     Rows are stored and handed out as they are: whoever passes one on to be modified copies it.
     A row should own its memory, since a view would keep its whole batch alive.
+
+    Attributes:
+        num_bytes: Bytes of the rows stored now.
+        num_clears: How often everything was forgotten.
+        num_hits: How often ``get`` has found its row.
+        num_evicted: Rows dropped to stay within the budget.
     """
 
     def __init__(
@@ -508,10 +452,7 @@ class RowCache(Generic[R]):
         self._device: torch.device | None = optional(check_device)("device", device)
         self._lock = ProcessLock()
         self._rows: OrderedDict[Hashable, R] = OrderedDict()
-        self._bytes = 0
-        self.num_clears = 0
-        self._num_hits = 0
-        self._num_evicted = 0
+        self.num_bytes = self.num_clears = self.num_hits = self.num_evicted = 0
 
     def get(self, key: Hashable) -> R | None:
         """Return the row of ``key`` and mark it as used, or ``None``."""
@@ -521,7 +462,7 @@ class RowCache(Generic[R]):
             row = self._rows.get(key)
             if row is not None:
                 self._rows.move_to_end(key)
-                self._num_hits += 1
+                self.num_hits += 1
             return row
 
     def takes(self, num_bytes: int) -> bool:
@@ -548,35 +489,20 @@ class RowCache(Generic[R]):
             for key, row, size in kept:
                 old = self._rows.pop(key, None)
                 if old is not None:
-                    self._bytes -= old.nbytes
+                    self.num_bytes -= old.nbytes
                 self._rows[key] = row
-                self._bytes += size
-                while self._bytes > self.budget or len(self._rows) > most:
+                self.num_bytes += size
+                while self.num_bytes > self.budget or len(self._rows) > most:
                     _, dropped = self._rows.popitem(last=False)
-                    self._bytes -= dropped.nbytes
-                    self._num_evicted += 1
+                    self.num_bytes -= dropped.nbytes
+                    self.num_evicted += 1
 
     def clear(self) -> None:
         """Forget every row, and refuse those that are being computed now."""
         with self._lock.here:
             self._rows.clear()
-            self._bytes = 0
+            self.num_bytes = 0
             self.num_clears += 1
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the rows stored now."""
-        return self._bytes
-
-    @property
-    def num_hits(self) -> int:
-        """How often ``get`` has found its row."""
-        return self._num_hits
-
-    @property
-    def num_evicted(self) -> int:
-        """Rows dropped to stay within the budget."""
-        return self._num_evicted
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -11,7 +11,6 @@ import torch
 from genlm_backend.checks import check_names, checked, integer, optional, sequence, switch
 from genlm_backend.model.draw import TEMPERATURE, as_scores, draw_token
 from genlm_backend.model.drawing import Drawing
-from genlm_backend.model.ends import listed_ids
 from genlm_backend.model.query import Query, check_known_ids
 
 
@@ -104,3 +103,17 @@ def default_ends(
     of_tokenizer = listed_ids(getattr(tokenizer, "eos_token_id", None))
     found = (frozenset(filter(is_token, ids)) for ids in (own, of_tokenizer) if ids is not None)
     return next(filter(None, found), frozenset())
+
+
+def listed_ids(value: Any) -> tuple[int, ...] | None:
+    """Return the ``eos_token_id`` of a generation config or a tokenizer, as several ids."""
+    if value is None:
+        return None
+    values = value.tolist() if hasattr(value, "tolist") else value
+    several: Iterable[Any] = values if isinstance(values, Iterable) else [values]
+    return tuple(int(one) for one in several if isinstance(one, (int, np.integer)))
+
+
+def ends_of_model(model: Any) -> tuple[int, ...] | None:
+    """Return the ids that the generation config of a model of transformers names, as it is now."""
+    return listed_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))

@@ -171,14 +171,12 @@ class Scoring:
         start: Number of tokens of the prompt; at least 1.
         beside: What is told of each token beside its log-probability.
         keeps_row: Whether its answer is a row that may be kept.
-        answered_by: Who answers it in the evaluator's place, as errors say it; empty for nobody.
     """
 
     text: Query
     start: int
     beside: Beside = NOTHING
     keeps_row: ClassVar[bool] = False
-    answered_by: ClassVar[str] = ""
 
     @property
     def adapter(self) -> Adapter | None:
@@ -254,10 +252,7 @@ def check_scorings(
     adapter: Adapter | None = None,
     beside: Beside = NOTHING,
 ) -> list[Scoring]:
-    """Return the scorings of continuations, each behind its own prompt, or all behind one.
-
-    The longest context that one asks about, which is the text without its last token, has to fit.
-    """
+    """Return the scorings of continuations, each behind its own prompt, or all behind one."""
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
         prompt = prompts if isinstance(prompts, Context) else before  # an iterator has been read
@@ -299,20 +294,45 @@ async def scores_of_rows(
     chunk_size: int,
 ) -> list[torch.Tensor]:
     """Return the scores of texts by way of rows, for models that score nothing themselves."""
-    scores = _RowScores(scorings, chunk_size)
-    for queries in scores.chunks():
-        scores.put(await ask(queries))
-    return scores.tensors()
+    found = [
+        numbers_of_rows(await ask(queries), targets, scorings[0].beside)
+        for queries, targets in _chunks(scorings, chunk_size)
+    ]
+    return _parted(scorings, found)
 
 
 def scores_of_rows_sync(
     scorings: Sequence[Scoring], ask: Callable[[list[Query]], torch.Tensor], chunk_size: int
 ) -> list[torch.Tensor]:
     """Return the same scores as ``scores_of_rows``, from rows that nobody has to await."""
-    scores = _RowScores(scorings, chunk_size)
-    for queries in scores.chunks():
-        scores.put(ask(queries))
-    return scores.tensors()
+    found = [
+        numbers_of_rows(ask(queries), targets, scorings[0].beside)
+        for queries, targets in _chunks(scorings, chunk_size)
+    ]
+    return _parted(scorings, found)
+
+
+def _chunks(
+    scorings: Sequence[Scoring], chunk_size: int
+) -> Iterator[tuple[list[Query], list[int]]]:
+    """Yield the prefixes of texts, some at a time, and the token that is scored after each."""
+    places = [
+        (scoring.text, end)
+        for scoring in scorings
+        for end in range(scoring.start, len(scoring.text.context))
+    ]
+    for begin in range(0, len(places), chunk_size):
+        chunk = places[begin : begin + chunk_size]
+        yield (
+            [text.prefix(end) for text, end in chunk],
+            [text.token_ids[end] for text, end in chunk],
+        )
+
+
+def _parted(scorings: Sequence[Scoring], found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the scores of each text, with memory of its own."""
+    scores = torch.cat(found) if found else _no_scores(scorings[0].beside if scorings else NOTHING)
+    return [part.clone() for part in scores.split([own.num_targets for own in scorings])]
 
 
 @torch.inference_mode()
@@ -354,40 +374,6 @@ def _ranks(rows: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> tor
         return torch.tensor(counts, dtype=torch.int64)
     columns = torch.arange(rows.shape[1], dtype=torch.int64, device=rows.device)
     return ((rows > logprobs) | ((rows == logprobs) & (columns < ids))).sum(1)
-
-
-@final
-class _RowScores:
-    """Scores of texts from the rows of their prefixes, a chunk of rows at a time."""
-
-    def __init__(self, scorings: Sequence[Scoring], chunk_size: int) -> None:
-        self._scorings = scorings
-        self._chunk_size = chunk_size
-        self._targets: list[int] = []
-        self._beside = scorings[0].beside if scorings else NOTHING
-        self._found: list[torch.Tensor] = []
-
-    def chunks(self) -> Iterator[list[Query]]:
-        """Yield the queries of each chunk, whose rows are to be put in before the next one."""
-        places = [
-            (scoring.text, end)
-            for scoring in self._scorings
-            for end in range(scoring.start, len(scoring.text.context))
-        ]
-        for begin in range(0, len(places), self._chunk_size):
-            chunk = places[begin : begin + self._chunk_size]
-            self._targets = [text.token_ids[end] for text, end in chunk]
-            yield [text.prefix(end) for text, end in chunk]
-
-    def put(self, rows: torch.Tensor) -> None:
-        """Take the targets' numbers from the rows of the last chunk: ``[n, vocab]``."""
-        self._found.append(numbers_of_rows(rows, self._targets, self._beside))
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the scores of each text, once all rows were put in."""
-        found = torch.cat(self._found) if self._found else _no_scores(self._beside)
-        parts = found.split([scoring.num_targets for scoring in self._scorings])
-        return [part.clone() for part in parts]  # each with memory of its own
 
 
 def _no_scores(beside: Beside) -> torch.Tensor:

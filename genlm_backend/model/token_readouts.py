@@ -19,7 +19,7 @@ from genlm_backend.checks import function, integer, listed, sequence, shown
 from genlm_backend.errors import OptionTypeError
 from genlm_backend.model.draw import as_ids_or_bools, packed_mask
 from genlm_backend.model.query import Query, check_known_ids
-from genlm_backend.model.readout import Readout, confined, is_ours
+from genlm_backend.model.readout import Readout, is_own
 from genlm_backend.model.row import spare_memory
 
 
@@ -56,34 +56,35 @@ ReadoutOf: TypeAlias = Callable[[Query], Readout]
 
 
 def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
-    """Return the readout that ``make`` makes of a query; one of a program's own is ``confined``."""
-    return _confined(function("readout", make)(query), query)
+    """Return the readout that ``make`` makes of a query."""
+    return _checked(function("readout", make)(query), query)
 
 
 def readouts_of(make: Callable[[Query], Any], queries: Sequence[Query]) -> list[Readout]:
     """Return the readouts that ``make`` makes of queries, in order; see ``readout_of``."""
     made = [function("readout", make)(query) for query in queries]
     # Those of this library are alike, and looked at together.
-    if all(issubclass(kind, Readout) and is_ours(kind) for kind in set(map(type, made))) and all(
+    if all(issubclass(kind, Readout) and not is_own(kind) for kind in set(map(type, made))) and all(
         map(operator.is_, map(_QUERY, made), queries)
     ):
         return made
-    return [_confined(readout, query) for readout, query in zip(made, queries, strict=True)]
+    return [_checked(readout, query) for readout, query in zip(made, queries, strict=True)]
 
 
 _QUERY: Final = operator.attrgetter("query")
 
 
-def _confined(readout: Any, query: Query) -> Readout:
+def _checked(readout: Any, query: Query) -> Readout:
     if not isinstance(readout, Readout):
         raise OptionTypeError(f"readout must make a Readout of the query, got {shown(readout)}")
     if getattr(readout, "query", None) is not query:
         name = type(readout).__name__
         raise OptionTypeError(f"readout must make one of the query, got a {name} of none or others")
     try:
-        return confined(readout)
+        hash(readout)
     except TypeError as error:
         raise OptionTypeError(f"readout must make a value that can be hashed: {error}") from error
+    return readout
 
 
 @final

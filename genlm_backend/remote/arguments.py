@@ -5,9 +5,6 @@ them under these until it is told to forget one. A context crosses as the number
 it extends and the tokens behind that. Numbers belong to an *epoch* and are never given twice in
 it. With arguments of another epoch, the far end forgets everything; where it does not know a
 number, it says so, and is sent everything again in an epoch of its own.
-
-A readout of a program's own is pickled by itself. One that cannot be, or that cannot be had at the
-far end, arrives as a ``PackedError`` in its place.
 """
 
 from __future__ import annotations
@@ -19,12 +16,10 @@ import pickle
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
+from typing import Any, Final, final
 
-from genlm_backend.errors import EvaluationError
 from genlm_backend.model.context import Context, unpickled
-from genlm_backend.model.readout import LEAVING, OwnReadout, ended
-from genlm_backend.remote.messages import NotKnown, PackedError
+from genlm_backend.remote.messages import NotKnown, Reply
 from genlm_backend.vision.pictures import Pictures
 
 MAX_CONTEXT_BYTES: Final = 1 << 28
@@ -40,36 +35,7 @@ _MOST_NEW: Final = 32
 """Tokens behind a context that is known; behind more, computing costs more than sending."""
 _OVERHEAD: Final = 512
 """Bytes of a context beside its ids, at both ends."""
-_LAST_NUMBER: Final = 1 << 30
-"""Number after which an epoch ends, so that all of them are of 32 bits."""
 _NOTHING: Final = -1
-
-
-class _Message(NamedTuple):
-    """Arguments as bytes, and what is new of what they refer to."""
-
-    epoch: bytes
-    first: int
-    bases: bytes
-    counts: bytes
-    tokens: bytes
-    pictures: dict[int, bytes]
-    dropped: bytes
-    arguments: bytes
-
-
-class Alone(NamedTuple):
-    """A readout of a program's own among the arguments of a verb, to be pickled by itself."""
-
-    readout: OwnReadout
-
-
-class _Reply(Protocol):
-    @property
-    def value(self) -> Any: ...
-
-
-R = TypeVar("R", bound=_Reply)
 
 
 @final
@@ -121,11 +87,11 @@ class Sender:
     def _begin(self) -> None:
         """Begin a message."""
         self._first = self._next
-        self._bases, self._counts, self._dropped = array("i"), array("i"), array("i")
+        self._bases, self._counts, self._dropped = array("q"), array("q"), array("q")
         self._tokens: list[bytes] = []
         self._new_pictures: dict[int, bytes] = {}
 
-    def asked(self, verb: str, arguments: tuple[Any, ...], ask: Callable[[bytes], R]) -> R:
+    def asked(self, verb: str, arguments: tuple[Any, ...], ask: Callable[[bytes], Reply]) -> Reply:
         """Return the reply to a verb."""
         if verb == "clear":
             self.forget()
@@ -137,8 +103,6 @@ class Sender:
 
     def packed(self, arguments: tuple[Any, ...]) -> bytes:
         """Return arguments as bytes."""
-        if self._next > _LAST_NUMBER:
-            self.forget()
         self._begin()
         buffer = io.BytesIO()
         try:
@@ -146,7 +110,7 @@ class Sender:
         except BaseException:  # what has got a number is not going to be sent
             self.forget()
             raise
-        message = _Message(
+        message = (
             self._epoch,
             self._first,
             self._bases.tobytes(),
@@ -157,7 +121,7 @@ class Sender:
             buffer.getvalue(),
         )
         self._begin()
-        return pickle.dumps(tuple(message), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
     def context(self, context: Context) -> int:
         """Return the number of a context's ids, which are sent where they are not known."""
@@ -182,17 +146,6 @@ class Sender:
                 return number, length
         return _NOTHING, 0
 
-    def readout(self, own: OwnReadout) -> bytes | PackedError:
-        """Return a readout as bytes, or the error of one that cannot be packed."""
-        buffer = io.BytesIO()
-        try:
-            _Pickler(buffer, self).dump(own)
-        except Exception as error:  # whatever its own way of pickling raises
-            return PackedError.of(error)
-        except LEAVING as error:
-            return PackedError.of(ended(own, error))
-        return buffer.getvalue()
-
     def pictures(self, pictures: Pictures) -> int:
         """Return the number of pictures, which are sent where they are not known."""
         number = self._pictures.find(pictures.key)
@@ -212,8 +165,6 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         """Return the number of a context or of pictures, and beside it a context's own."""
-        if type(obj) is Alone:
-            return self._sender.readout(obj.readout)
         if type(obj) is Context:
             number = self._sender.context(obj)
             return number if obj.pictures is None else (number, obj.pictures)
@@ -231,34 +182,30 @@ class Receiver:
 
     def arguments(self, packed: bytes) -> tuple[Any, ...] | None:
         """Return the arguments; ``None`` if they refer to what is not known here."""
-        message = _Message(*pickle.loads(packed))
-        if message.epoch != self._epoch:
-            self._epoch, self._known = message.epoch, {}
+        epoch, first, bases, counts, tokens, pictures, dropped, arguments = pickle.loads(packed)
+        if epoch != self._epoch:
+            self._epoch, self._known = epoch, {}
         try:
-            self._learn(message)
-            return _Unpickler(io.BytesIO(message.arguments), self._known).load()
+            self._learn(first, array("q", bases), array("q", counts), tokens)
+            for number, own in pictures.items():
+                self._known[number] = pickle.loads(own)
+            return _Unpickler(io.BytesIO(arguments), self._known).load()
         except _UnknownNumberError:
             return None
         finally:
-            for number in array("i", message.dropped):
+            for number in array("q", dropped):
                 self._known.pop(number, None)
 
-    def _learn(self, message: _Message) -> None:
-        """Keep the new contexts, each as one that extends another: it shares its blocks.
-
-        Where its keys and values are cached is remembered with it, and so of what extends it.
-        """
+    def _learn(self, first: int, bases: array[int], counts: array[int], tokens: bytes) -> None:
+        """Keep the new contexts, each as one that extends another: it shares its blocks."""
         known, start = self._known, 0
-        bases, counts = array("i", message.bases), array("i", message.counts)
-        for number, base, count in zip(itertools.count(message.first), bases, counts):
+        for number, base, count in zip(itertools.count(first), bases, counts):
             stop = start + 4 * count
             extended = _EMPTY if base == _NOTHING else known.get(base)
             if not isinstance(extended, Context):
                 raise _UnknownNumberError
-            known[number] = extended.followed_by(message.tokens[start:stop])
+            known[number] = extended.followed_by(tokens[start:stop])
             start = stop
-        for number, pictures in message.pictures.items():
-            known[number] = pickle.loads(pictures)
 
 
 class _UnknownNumberError(Exception):
@@ -275,18 +222,7 @@ class _Unpickler(pickle.Unpickler):
         self._known = known
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the context, the pictures or the readout that something stands for."""
-        if type(pid) is PackedError:
-            return pid
-        if type(pid) is bytes:
-            try:
-                return _Unpickler(io.BytesIO(pid), self._known).load()
-            except _UnknownNumberError:
-                raise
-            except Exception as error:  # whatever its module and its own way of pickling raise
-                return PackedError.of(error)
-            except LEAVING as error:
-                return PackedError.of(EvaluationError(f"a readout ended with {error!r}"))
+        """Return the context or the pictures that a number stands for."""
         number, pictures = (pid, None) if type(pid) is int else pid
         found = self._known.get(number)
         if found is None:

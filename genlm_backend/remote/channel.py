@@ -24,10 +24,7 @@ MAX_BYTES: Final = 64 << 20
 
 @final
 class Channel:
-    """Whole messages over a socket, whose other end may stop at any moment.
-
-    One thread sends and one receives.
-    """
+    """Whole messages over a socket, whose other end may stop at any moment."""
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
         self._socket = sock
@@ -81,10 +78,7 @@ class Channel:
 
 @final
 class SharedRows:
-    """A table of float32 that two processes have mapped, for rows that are not pickled.
-
-    It has no name: nothing of it is left once both have ended, however they did.
-    """
+    """A table of float32 that two processes have mapped, for rows that are not pickled."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

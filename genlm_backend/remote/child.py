@@ -27,11 +27,7 @@ _LOOK_SECONDS: Final = 0.2
 
 @final
 class Server:
-    """Carries requests of the parent process to the far end, and replies back, one by one.
-
-    A second thread reads the requests, so that it learns during a long one that nobody waits for
-    it any more, or that the parent process has ended, with which this one ends too.
-    """
+    """Carries requests of the parent process to the far end, and replies back, one by one."""
 
     def __init__(self, channel: Channel, rows: SharedRows, parent: int) -> None:
         self._channel, self._rows, self._parent = channel, rows, parent

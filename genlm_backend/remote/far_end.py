@@ -15,7 +15,7 @@ from genlm_backend.errors import (
     QueryDroppedError,
 )
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.model.readout import answers_by_rows, packed_apart
+from genlm_backend.model.readout import answers_by_rows
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Question
 from genlm_backend.remote.arguments import Receiver
@@ -23,7 +23,6 @@ from genlm_backend.remote.messages import (
     Answers,
     InTable,
     NotKnown,
-    PackedAnswer,
     PackedError,
     Reply,
     Request,
@@ -86,7 +85,7 @@ class FarEnd:
             return None
         if verb == "evaluate":
             self._rows = []
-            return self._all_answers(evaluator, *arguments)
+            return self._answers(evaluator, *arguments)
         return getattr(evaluator, verb)(*arguments)
 
     def _open(self, made_by: bytes, version: str | None = None) -> EvaluatorInfo:
@@ -120,26 +119,18 @@ class FarEnd:
         undefined_ids = () if self._omits_undefined else evaluator.undefined_ids
         return answers_by_rows(evaluator.evaluate, questions, undefined_ids)
 
-    def _all_answers(self, evaluator: Evaluator, asked: Sequence[Any]) -> Any:
-        """Return the answers to what is asked, with the errors of what could not be read."""
-        questions = [question for question in asked if type(question) is not PackedError]
-        found = self._evaluated(evaluator, questions) if questions else []
+    def _answers(self, evaluator: Evaluator, questions: Sequence[Question]) -> Any:
+        """Return answers without their rows, which are beside them."""
+        found = self._evaluated(evaluator, questions)
         if not isinstance(found, Sequence) or len(found) != len(questions):
             return found  # for whoever asked to refuse
-        answers = self._answers(questions, found)
-        left = iter(answers.answers)
-        every = [own if type(own) is PackedError else next(left) for own in asked]
-        return answers._replace(answers=every)
-
-    def _answers(self, questions: Sequence[Question], found: Sequence[Any]) -> Answers:
-        """Return answers without their rows, which are beside them."""
         rows = [answer for answer in found if is_row(answer)]
         width = len(rows[0].logprobs) if rows else 0
         self._rows = [row for row in rows if len(row.logprobs) == width]
         in_table = {id(row) for row in self._rows}
         answers = [
-            InTable(answer.normaliser) if id(answer) in in_table else sendable(question, answer)
-            for question, answer in zip(questions, found, strict=True)
+            InTable(answer.normaliser) if id(answer) in in_table else sendable(answer)
+            for answer in found
         ]
         return Answers(answers, width)
 
@@ -160,10 +151,8 @@ def is_row(answer: Any) -> bool:
     return is_float and row.ndim == 1 and not row.requires_grad
 
 
-def sendable(question: Question, answer: Any) -> Any:
+def sendable(answer: Any) -> Any:
     """Return an answer that is not in the table, as it is to be pickled."""
-    if question.answered_by and not isinstance(answer, BaseException):
-        return PackedAnswer(packed_apart(answer))
     if isinstance(answer, torch.Tensor):  # scores: a view would take what it is of along
         return answer.detach().cpu().clone()
     return PackedError.of(answer) if isinstance(answer, BaseException) else answer

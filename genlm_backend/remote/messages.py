@@ -11,7 +11,6 @@ import numpy as np
 
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.evaluator import EvaluatorCounts
-from genlm_backend.model.readout import LEAVING
 
 DROP: Final = "drop"
 """The verb that says that nobody waits for the request of that number any more."""
@@ -92,19 +91,6 @@ class InTable(NamedTuple):
     """A stand-in for a row whose log-probabilities are in a table."""
 
     normaliser: float | None
-
-
-class PackedAnswer(NamedTuple):
-    """The answer of a readout of a program's own, packed by itself."""
-
-    packed: bytes
-
-    def answer(self) -> Any:
-        """Return the answer, or an error if it cannot be had here."""
-        try:
-            return pickle.loads(self.packed)
-        except (Exception, *LEAVING) as error:  # whatever its own way of pickling raises
-            return EvaluationError(f"the answer of a readout cannot be read here: {error!r}")
 
 
 class Answers(NamedTuple):

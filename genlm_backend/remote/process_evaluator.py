@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import torch
 
 from genlm_backend.checks import function
-from genlm_backend.errors import EngineDiedError, OptionError, OptionTypeError
+from genlm_backend.errors import EngineDiedError, OptionError, OptionTypeError, QueryDroppedError
 from genlm_backend.model.evaluator import Evaluator
 from genlm_backend.model.row import own_table
-from genlm_backend.remote.child_process import ChildProcess
-from genlm_backend.remote.messages import Reply
+from genlm_backend.remote.channel import Channel, SharedRows
+from genlm_backend.remote.messages import DROP, Reply, Request
 from genlm_backend.remote.remote_evaluator import RemoteEvaluator
+from genlm_backend.runtime.progress import is_watched
 
+_LOOK_SECONDS: Final = 0.05
+"""Seconds between two looks at whether the process lives and whether anybody waits."""
+_LAST_LINES: Final = 50
+"""Lines of its output that are kept, for the error that tells how it ended."""
+_PROGRESS: Final = re.compile(r"\d%\|| \d+(\.\d+)?(it/s|s/it)\b|^\s*$")
+"""Lines that are not: those of a progress bar, and empty ones."""
 _CLOSING_SECONDS: Final = 0.4
 """Seconds that the process has to let go of what it holds, before it is killed."""
 
@@ -90,3 +106,156 @@ def pickled(name: str, value: Any) -> bytes:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever an object's own way of pickling raises
         raise OptionTypeError(f"{name} cannot be given to another process: {error}") from error
+
+
+@final
+class ChildProcess:
+    """A process that is asked by one thread at a time, and ends with whoever has started it."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._output: deque[str] = deque(maxlen=_LAST_LINES)
+        with contextlib.ExitStack() as undo:
+            self.rows = SharedRows.new()
+            undo.callback(self.rows.close)
+            here, there = socket.socketpair()
+            undo.callback(here.close)
+            reader, writer = -1, -1
+            with there:
+                reader, writer = os.pipe()
+                undo.callback(os.close, reader)
+                descriptors = (there.fileno(), self.rows.descriptor)
+                try:
+                    self._process = subprocess.Popen(
+                        _command(*descriptors),
+                        env=_environment(),
+                        stdin=subprocess.DEVNULL,
+                        stdout=writer,
+                        stderr=writer,
+                        pass_fds=descriptors,
+                        start_new_session=True,  # not of the terminal's foreground group
+                    )
+                finally:
+                    os.close(writer)
+            undo.pop_all()
+        self._finalizer = weakref.finalize(self, _kill, self._process, here, os.getpid())
+        self._channel = Channel(here, _LOOK_SECONDS)
+        relay = threading.Thread(
+            target=_relay, args=(reader, self._output), name="genlm-output", daemon=True
+        )
+        relay.start()
+        self._relay = relay
+
+    @property
+    def process_id(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is no more."""
+        return self._process.poll() is not None
+
+    def ask(self, verb: str, packed: bytes, check_wanted: Callable[[], None]) -> Reply:
+        """Return the reply to a request."""
+        self._number += 1
+
+        def look() -> None:
+            if self.has_ended:
+                raise EOFError
+            check_wanted()
+
+        try:
+            self._channel.send(_message(Request(self._number, verb, packed)), look)
+            while True:
+                reply: Reply = pickle.loads(self._channel.receive(look))
+                if reply.number == self._number:  # and not to one that was dropped
+                    return reply
+        except QueryDroppedError:
+            with contextlib.suppress(OSError, EOFError):
+                self._channel.send(_message(Request(self._number, DROP)), _give_up)
+            raise
+        except (EOFError, OSError):
+            if not self._finalizer.alive:
+                raise QueryDroppedError(
+                    "the process of the model was ended before the query was answered: the "
+                    "interpreter exits"
+                ) from None
+            raise self.how_it_ended() from None
+
+    def how_it_ended(self) -> EngineDiedError:
+        """Return the error that tells how the process has ended, which it has."""
+        try:
+            code = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            self.end(0)
+            return EngineDiedError(
+                f"the process {self.process_id} that the model lives in has closed its connection "
+                "and was ended; restart() loads it again"
+            )
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {_signal_name(-code)}"
+            how += ", as systems do that run out of memory" if -code == signal.SIGKILL else ""
+        self._relay.join(1)
+        said = "".join(self._output).strip()
+        return EngineDiedError(
+            f"the process {self.process_id} that the model lives in {how}; restart() loads it "
+            "again" + (f". It said last:\n{said}" if said else "")
+        )
+
+    def end(self, seconds: float) -> None:
+        """End the process: by itself if it does so within some seconds. Again has no effect."""
+        if self._process.poll() is None and seconds > 0 and self._channel.is_clear:
+            with contextlib.suppress(OSError, EOFError):
+                self._channel.send(_message(Request(self._number + 1, "close")), _give_up)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+        self._finalizer()
+        self.rows.close()
+
+
+def _message(request: Request) -> bytes:
+    return pickle.dumps(tuple(request), pickle.HIGHEST_PROTOCOL)
+
+
+def _give_up() -> None:
+    raise EOFError
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals
+        return f"signal {number}"
+
+
+def _command(*descriptors: int) -> list[str]:
+    arguments = (*descriptors, os.getpid(), int(is_watched()))
+    child = "genlm_backend.remote.child"
+    return [sys.executable, "-P", "-m", child, *map(str, arguments)]
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment, and where it finds modules."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+
+
+def _relay(reader: int, output: deque[str]) -> None:
+    """Print what comes out of a pipe on standard error, until its other end is closed."""
+    with open(reader, encoding="utf-8", errors="replace", newline="", buffering=1) as lines:
+        while text := lines.readline():
+            if not _PROGRESS.search(text):
+                output.append(text)
+            with contextlib.suppress(OSError, ValueError):  # nobody reads there any more
+                sys.stderr.write(text)
+                sys.stderr.flush()
+
+
+def _kill(process: subprocess.Popen[bytes], sock: socket.socket, owner: int) -> None:
+    sock.close()
+    if os.getpid() != owner:  # a fork has no children of its parent's
+        return
+    with contextlib.suppress(OSError):
+        process.kill()
+    process.wait()

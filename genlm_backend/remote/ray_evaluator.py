@@ -42,11 +42,7 @@ _ANSWER_SECONDS: Final = 5.0
 
 @final
 class EvaluatorActor:
-    """Carries out requests at the far end; rows go with the reply, through Ray's object store.
-
-    Ray runs ``ask`` on one thread and ``drop`` on another. An actor that Ray has restarted has no
-    evaluator until it is opened again.
-    """
+    """Carries out requests at the far end; rows go with the reply, through Ray's object store."""
 
     def __init__(self) -> None:
         self._end = FarEnd(_with_reply)

@@ -9,19 +9,19 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 
 from genlm_backend.errors import AdapterError, EngineDiedError
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.readout import answers_by_rows, is_only_here
+from genlm_backend.model.readout import answers_by_rows, is_own
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.prefix import TierName
-from genlm_backend.remote.arguments import Alone, Sender
-from genlm_backend.remote.messages import Answers, InTable, PackedAnswer, PackedError, Reply
+from genlm_backend.remote.arguments import Sender
+from genlm_backend.remote.messages import Answers, InTable, PackedError, Reply
 from genlm_backend.runtime.threads import frequent_switches
 from genlm_backend.vision.pictures import PictureRules
 
@@ -56,12 +56,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @abc.abstractmethod
     def _reply(self, verb: str, packed: bytes) -> Reply:
-        """Return the reply to a verb, whose arguments are packed, by way of its carrier.
-
-        Raises:
-            EngineDiedError: If the evaluator has ended.
-            QueryDroppedError: If nobody waits any more.
-        """
+        """Return the reply to a verb, whose arguments are packed, by way of its carrier."""
 
     @abc.abstractmethod
     def _started(self) -> Any:
@@ -69,11 +64,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @abc.abstractmethod
     def _end(self, is_kind: bool) -> None:
-        """End whatever it lives in; again has no effect.
-
-        Args:
-            is_kind: Whether it has a moment to let go of what it holds.
-        """
+        """End whatever it lives in; again has no effect."""
 
     @abc.abstractmethod
     def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
@@ -83,10 +74,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def open(self) -> EvaluatorInfo:
-        """Have the evaluator made over there; return what it is able to do.
-
-        Where that fails, nothing of it is left.
-        """
+        """Have the evaluator made over there; return what it is able to do."""
         self._sent_ids, self._sender = (), Sender()
         try:
             info = self._started()
@@ -123,9 +111,7 @@ class RemoteEvaluator(RestartableEvaluator):
             self.ask("undefined_ids", self.undefined_ids)
             self._sent_ids = self.undefined_ids
         asked = [question for question in questions if question.adapter not in self._lost]
-        found = (
-            answers_by_rows(self._answers, asked, self.undefined_ids, is_only_here) if asked else ()
-        )
+        found = answers_by_rows(self._answers, asked, self.undefined_ids, is_own) if asked else ()
         if not isinstance(found, Sequence) or len(found) != len(asked):
             return found  # for the caller to refuse
         answers = iter(found)
@@ -138,8 +124,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     def _answers(self, questions: Sequence[Question]) -> Sequence[Answer | Exception]:
         with frequent_switches():
-            asked = [Alone(cast(Any, own)) if own.answered_by else own for own in questions]
-            found = self.ask("evaluate", asked)
+            found = self.ask("evaluate", questions)
             if not isinstance(found, Answers):
                 return found  # for the caller to refuse
             known = [each.normaliser for each in found.answers if isinstance(each, InTable)]
@@ -244,8 +229,6 @@ class RemoteEvaluator(RestartableEvaluator):
 def _unpacked(answer: Any, rows: Iterator[Row]) -> Any:
     if isinstance(answer, InTable):
         return next(rows)
-    if isinstance(answer, PackedAnswer):
-        return answer.answer()
     return answer.error() if isinstance(answer, PackedError) else answer
 
 

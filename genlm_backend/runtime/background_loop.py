@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, Final, TypeVar, cast, final
+from typing import Any, Final, TypeVar, final
 
 from genlm_backend.errors import BatcherClosedError
-from genlm_backend.runtime.forks import ProcessLock, finalize_here
+from genlm_backend.runtime.forks import ProcessLock
 
 T = TypeVar("T")
 
@@ -21,12 +21,7 @@ _PASSES_AT_END: Final = 100
 
 @final
 class BackgroundLoop:
-    """An event loop that runs on a daemon thread, from construction to ``close()``.
-
-    One that nobody refers to any more ends by itself, and so does one that is there at the
-    interpreter's exit: whoever waits there for something on it is told. The thread holds the event
-    loop and nothing else. It belongs to the process that has made it.
-    """
+    """An event loop that runs on a daemon thread, from construction to ``close()``."""
 
     def __init__(self, name: str) -> None:
         self._name, self._is_closed, self._lock = name, False, ProcessLock()
@@ -36,13 +31,10 @@ class BackgroundLoop:
             target=_run, args=(self._loop,), name=f"genlm-{name}", daemon=True
         )
         thread.start()
-        self._finalizer = finalize_here(self, _end, self._loop, self._lock, thread)
+        self._finalizer = weakref.finalize(self, _end, self._loop, self._lock, thread)
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on the loop's thread, in the order of the calls.
-
-        After ``close()`` nothing is called.
-        """
+        """Call a function on the loop's thread, in the order of the calls."""
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
@@ -67,8 +59,6 @@ class BackgroundLoop:
         except BaseException:
             future.cancel()
             raise
-        finally:
-            del future  # which knows the error, which remembers this frame
 
     def _error(self) -> BatcherClosedError:
         if self._is_closed:
@@ -81,10 +71,7 @@ class BackgroundLoop:
         return not self._finalizer.alive or sys.is_finalizing()
 
     def close(self) -> None:
-        """End the thread, once what is left has ended or is cancelled; again has no effect.
-
-        A fork has no such thread, and nothing is done there.
-        """
+        """End the thread, once what is left has ended or is cancelled; again has no effect."""
         self._is_closed = True
         self._finalizer()
 
@@ -106,23 +93,16 @@ async def _end_all() -> None:
         await asyncio.sleep(0)
         if len(asyncio.all_tasks()) == 1:
             break
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        # One that is cancelled before it has begun could settle nothing.
-        begun = {task for task in others if _has_begun(task)}
-        for task in begun:
-            task.cancel()
-        await asyncio.gather(*begun, return_exceptions=True)
-        await asyncio.sleep(0)
-
-
-def _has_begun(task: asyncio.Task[Any]) -> bool:
-    coroutine = cast(Coroutine[Any, Any, Any], task.get_coro())
-    return inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _end(loop: asyncio.AbstractEventLoop, lock: ProcessLock, thread: threading.Thread) -> None:
+    if not thread.is_alive():  # a fork has no such thread
+        return
     with lock.here:  # or a coroutine might be sent to a loop that takes no more
-        if thread.is_alive():
-            loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join()

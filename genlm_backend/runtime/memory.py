@@ -14,10 +14,7 @@ CPU_LIMIT: Final = 4 << 30
 
 
 def cpu_budget() -> int:
-    """Return the bytes that one use takes of a machine's memory where nobody says.
-
-    A quarter of what is free, 4 GiB at most.
-    """
+    """Return the bytes that one use takes of a machine's memory where nobody says."""
     return min(CPU_LIMIT, int(free_memory() * CPU_FRACTION))
 
 

@@ -23,11 +23,7 @@ def tell(is_watched: bool) -> None:
 
 @contextlib.contextmanager
 def bars_where_seen() -> Iterator[None]:
-    """Turn the progress bars of transformers and of the hub off where nobody sees them.
-
-    By their own switch, which is put back at the end. The bar of reading a GGUF file is drawn
-    always, because no switch of transformers reaches it.
-    """
+    """Turn the progress bars of transformers and of the hub off where nobody sees them."""
     from transformers.utils import logging
 
     if is_watched() or not logging.is_progress_bar_enabled():

@@ -30,10 +30,7 @@ class SpareMemory:
         self._lock = threading.Lock()
 
     def take(self, shape: Shape, dtype: type[np.generic]) -> NDArray[Any]:
-        """Return an array with arbitrary contents.
-
-        It uses memory that is kept where there is some of this shape and dtype.
-        """
+        """Return an array with arbitrary contents."""
         key = (shape, np.dtype(dtype))
         memory = None
         # Waiting could be for ever: in a fork, the lock may be held by a thread that is not there.

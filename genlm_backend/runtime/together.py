@@ -24,15 +24,10 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        task = None
-        tasks.clear()  # an error that one of them met remembers this frame
 
 
 def in_threads(work: Callable[[slice], object], count: int, num_threads: int) -> None:
-    """Call ``work`` with consecutive slices of ``range(count)``, one in each of the threads.
-
-    The threads end with the call, so that a fork of the process misses none of them.
-    """
+    """Call ``work`` with consecutive slices of ``range(count)``, one in each of the threads."""
     bounds = [count * i // num_threads for i in range(num_threads + 1)]
     parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
     errors: list[BaseException] = []

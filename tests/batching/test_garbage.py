@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genlm_backend.batching import Batcher
-from genlm_backend.runtime.garbage import MANY_QUERIES, OBJECTS_PER_QUERY, fewer_collections
+from genlm_backend.runtime.threads import MANY_QUERIES, OBJECTS_PER_QUERY, fewer_collections
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 
-from genlm_backend.batching import Batcher, BatchPolicy, batcher, batcher_base, round, worker
+from genlm_backend.batching import Batcher, BatchPolicy, batcher, round, worker
 
-FILES = {module.__file__ for module in (batcher_base, batcher, round, worker)}
+FILES = {module.__file__ for module in (batcher, round, worker)}
 PATIENT = BatchPolicy(timeout=1000.0)
 
 

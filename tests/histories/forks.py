@@ -46,11 +46,11 @@ class Holding:
     def _hold(self, locks):
         with threads.frequent_switches():
             for lock in locks:
-                getattr(lock, "native", lock).acquire()
+                getattr(lock, "here", lock).acquire()
             self._is_held.set()
             assert self._may_go.wait(250)
             for lock in locks:
-                getattr(lock, "native", lock).release()
+                getattr(lock, "here", lock).release()
 
     def let_go(self):
         self._may_go.set()

@@ -26,15 +26,9 @@ from genlm_backend.llm import BatchedLM, Draw, Query, Readout, Row, StatelessEva
 from genlm_backend.model import token_readouts
 from genlm_backend.model.draw import PackedMask
 from genlm_backend.model.drawing import Drawing
-from genlm_backend.model.readout import (
-    RowQuestions,
-    answers_by_rows,
-    confined,
-    read_off,
-)
+from genlm_backend.model.readout import answers_by_rows, read_off
 from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
 from tests.llm.conftest import random_contexts, word_tokenizer
-from tests.llm.elsewhere import unruly
 from tests.llm.toy import VOCAB
 
 
@@ -143,16 +137,6 @@ async def test_masses_are_those_of_the_rows_tokens(lm, backend):
     first, second = await asyncio.gather(*(lm.next_token_log_masses([1], [[2]]) for _ in "ab"))
     first.zero_()
     assert float(second[0]) < 0
-
-
-def test_an_answer_that_cannot_be_read_elsewhere_is_its_callers_alone():
-    query = Query([1])
-    rows = [Row(torch.full((5,), -math.log(5)))] * 2
-    asked = RowQuestions([[confined(unruly.Bombs(query)), Entropy(query)], [Entropy(query)]])
-    found = pickle.loads(asked.packed_answers(rows))
-    assert isinstance(found[0][0], EvaluationError)
-    assert "the answer of a readout cannot be sent" in str(found[0][0])
-    assert [found[0][1], found[1][0]] == pytest.approx([math.log(5)] * 2)
 
 
 async def test_nothing_and_everything(lm):
@@ -414,9 +398,6 @@ async def test_readouts_of_many_contexts(lm):
         with pytest.raises(OptionTypeError, match="readout must"):
             lm.read_sync([1], wrong)
     assert lm.statistics().num_awaits == asked
-
-
-# ---------------------------------------------------------------- sent elsewhere
 
 
 # ---------------------------------------------------------------- any rows

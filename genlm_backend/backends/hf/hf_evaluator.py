@@ -28,9 +28,9 @@ from genlm_backend.backends.hf.support import (
     tried,
     vocab_width,
 )
-from genlm_backend.model.ends import ends_of_model
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.sampling import ends_of_model
 from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.prefix import KVCacheDtype
 from genlm_backend.runtime.threads import use_num_threads

@@ -36,8 +36,8 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from genlm_backend.backends.vllm.release import let_modules_be_scanned
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.ends import listed_ids
 from genlm_backend.model.row import Row, rows_of_logits
+from genlm_backend.model.sampling import listed_ids
 from genlm_backend.vision.pictures import image_token_id_of
 
 if TYPE_CHECKING:
@@ -200,13 +200,9 @@ class RowExtension:
         if get_tensor_model_parallel_rank() != 0 or not RowCapture.logits.keys() >= set(tags):
             RowCapture.logits.clear()
             return None
-        try:
-            own = pickle.loads(wanted)
-        except Exception:  # a class of a program's, say, whose module only that program has
-            return b""
         rows = RowCapture.take_rows(tags)
         RowCapture.logits.clear()
-        return own.packed_answers(rows)
+        return pickle.loads(wanted).packed_answers(rows)
 
     def forget_genlm_logits(self, tags: list[str]) -> None:
         """Let go of the logits of requests that have ended."""
@@ -314,20 +310,12 @@ class Core:
         """
         if self.is_local:
             rows = RowCapture.take_rows(tags)
-        elif wanted is None or (answers := self._read_elsewhere(tags, wanted)) is None:
+        elif wanted is None or wanted.has_own:
             rows = self._rows_from_elsewhere(tags)
         else:
-            return answers
-        return rows if wanted is None else wanted.answers(rows)
-
-    def _read_elsewhere(self, tags: list[str], wanted: RowQuestions) -> list[Any] | None:
-        """Return the answers of another process; ``None`` where it has not got a class of them."""
-        try:
             asked = pickle.dumps(wanted)
-        except Exception:  # of a readout of a program's own, which nobody can be sent
-            return None
-        answers = self._of_one_worker("read_genlm_rows", tags, asked)
-        return pickle.loads(answers) if answers else None
+            return pickle.loads(self._of_one_worker("read_genlm_rows", tags, asked))
+        return rows if wanted is None else wanted.answers(rows)
 
     def _rows_from_elsewhere(self, tags: list[str]) -> list[Row]:
         logprobs, normalisers = self._of_one_worker("take_genlm_rows", tags)

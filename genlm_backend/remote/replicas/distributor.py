@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, final
 
-from genlm_backend.batching import BatcherBase, BatcherStatistics, BatchPolicy
+from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import EngineDiedError
 from genlm_backend.model.evaluator import EvaluatorInfo
 from genlm_backend.model.scoring import Question
@@ -28,12 +28,8 @@ class _Sent(NamedTuple):
 
 
 @final
-class Distributor(BatcherBase[Question, Any]):
-    """Sends each question to the replica that answers it soonest, by what ``Router`` knows.
-
-    It is asked as a ``Batcher`` is. What is not a question runs on a thread of its own, and asks
-    all replicas.
-    """
+class Distributor(Batcher[Question, Any]):
+    """Sends each question to the replica that answers it soonest, by what ``Router`` knows."""
 
     def __init__(
         self,
@@ -42,8 +38,8 @@ class Distributor(BatcherBase[Question, Any]):
         name: str,
         is_back: Callable[[int, EvaluatorInfo], None],
     ) -> None:
-        super().__init__(name)
-        self.policy, self._replicas, self._is_back = policy, replicas, is_back
+        super().__init__(list, policy, name=name)  # which is asked nothing
+        self._replicas, self._is_back = replicas, is_back
         self._router = Router([None] * len(replicas), policy.max_batch_size)
         self._asked: dict[Question, tuple[Choice, int]] = {}
         self._left: deque[_Sent] = deque()  # whose callers wait no more
@@ -104,7 +100,7 @@ class Distributor(BatcherBase[Question, Any]):
     def _send(self, query: Question) -> Choice:
         self.check_open()
         with self._lock.here:
-            self._settle()
+            self._note_left()
             if not self._router.is_alive:
                 raise EngineDiedError(self._last_death)
             choice, count = self._asked.get(query, (None, 0))
@@ -116,9 +112,9 @@ class Distributor(BatcherBase[Question, Any]):
     def _ended(self, query: Question, choice: Choice) -> None:
         self._left.append(_Sent(query, choice))
         with self._lock.here:
-            self._settle()
+            self._note_left()
 
-    def _settle(self) -> None:
+    def _note_left(self) -> None:
         """Take note of those who wait no more."""
         while self._left:
             query, choice = self._left.popleft()
@@ -162,10 +158,6 @@ class Distributor(BatcherBase[Question, Any]):
 
     # ---------------------------------------------------------------- as a Batcher
 
-    @property
-    def _next_number(self) -> int:
-        return 0  # none waits here
-
     def set_policy(self, **fields: Any) -> None:
         """Replace fields of the policy of every replica."""
         policy = replace(self.policy, **fields)
@@ -184,7 +176,7 @@ class Distributor(BatcherBase[Question, Any]):
         for replica in self._replicas:
             replica.batcher.drain()
 
-    def drop(self, reason: str = "the query was dropped before it was answered") -> int:
+    def drop(self, reason: str | Exception = "the query was dropped before it was answered") -> int:
         """Settle every waiter with a ``QueryDroppedError``; return how many there were."""
         return sum(replica.batcher.drop(reason) for replica in self._replicas)
 

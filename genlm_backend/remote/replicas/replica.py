@@ -12,8 +12,7 @@ from typing import Any, Final, final
 
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.errors import BatcherClosedError, EngineDiedError, QueryDroppedError
-from genlm_backend.model.adapters import AdapterNames
-from genlm_backend.model.answering import Answering
+from genlm_backend.model.answering import AdapterNames, Answering
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.model.query import Adapter
 from genlm_backend.model.row import Row, RowCache

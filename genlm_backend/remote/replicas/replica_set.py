@@ -12,7 +12,7 @@ import torch
 
 from genlm_backend.batching import BatchPolicy
 from genlm_backend.errors import EngineDiedError, ModelStateError, OptionError
-from genlm_backend.model.adapters import AdapterNames
+from genlm_backend.model.answering import AdapterNames
 from genlm_backend.model.evaluator import (
     Evaluator,
     EvaluatorCounts,

@@ -1,16 +1,11 @@
 """Readouts of a program's own with faults, in a module that any process can import."""
 
-import asyncio
-import os
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from genlm_backend.llm import Query, Readout, Row
-
-HOME = os.getpid()
 
 
 @dataclass(unsafe_hash=True)
@@ -29,34 +24,11 @@ class Last(Readout):
         return isinstance(answer, float)
 
 
-class Bomb:
-    """A value that can be sent, and raises where it arrives."""
-
-    def __reduce__(self):
-        return int, ("no number",)
-
-
 class Whatever(Last):
     """A kind that takes whatever it gets."""
 
     def is_answered_by(self, answer, vocab_size):
         return True
-
-
-class Lambda(Whatever):
-    """A kind whose answers cannot be sent."""
-
-    @classmethod
-    def of_rows(cls, readouts, rows):
-        return [lambda: 0 for _ in readouts]
-
-
-class Bombs(Whatever):
-    """A kind whose answers cannot be received."""
-
-    @classmethod
-    def of_rows(cls, readouts, rows):
-        return [Bomb() for _ in readouts]
 
 
 class Leaving(Last):
@@ -82,27 +54,6 @@ class WholeRow(Whatever):
         return [Row(torch.zeros(rows.shape[1])) for _ in readouts]
 
 
-class Cancelling(Last):
-    """A kind that raises what cancels a task."""
-
-    @classmethod
-    def of_rows(cls, readouts, rows):
-        raise asyncio.CancelledError("its own")
-
-
-class _Exit:
-    def __reduce__(self):
-        return sys.exit, (3,)
-
-
-class Exits(Whatever):
-    """A kind whose answers end the program where they arrive."""
-
-    @classmethod
-    def of_rows(cls, readouts, rows):
-        return [_Exit() for _ in readouts]
-
-
 class Unsayable(Last):
     """A kind with answers that nobody can print."""
 
@@ -114,11 +65,3 @@ class Unsayable(Last):
 class _Unsayable:
     def __repr__(self):
         raise ZeroDivisionError("no repr")
-
-
-class WithoutAdapter(Last):
-    """A kind that knows nothing of adapters."""
-
-    @property
-    def adapter(self):
-        raise ZeroDivisionError("no adapter")
