@@ -101,7 +101,7 @@ class LlamaRunner(Runner):
         if logits.isnan().any():
             self.is_spoilt = True
             if not is_alone:
-                parts = [_Tokens(*(of[tokens.row == i] for of in tokens)) for i in own.tolist()]
+                parts = [_Tokens._make(of[tokens.row == i] for of in tokens) for i in own.tolist()]
                 return torch.cat([self._computed_apart(part) for part in parts])
         return logits
 

@@ -104,16 +104,17 @@ class Sequences:
             assert self._used[sequence] < self._now
             self.cut(sequence, 0)
             self._used[sequence] = self._now
-            holders = self._holders(slots[row], sizes[row])
+            size = int(sizes[row])
+            holders = self._holders(int(slots[row]), size)
             if len(holders):
-                self._copy(holders, sequence, int(sizes[row]))
-            elif sizes[row]:
+                self._copy(holders, sequence, size)
+            elif size:
                 self._restore(sequence, nodes, nodes.path(int(ends[row])))
         return rows
 
     def pin(self, nodes: Nodes, end: int) -> None:
         """Keep the path to a node in a sequence in which nothing goes on."""
-        holders = self._holders(nodes.slot[end], nodes.depth[end])
+        holders = self._holders(int(nodes.slot[end]), int(nodes.depth[end]))
         if not (self._used[holders] == _PINNED).any():
             self._used[self.place(nodes, np.array([end]))] = _PINNED
 
@@ -130,7 +131,7 @@ class Sequences:
             is_there = self._slots[:, : len(path)] == slots
             is_there &= np.arange(len(path)) < self._sizes[:, None]
             for size in (np.flatnonzero(is_there.any(axis=0)) + 1)[::-1].tolist():
-                holders = self._holders(slots[size - 1], size)
+                holders = self._holders(int(slots[size - 1]), size)
                 if len(holders):
                     self._copy(holders, sequence, size)
                     start = size

@@ -140,7 +140,7 @@ def test_idle_tokens_are_computed_again_and_others_once():
         steps.step([[1, 2, 3, i]])
     assert steps.num_computed == len(steps.cells.cells) == 6
     steps.step([[5, 6], [7, 8]])
-    steps.step([[1, 2, 3, 0, 4], [1, 2, 3, 0, 5]])  # of which 0 has gone
+    steps.step([[1, 2, 3, 1, 4], [1, 2, 3, 1, 5]])  # of which one token has gone
     assert steps.num_computed == 6 + 4 + 3
 
 
