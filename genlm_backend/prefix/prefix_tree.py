@@ -208,29 +208,6 @@ class PrefixTree:
             self.slots.free(slots)
         return len(taken)
 
-    def evict_slots(self, slots: Ints) -> bool:
-        """Free slots of a path that ends at a leaf; return whether none of them has to stay.
-
-        It is for stores that cannot keep what is in them, wherever that was used last. Nothing goes
-        where something is pinned or used since ``begin``. There is no host tier.
-        """
-        nodes = self.nodes
-        is_gone = np.zeros(self.slots.num_touched + 1, np.bool_)
-        is_gone[slots] = True
-        taken = np.flatnonzero(is_gone[nodes.slot[: nodes.num_made]]).astype(np.int32)
-        if (nodes.stamp[taken] >= self._now).any():
-            return False
-        taken = taken[np.argsort(-nodes.depth[taken], kind="stable")]
-        if len(taken):
-            own, above = nodes.slot[taken], nodes.parent[taken[-1]]
-            nodes.num_on_device[above] -= 1
-            nodes.num_on_device[taken] = 0
-            nodes.stamp[above] = max(nodes.stamp[above], nodes.stamp[taken].max())
-            self._num_linked -= len(taken)
-            self._evict_for_good(taken)
-            self.slots.free(own)
-        return True
-
     def num_cached(
         self, token_ids: Any, namespace: Hashable = None, tier: TierName | None = None
     ) -> int:

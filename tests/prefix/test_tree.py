@@ -198,22 +198,3 @@ def test_long_contexts_are_found_however_their_nodes_are_numbered(history):
         known.update(tuple(token_ids[:n]) for n in range(len(token_ids) + 1))
         nodes.check(nodes.table[nodes.table > 0])
     assert (nodes.table > 0).sum() == len(known) - 1
-
-
-def test_slots_of_the_end_of_a_path_are_given_up_unless_they_have_to_stay():
-    cache = make(20)
-    node = fill(cache, [1, 2, 3, 4])
-    own = np.array(slots_of(cache, node), np.int32)
-    assert not cache.evict_slots(own[2:])  # which are of this round
-    assert cache.num_cached([1, 2, 3, 4]) == 4
-    cache.begin()
-    assert cache.evict_slots(own[2:])
-    assert cache.num_cached([1, 2, 3, 4]) == cache.num_used == 2
-    cache.check_integrity()
-    cache.pin(cache.match([1, 2]))
-    cache.begin()
-    assert not cache.evict_slots(own[:2])
-    assert cache.num_cached([1, 2]) == 2
-    assert cache.evict_slots(own[2:])  # which are free already
-    fill(cache, [1, 2, 5])
-    cache.check_integrity()

@@ -39,16 +39,16 @@ class AsyncLlamaCppLM(BatchedLM):
     All concurrent awaits become batches of llama.cpp on one worker thread, which alone uses the
     model. The keys and values of every prefix seen are kept in llama.cpp's unified cache, within a
     budget, and are reused token by token: a fork of a context copies nothing. At most 255 contexts
-    that differ are kept at a time (127 of models with sliding windows), by the number of
-    llama.cpp's sequences, the least recently used ones going first. Of models with running states
+    that differ are kept at a time, by the number of llama.cpp's sequences; the least recently used
+    ones go first, and are computed again when they are asked for. Of models with running states
     (Mamba and hybrids) a context goes on from the last token behind which there is one, as it is
     behind each context that was asked. ``add_new_lora`` takes adapters in GGUF files. It needs the
     extra ``llama-cpp``.
 
     Args:
         model_path: The GGUF file, or the first one of a model in several files.
-        batch_size: Number of distinct contexts evaluated at once: at most 127, 63 with sliding
-            windows, and half as many as there are running states.
+        batch_size: Number of distinct contexts evaluated at once: at most 127, and half as many as
+            there are running states.
         timeout: Seconds that the first query of a batch may wait for others.
         kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp takes at once; 0 keeps
             none. Running states have half of them, or all where no layer has keys. Default: those
@@ -72,8 +72,7 @@ class AsyncLlamaCppLM(BatchedLM):
             file says, for texts and for turns of a chat.
 
     Raises:
-        MissingExtraError: (``ImportError``) Without llama-cpp-python, or with a release that lacks
-            something.
+        MissingExtraError: (``ImportError``) Without llama-cpp-python.
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds, or there is no memory for it.
         ModelNotFoundError: (``OSError``) If there is no such file, or it is no GGUF file.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -26,11 +23,7 @@ _WHOLE_PIECE: Final = 256
 
 @final
 class GGUFModel:
-    """A model of llama.cpp, loaded from a GGUF file; closed by ``close()``.
-
-    The file is first loaded by a process of its own, since llama.cpp ends its process at some that
-    are malformed.
-    """
+    """A model of llama.cpp, loaded from a GGUF file; closed by ``close()``."""
 
     def __init__(
         self, path: str | Path, num_gpu_layers: int = 0, *, vocab_only: bool = False
@@ -39,7 +32,6 @@ class GGUFModel:
         self._reading = threading.Lock()
         self.path = str(path)
         _check_file(Path(self.path))
-        _check_survived(self.path, num_gpu_layers)
         lib = self._lib = library()
         if num_gpu_layers and not lib.llama_supports_gpu_offload():
             raise OptionError(
@@ -186,21 +178,6 @@ def _check_file(path: Path) -> None:
         begin = file.read(len(_MAGIC))
     if begin != _MAGIC:
         raise ModelNotFoundError(f"{str(path)!r} is no GGUF file: it begins with {begin!r}")
-
-
-def _check_survived(path: str, num_gpu_layers: int) -> None:
-    """Raise an error for a file at which llama.cpp ends its process, which is another one here."""
-    command = [sys.executable, str(Path(__file__).with_name("trial.py")), path, str(num_gpu_layers)]
-    paths = os.pathsep.join(filter(None, sys.path))
-    environment = {**os.environ, "PYTHONPATH": paths, "GGML_NO_BACKTRACE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, check=False)
-    if done.returncode < 0:
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        said = [line for line in lines if "ASSERT" in line or "what()" in line] or lines[-1:]
-        raise UnsupportedModelError(
-            f"{path!r} would end this process: llama.cpp ended one that loaded it by signal "
-            f"{-done.returncode}: {' '.join(said)}"
-        )
 
 
 def _free(pointer: Any) -> None:

@@ -16,7 +16,7 @@ from genlm_backend.backends.llama_cpp.binding import library
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
 from genlm_backend.backends.llama_cpp.llama_context import ContextSize, LlamaContext
 from genlm_backend.backends.llama_cpp.llama_runner import LlamaRunner
-from genlm_backend.backends.llama_cpp.llama_support import LlamaSupport, examine
+from genlm_backend.backends.llama_cpp.llama_support import examine
 from genlm_backend.backends.llama_cpp.sequence_states import (
     SequenceCounts,
     SequenceStateLayout,
@@ -24,7 +24,7 @@ from genlm_backend.backends.llama_cpp.sequence_states import (
 )
 from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
-from genlm_backend.model.query import Adapter
+from genlm_backend.model.query import Adapter, Query
 from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix import KVLayout
@@ -99,64 +99,57 @@ class LlamaEvaluator(PassEvaluator):
         self._ends = model.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._dtype = "float16" if kv_cache_dtype is None else kv_cache_dtype
         threads = torch.get_num_threads() if num_threads is None else num_threads
-        self._support = examine(model, threads, CELL_TYPES[self._dtype])
-        if self._support.reason:
-            logger.info("%s runs contexts whole: %s", model.path, self._support.reason)
-        size, self._length, self._num_slots = self._sizes(self._support, threads)
+        support = self._support = examine(model, threads, CELL_TYPES[self._dtype])
+        if support.reason:
+            logger.info("%s runs contexts whole: %s", model.path, support.reason)
+        keeps = not support.reason and kv_cache_bytes != 0
+        counts = self._counts = self._sequence_counts(keeps=keeps)
+        num_tokens = self._num_tokens(keeps=keeps)
+        self._num_slots = num_tokens if keeps else 0
+        # The rest is for prompts that are pinned beside the longest context.
+        most = min(model.num_trained, -(-3 * num_tokens // 4))
+        length = self._length = most if max_length is None else max_length
+        num_cells = num_tokens if keeps else max(length, min(num_tokens, _MOST_TOKENS))
+        size = ContextSize(num_cells, counts, _MOST_TOKENS, threads, CELL_TYPES[self._dtype])
         self._context = LlamaContext(model, size)
         self._adapters: dict[Adapter, Any] = {}
         self._adapter: Adapter | None = None
-        runner = self._runner = LlamaRunner(self._context, self._length, self._num_slots)
-        super().__init__(runner, "cpu", CellAttend(), _CPU)
-        counts = size.sequences
-        most = counts.most_rows or counts.num_contexts // (2 if self._num_slots else 1)
+        has_cells = support.bytes_per_token > 0
+        self._runner = LlamaRunner(self._context, length, self._num_slots, has_cells=has_cells)
+        super().__init__(self._runner, "cpu", CellAttend(), _CPU)
         # The most contexts of a batch, so that each has a sequence beside those that are pinned.
-        self._most_rows = most
+        self._most_rows = counts.most_rows or counts.num_contexts // (2 if keeps else 1)
         self.passes.cost = replace(
             self.passes.cost,  # rows are not padded
             per_forward=_NEVER_SPLIT,
             max_segment=_MOST_TOKENS // 4,
-            max_tokens=min(_MOST_TOKENS, size.num_cells),
+            max_tokens=min(_MOST_TOKENS, num_cells),
             max_rows=self._most_rows,
         )
 
-    def _sizes(self, support: LlamaSupport, num_threads: int) -> tuple[ContextSize, int, int]:
-        """Return the bounds of what is kept, the longest context, and the number of slots."""
-        keeps = not support.reason and self._wanted_bytes != 0
-        sequences = self._sequences(support, keeps=keeps)
-        trained, wanted = self._model.num_trained, self._wanted_length
-        of_token = support.bytes_per_token
+    def _num_tokens(self, *, keeps: bool) -> int:
+        """Return the number of tokens that there is room for."""
+        of_token, wanted = self._support.bytes_per_token, self._wanted_length or 0
         if not of_token:
-            self._check_room(self._state_bytes(sequences))
+            self._check_room(self._state_bytes)
             num_tokens = FREE_SLOTS
         elif self._wanted_bytes and keeps:
             self._check_room(self._wanted_bytes)
-            num_bytes = self._wanted_bytes - self._state_bytes(sequences)
-            num_tokens = min(num_bytes // of_token, _MOST_CELLS)
+            num_tokens = min((self._wanted_bytes - self._state_bytes) // of_token, _MOST_CELLS)
             if num_tokens < 1:
                 raise OptionError(
                     f"kv_cache_bytes={self._wanted_bytes} has no room for the {of_token} bytes of "
                     "one token; 0 keeps nothing"
                 )
         else:
-            num_tokens = min(max(1, cpu_budget() // of_token), max(_DEFAULT_TOKENS, wanted or 0))
-        if wanted is not None and wanted > num_tokens:
+            num_tokens = min(max(1, cpu_budget() // of_token), max(_DEFAULT_TOKENS, wanted))
+        if wanted > num_tokens:
             raise OptionError(
                 f"max_length={wanted} needs {wanted * of_token} bytes for keys and values, and "
                 f"there are {num_tokens * of_token}: "
                 f"{'raise kv_cache_bytes, or ' if self._wanted_bytes else ''}lower max_length"
             )
-        # The rest is for prompts that are pinned beside the longest context.
-        length = min(trained, -(-3 * num_tokens // 4)) if wanted is None else wanted
-        num_cells = num_tokens if keeps else max(length, min(num_tokens, _MOST_TOKENS))
-        size = ContextSize(
-            num_cells=num_cells,
-            sequences=sequences,
-            most_tokens=_MOST_TOKENS,
-            num_threads=num_threads,
-            cell_type=CELL_TYPES[self._dtype],
-        )
-        return size, length, num_tokens if keeps else 0
+        return num_tokens
 
     def _check_room(self, num_bytes: int) -> None:
         """Raise an error for more bytes than there are: llama.cpp takes and clears them at once."""
@@ -167,64 +160,69 @@ class LlamaEvaluator(PassEvaluator):
                 f"{free} bytes of memory are free"
             )
 
-    def _sequences(self, support: LlamaSupport, *, keeps: bool) -> SequenceCounts:
+    def _sequence_counts(self, *, keeps: bool) -> SequenceCounts:
         """Return how many sequences are for what."""
         most = min(_MOST_SEQUENCES, int(library().llama_max_parallel_sequences()))
-        has_window, of_state = bool(self._model.window), support.bytes_per_state
+        of_state, wanted = self._support.bytes_per_state, self._wanted_bytes
         if of_state and not keeps:
             return SequenceCounts(_CONTEXTS_RUN_WHOLE)
         if not of_state:
-            return SequenceCounts((most - 1) // (1 + has_window))
-        wanted = self._wanted_bytes
-        num_bytes = cpu_budget() if wanted is None else wanted
-        parts = 2 if support.bytes_per_token else 1
-        num_bytes //= parts
+            return SequenceCounts(most - 1)
+        parts = 2 if self._support.bytes_per_token else 1
+        num_bytes = (cpu_budget() if wanted is None else wanted) // parts
         usual = num_bytes if wanted else min(num_bytes, _DEFAULT_STATE_BYTES)
-        found = SequenceCounts.within(min(most, usual // of_state), has_window=has_window)
-        if found is None:  # but a few, whatever they take
-            found = SequenceCounts.of_states(1)
-        if found.total(has_window=has_window) * of_state > num_bytes:
-            count = found.total(has_window=has_window)
+        counts = SequenceCounts.within(min(most, usual // of_state))
+        least = counts.total * of_state
+        if least > num_bytes:
             raise OptionError(
-                f"the running states of this model take {count * of_state} bytes at least, "
-                f"{of_state} for each of {count} sequences of llama.cpp, and there are {num_bytes}"
+                f"the running states of this model take {least} bytes at least, {of_state} for "
+                f"each of {counts.total} sequences of llama.cpp, and there are {num_bytes}"
                 f"{' (half of kv_cache_bytes)' if parts > 1 else ''}: give "
-                f"kv_cache_bytes={parts * count * of_state} or more, or 0 to keep nothing"
+                f"kv_cache_bytes={parts * least} or more, or 0 to keep nothing"
             )
-        return found
+        return counts
 
-    def _state_bytes(self, sequences: SequenceCounts) -> int:
-        """Return how many bytes the running states of all sequences take."""
-        return sequences.total(has_window=bool(self._model.window)) * self._support.bytes_per_state
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes that the running states of all sequences take."""
+        return self._counts.total * self._support.bytes_per_state
 
     # ---------------------------------------------------------------- getting ready
 
     def open(self) -> EvaluatorInfo:
         """Make room for what is kept, and return what the model can do."""
-        num_slots, runner, passes = self._num_slots, self._runner, self.passes
+        num_slots, passes, num_states = self._num_slots, self.passes, self._counts.num_states
+        of_token, of_state = self._support.bytes_per_token, self._support.bytes_per_state
         if num_slots:
-            of_token = self._support.bytes_per_token
             store: Any = CellStore(of_token)
-            states = self._states()
-            of_states = 0 if states is None else states.num_states * states.layout.bytes_per_state
-            made = num_slots * of_token + self._state_bytes(self._context.size.sequences)
-            cache = PrefixCache(
-                runner,
-                CellAttend(),
-                store,
-                num_slots,
-                states=states,
-                budgets=Budgets(self._wanted_bytes or made, 0, of_states),
-                may_pin=self._may_pin,
+            states: Any = None
+            if of_state:
+                context = self._context
+                states = SequenceStateStore(
+                    SequenceStateLayout(of_state),
+                    num_states,
+                    context.first_state,
+                    context.copy_state,
+                )
+            made = num_slots * of_token + self._state_bytes
+            passes.keep(
+                PrefixCache(
+                    self._runner,
+                    CellAttend(),
+                    store,
+                    num_slots,
+                    states=states,
+                    budgets=Budgets(self._wanted_bytes or made, 0, num_states * of_state),
+                    may_pin=self._may_pin,
+                )
             )
-            passes.keep(cache)
-        runner.tree = passes.tree
+        self._runner.tree = passes.tree
         return EvaluatorInfo(
             vocab_size=self._model.vocab_size,
             max_length=self._length,
             max_batch_size=self._most_rows,
             num_slots=num_slots or None,
-            num_states=self._context.size.sequences.num_states or None,
+            num_states=num_states or None,
             kv_cache_dtype=self._dtype if num_slots else None,
             device="cpu",
             can_forget=True,
@@ -234,18 +232,6 @@ class LlamaEvaluator(PassEvaluator):
             omits_undefined=True,
             reads_out=True,
             eos_token_ids=self._ends,
-        )
-
-    def _states(self) -> Any:
-        """Return where running states are kept; ``None`` where there are none."""
-        context, of_state = self._context, self._support.bytes_per_state
-        if not of_state:
-            return None
-        return SequenceStateStore(
-            SequenceStateLayout(of_state),
-            context.size.sequences.num_states,
-            context.first_state,
-            context.copy_state,
         )
 
     def _may_pin(self, node: int) -> bool:
@@ -264,6 +250,14 @@ class LlamaEvaluator(PassEvaluator):
                 "llama.cpp's sequences for a batch"
             )
         return True
+
+    def pin(self, query: Query) -> bool:
+        """Compute a context and keep it until ``clear()``; return whether there was room."""
+        is_pinned = super().pin(query)
+        if is_pinned:
+            tree = self.passes.tree
+            self._runner.pin(tree.match(query.context.packed(), query.adapter))
+        return is_pinned
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:

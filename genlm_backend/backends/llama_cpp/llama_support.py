@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager, nullcontext
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
 from genlm_backend.backends.llama_cpp.llama_context import ContextSize, LlamaContext
 from genlm_backend.backends.llama_cpp.sequence_states import SequenceCounts
-from genlm_backend.backends.llama_cpp.sequences import Copy, Cut
 
 _PROBE_LENGTH: Final = 12
 _SHARE_OF_SPREAD: Final = 0.02
@@ -57,7 +55,8 @@ def examine(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
         if has_states:
             context.copy_state(context.first_passed, state)
         _row(context, wrong[:middle][::-1], 0, middle)  # which is to be cut off again
-        context.do([Copy(0, 1, 0, middle), Cut(0, middle)])
+        context.copy(0, 1, middle)
+        context.cut(0, middle)
         forked = _row(context, ids[middle:], 1, middle, state)
         other = _row(context, ids[middle:], 0, middle, state)
         whole, of_wrong = _row(context, ids, 2), _row(context, wrong, 3)
@@ -77,14 +76,13 @@ def _row(
     has_output = np.zeros(len(ids), np.int8)
     has_output[-1] = 1
     tokens, positions = np.array(ids, np.int32), np.arange(start, start + len(ids), dtype=np.int32)
-    sequences = np.full(len(ids), sequence, np.int32)
-    in_states: AbstractContextManager[object] = nullcontext()
-    if context.model.has_states:
-        before = context.first_passed if state is None else state
-        rows = np.array([sequence])
-        in_states = context.in_states(rows, np.array([before]) if start else None)
-    with in_states:
-        return context.compute(tokens, positions, sequences, has_output)[0].log_softmax(-1)
+    rows, before = np.array([sequence]), context.first_passed if state is None else state
+    with context.in_states(rows, np.array([before]) if start else None):
+        sequences = np.full(len(ids), sequence, np.int32)
+        logits = context.compute(tokens, positions, sequences, has_output)
+        if context.model.has_states:
+            context.passed_states(rows)
+    return logits[0].log_softmax(-1)
 
 
 def _distance(row: torch.Tensor, other: torch.Tensor) -> float:

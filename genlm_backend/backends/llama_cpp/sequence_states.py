@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, final
 
 import numpy as np
@@ -15,8 +14,7 @@ from genlm_backend.prefix.nodes import Ints
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class SequenceStateLayout:
+class SequenceStateLayout(NamedTuple):
     """The running state behind one token."""
 
     bytes_per_state: int
@@ -79,10 +77,10 @@ class SequenceCounts(NamedTuple):
     num_states: int = 0
     most_rows: int = 0
 
-    def total(self, *, has_window: bool) -> int:
-        """Return the number of all sequences, with one for what is saved and restored."""
-        of_contexts = self.num_contexts * (2 if has_window else 1)
-        return of_contexts + self.num_states + self.most_rows + 1
+    @property
+    def total(self) -> int:
+        """Number of all sequences, with one that has nothing."""
+        return sum(self) + 1
 
     @classmethod
     def of_states(cls, num_states: int) -> Self:
@@ -91,10 +89,7 @@ class SequenceCounts(NamedTuple):
         return cls(max(num_states, 2 * most), num_states, most)
 
     @classmethod
-    def within(cls, most: int, *, has_window: bool) -> Self | None:
-        """Return the numbers with the most states; ``None`` if there is no room for one."""
-        for num_states in range(most, 0, -1):
-            found = cls.of_states(num_states)
-            if found.total(has_window=has_window) <= most:
-                return found
-        return None
+    def within(cls, most: int) -> Self:
+        """Return the numbers with the most states, or with one state if there is no room for it."""
+        counts = map(cls.of_states, range(most, 1, -1))
+        return next((found for found in counts if found.total <= most), cls.of_states(1))
