@@ -101,7 +101,7 @@ class HFEvaluator(PassEvaluator):
                 stacklevel=2,
             )
         self.passes.pads, self.passes.aligns = support.pads, support.aligns
-        self.passes.going_on = support.going_on
+        self.passes.takes_several_tokens = support.takes_several_tokens
         self.passes.attend_whole, self.passes.cache.layout = WholeAttend(layout), layout
         self._attend = support.attend
         cache = cache_of(runner, support, layout, self._wanted)

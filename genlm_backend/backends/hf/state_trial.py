@@ -18,11 +18,13 @@ from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
-from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import StateStore
 
 NUM_STATES: Final = 16
 """States of a store that are enough for all passes of a trial."""
+
+_TIMES: Final = 20
+"""Rows so many times farther off than others are computed in another way, beyond rounding."""
 
 
 def paths_of(pasts: Sequence[Sequence[int]]) -> Paths:
@@ -56,7 +58,7 @@ class Begun:
 class Findings:
     """Findings of passes that go on from running states."""
 
-    going_on: StateBounds
+    takes_several_tokens: bool
     difference: float
     spans: tuple[Span, ...]
     before: tuple[Begun, ...]
@@ -98,10 +100,10 @@ class StateTrial:
             [distance(row_of(many)[0], short_row), *map(distance, row_of(several), wanted)]
         )
         one_by_one = farthest(map(distance, rows, wanted))
-        going_on = StateBounds.told_by(at_once, one_by_one, rounding)
-        found = {StateBounds(): max(at_once, one_by_one), StateBounds(most=1): one_by_one}
-        difference = found.get(going_on, at_once)
-        return Findings(going_on, difference, tuple(spans), tuple(ends), rows)
+        # Some scans begin anew whatever state there is, so that tokens have to come one by one.
+        takes_several = at_once <= max(rounding, _TIMES * one_by_one)
+        difference = max(at_once, one_by_one) if takes_several else one_by_one
+        return Findings(takes_several, difference, tuple(spans), tuple(ends), rows)
 
     def go_on(
         self, before: Sequence[Begun | None], tokens: Sequence[list[int]]

@@ -40,7 +40,6 @@ from genlm_backend.backends.hf.trial import (
 )
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import (
     CacheLayer,
     KVLayout,
@@ -67,7 +66,7 @@ class KVSupport:
     reason: str = ""
     pads: bool = True
     aligns: bool = False
-    going_on: StateBounds = field(default_factory=StateBounds)
+    takes_several_tokens: bool = True
     spread_alone: float = 0.0
 
 
@@ -244,7 +243,11 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
             f"and by {expected.spread:.2g} between different contexts"
         )
     return KVSupport(
-        layout, trial.way.over, aligns=aligns, going_on=trial.going_on, spread_alone=alone
+        layout,
+        trial.way.over,
+        aligns=aligns,
+        takes_several_tokens=trial.takes_several_tokens,
+        spread_alone=alone,
     )
 
 

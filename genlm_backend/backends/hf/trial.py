@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import torch
@@ -23,7 +23,6 @@ from genlm_backend.backends.hf.state_trial import (
     paths_of,
     running_states,
 )
-from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import KVLayout, KVStore, StateStore
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ class Trial:
     rows: torch.Tensor
     difference: float
     states: Callable[[], TorchRowStates | None] = lambda: None
-    going_on: StateBounds = field(default_factory=StateBounds)
+    takes_several_tokens: bool = True
 
     @classmethod
     def begun(cls, runner: HFRunner, layout: KVLayout, way: Way, expected: Expected) -> Self:
@@ -141,7 +140,7 @@ class Trial:
             found.rows,
             found.difference,
             lambda: running_states(runner, states, found.before),
-            found.going_on,
+            found.takes_several_tokens,
         )
 
     def again(self, wider: int) -> torch.Tensor:
