@@ -102,7 +102,6 @@ class DecodeSteps:
             tree.drop(new[~is_sound])
             reading = None
         if states is not None:
-            tree.states.expect(kept[kept > 0])
             cache.keep_states(kept, np.zeros(len(kept), np.int64), nodes, states)
         if reading is not None:
             handles = tree.nodes.handles(kept)

@@ -31,7 +31,6 @@ from genlm_backend.passes.prefill_plan import (
     plan_segments,
     plan_waves,
     plan_whole,
-    states_needed,
 )
 from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
 from genlm_backend.prefix import PrefixTree
@@ -209,7 +208,7 @@ class Passes:
         """Answer questions from what is kept, the openings of their contexts included."""
         if not self.cache.keeps:
             return self.whole(questions)
-        self.tree.begin()
+        self.tree.begin(len(questions))
         contexts = [question.context for question in questions]
         lengths = np.array([*map(len, contexts)], np.int32)
         # What has an output always goes through the model: logits are not kept.
@@ -267,15 +266,12 @@ class Passes:
             job.num_known, job.shift = num_known, self.openings.shift(job.context)
         if not all(map(_has_opening, jobs)):
             return None
-        found = self._plan(jobs)
-        if found is None:
-            return None
-        segments, passes = found
+        segments = self._plan(jobs)
         slots = self.tree.allocate(sum(segment.num_tokens for segment in segments), nodes)
         if slots is None:
             return None
         try:
-            self._run(jobs, segments, passes, slots)
+            self._run(jobs, segments, slots)
         except OutOfStates:
             return None
         self.tokens_reused += sum(starts)
@@ -301,13 +297,7 @@ class Passes:
                 sound[i] = answer
         return sound
 
-    def _run(
-        self,
-        jobs: list[Job],
-        segments: list[Segment],
-        passes: list[list[Segment]],
-        slots: NDArray[Any],
-    ) -> None:
+    def _run(self, jobs: list[Job], segments: list[Segment], slots: NDArray[Any]) -> None:
         """Compute the jobs' answers, and keep what none of them shows to have overflown.
 
         Where nobody waits for them any more, what has been computed is kept all the same.
@@ -320,12 +310,10 @@ class Passes:
             start += segment.num_tokens
         if has_states:
             self.tree.states.hold(np.array([segment.before for segment in segments], np.int32))
-            ends = [int(each.nodes[-1]) for each in segments if not each.num_behind]
-            self.tree.states.expect(np.array(ends, np.int32))
         held = {segment: segment.nodes for segment in segments}  # which are not linked
         computed: list[Segment] = []
         try:
-            for segments_of_pass in passes:
+            for segments_of_pass in self._passes(segments):
                 self._forward(segments_of_pass, self.cache.attend)
                 computed += segments_of_pass
             if any(job.is_spoilt(job.outputs) for job in jobs):
@@ -353,21 +341,13 @@ class Passes:
                 return 0
         return int(segment.nodes[-1])
 
-    def _plan(self, jobs: list[Job]) -> tuple[list[Segment], list[list[Segment]]] | None:
-        """Return segments, and those of each pass; ``None`` if there is no room for their states.
-
-        Where room is short, none is made that later batches alone would go on from.
-        """
-        if not self.cache.state_store.num_states:
-            segments = plan_segments(jobs, self.cost)
-            return segments, self._passes(segments)
-        for is_short in (False, True):
-            states = StatePlan(self.takes_several_tokens, is_short)
-            segments = plan_segments(jobs, self.cost, states)
-            passes = self._passes(segments)
-            if len(jobs) == 1 or self._has_room(passes):
-                return segments, passes
-        return None
+    def _plan(self, jobs: list[Job]) -> list[Segment]:
+        """Return segments, cut for later batches where these leave room for their states."""
+        num_states = self.cache.state_store.num_states
+        if not num_states:
+            return plan_segments(jobs, self.cost)
+        states = StatePlan(self.takes_several_tokens, is_short=num_states < 2 * len(jobs))
+        return plan_segments(jobs, self.cost, states)
 
     def _passes(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Return the segments by forward passes, in order."""
@@ -379,13 +359,6 @@ class Passes:
             groups = plan_groups(sizes, self.cost, aligns=self.aligns, has_states=has_states)
             passes += [[wave[i] for i in group] for group in groups]
         return passes
-
-    def _has_room(self, passes: Sequence[Sequence[Segment]]) -> bool:
-        """Return whether the states that others go on from could be kept while they have to."""
-        return all(
-            self.tree.states.has_room(num_made, np.array(starts, np.int32))
-            for num_made, starts in states_needed(passes)
-        )
 
     def _link(self, segments: Sequence[Segment], held: dict[Segment, NDArray[np.int32]]) -> None:
         """Have the tokens of segments found, and their jobs be where they end."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -302,20 +302,6 @@ def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
     for segment in segments:
         waves[segment.wave].append(segment)
     return waves
-
-
-def states_needed(passes: Iterable[Sequence[Segment]]) -> Iterator[tuple[int, list[int]]]:
-    """Yield the running states that are needed behind each pass that has made such."""
-    passes = list(passes)
-    starts = Counter(one.job.node for each in passes for one in each if one.parent is None)
-    made: Counter[Segment] = Counter()
-    for segments in passes:
-        starts -= Counter(one.job.node for one in segments if one.parent is None)
-        made -= Counter(one.parent for one in segments if one.parent is not None)
-        new = {one: one.num_behind for one in segments if one.num_behind}
-        if new:
-            made += Counter(new)
-            yield len(made), list(starts)
 
 
 def plan_groups(

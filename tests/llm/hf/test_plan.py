@@ -9,14 +9,12 @@ from genlm_backend.model.context import of_no_model
 from genlm_backend.passes.job import Job
 from genlm_backend.passes.prefill_plan import (
     CostModel,
-    Segment,
     Size,
     StatePlan,
     plan_groups,
     plan_segments,
     plan_waves,
     plan_whole,
-    states_needed,
 )
 from genlm_backend.prefix import PrefixTree, Slots
 
@@ -320,33 +318,3 @@ def test_a_context_is_cut_where_it_leaves_what_is_known_of_others(
     check_answered(segments, [job])
     assert (num_known in [segment.stop for segment in segments]) == is_cut
     assert [segment.wave for segment in segments] == [*range(len(segments))]
-
-
-@given(
-    parents=st.lists(st.integers(-3, 8), min_size=1, max_size=9),
-    cuts=st.lists(st.booleans(), min_size=9, max_size=9),
-)
-def test_states_are_needed_until_the_last_segment_that_goes_on_from_them(parents, cuts):
-    """Segments go on from nodes 1 to 3, or from one that comes before; passes are any of them."""
-    segments = []
-    for i, parent in enumerate(parents):
-        above = segments[parent] if 0 <= parent < i else None
-        job = Job(of_no_model([1, 2, 3, i]), 1 + parent % 3, 0)
-        segments.append(Segment(job, 0, 1, above, 0))
-        if above is not None:
-            above.num_behind += 1
-    passes = [[]]
-    for segment, is_cut in zip(segments, cuts, strict=False):
-        if is_cut or segment.parent in passes[-1]:
-            passes.append([])
-        passes[-1].append(segment)
-    passes = [each for each in passes if each]
-    expected = []
-    for i, each in enumerate(passes):
-        later = [segment for one in passes[i + 1 :] for segment in one]
-        done = [segment for one in passes[: i + 1] for segment in one]
-        made = {segment.parent for segment in later} & set(done)
-        starts = {segment.job.node for segment in later if segment.parent is None}
-        if any(segment.num_behind for segment in each):
-            expected.append((len(made), starts))
-    assert [(n, set(nodes)) for n, nodes in states_needed(passes)] == expected

@@ -37,7 +37,7 @@ WHOLE = ("qwen4_exp", "glm5_next")
 
 KEPT = [name for name in families.RUNNING if name not in WHOLE]
 ONE_BY_ONE = {"mamba", "falcon_mamba", "jamba", "zamba"}
-OTHERWISE = {"nemotron_h": 0.3, "zamba2": 0.8}
+OTHERWISE = {"nemotron_h": 0.3, "zamba2": 1.5}
 """How far a step of one token is from the whole row, at most, where its code is another one."""
 FEW = ("qwen3_5", "mamba", "nemotron_h", "falcon_h1", "zaya")
 """One by several tokens, by one, by one in another way; and two with states in each layer."""
@@ -172,6 +172,8 @@ def test_steps_behind_a_prompt_are_those_of_the_models_own_cache(name):
     given, new = {parameter: cache, "use_cache": True}, context
     with opened(name) as lm:
         for _ in range(4):
+            if "position_ids" in accepted:
+                given["position_ids"] = torch.arange(len(context) - len(new), len(context))[None]
             logits = model(torch.tensor([new]), **given).logits[0, -1]
             row = lm.next_token_logprobs_sync(context)
             torch.testing.assert_close(row, logits.log_softmax(-1), rtol=0, atol=CLOSE)
@@ -203,7 +205,7 @@ async def test_rows_where_few_states_are_kept(name, num_states):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba", "nemotron_h"])
-@pytest.mark.parametrize(("every", "most"), [(1, 3.6), (4, 4.6)])
+@pytest.mark.parametrize(("every", "most"), [(1, 4.0), (4, 5.5)])
 async def test_few_states_spare_most_tokens_of_particles(name, every, most):
     """A search that knew all of them came to 1.8 and 3.7 times the new tokens."""
     assert await _times_of_particles(name, 8, every, 16) < most
