@@ -10,14 +10,13 @@ from operator import attrgetter
 from typing import Any, Final, cast, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.errors import QueryDroppedError
+from genlm_backend.errors import ContextError, QueryDroppedError
 from genlm_backend.model.query import Query
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Answer, Question, numbers_of_rows
+from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.passes.decode_steps import DecodeSteps
 from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.job import PICTURES, Job, first_output
@@ -105,21 +104,17 @@ class Passes:
         (row,) = self.whole([query])
         return cast(Row, row)
 
-    def _answer_of_long(self, question: Question) -> Answer:
-        """Return the answer to a question about more tokens than contexts may share."""
+    def _answer_of_long(self, question: Question) -> Answer | ContextError:
+        """Return the row of a context of more tokens than contexts may share."""
         if not question.num_targets:
             return self.row_alone(Query(question.context, question.adapter))
-        within, scores = cast(Any, question).within(int(self.most_shared)), list[torch.Tensor]()
-        num_within = within.num_targets
-        if num_within:
-            scores.extend(cast(list[torch.Tensor], self.evaluate([within])))
-        first = first_output(question) + 1
-        for i, target in enumerate(question.targets[num_within:], num_within):
-            # A model of its own for each length.
-            query = Query(question.context[: first + i], question.adapter)
-            row = self.row_alone(query).logprobs
-            scores.append(numbers_of_rows(row[None], [target], within.beside).cpu())
-        return torch.cat(scores)
+        limit = int(self.most_shared)
+        return ContextError(
+            f"a text of {len(question.context) + 1} tokens is scored at once up to {limit + 1}: "
+            f"beyond {limit} tokens, this model reads all positions otherwise, so that each score "
+            f"is of another pass. Load it with max_length={limit}, and surprisal scores longer "
+            "texts in windows; next_token_logprobs takes any length"
+        )
 
     def whole(self, questions: list[Question], *, pads: bool = True) -> list[Answer]:
         """Return one answer to each question without reading or writing a slot.
@@ -249,10 +244,9 @@ class Passes:
     def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return where contexts go on: the last node with a running state, or the root."""
         nodes = self.tree.states.last(nodes)
-        if not self.takes_several_tokens:  # a pass for each may cost more than all of them spare
-            depths = self.tree.nodes.depth[nodes]
-            num_new = lengths - depths
-            is_far = (num_new > 1) & (num_new * self.cost.per_forward > depths.sum())
+        if not self.takes_several_tokens:  # a pass for each may cost more than whole contexts
+            num_passes = lengths - self.tree.nodes.depth[nodes]
+            is_far = (num_passes - 1) * self.cost.per_forward > lengths.sum()
             nodes[is_far] = self.tree.nodes.root[nodes[is_far]]
         return nodes
 

@@ -412,7 +412,7 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
     tree = tree_of(2, [1] * 9)
     prompt = ints(tree.nodes.walk(tree.root(None), ints(*[1] * 9)))
     for _ in range(2):
-        tree.begin()
+        tree.begin(5)
         nodes = np.repeat(prompt, 5)
         tree.use(nodes)
         new = tree.link(tree.grow(nodes, ints(*range(5)), tree.allocate(5, nodes)))
