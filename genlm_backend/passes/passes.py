@@ -50,7 +50,8 @@ class Passes:
     def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: Attend) -> None:
         self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
         self.runner = forwards.runner
-        self.pads, self.aligns, self.takes_several_tokens = True, False, True
+        self.pads = self.takes_several_tokens = True
+        self.needs_equal_lengths = False
         self.most_shared, self.tokens_reused, self.tokens_without_room = math.inf, 0, 0
         self.keep(PrefixCache(forwards.runner, attend_whole))
 
@@ -224,7 +225,7 @@ class Passes:
         answers: list[Answer] | None = None
         if not self.cache.host_state_store.num_states or self.tree.states.fetch(nodes):
             if not are_scored and self._steps.takes(
-                questions, nodes, sizes, self.cost, self.aligns
+                questions, nodes, sizes, self.cost, self.needs_equal_lengths
             ):
                 found = self._steps.rows(contexts, nodes)
                 if found is not None:
@@ -350,7 +351,12 @@ class Passes:
             sizes = [segment.size for segment in wave]
             if not self.takes_several_tokens:  # those that go on one by one do so side by side
                 sizes = [size._replace(num_new=1) if size.num_past else size for size in sizes]
-            groups = plan_groups(sizes, self.cost, aligns=self.aligns, has_states=has_states)
+            groups = plan_groups(
+                sizes,
+                self.cost,
+                needs_equal_lengths=self.needs_equal_lengths,
+                has_states=has_states,
+            )
             passes += [[wave[i] for i in group] for group in groups]
         return passes
 

@@ -309,14 +309,14 @@ def plan_groups(
     cost: CostModel,
     *,
     pads: bool = True,
-    aligns: bool = False,
+    needs_equal_lengths: bool = False,
     has_states: bool = False,
 ) -> list[list[int]]:
     """Divide rows into forward passes of the least total cost."""
-    if aligns or has_states:
+    if needs_equal_lengths or has_states:
         kinds: defaultdict[int, list[int]] = defaultdict(list)
         for i, size in enumerate(sizes):
-            kinds[size.num_past if aligns else min(size.num_past, 1)].append(i)
+            kinds[size.num_past if needs_equal_lengths else min(size.num_past, 1)].append(i)
         return [
             [rows[i] for i in group]
             for rows in kinds.values()

@@ -38,9 +38,9 @@ class Gathered:
     num_past: int
 
 
-def gather(batch: PackedBatch, wider: int = 0) -> Gathered:
+def gather(batch: PackedBatch) -> Gathered:
     """Return the columns of a batch whose new tokens have slots; pure."""
-    num_past = wider + int(batch.num_past.max())
+    num_past = int(batch.num_past.max())
     new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
     new[slice(None) if batch.new_columns is None else batch.new_columns] = batch.new_slots
     new = new.reshape(batch.input_ids.shape)
@@ -54,8 +54,8 @@ def gather(batch: PackedBatch, wider: int = 0) -> Gathered:
 class GatherAttend(Attend[dict[str, Any]]):
     """Attends to copies of the keys and values in the slots of a store."""
 
-    def __init__(self, store: KVStore, wider: int = 0) -> None:
-        self._store, self._wider = store, wider
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
@@ -65,7 +65,7 @@ class GatherAttend(Attend[dict[str, Any]]):
             cache = cache_of((), layout.states, batch.states)
             yield {"cache": cache, "use_cache": True}
             return
-        gathered = gather(batch, self._wider)
+        gathered = gather(batch)
         on: dict[torch.device, torch.Tensor] = {}  # moved once to each device that has a layer
         layers: list[SlotLayer] = []
         for number, layer in enumerate(layout.layers):

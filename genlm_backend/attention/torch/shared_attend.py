@@ -26,8 +26,8 @@ from genlm_backend.prefix import KVStore
 class SharedAttend(Attend[dict[str, Any]]):
     """Attends to each stretch of cached tokens once for all rows that have it."""
 
-    def __init__(self, store: KVStore, few_tokens: int | None = None, wider: int = 0) -> None:
-        self._store, self._wider = store, wider
+    def __init__(self, store: KVStore, few_tokens: int | None = None) -> None:
+        self._store = store
         self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
         self._last: LastArrays | None = None
 
@@ -39,7 +39,7 @@ class SharedAttend(Attend[dict[str, Any]]):
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Have the model's layers call the attention of a pass."""
         reading = batch.reading or self.reading(batch.past, batch.num_new)
-        shared = TorchPass(self._store, batch, reading, self._last, self._wider)
+        shared = TorchPass(self._store, batch, reading, self._last)
         self._last = None
         layout = self._store.layout
         num_layers = len(layout.layers)

@@ -210,13 +210,13 @@ def _difference(
     The last says whether several tokens go on from a running state at once.
     """
     size = len(long) + len(short)
-    attend = way.probing(MlxStore(kept.shapes, 4 * size), 0)
+    attend = way.probing(MlxStore(kept.shapes, 4 * size))
     try:
         if kept.states:
             states: Any = MlxStateStore(kept.states, NUM_STATES)
             trial = StateTrial(cast(Any, runner), states, cast(Any, attend))
             found = trial.found(long, short, whole[0], whole[1], _rounding(runner.model))
-            return found.difference, "", found.takes_several_tokens
+            return found[0], "", found[1]
         rows = _rows_from_slots(runner, attend, long, short)
     except (TypeError, ValueError, AttributeError, IndexError, ModelStateError) as error:
         logger.debug("%s runs on nothing kept", type(runner.model).__name__, exc_info=error)

@@ -235,16 +235,16 @@ def test_deep_nesting_does_not_recurse():
     st.booleans(),
     st.booleans(),
 )
-def test_groups_part_the_rows_within_bounds(sizes, max_tokens, max_outputs, pads, aligns):
+def test_groups_part_the_rows_within_bounds(sizes, max_tokens, max_outputs, pads, equal):
     cost = CostModel(max_tokens=max_tokens, max_outputs=max_outputs)
-    groups = plan_groups(sizes, cost, pads=pads, aligns=aligns)
+    groups = plan_groups(sizes, cost, pads=pads, needs_equal_lengths=equal)
     assert sorted(i for group in groups for i in group) == list(range(len(sizes)))
     for group in groups:
         width = max(sizes[i].num_new for i in group)
         assert len(group) == 1 or len(group) * width <= max_tokens
         assert sum(sizes[i].num_outputs for i in group) <= max_outputs
         assert pads or {sizes[i].num_new for i in group} == {width}
-        assert not aligns or len({sizes[i].num_past for i in group}) == 1
+        assert not equal or len({sizes[i].num_past for i in group}) == 1
 
 
 def test_rows_are_not_parted_for_their_outputs():
