@@ -102,7 +102,8 @@ class DecodeSteps:
             tree.drop(new[~is_sound])
             reading = None
         if states is not None:
-            cache.keep_states(kept, np.zeros(len(kept), np.int64), nodes, states)
+            tree.states.go_on_from(nodes)
+            cache.keep_states(kept, np.zeros(len(kept), np.int64), states)
         if reading is not None:
             handles = tree.nodes.handles(kept)
             order = np.argsort(handles)

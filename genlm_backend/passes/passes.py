@@ -182,7 +182,7 @@ class Passes:
             self.forwards.of_segments(run, self.tree.nodes, states, attend)
             ends = np.where(num_passes[left] == i + 1, last[left], 0)
             if ends.any():
-                self.cache.keep_states(ends, num_behind[left], before[left], states)
+                self.cache.keep_states(ends, num_behind[left], states)
 
     # ---------------------------------------------------------------- with slots
 
@@ -304,7 +304,9 @@ class Passes:
             segment.nodes = self.tree.grow_chain(segment.before, tokens, own)
             start += segment.num_tokens
         if has_states:
-            self.tree.states.hold(np.array([segment.before for segment in segments], np.int32))
+            before = np.array([segment.before for segment in segments], np.int32)
+            self.tree.states.hold(before)
+            self.tree.states.go_on_from(before)
         held = {segment: segment.nodes for segment in segments}  # which are not linked
         computed: list[Segment] = []
         try:

@@ -159,17 +159,13 @@ class PrefixCache:
         return self._runner.running_states(self.state_store.layout, states.behind(rows))
 
     def keep_states(
-        self,
-        nodes: NDArray[np.int32],
-        num_needed: NDArray[Any],
-        before: NDArray[np.int32],
-        states: RowStates,
+        self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: RowStates
     ) -> None:
         """Give the states that rows have come to to nodes, as far as there is room."""
         _, rows = np.unique(nodes, return_index=True)
         rows = np.sort(rows[nodes[rows] > 0])
         own = nodes[rows]
-        numbers = self.tree.states.give(own, num_needed[rows], before[rows])
+        numbers = self.tree.states.give(own, num_needed[rows])
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise OutOfStates
         with self.tree.states.filling(own[numbers != 0]):

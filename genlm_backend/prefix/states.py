@@ -219,7 +219,11 @@ class States:
         self.num_to_device += len(wanted)
         return True
 
-    def give(self, nodes: Ints, num_needed: Ints, before: Ints | None = None) -> Ints:
+    def go_on_from(self, nodes: Ints) -> None:
+        """Note that rows of this batch go on from nodes."""
+        np.add.at(self._num_rows, self._numbers(nodes), 1)
+
+    def give(self, nodes: Ints, num_needed: Ints) -> Ints:
         """Return numbers of states for nodes that have none; 0 where there is no room.
 
         What is held and what is pinned stays. Where none is free, the one goes that was used least
@@ -228,8 +232,6 @@ class States:
         of the host: a negative number stands for that.
         """
         numbers = np.zeros(len(nodes), np.int64)
-        if before is not None:
-            np.add.at(self._num_rows, self._numbers(before), 1)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
         is_needed = num_needed[asked] > 0
         asked = asked[np.argsort(~is_needed, kind="stable")]

@@ -137,7 +137,8 @@ class History(RuleBasedStateMachine):
         can_go = {k for k in others if k not in self.held and k not in self.pinned}
         old = {k for k in can_go if self.used[k] < self.batch}
         num_evicted = self.states.num_evicted
-        numbers = self.states.give(nodes, np.array(num_needed), before)
+        self.states.go_on_from(before)
+        numbers = self.states.give(nodes, np.array(num_needed))
         assert not self.num_on_host or all(numbers[i] >= 0 for i, n in enumerate(num_needed) if n)
         given = [n for n in numbers.tolist() if n]
         assert len(set(given)) == len(given)
@@ -392,7 +393,8 @@ def add(tree, context, num_needed=0):
     tree.use(node)
     rest = ints(*context[tree.nodes.depth[node[0]] :])
     new = tree.link(tree.grow_chain(int(node[0]), rest, tree.allocate(len(rest), node)))
-    return tree.states.give(new[-1:], np.array([num_needed]), node).tolist()
+    tree.states.go_on_from(node)
+    return tree.states.give(new[-1:], np.array([num_needed])).tolist()
 
 
 def test_the_oldest_go_and_of_them_the_cheapest_to_compute_again():
@@ -416,7 +418,8 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         nodes = np.repeat(prompt, 5)
         tree.use(nodes)
         new = tree.link(tree.grow(nodes, ints(*range(5)), tree.allocate(5, nodes)))
-        numbers = tree.states.give(new, np.zeros(5, np.int64), nodes)
+        tree.states.go_on_from(nodes)
+        numbers = tree.states.give(new, np.zeros(5, np.int64))
         assert tree.nodes.state[prompt] > 0
     (row,) = np.flatnonzero(tree.nodes.state[new])
     assert not any(numbers)
@@ -427,7 +430,8 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         end = tree.link(
             tree.grow(new[row : row + 1], ints(5), tree.allocate(1, new[row : row + 1]))
         )
-        assert tree.states.give(end, np.zeros(1, np.int64), new[row : row + 1]).all()
+        tree.states.go_on_from(new[row : row + 1])
+        assert tree.states.give(end, np.zeros(1, np.int64)).all()
         assert tree.nodes.state[prompt] > 0
         assert tree.num_cached([1] * 9 + [int(row)] + [5] * (number + 1)) == 11 + number
         new[row] = end[0]
