@@ -105,7 +105,8 @@ def choosing(repeats: int) -> Numbers:
             before, nodes = nodes, tree.link(tree.grow(nodes, tokens, slots))
             needed = np.zeros(NUM_PARTICLES, np.int64)
             began = time.perf_counter()
-            tree.states.give(nodes, needed, before)
+            tree.states.go_on_from(before)
+            tree.states.give(nodes, needed)
             times.append(1e3 * (time.perf_counter() - began))
         numbers[f"{num_states:,} {'taken' if is_full else 'free'}_ms"] = times[num_before:]
     return numbers

@@ -51,6 +51,6 @@ class Way:
     """A maker of an ``Attend`` over a store of keys and values."""
 
     over: Callable[[Any], Attend[Any]]
-    probing: Callable[[Any, int], Attend[Any]]
+    probing: Callable[[Any], Attend[Any]]
     copies: bool = False
     is_called: bool = False

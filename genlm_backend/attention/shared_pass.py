@@ -229,10 +229,9 @@ class SharedPass(abc.ABC, Generic[A]):
         batch: PackedBatch,
         reading: Reading,
         last: LastArrays | None,
-        wider: int = 0,
     ) -> None:
         self._store, self._batch, self._reading = store, batch, reading
-        self.num_past = wider + int(batch.num_past.max())
+        self.num_past = int(batch.num_past.max())
         self._indices: dict[Any, Indices[A]] = {}
         self._masks: dict[tuple[object, ...], PassMasks[A]] = {}
         # What layers have been given for a mask, by identity, and who it says may see what.

@@ -193,11 +193,6 @@ class Scoring:
         """Number of log-probabilities that are wanted."""
         return len(self.text.context) - self.start
 
-    def within(self, size: int) -> Scoring:
-        """Return the scoring of those of its tokens that have no more than ``size`` before them."""
-        end = min(max(size, self.start - 1) + 1, len(self.text.context))
-        return Scoring(self.text.prefix(end), self.start, self.beside)
-
     @property
     def is_read_off(self) -> bool:
         """Whether more than logarithms of single probabilities is read off rows."""

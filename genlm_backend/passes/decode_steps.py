@@ -60,7 +60,7 @@ class DecodeSteps:
         nodes: NDArray[np.int32],
         sizes: NDArray[np.int32],
         cost: CostModel,
-        aligns: bool,
+        needs_equal_lengths: bool,
     ) -> bool:
         """Return whether queries are one token each behind what is kept, and fit one pass."""
         depths = self._cache.tree.nodes.depth[nodes]
@@ -69,7 +69,7 @@ class DecodeSteps:
             len(questions) <= min(cost.max_tokens, cost.max_rows)
             and bool((depths == sizes).all())
             and (not self._cache.state_store.num_states or least > 0 or deepest == 0)
-            and (deepest == least if aligns else deepest <= 2 * least + 64)
+            and (deepest == least if needs_equal_lengths else deepest <= 2 * least + 64)
             and not any(map(PICTURES, questions))
         )
 
@@ -102,8 +102,8 @@ class DecodeSteps:
             tree.drop(new[~is_sound])
             reading = None
         if states is not None:
-            tree.states.expect(kept[kept > 0])
-            cache.keep_states(kept, np.zeros(len(kept), np.int64), nodes, states)
+            tree.states.go_on_from(nodes)
+            cache.keep_states(kept, np.zeros(len(kept), np.int64), states)
         if reading is not None:
             handles = tree.nodes.handles(kept)
             order = np.argsort(handles)

@@ -38,7 +38,6 @@ class Job:
     missing: array[int] = field(init=False)
     shift: int = 0
     num_known: int = 0
-    next_start: int | None = None
     row: Row | None = None
     beside: Beside = NOTHING
     scores: NDArray[np.float64] = field(init=False)  # [num_targets, beside.width] float64

@@ -159,8 +159,7 @@ class PassEvaluator(Evaluator):
             return 0
         # The last token always goes through the model: its logits are the answer.
         passes, ids = self.passes, query.context.packed()
-        num_new = passes.going_on.fewest if passes.cache.state_store.num_states else 1
-        return passes.tree.num_cached(ids[: max(0, len(ids) - num_new)], query.adapter, tier)
+        return passes.tree.num_cached(ids[:-1], query.adapter, tier)
 
     def forget(self, query: Query, keep: int) -> None:
         """Free the slots of a context beyond its first ``keep`` tokens."""
@@ -170,7 +169,7 @@ class PassEvaluator(Evaluator):
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         with self._in_place(query.adapter):
             node = self.passes.computed(query)
-        return node is not None and self.passes.cache.pin(node, self.passes.going_on.fewest)
+        return node is not None and self.passes.cache.pin(node)
 
     def _counted(self) -> EvaluatorCounts:
         """Return the counts of the runner and the tree."""

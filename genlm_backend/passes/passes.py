@@ -10,14 +10,13 @@ from operator import attrgetter
 from typing import Any, Final, cast, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.errors import QueryDroppedError
+from genlm_backend.errors import ContextError, QueryDroppedError
 from genlm_backend.model.query import Query
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Answer, Question, numbers_of_rows
+from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.passes.decode_steps import DecodeSteps
 from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.job import PICTURES, Job, first_output
@@ -25,24 +24,18 @@ from genlm_backend.passes.openings import Openings
 from genlm_backend.passes.prefill_plan import (
     CostModel,
     Segment,
+    StatePlan,
     cut_to_sound,
-    leave_states,
-    most_passes,
     plan_groups,
     plan_segments,
     plan_waves,
     plan_whole,
-    states_needed,
 )
 from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
-from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import PrefixTree
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
 _NUM_TARGETS: Final = attrgetter("num_targets")
-
-_NEXT_OVER_LATER: Final = 64
-"""A guess of how much more a token spared in the next batch is worth than one in a later one."""
 
 
 @final
@@ -57,7 +50,8 @@ class Passes:
     def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: Attend) -> None:
         self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
         self.runner = forwards.runner
-        self.pads, self.aligns, self.going_on = True, False, StateBounds()
+        self.pads = self.takes_several_tokens = True
+        self.needs_equal_lengths = False
         self.most_shared, self.tokens_reused, self.tokens_without_room = math.inf, 0, 0
         self.keep(PrefixCache(forwards.runner, attend_whole))
 
@@ -111,21 +105,17 @@ class Passes:
         (row,) = self.whole([query])
         return cast(Row, row)
 
-    def _answer_of_long(self, question: Question) -> Answer:
-        """Return the answer to a question about more tokens than contexts may share."""
+    def _answer_of_long(self, question: Question) -> Answer | ContextError:
+        """Return the row of a context of more tokens than contexts may share."""
         if not question.num_targets:
             return self.row_alone(Query(question.context, question.adapter))
-        within, scores = cast(Any, question).within(int(self.most_shared)), list[torch.Tensor]()
-        num_within = within.num_targets
-        if num_within:
-            scores.extend(cast(list[torch.Tensor], self.evaluate([within])))
-        first = first_output(question) + 1
-        for i, target in enumerate(question.targets[num_within:], num_within):
-            # A model of its own for each length.
-            query = Query(question.context[: first + i], question.adapter)
-            row = self.row_alone(query).logprobs
-            scores.append(numbers_of_rows(row[None], [target], within.beside).cpu())
-        return torch.cat(scores)
+        limit = int(self.most_shared)
+        return ContextError(
+            f"a text of {len(question.context) + 1} tokens is scored at once up to {limit + 1}: "
+            f"beyond {limit} tokens, this model reads all positions otherwise, so that each score "
+            f"is of another pass. Load it with max_length={limit}, and surprisal scores longer "
+            "texts in windows; next_token_logprobs takes any length"
+        )
 
     def whole(self, questions: list[Question], *, pads: bool = True) -> list[Answer]:
         """Return one answer to each question without reading or writing a slot.
@@ -168,9 +158,7 @@ class Passes:
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
         """Run segments in one pass, and keep the states that they have come to.
 
-        Where tokens go on one by one, each takes a pass, of all segments that are as long. Where
-        several go on at once, a step whose states have gone takes two passes, so that the next
-        one finds a state.
+        Where tokens go on one by one, each takes a pass, of all segments that are as long.
         """
         before = np.array([segment.before for segment in segments], np.int32)
         states = self.cache.states_behind(before) if attend is self.cache.attend else None
@@ -179,8 +167,11 @@ class Passes:
             self.forwards.of_segments(segments, self.tree.nodes, None, attend)
             return
         self.tree.states.release(before)
-        pieces = [each.pieces(each.cuts(self.going_on)) for each in segments]
+        is_one_by_one = not self.takes_several_tokens
+        pieces = [each.by_token() if is_one_by_one and each.start else [each] for each in segments]
         num_passes = np.array([*map(len, pieces)])
+        last = np.array([*map(self._end, segments)], np.int32)
+        num_behind = np.array([segment.num_behind for segment in segments])
         left = np.arange(len(segments))
         for i in range(int(num_passes.max())):
             self.forwards.check_wanted()
@@ -189,38 +180,31 @@ class Passes:
                 states, left = self.cache.states_again(states, rows), left[rows]
             run = [pieces[k][i] for k in left.tolist()]
             self.forwards.of_segments(run, self.tree.nodes, states, attend)
-            ends, num_behind, starts = (np.zeros(len(left), np.int32) for _ in range(3))
-            for row, k in enumerate(left.tolist()):
-                if num_passes[k] == i + 1:
-                    ends[row], num_behind[row] = self._end(segments[k]), segments[k].num_behind
-                    starts[row] = before[k]
-                elif self.tree.nodes.depth[segments[k].resumed] == run[row].stop:
-                    ends[row] = segments[k].resumed
+            ends = np.where(num_passes[left] == i + 1, last[left], 0)
             if ends.any():
-                self.cache.keep_states(ends, num_behind, starts, states)
+                self.cache.keep_states(ends, num_behind[left], states)
 
     # ---------------------------------------------------------------- with slots
 
     def computed(self, query: Query) -> int | None:
         """Compute a context, with a state that it goes on from when it is asked again."""
         tree, size = self.tree, len(query.context)
-        num_before = size - self.going_on.fewest
-        if tree.states.num_states and num_before > 0 and query.context.pictures is None:
-            node = self.cache.match(query.context, query.adapter, num_before)
-            if tree.nodes.depth[node] < num_before or not tree.nodes.state[node]:
-                self.evaluate([query.prefix(num_before)])
+        if tree.states.num_states and size > 1 and query.context.pictures is None:
+            node = self.cache.match(query.context, query.adapter, size - 1)
+            if tree.nodes.depth[node] < size - 1 or not tree.nodes.state[node]:
+                self.evaluate([query.prefix(size - 1)])
         self.evaluate([query])
         node = self.cache.match(query.context, query.adapter, size)
         is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
         if is_kept and tree.states.num_states:
-            is_kept = self.cache.has_state(self.cache.resumed(node, self.going_on.fewest))
+            is_kept = self.cache.has_state(self.cache.resumed(node))
         return node if is_kept else None
 
     def _together(self, questions: list[Question]) -> list[Answer]:
         """Answer questions from what is kept, the openings of their contexts included."""
         if not self.cache.keeps:
             return self.whole(questions)
-        self.tree.begin()
+        self.tree.begin(len(questions))
         contexts = [question.context for question in questions]
         lengths = np.array([*map(len, contexts)], np.int32)
         # What has an output always goes through the model: logits are not kept.
@@ -236,12 +220,12 @@ class Passes:
         )
         matched, has_states = nodes, self.cache.state_store.num_states > 0
         if has_states:
-            nodes = self._at_states(nodes, sizes, lengths)
+            nodes = self._at_states(nodes, lengths)
         self.tree.use(nodes)
         answers: list[Answer] | None = None
         if not self.cache.host_state_store.num_states or self.tree.states.fetch(nodes):
             if not are_scored and self._steps.takes(
-                questions, nodes, sizes, self.cost, self.aligns
+                questions, nodes, sizes, self.cost, self.needs_equal_lengths
             ):
                 found = self._steps.rows(contexts, nodes)
                 if found is not None:
@@ -258,18 +242,13 @@ class Passes:
         fetched = nodes if self.cache.host_state_store.num_states else None
         return _in_halves(questions, self.evaluate, fetched)
 
-    def _at_states(
-        self, nodes: NDArray[np.int32], sizes: NDArray[np.int32], lengths: NDArray[np.int32]
-    ) -> NDArray[np.int32]:
+    def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return where contexts go on: the last node with a running state, or the root."""
-        tree, fewest, most = self.tree, self.going_on.fewest, self.going_on.most
-        if fewest > 1:
-            nodes = tree.nodes.ancestors(nodes, np.maximum(sizes + 1 - fewest, 0).astype(np.int32))
-        nodes = tree.states.last(nodes)
-        if most is not None:  # where whole contexts are faster than many passes
-            num_passes = -(-(lengths - tree.nodes.depth[nodes]) // most)
-            is_far = num_passes > most_passes(num_passes, lengths, self.cost)
-            nodes[is_far] = tree.nodes.root[nodes[is_far]]
+        nodes = self.tree.states.last(nodes)
+        if not self.takes_several_tokens:  # a pass for each may cost more than whole contexts
+            num_passes = lengths - self.tree.nodes.depth[nodes]
+            is_far = (num_passes - 1) * self.cost.per_forward > lengths.sum()
+            nodes[is_far] = self.tree.nodes.root[nodes[is_far]]
         return nodes
 
     def _planned(
@@ -278,21 +257,16 @@ class Passes:
         """Answer questions by segments and waves; ``None`` if there is no room for all."""
         starts = self.tree.nodes.depth[nodes].tolist()
         jobs = [Job.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)]
-        for job, known in zip(jobs, matched.tolist(), strict=True):
-            if self.cache.state_store.num_states:
-                self._look_ahead(job, known)
-            job.shift = self.openings.shift(job.context)
+        for job, num_known in zip(jobs, self.tree.nodes.depth[matched].tolist(), strict=True):
+            job.num_known, job.shift = num_known, self.openings.shift(job.context)
         if not all(map(_has_opening, jobs)):
             return None
-        found = self._plan(jobs)
-        if found is None:
-            return None
-        segments, passes = found
+        segments = self._plan(jobs)
         slots = self.tree.allocate(sum(segment.num_tokens for segment in segments), nodes)
         if slots is None:
             return None
         try:
-            self._run(jobs, segments, passes, slots)
+            self._run(jobs, segments, slots)
         except OutOfStates:
             return None
         self.tokens_reused += sum(starts)
@@ -318,13 +292,7 @@ class Passes:
                 sound[i] = answer
         return sound
 
-    def _run(
-        self,
-        jobs: list[Job],
-        segments: list[Segment],
-        passes: list[list[Segment]],
-        slots: NDArray[Any],
-    ) -> None:
+    def _run(self, jobs: list[Job], segments: list[Segment], slots: NDArray[Any]) -> None:
         """Compute the jobs' answers, and keep what none of them shows to have overflown.
 
         Where nobody waits for them any more, what has been computed is kept all the same.
@@ -336,12 +304,13 @@ class Passes:
             segment.nodes = self.tree.grow_chain(segment.before, tokens, own)
             start += segment.num_tokens
         if has_states:
-            self.tree.states.hold(np.array([segment.before for segment in segments], np.int32))
-            self._expect([segment for segment in segments if not segment.num_behind])
+            before = np.array([segment.before for segment in segments], np.int32)
+            self.tree.states.hold(before)
+            self.tree.states.go_on_from(before)
         held = {segment: segment.nodes for segment in segments}  # which are not linked
         computed: list[Segment] = []
         try:
-            for segments_of_pass in passes:
+            for segments_of_pass in self._passes(segments):
                 self._forward(segments_of_pass, self.cache.attend)
                 computed += segments_of_pass
             if any(job.is_spoilt(job.outputs) for job in jobs):
@@ -360,47 +329,6 @@ class Passes:
 
     # ---------------------------------------------------------------- running states
 
-    def _look_ahead(self, job: Job, known: int) -> None:
-        """Note how much of a job's context the tree has, and what it goes on from next."""
-        nodes, fewest = self.tree.nodes, self.going_on.fewest
-        depth = int(nodes.depth[known])
-        job.num_known = min(depth, job.first + 1 - fewest)
-        if fewest == 1 or job.targets or depth != job.first:
-            return
-        last = np.asarray(job.context.packed(job.first), np.int32)
-        if nodes.walk(known, last) == known:  # or it has been asked before
-            for _ in range(fewest):
-                if nodes.state[known]:
-                    break
-                known = int(nodes.parent[known])
-            job.next_start = known if nodes.state[known] else 0
-
-    def _expect(self, segments: Sequence[Segment]) -> None:
-        """Tell which nodes contexts that go on from the ends of segments need a state at.
-
-        Those that are one token longer go on from before the end, where no fewer than two tokens
-        do; then those of the batch after them go on from the end.
-        """
-        fewest = self.going_on.fewest
-        ends = [int(segment.nodes[-1]) for segment in segments]
-        next_ones = list[int]()
-        if fewest > 1:
-            found: dict[tuple[int, bytes], int] = {}
-            for segment in segments:
-                segment.resumed = self._resumed(segment, found)
-            next_ones = [segment.resumed for segment in segments if segment.resumed]
-        weights = np.repeat([1, _NEXT_OVER_LATER], [len(ends), len(next_ones)])
-        nodes = np.array(ends + next_ones, np.int32)
-        self.tree.states.expect(nodes, weights, shares=fewest == 1)
-
-    def _resumed(self, segment: Segment, found: dict[tuple[int, bytes], int]) -> int:
-        """Return the node that what is one token longer than a step goes on from; 0 for none."""
-        size = segment.num_tokens - self.going_on.fewest
-        if not segment.is_step or segment.job.next_start or size < 1:
-            return segment.job.next_start or 0
-        tokens = segment.token_ids[:size]
-        return found.setdefault((segment.before, tokens.tobytes()), int(segment.nodes[size - 1]))
-
     def _end(self, segment: Segment) -> int:
         """Return the node at the end of a segment; 0 where another one has its state already."""
         if not segment.num_behind:
@@ -410,44 +338,29 @@ class Passes:
                 return 0
         return int(segment.nodes[-1])
 
-    def _plan(self, jobs: list[Job]) -> tuple[list[Segment], list[list[Segment]]] | None:
-        """Return segments, and those of each pass; ``None`` if there is no room for their states.
-
-        Where room is short, none is made that later batches alone would go on from.
-        """
-        if not self.cache.state_store.num_states:
-            segments = plan_segments(jobs, self.cost)
-            return segments, self._passes(segments)
-        for is_short in (False, True):
-            going_on = self.going_on._replace(is_short=is_short)
-            segments = plan_segments(jobs, self.cost, going_on)
-            leave_states(segments, going_on, self.cost, self.cache.state_store.num_states)
-            passes = self._passes(segments)
-            if len(jobs) == 1 or self._has_room(passes):
-                return segments, passes
-        return None
+    def _plan(self, jobs: list[Job]) -> list[Segment]:
+        """Return segments, cut for later batches where these leave room for their states."""
+        num_states = self.cache.state_store.num_states
+        if not num_states:
+            return plan_segments(jobs, self.cost)
+        states = StatePlan(self.takes_several_tokens, is_short=num_states < 2 * len(jobs))
+        return plan_segments(jobs, self.cost, states)
 
     def _passes(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Return the segments by forward passes, in order."""
         has_states, passes = self.cache.state_store.num_states > 0, list[list[Segment]]()
         for wave in plan_waves(segments):
             sizes = [segment.size for segment in wave]
-            if has_states:  # what is taken apart goes side by side, as far as it goes
-                starts = [[*segment.cuts(self.going_on), segment.stop][0] for segment in wave]
-                sizes = [
-                    size._replace(num_new=start - size.num_past)
-                    for size, start in zip(sizes, starts, strict=True)
-                ]
-            groups = plan_groups(sizes, self.cost, aligns=self.aligns, has_states=has_states)
+            if not self.takes_several_tokens:  # those that go on one by one do so side by side
+                sizes = [size._replace(num_new=1) if size.num_past else size for size in sizes]
+            groups = plan_groups(
+                sizes,
+                self.cost,
+                needs_equal_lengths=self.needs_equal_lengths,
+                has_states=has_states,
+            )
             passes += [[wave[i] for i in group] for group in groups]
         return passes
-
-    def _has_room(self, passes: Sequence[Sequence[Segment]]) -> bool:
-        """Return whether the states that others go on from could be kept while they have to."""
-        return all(
-            self.tree.states.has_room(num_made, np.array(starts, np.int32))
-            for num_made, starts in states_needed(passes)
-        )
 
     def _link(self, segments: Sequence[Segment], held: dict[Segment, NDArray[np.int32]]) -> None:
         """Have the tokens of segments found, and their jobs be where they end."""

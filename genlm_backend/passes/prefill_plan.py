@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
-from typing import NamedTuple, Self
+from itertools import groupby
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,9 @@ from genlm_backend.attention.packing import Span
 from genlm_backend.common_prefix import common_length
 from genlm_backend.model.context import Context
 from genlm_backend.passes.job import Job
-from genlm_backend.passes.state_bounds import StateBounds
+
+_MANY: Final = 32
+"""Tokens that are more to compute again than a pass for the last ones of them takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,6 @@ class Segment:
     outputs: dict[int, list[Job]] = field(default_factory=dict)
     nodes: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     num_behind: int = 0
-    leaves_state: bool = False
-    resumed: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -89,27 +89,14 @@ class Segment:
             return self.job.node
         return int(self.parent.nodes[self.start - self.parent.start - 1])
 
-    @property
-    def is_step(self) -> bool:
-        """Whether it ends a context that has just become one token longer."""
-        return self.job.next_start is not None and self.stop == self.job.stop
-
-    def cuts(self, going_on: StateBounds) -> list[int]:
-        """Return where its tokens are taken apart within a pass, as they do not go on at once."""
-        if going_on.most is not None and self.start:
-            return [*range(self.start + going_on.most, self.stop, going_on.most)]
-        return [self.stop - going_on.fewest] if self.leaves_state else []
-
-    def pieces(self, cuts: Sequence[int]) -> list[Segment]:
-        """Return the segment cut at some positions, in order."""
-        if not cuts:
-            return [self]
+    def by_token(self) -> list[Segment]:
+        """Return a segment for each of its tokens."""
         found = list[Segment]()
-        for start, stop in pairwise([self.start, *cuts, self.stop]):
-            own = {at: jobs for at, jobs in self.outputs.items() if start <= at < stop}
-            piece = Segment(self.job, start, stop, self.parent if not found else self, 0, own)
-            piece.nodes = self.nodes[start - self.start : stop - self.start]
-            found.append(piece)
+        for i, start in enumerate(range(self.start, self.stop)):
+            own = {start: self.outputs[start]} if start in self.outputs else {}
+            one = Segment(self.job, start, start + 1, self if i else self.parent, 0, own)
+            one.nodes = self.nodes[i : i + 1]
+            found.append(one)
         return found
 
     def span(self, slots: NDArray[np.int32]) -> Span:
@@ -122,6 +109,13 @@ class Segment:
         )
 
 
+class StatePlan(NamedTuple):
+    """How many tokens go on from a running state at once, and whether there is room for few."""
+
+    takes_several_tokens: bool
+    is_short: bool = False
+
+
 class Size(NamedTuple):
     """Size of one row of a forward pass."""
 
@@ -131,7 +125,7 @@ class Size(NamedTuple):
 
 
 def plan_segments(
-    jobs: Sequence[Job], cost: CostModel, going_on: StateBounds | None = None
+    jobs: Sequence[Job], cost: CostModel, states: StatePlan | None = None
 ) -> list[Segment]:
     """Return segments that together answer every job, parents before their children."""
     segments: list[Segment] = []
@@ -149,37 +143,19 @@ def plan_segments(
             segments.append(Segment(job, start, job.stop, None, 0, outputs))
             continue
         for part in _split(sorted(group, key=lambda job: job.missing), start):
-            if going_on is None or _may_part(part, cost, going_on):
+            if states is None or states.takes_several_tokens or start or _may_part(part, cost):
                 _add_segments(part, start, start, None, 0, cost, segments)
             else:
-                segments += _apart(part)
-    return _chunk(segments, cost, going_on)
+                for job in part:
+                    _add_segments([job], start, start, None, 0, cost, segments)
+    return _chunk(segments, cost, states)
 
 
-def _may_part(jobs: Sequence[Job], cost: CostModel, going_on: StateBounds) -> bool:
-    """Return whether sorted contexts may part anywhere, so that what they share is computed once.
-
-    Those whose tokens go on one by one are faster whole, unless they share more than that costs.
-    """
-    if going_on.fewest > 1 or going_on.most is None or jobs[0].start > 0:
-        return going_on.fewest == 1
+def _may_part(jobs: Sequence[Job], cost: CostModel) -> bool:
+    """Return whether sorted contexts share more than it costs to go on from there one by one."""
     num_shared = common_length(jobs[0].missing, jobs[-1].missing)
-    num_passes = -(-max(job.stop - num_shared for job in jobs) // going_on.most)
+    num_passes = max(job.stop for job in jobs) - num_shared
     return num_shared * (len(jobs) - 1) > num_passes * cost.per_forward
-
-
-def _apart(jobs: Sequence[Job]) -> list[Segment]:
-    """Return a segment for each context, whatever it has in common with others."""
-    segments: dict[tuple[Context, int], Segment] = {}
-    for job in jobs:
-        own = segments.setdefault(
-            (job.context, job.start), Segment(job, job.start, job.stop, None, 0)
-        )
-        for position in job.outputs:
-            own.outputs.setdefault(position, []).append(job)
-    for segment in segments.values():
-        segment.outputs = dict(sorted(segment.outputs.items()))
-    return list(segments.values())
 
 
 def plan_whole(wanted: Iterable[tuple[Job, Sequence[int]]]) -> list[Segment]:
@@ -243,29 +219,24 @@ def _add_segments(
                 _add_segments(branch, start, shared, parent, wave, cost, segments)
 
 
-def _chunk(segments: list[Segment], cost: CostModel, going_on: StateBounds | None) -> list[Segment]:
+def _chunk(segments: list[Segment], cost: CostModel, states: StatePlan | None) -> list[Segment]:
     """Cut segments into chains of at most so many tokens, and outputs, each.
 
-    Where there are running states, they are cut where others begin, too, and where a context
-    leaves what is known of others: the next one that has so much in common goes on from there.
+    Where there are running states, they are cut where others begin, too, and where later contexts
+    are likely to go on.
     """
     chunks: list[Segment] = []
     by_origin: dict[Segment, list[Segment]] = {}
     cuts: defaultdict[Segment, list[int]] = defaultdict(list)
-    for segment in segments:
-        if going_on is None:
-            continue
+    for segment in segments if states is not None else ():
         if segment.parent is not None:
             cuts[segment.parent].append(segment.start)
-        if _leaves(segment, going_on, cost):
-            cuts[segment].append(segment.job.num_known)
-    rule = going_on or StateBounds()
+    for segment in segments if states is not None and not states.is_short else ():
+        cuts[segment].extend(_later_starts(segment, cost, states))
     for segment in segments:
         parent = segment.parent
-        cut = rule.part if going_on is None or segment.is_step else rule.cut
-        size = cut(segment.num_tokens, segment.start == 0, cost.max_segment)
-        is_whole = size == segment.num_tokens and len(segment.outputs) <= 1
-        if parent is None and is_whole and segment not in cuts:
+        is_whole = segment.num_tokens <= cost.max_segment and len(segment.outputs) <= 1
+        if parent is None and is_whole and not cuts[segment]:
             by_origin[segment] = [segment]
             chunks.append(segment)
             continue
@@ -274,15 +245,12 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: StateBounds | Non
         pieces = by_origin[segment] = []
         positions, start, first = sorted(segment.outputs), segment.start, 0
         while start < segment.stop:
-            left = segment.stop - start
-            stop = start + cut(left, start == 0, cost.max_segment)
-            least = start + (1 if start == 0 else rule.fewest)
-            stop = min([stop, *(position for position in cuts[segment] if position >= least)])
+            ends = [start + cost.max_segment, *cuts[segment], segment.stop]
+            stop = min(end for end in ends if end > start)
             end = bisect_left(positions, stop)
             if end - first > cost.max_outputs:
-                most = positions[first + cost.max_outputs] - start
-                stop = start + rule.part(left, start == 0, most)
-                end = bisect_left(positions, stop)
+                end = first + cost.max_outputs
+                stop = positions[end]
             wave = 0 if parent is None else parent.wave + 1
             outputs = {position: segment.outputs[position] for position in positions[first:end]}
             if parent is not None and parent.stop == start:
@@ -294,28 +262,19 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: StateBounds | Non
     return chunks
 
 
-def _leaves(segment: Segment, going_on: StateBounds, cost: CostModel) -> bool:
-    """Return whether a segment's context has much of it in common with others, and then parts."""
-    known = segment.job.num_known
-    if segment.is_step:
-        return False
-    if going_on.most is not None:  # where whole contexts are faster than many passes
-        num_passes = (segment.stop - known) // going_on.most
-        if segment.start == 0 and num_passes * cost.per_forward > segment.stop:
-            return False
-    return known - segment.start >= going_on.many and segment.stop - known >= going_on.fewest
+def _later_starts(segment: Segment, cost: CostModel, states: StatePlan) -> Iterator[int]:
+    """Yield where later contexts are likely to go on from a state within a segment.
 
-
-def most_passes(num_passes: NDArray[np.int32], lengths: NDArray[np.int32], cost: CostModel) -> int:
-    """Return how many passes are worth it, in which contexts go on one beside the other.
-
-    Those that would take more are run whole.
+    One that is asked again, or scored on, goes on from before the last token; and where a context
+    leaves what is known of others, the next one that has so much in common goes on from there.
     """
-    order = np.argsort(num_passes, kind="stable")
-    num_stepped = np.concatenate([[0], num_passes[order]])
-    num_whole = lengths.sum() - np.concatenate([[0], np.cumsum(lengths[order])])
-    costs = (num_stepped + (num_whole > 0)) * cost.per_forward + num_whole
-    return int(num_stepped[np.argmin(costs)])
+    known = segment.job.num_known
+    is_far = not states.takes_several_tokens and segment.start == 0
+    is_far = is_far and (segment.stop - known) * cost.per_forward > segment.stop
+    if known - segment.start >= _MANY and known < segment.stop and not is_far:
+        yield known
+    if segment.num_tokens >= _MANY:
+        yield segment.stop - 1
 
 
 def cut_to_sound(segments: Sequence[Segment]) -> None:
@@ -345,58 +304,19 @@ def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
     return waves
 
 
-def leave_states(
-    segments: Iterable[Segment], going_on: StateBounds, cost: CostModel, num_states: int
-) -> None:
-    """Have steps whose states have gone leave some that the next ones can go on from.
-
-    Where no fewer than some tokens go on at once, a context goes on from before its end, where its
-    step has come by without a stop. To stop there takes another pass of all segments that are as
-    long, and spares the next step all but a few tokens of each, as far as there is room for states.
-    """
-    fewest = going_on.fewest
-    if fewest == 1:
-        return
-    steps: defaultdict[int, list[Segment]] = defaultdict(list)
-    for segment in segments:
-        least = fewest + (fewest if segment.start else 1)
-        if segment.is_step and not segment.job.next_start and segment.num_tokens >= least:
-            steps[segment.num_tokens].append(segment)
-    for size in sorted(steps, reverse=True):
-        num_kept = min(len(steps[size]), num_states)
-        if num_kept * (size - fewest) > cost.per_forward:
-            num_states -= num_kept
-            for segment in steps[size]:
-                segment.leaves_state = True
-
-
-def states_needed(passes: Iterable[Sequence[Segment]]) -> Iterator[tuple[int, list[int]]]:
-    """Yield the running states that are needed behind each pass that has made such."""
-    passes = list(passes)
-    starts = Counter(one.job.node for each in passes for one in each if one.parent is None)
-    made: Counter[Segment] = Counter()
-    for segments in passes:
-        starts -= Counter(one.job.node for one in segments if one.parent is None)
-        made -= Counter(one.parent for one in segments if one.parent is not None)
-        new = {one: one.num_behind for one in segments if one.num_behind}
-        if new:
-            made += Counter(new)
-            yield len(made), list(starts)
-
-
 def plan_groups(
     sizes: Sequence[Size],
     cost: CostModel,
     *,
     pads: bool = True,
-    aligns: bool = False,
+    needs_equal_lengths: bool = False,
     has_states: bool = False,
 ) -> list[list[int]]:
     """Divide rows into forward passes of the least total cost."""
-    if aligns or has_states:
+    if needs_equal_lengths or has_states:
         kinds: defaultdict[int, list[int]] = defaultdict(list)
         for i, size in enumerate(sizes):
-            kinds[size.num_past if aligns else min(size.num_past, 1)].append(i)
+            kinds[size.num_past if needs_equal_lengths else min(size.num_past, 1)].append(i)
         return [
             [rows[i] for i in group]
             for rows in kinds.values()

@@ -83,22 +83,20 @@ class PrefixCache:
         """
         return self.tree.match(context.packed(0, most), adapter, context.place)
 
-    def pin(self, node: int, fewest: int) -> bool:
+    def pin(self, node: int) -> bool:
         """Keep the path to a node until ``clear()``, and the state that contexts go on from."""
         tree = self.tree
         if not self._may_pin(node):
             return False
-        if tree.states.num_states and not tree.states.pin(self.resumed(node, fewest)):
+        if tree.states.num_states and not tree.states.pin(self.resumed(node)):
             return False
         tree.pin(node)
         return True
 
-    def resumed(self, node: int, fewest: int) -> int:
+    def resumed(self, node: int) -> int:
         """Return the node whose state a context goes on from when it is asked, or its own."""
         tree = self.tree
-        depth = max(0, int(tree.nodes.depth[node]) - fewest)
-        before = tree.nodes.ancestors(np.array([node], np.int32), np.array([depth], np.int32))
-        start = int(tree.states.last(before)[0])
+        start = int(tree.states.last(tree.nodes.parent[[node]])[0])
         return start if tree.nodes.depth[start] else node
 
     def codes_of(self, node: int) -> list[tuple[torch.Tensor, ...]]:
@@ -161,17 +159,13 @@ class PrefixCache:
         return self._runner.running_states(self.state_store.layout, states.behind(rows))
 
     def keep_states(
-        self,
-        nodes: NDArray[np.int32],
-        num_needed: NDArray[Any],
-        before: NDArray[np.int32],
-        states: RowStates,
+        self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: RowStates
     ) -> None:
         """Give the states that rows have come to to nodes, as far as there is room."""
         _, rows = np.unique(nodes, return_index=True)
         rows = np.sort(rows[nodes[rows] > 0])
         own = nodes[rows]
-        numbers = self.tree.states.give(own, num_needed[rows], before[rows])
+        numbers = self.tree.states.give(own, num_needed[rows])
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise OutOfStates
         with self.tree.states.filling(own[numbers != 0]):

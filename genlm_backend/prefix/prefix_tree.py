@@ -48,12 +48,12 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- the protocol
 
-    def begin(self) -> None:
-        """Begin anew: what has been used before may be evicted from now on."""
+    def begin(self, num_contexts: int = 1) -> None:
+        """Begin a batch of contexts: what has been used before may be evicted from now on."""
         self._now += 1
         self._used.clear()
         if self.states.num_states:
-            self.states.begin()
+            self.states.begin(num_contexts)
 
     def root(self, namespace: Hashable) -> int:
         """Return the root of a namespace, which is made where it is not there.

@@ -18,12 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from genlm_backend.errors import CacheError
-from genlm_backend.prefix import node_loops, state_loops
+from genlm_backend.prefix import node_loops
 from genlm_backend.prefix.nodes import Ints, Nodes
 from genlm_backend.prefix.tiers import Moves
-
-_NUM_RECENT: Final = 4
-"""Batches in which particles may be asked one after the other, so that all their states stay."""
 
 _FEWEST_TO_MOVE: Final = 32
 """Tokens behind another state from which on one is copied to the host: a guess, not measured."""
@@ -125,7 +122,7 @@ class StateStore:
 class States:
     """The running states of nodes of a prefix tree, by number, within a fixed budget.
 
-    A node's state goes with the node. Others go for new ones in the order that ``give`` tells. What
+    A node's state goes with the node. Others go for new ones, the least recently used first. What
     goes may be kept on the host, from where ``fetch`` brings it back.
     """
 
@@ -145,9 +142,7 @@ class States:
         self._num_rows = np.zeros(size, np.int32)  # that went on from it in this batch
         self._num_held = np.zeros(size, np.int32)
         self._is_pinned = np.zeros(size, np.bool_)
-        self._now = 1
-        self._expected, self._shares = np.empty(0, np.int32), True
-        self._weights = np.empty(0, np.int64)
+        self._now = self._num_contexts = 1
         self._free = np.arange(1, size)
         self._num_handed_out = 0
         self.host.clear()
@@ -174,10 +169,9 @@ class States:
 
     # ---------------------------------------------------------------- a batch
 
-    def begin(self) -> None:
-        """Begin a batch: what earlier ones hold is held no more."""
-        self._now += 1
-        self._expected, self._weights = self._expected[:0], self._weights[:0]
+    def begin(self, num_contexts: int) -> None:
+        """Begin a batch of contexts: what earlier ones hold is held no more."""
+        self._now, self._num_contexts = self._now + 1, num_contexts
         self._num_held[:] = self._num_rows[:] = 0
 
     def use(self, nodes: Ints) -> None:
@@ -217,7 +211,7 @@ class States:
         others = np.setdiff1d(nodes, wanted)
         self.hold(others)
         try:
-            numbers = self._taken(wanted, np.ones(len(wanted), np.bool_))
+            numbers = self._taken(len(wanted), len(wanted))
             self._moves.to_device((-state[wanted]).tolist(), numbers.tolist())
         finally:
             self.release(others)
@@ -225,39 +219,33 @@ class States:
         self.num_to_device += len(wanted)
         return True
 
-    def expect(self, nodes: Ints, weights: Ints | int = 1, shares: bool = True) -> None:
-        """Note which nodes contexts are likely to go on from after this batch."""
-        self._expected, inverse = np.unique(nodes, return_inverse=True)
-        self._weights = np.zeros(len(self._expected), np.int64)
-        np.add.at(self._weights, inverse, weights)
-        self._shares = shares
-        self.use(nodes)
+    def go_on_from(self, nodes: Ints) -> None:
+        """Note that rows of this batch go on from nodes."""
+        np.add.at(self._num_rows, self._numbers(nodes), 1)
 
-    def give(self, nodes: Ints, num_needed: Ints, before: Ints | None = None) -> Ints:
+    def give(self, nodes: Ints, num_needed: Ints) -> Ints:
         """Return numbers of states for nodes that have none; 0 where there is no room.
 
-        What is held and what is pinned stays. Where none is free, one goes that no recent batch has
-        used, the oldest first; or one that nothing goes on from, as its row has gone on; or one of
-        a recent batch; or one of this batch, the new ones that are not needed among them, without
-        which the fewest tokens are computed again for the contexts that were asked. A state that is
-        not needed and finds no room may be one of the host: a negative number stands for that.
+        What is held and what is pinned stays. Where none is free, the one goes that was used least
+        recently, and in the end one that a single row of this batch has gone on from; for nodes
+        that others of the batch need, any. A state that is not needed and finds no room may be one
+        of the host: a negative number stands for that.
         """
         numbers = np.zeros(len(nodes), np.int64)
-        if before is not None:
-            np.add.at(self._num_rows, self._numbers(before), 1)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
-        free = self._taken(nodes[asked], num_needed[asked] > 0)
-        rest, asked, free = asked[free == 0], asked[free > 0], free[free > 0]
+        is_needed = num_needed[asked] > 0
+        asked = asked[np.argsort(~is_needed, kind="stable")]
+        free = self._taken(len(asked), int(is_needed.sum()))
+        asked, rest = asked[: len(free)], asked[len(free) :]
         numbers[asked] = free
         self._assign(free, nodes[asked])
         self._num_held[free] = num_needed[asked]
         if self.host.num_states and len(rest):
             rest = rest[(num_needed[rest] == 0) & (self._nodes.state[nodes[rest]] == NO_STATE)]
-            rest = rest[np.argsort(self._num_tokens(nodes[rest]), kind="stable")]
-            on_host, num_evicted = self.host.assign(nodes[rest], self._now, self._now)
+            on_host, num_evicted = self.host.assign(nodes[rest[::-1]], self._now, self._now)
             self.num_evicted += num_evicted
             self.num_to_host += int((on_host > 0).sum())
-            numbers[rest] = -on_host
+            numbers[rest[::-1]] = -on_host
         return numbers
 
     def _assign(self, numbers: Ints, nodes: Ints) -> None:
@@ -275,19 +263,14 @@ class States:
             self._nodes.state[nodes] = NO_STATE
             raise
 
-    def _taken(self, nodes: Ints, is_needed: NDArray[np.bool_]) -> Ints:
-        """Return a free state for each node, for which another one may have gone, or 0."""
-        free, has_room = self._unused(len(nodes)), np.ones(len(nodes), np.bool_)
-        if len(free) < len(nodes):
-            gone = self._oldest(len(nodes) - len(free))
-            if len(free) + len(gone) < len(nodes):
-                gone, has_room = self._chosen(nodes, is_needed, gone, len(free))
+    def _taken(self, count: int, num_needed: int) -> Ints:
+        """Return free states, up to so many, for which others may have gone."""
+        free = self._unused(count)
+        if len(free) < count:
+            gone = self._least_recent(count - len(free), num_needed - len(free))
             self._let_go(gone)
             free = np.concatenate([free, gone])
-        order = np.lexsort((~is_needed, ~has_room))
-        found = np.zeros(len(nodes), np.int64)
-        found[order[: len(free)]] = free[: len(nodes)]
-        return found
+        return free
 
     def _unused(self, count: int) -> Ints:
         """Return states that no node has, up to so many.
@@ -302,60 +285,30 @@ class States:
         self._num_handed_out += len(found)
         return found
 
-    def _oldest(self, count: int) -> Ints:
-        """Return up to so many states that no recent batch has used, the oldest first."""
-        can_go = self._is_used() & (self._num_held == 0) & ~self._is_pinned
-        old = np.flatnonzero(can_go & (self._stamp < self._now - _NUM_RECENT))
-        if len(old) <= count:
-            return old
-        old = old[self._stamp[old] <= np.partition(self._stamp[old], count - 1)[count - 1]]
-        num_tokens = self._num_tokens(self._owner[old])
-        return old[np.lexsort((num_tokens, self._stamp[old]))][:count]
+    def _least_recent(self, count: int, num_needed: int) -> Ints:
+        """Return states that may go for others, the first ones first.
 
-    def _chosen(
-        self, new: Ints, is_needed: NDArray[np.bool_], gone: Ints, num_free: int
-    ) -> tuple[Ints, NDArray[np.bool_]]:
-        """Return states that go, and of new nodes whether each gets one."""
-        used = np.setdiff1d(np.flatnonzero(self._is_used()), gone)
-        owners = np.concatenate([self._owner[used], new])
-        nodes = np.concatenate([owners, np.setdiff1d(self._expected, owners)])
-        num_used, num_owners = len(used), len(owners)
-        may_stay, times = np.zeros(len(nodes), np.bool_), np.full(len(nodes), self._now)
-        may_stay[:num_used] = (self._num_held[used] == 0) & ~self._is_pinned[used]
-        may_stay[num_used:num_owners] = ~is_needed
-        times[:num_used] = self._stamp[used]
-        weights = np.zeros(len(nodes), np.int64)
-        _, at, of_expected = np.intersect1d(nodes, self._expected, return_indices=True)
-        weights[at] = self._weights[of_expected]
-        with self._as_if_gone(gone):
-            arrays = self._nodes.parent, self._nodes.depth, self._nodes.state, nodes
-            has_state = np.arange(len(nodes)) < num_owners
-            count = len(new) - num_free - len(gone)
-            if has_state.all():  # all contexts have one, as where there is room for two of each
-                passed = (times == self._now) & state_loops.unasked(*arrays, has_state, weights)
-                passed = used[(may_stay & passed)[:num_used]]
-                if count <= len(passed):
-                    order = np.argsort(self._num_tokens(self._owner[passed]), kind="stable")
-                    gone = np.concatenate([gone, passed[order[:count]]])
-                    return gone, np.ones(len(new), np.bool_)
-            has_state &= ~may_stay
-            chosen = np.empty(max(0, int(may_stay[:num_owners].sum()) - count), np.int64)
-            state_loops.most_missed(
-                *arrays, has_state, may_stay, weights, self._shares, times, self._now, chosen
-            )
-        may_stay[chosen] = False
-        has_room = ~may_stay[num_used:num_owners]
-        return np.concatenate([gone, used[may_stay[:num_used]]]), has_room
+        Those that several rows of this batch have gone on from go if there is room for one of each
+        of its contexts, or if they are needed, as do those that the batch has made.
+        """
+        can_go = np.flatnonzero(self._is_used() & (self._num_held == 0) & ~self._is_pinned)
+        num_rows = self._num_rows[can_go]
+        is_new, shared = (self._stamp[can_go] == self._now) & (num_rows == 0), can_go[num_rows > 1]
+        gone = self._in_order(can_go[~is_new & (num_rows <= 1)], count)
+        most = count if self.num_states >= self._num_contexts else num_needed
+        gone = np.concatenate([gone, self._in_order(shared, most - len(gone))])
+        new = self._in_order(can_go[is_new], num_needed - len(gone))
+        return np.concatenate([gone, new])
 
-    @contextlib.contextmanager
-    def _as_if_gone(self, gone: Ints) -> Iterator[None]:
-        """Let nodes have no state for a while."""
-        owners = self._owner[gone]
-        self._nodes.state[owners] = NO_STATE
-        try:
-            yield
-        finally:
-            self._nodes.state[owners] = gone
+    def _in_order(self, numbers: Ints, count: int) -> Ints:
+        """Return so many states by their last use; then by the tokens to compute again."""
+        if len(numbers) > count > 0:
+            stamps = self._stamp[numbers]
+            numbers = numbers[stamps <= np.partition(stamps, count - 1)[count - 1]]
+        owners = self._owner[numbers]
+        is_end = self._nodes.num_children[owners] == 0
+        order = np.lexsort((is_end, self._num_tokens(owners), self._stamp[numbers]))
+        return numbers[order[: max(count, 0)]]
 
     def _let_go(self, gone: Ints) -> None:
         """Take states from their nodes, and copy those to the host that are worth it."""
@@ -375,21 +328,14 @@ class States:
             self._moves.to_host(moved[has_room].tolist(), on_host[has_room].tolist())
 
     def _worth_moving(self, gone: Ints) -> Ints:
-        """Return the states, of some that go, that are many tokens or soon asked for again.
+        """Return the states, of some that go, that nothing has gone on from, or that are far off.
 
         Where every step leaves a state behind it, so many stay that few tokens are between them. A
         context that goes on from its last token is not computed again, however few they are.
         """
-        nodes, worth = self._nodes, list[int]()
         owners = self._owner[gone]
-        is_next = (nodes.num_children[owners] == 0) & (self._num_rows[gone] == 0)
-        is_next &= self._stamp[gone] >= self._now - _NUM_RECENT
-        for i in np.argsort(nodes.depth[owners], kind="stable").tolist():
-            if is_next[i] or self._num_tokens(owners[i : i + 1])[0] >= _FEWEST_TO_MOVE:
-                worth.append(i)
-            else:
-                nodes.state[owners[i]] = NO_STATE  # what comes behind it is more tokens by these
-        return gone[worth]
+        is_end = (self._nodes.num_children[owners] == 0) & (self._num_rows[gone] == 0)
+        return gone[is_end | (self._num_tokens(owners) >= _FEWEST_TO_MOVE)]
 
     def _num_tokens(self, nodes: Ints) -> Ints:
         """Return how many tokens the states of nodes are to compute again."""

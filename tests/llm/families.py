@@ -121,21 +121,8 @@ PER_TOKEN = {
         num_attention_heads=4,
         alibi=False,
     ),
-    "mpt": lambda: _bare(
-        "MptConfig", vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=256
-    ),
     "gpt2": lambda: _bare(
         "GPT2Config", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256
-    ),
-    "gpt-neo-local": lambda: _bare(
-        "GPTNeoConfig",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1]],
-        window_size=5,
-        max_position_embeddings=256,
     ),
     "gpt-neox": lambda: _config("GPTNeoXConfig"),
     "gptj": lambda: _bare(
@@ -452,6 +439,20 @@ _NEW_CONFIGS: dict[str, tuple[str, Callable[[], tf.PreTrainedConfig]]] = {
 RUNNING |= {name: make for name, (of, make) in _NEW_CONFIGS.items() if hasattr(tf, of)}
 
 WHOLE = {
+    # These two cut masks out of a table by the number of columns.
+    "mpt": lambda: _bare(
+        "MptConfig", vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=256
+    ),
+    "gpt-neo-local": lambda: _bare(
+        "GPTNeoConfig",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=5,
+        max_position_embeddings=256,
+    ),
     "cpm-ant": lambda: _config(  # takes no mask: what is padded is another context
         "CpmAntConfig",
         dim_head=16,

@@ -4,12 +4,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from genlm_backend.errors import CacheError
-from genlm_backend.prefix import PrefixTree, Slots, States, state_loops
+from genlm_backend.prefix import PrefixTree, Slots, States
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 namespaces = st.sampled_from([None, None, "adapter"])
@@ -137,8 +137,8 @@ class History(RuleBasedStateMachine):
         can_go = {k for k in others if k not in self.held and k not in self.pinned}
         old = {k for k in can_go if self.used[k] < self.batch}
         num_evicted = self.states.num_evicted
-        self.states.expect(nodes)
-        numbers = self.states.give(nodes, np.array(num_needed), before)
+        self.states.go_on_from(before)
+        numbers = self.states.give(nodes, np.array(num_needed))
         assert not self.num_on_host or all(numbers[i] >= 0 for i, n in enumerate(num_needed) if n)
         given = [n for n in numbers.tolist() if n]
         assert len(set(given)) == len(given)
@@ -375,81 +375,6 @@ TestHistory = History.TestCase
 TestOneState = OneState.TestCase
 TestStatesOnHost = StatesOnHost.TestCase
 TestStatesAndTokensOnHost = StatesAndTokensOnHost.TestCase
-# ---------------------------------------------------------------- which of them stay
-
-
-def num_computed(asked, has, shares=True):
-    """Tokens to compute so that each context has been asked, from those that have states.
-
-    Where each context computes what it has in common with others too, its tokens have its weight.
-    """
-    missing = []
-    for context in asked:
-        sizes = range(len(context), 0, -1)
-        start = next((size for size in sizes if context[:size] in has), 0)
-        new = [context[:size] for size in range(start + 1, len(context) + 1)]
-        missing += new if shares else new * asked[context]
-    return len(set(missing) if shares else missing)
-
-
-def tree_with(contexts):
-    """A tree that has the tokens of contexts, and no states."""
-    tree = PrefixTree(Slots(400))
-    for context in contexts:
-        node = tree.nodes.walk(tree.root(None), ints(*context))
-        rest = ints(*context[tree.nodes.depth[node] :])
-        if len(rest):
-            tree.link(tree.grow_chain(int(node), rest, tree.allocate(len(rest), ints(node))))
-    return tree
-
-
-@given(
-    has=st.dictionaries(contexts, st.tuples(st.booleans(), st.integers(1, 4)), max_size=12),
-    asked=st.dictionaries(contexts, st.integers(1, 5), max_size=12),
-    elsewhere=st.sets(contexts, max_size=3),
-    share=st.floats(0, 1),
-    shares=st.booleans(),
-)
-def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share, shares):
-    every = [*has, *sorted(asked.keys() - has.keys())]
-    tree = tree_with([*every, *sorted(elsewhere)])
-    fixed = {context for context, (is_fixed, _) in has.items() if is_fixed}
-    left = has.keys() - fixed
-    elsewhere = elsewhere - set(every)
-
-    def node_of(context):
-        return tree.nodes.walk(tree.root(None), ints(*context))
-
-    for context in elsewhere:
-        tree.nodes.state[node_of(context)] = 1
-    chosen = np.empty(round(share * len(left)), np.int64)
-    state_loops.most_missed(
-        tree.nodes.parent,
-        tree.nodes.depth,
-        tree.nodes.state,
-        ints(*map(node_of, every)),
-        np.array([context in fixed for context in every], np.bool_),
-        np.array([context in left for context in every], np.bool_),
-        np.array([asked.get(context, 0) for context in every], np.int64),
-        shares,
-        np.array([has[context][1] if context in has else 4 for context in every], np.int64),
-        4,
-        chosen,
-    )
-    stay = fixed | elsewhere
-    for i in chosen.tolist():
-        gains = {}
-        for context in left:
-            time = has[context][1]
-            before = num_computed(asked, stay, shares)
-            spared = before - num_computed(asked, stay | {context}, shares)
-            behind = num_computed({context: 1}, stay)
-            gains[context] = (time, behind) if time < 4 else (4 * (spared > 0), spared)
-        assert gains[every[i]] == max(gains.values())
-        left.remove(every[i])
-        stay.add(every[i])
-
-
 # ---------------------------------------------------------------- one at a time
 
 
@@ -468,8 +393,8 @@ def add(tree, context, num_needed=0):
     tree.use(node)
     rest = ints(*context[tree.nodes.depth[node[0]] :])
     new = tree.link(tree.grow_chain(int(node[0]), rest, tree.allocate(len(rest), node)))
-    tree.states.expect(new[-1:])
-    return tree.states.give(new[-1:], np.array([num_needed]), node).tolist()
+    tree.states.go_on_from(node)
+    return tree.states.give(new[-1:], np.array([num_needed])).tolist()
 
 
 def test_the_oldest_go_and_of_them_the_cheapest_to_compute_again():
@@ -489,12 +414,12 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
     tree = tree_of(2, [1] * 9)
     prompt = ints(tree.nodes.walk(tree.root(None), ints(*[1] * 9)))
     for _ in range(2):
-        tree.begin()
+        tree.begin(5)
         nodes = np.repeat(prompt, 5)
         tree.use(nodes)
         new = tree.link(tree.grow(nodes, ints(*range(5)), tree.allocate(5, nodes)))
-        tree.states.expect(new)
-        numbers = tree.states.give(new, np.zeros(5, np.int64), nodes)
+        tree.states.go_on_from(nodes)
+        numbers = tree.states.give(new, np.zeros(5, np.int64))
         assert tree.nodes.state[prompt] > 0
     (row,) = np.flatnonzero(tree.nodes.state[new])
     assert not any(numbers)
@@ -505,8 +430,8 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         end = tree.link(
             tree.grow(new[row : row + 1], ints(5), tree.allocate(1, new[row : row + 1]))
         )
-        tree.states.expect(end)
-        assert tree.states.give(end, np.zeros(1, np.int64), new[row : row + 1]).all()
+        tree.states.go_on_from(new[row : row + 1])
+        assert tree.states.give(end, np.zeros(1, np.int64)).all()
         assert tree.nodes.state[prompt] > 0
         assert tree.num_cached([1] * 9 + [int(row)] + [5] * (number + 1)) == 11 + number
         new[row] = end[0]

@@ -13,11 +13,11 @@ from genlm_backend.attention.mlx.mlx_row_states import (
 from genlm_backend.attention.mlx.mlx_shared import MlxSharedAttend
 
 _BY_GROUP = partial(MlxGatherAttend, by_group=True)
-GATHERED = Way(MlxGatherAttend, lambda store, _: MlxGatherAttend(store), copies=True)
+GATHERED = Way(MlxGatherAttend, MlxGatherAttend, copies=True)
 WAYS = (
-    Way(MlxSharedAttend, lambda store, _: MlxSharedAttend(store, 0, True), is_called=True),
+    Way(MlxSharedAttend, lambda store: MlxSharedAttend(store, 0, True), is_called=True),
     GATHERED,
-    Way(_BY_GROUP, lambda store, _: _BY_GROUP(store), copies=True),
+    Way(_BY_GROUP, _BY_GROUP, copies=True),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""
 

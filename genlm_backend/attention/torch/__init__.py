@@ -5,7 +5,7 @@ from genlm_backend.attention.torch.torch_attend import GatherAttend, SharedAtten
 from genlm_backend.attention.torch.torch_row_states import TorchRowStates
 
 WAYS = (
-    Way(SharedAttend, lambda store, wider: SharedAttend(store, 4, wider), is_called=True),
+    Way(SharedAttend, lambda store: SharedAttend(store, 4), is_called=True),
     Way(GatherAttend, GatherAttend, copies=True),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""

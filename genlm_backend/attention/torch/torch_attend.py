@@ -27,8 +27,8 @@ from genlm_backend.prefix import PADDING_SLOT, KVLayout, KVStore, LayerLayout, S
 class SharedAttend(Attend[dict[str, Any]]):
     """Attends to each stretch of cached tokens once for all rows that have it."""
 
-    def __init__(self, store: KVStore, few_tokens: int | None = None, wider: int = 0) -> None:
-        self._store, self._wider = store, wider
+    def __init__(self, store: KVStore, few_tokens: int | None = None) -> None:
+        self._store = store
         self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
         self._last: LastArrays | None = None
 
@@ -40,7 +40,7 @@ class SharedAttend(Attend[dict[str, Any]]):
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Have the model's layers call the attention of a pass."""
         reading = batch.reading or self.reading(batch.past, batch.num_new)
-        shared = TorchPass(self._store, batch, reading, self._last, self._wider)
+        shared = TorchPass(self._store, batch, reading, self._last)
         self._last = None
         layout = self._store.layout
         num_layers = len(layout.layers)
@@ -83,9 +83,9 @@ class Gathered:
     num_past: int
 
 
-def gather(batch: PackedBatch, wider: int = 0) -> Gathered:
+def gather(batch: PackedBatch) -> Gathered:
     """Return the columns of a batch whose new tokens have slots; pure."""
-    num_past = wider + int(batch.num_past.max())
+    num_past = int(batch.num_past.max())
     new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
     new[slice(None) if batch.new_columns is None else batch.new_columns] = batch.new_slots
     new = new.reshape(batch.input_ids.shape)
@@ -110,8 +110,8 @@ class GatherAttend(Attend[dict[str, Any]]):
     masked: the right padding comes after every real token of its row, where causality hides it.
     """
 
-    def __init__(self, store: KVStore, wider: int = 0) -> None:
-        self._store, self._wider = store, wider
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
@@ -121,7 +121,7 @@ class GatherAttend(Attend[dict[str, Any]]):
             cache = cache_of((), layout.states, batch.states)
             yield {"cache": cache, "use_cache": True}
             return
-        gathered = gather(batch, self._wider)
+        gathered = gather(batch)
         on: dict[torch.device, torch.Tensor] = {}  # moved once to each device that has a layer
         layers: list[SlotLayer] = []
         for number, layer in enumerate(layout.layers):

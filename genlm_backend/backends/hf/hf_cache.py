@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 _CACHED_TYPES: Final = """
     bailing_hybrid bamba bloom cohere deepseek_v3 falcon falcon_h1 falcon_mamba gemma gemma2
-    gemma3_text gemma4_text gpt2 gpt_neo gpt_neox gpt_oss gptj granite granitemoehybrid
+    gemma3_text gemma4_text gpt2 gpt_neox gpt_oss gptj granite granitemoehybrid
     inkling2_loop_text inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3
-    llama llama4_text mamba mamba2 mistral mixtral mpt nemotron_h olmo_hybrid opt phi qwen2
+    llama llama4_text mamba mamba2 mistral mixtral nemotron_h olmo_hybrid opt phi qwen2
     qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next stablelm starcoder2 zamba zamba2
     zaya
 """

@@ -100,15 +100,16 @@ class HFEvaluator(PassEvaluator):
                 "have kernels of several precisions on this processor",
                 stacklevel=2,
             )
-        self.passes.pads, self.passes.aligns = support.pads, support.aligns
-        self.passes.going_on = support.going_on
+        self.passes.pads = support.pads
+        self.passes.needs_equal_lengths = support.needs_equal_lengths
+        self.passes.takes_several_tokens = support.takes_several_tokens
         self.passes.attend_whole, self.passes.cache.layout = WholeAttend(layout), layout
         self._attend = support.attend
         cache = cache_of(runner, support, layout, self._wanted)
         if cache is not None:
             self.passes.keep(cache)
             given = runner.model, runner.parameters, cache.attend, cache.store
-            if not support.aligns and StepGraphs.can_be(*given):
+            if not support.needs_equal_lengths and StepGraphs.can_be(*given):
                 runner.graphs = StepGraphs(cache.store)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
         return EvaluatorInfo(

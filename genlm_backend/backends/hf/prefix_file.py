@@ -204,7 +204,7 @@ class PrefixFiles:
                 "has keys and values that are not finite in this format"
             )
         cache, nodes = self._passes.cache, self._passes.tree.nodes
-        resumed = cache.resumed(node, self._passes.going_on.fewest)
+        resumed = cache.resumed(node)
         states = [state.cpu() for state in cache.state_store.read(nodes.state[[resumed]])]
         num_resumed = int(nodes.depth[resumed])
         prefix = Prefix(tuple(query.context), cache.codes_of(node), states, num_resumed)

@@ -15,14 +15,15 @@ import torch
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import Span, pack
 from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
-from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import StateStore
 
 NUM_STATES: Final = 16
 """States of a store that are enough for all passes of a trial."""
+
+_TIMES: Final = 20
+"""Rows so many times farther off than others are computed in another way, beyond rounding."""
 
 
 def paths_of(pasts: Sequence[Sequence[int]]) -> Paths:
@@ -52,18 +53,6 @@ class Begun:
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
-class Findings:
-    """Findings of passes that go on from running states."""
-
-    going_on: StateBounds
-    difference: float
-    spans: tuple[Span, ...]
-    before: tuple[Begun, ...]
-    rows: torch.Tensor
-
-
-@final
 class StateTrial:
     """Passes of a model with running states, whose rows have as many new tokens each."""
 
@@ -78,8 +67,8 @@ class StateTrial:
         long_row: torch.Tensor,
         short_row: torch.Tensor,
         rounding: float,
-    ) -> Findings:
-        """Find out whether rows of contexts that go on from states are their own.
+    ) -> tuple[float, bool]:
+        """Return how far rows from states are from whole ones, and if several tokens go on at once.
 
         Two rows go on from one state, beside one of another context, by two tokens at once and by
         one after the other; and many tokens go on from one.
@@ -90,31 +79,32 @@ class StateTrial:
         _, many = self.go_on([first], [short[1:]])
         _, several = self.go_on(begun, [context[-2:] for context in contexts])
         ends, _ = self.go_on(begun, [context[-2:-1] for context in contexts])
-        spans = self._spans([context[-1:] for context in contexts])
-        last = pack(spans, past_of(ends), running_states(self._runner, self._states, ends))
-        rows = row_of(self._runner.forward(last, self._attend))
+        _, last = self.go_on(ends, [context[-1:] for context in contexts])
         wanted = [long_row, short_row, long_row]
         at_once = farthest(
             [distance(row_of(many)[0], short_row), *map(distance, row_of(several), wanted)]
         )
-        one_by_one = farthest(map(distance, rows, wanted))
-        going_on = StateBounds.told_by(at_once, one_by_one, rounding)
-        found = {StateBounds(): max(at_once, one_by_one), StateBounds(most=1): one_by_one}
-        difference = found.get(going_on, at_once)
-        return Findings(going_on, difference, tuple(spans), tuple(ends), rows)
+        one_by_one = farthest(map(distance, row_of(last), wanted))
+        # Some scans begin anew whatever state there is, so that tokens have to come one by one.
+        takes_several = at_once <= max(rounding, _TIMES * one_by_one)
+        difference = max(at_once, one_by_one) if takes_several else one_by_one
+        return difference, takes_several
 
     def go_on(
         self, before: Sequence[Begun | None], tokens: Sequence[list[int]]
     ) -> tuple[list[Begun], torch.Tensor]:
         """Run the next tokens of contexts, all of which begin or none."""
         spans = self._spans(tokens)
-        states = running_states(self._runner, self._states, before)
-        logits = self._runner.forward(pack(spans, past_of(before), states), self._attend)
+        past = paths_of([() if one is None else one.past for one in before])
+        known = [one.state for one in before if one is not None]
+        of_rows = self._states.read(np.array(known)) if known else None
+        states = self._runner.running_states(self._states.layout, of_rows)
+        logits = self._runner.forward(pack(spans, past, states), self._attend)
         numbers = np.arange(len(spans)) + self._num_states + 1
         self._num_states += len(spans)
         self._states.write(numbers, states.behind(np.arange(len(spans))))
         begun = [
-            Begun((*_past(one), *span.slots), number)
+            Begun((*(() if one is None else one.past), *span.slots), number)
             for one, span, number in zip(before, spans, numbers.tolist(), strict=True)
         ]
         return begun, logits
@@ -127,21 +117,3 @@ class StateTrial:
             self._num_slots += len(ids)
             spans.append(Span(ids, range(first, first + len(ids)), (len(ids) - 1,)))
         return spans
-
-
-def _past(begun: Begun | None) -> tuple[int, ...]:
-    return () if begun is None else begun.past
-
-
-def past_of(before: Sequence[Begun | None]) -> Paths:
-    """Return the paths of rows that go on from contexts, or begin."""
-    return paths_of([*map(_past, before)])
-
-
-def running_states(
-    runner: HFRunner, states: StateStore, before: Sequence[Begun | None]
-) -> TorchRowStates:
-    """Return the running states of rows that go on from contexts, all of which begin or none."""
-    numbers = [begun.state for begun in before if begun is not None]
-    own = states.read(np.array(numbers)) if numbers else None
-    return runner.running_states(states.layout, own)

@@ -32,15 +32,13 @@ from genlm_backend.backends.hf.model_state import check_output
 from genlm_backend.backends.hf.rows_apart import distance, row_of
 from genlm_backend.backends.hf.trial import (
     bounds,
-    counts_columns,
     expected_rows,
-    first_trial,
+    first_way,
     spread_alone,
     tolerance_of,
 )
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import (
     CacheLayer,
     KVLayout,
@@ -55,6 +53,7 @@ from genlm_backend.runtime.threads import one_thread
 logger = logging.getLogger(__name__)
 
 _PROBE_LENGTH: Final = 24
+_COUNTS_COLUMNS: Final = {"gpt_neo", "imagegpt", "mpt"}
 _ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # some five seconds on one thread
 
 
@@ -66,8 +65,8 @@ class KVSupport:
     attend: Callable[[KVStore], Attend] = GatherAttend
     reason: str = ""
     pads: bool = True
-    aligns: bool = False
-    going_on: StateBounds = field(default_factory=StateBounds)
+    needs_equal_lengths: bool = False
+    takes_several_tokens: bool = True
     spread_alone: float = 0.0
 
 
@@ -207,6 +206,9 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
     config = runner.model.config.get_text_config(decoder=True)
     if runner.cache_argument is None:
         return KVSupport(reason="its state is not one of keys and values")
+    if config.model_type in _COUNTS_COLUMNS:
+        reason = "it cuts masks out of a table by the number of columns of a pass"
+        return KVSupport(reason=reason)
     layers = DynamicCache(config=config).layers
     others = {type(layer).__name__ for layer in layers if not _is_known(layer)}
     if others:
@@ -224,9 +226,8 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
             layout, bare_row = _observe_layout(runner, long[:3], _cache_layers(layers))
             expected = expected_rows(runner, long, other, vocab_size)
             tolerance = tolerance_of(runner, layout, expected.spread)
-            trial, difference = first_trial(runner, layout, expected, tolerance)
-            aligns = trial is not None and counts_columns(trial, max_length)
-            alone = spread_alone(runner, layout, trial.way if trial else WAYS[-1], expected)
+            way, difference, several = first_way(runner, layout, expected, tolerance)
+            alone = spread_alone(runner, layout, way or WAYS[-1], expected)
     except UnsupportedModelError as error:
         return KVSupport(reason=str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
@@ -238,13 +239,18 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
         (alone_row,) = row_of(runner.forward([Span(long[:3], outputs=(2,))], WholeAttend()))
         if distance(alone_row, bare_row) > tolerance:
             return KVSupport(reason="it counts positions in a way of its own")
-    if trial is None:
+    if way is None:
         return KVSupport(
             reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
             f"and by {expected.spread:.2g} between different contexts"
         )
     return KVSupport(
-        layout, trial.way.over, aligns=aligns, going_on=trial.going_on, spread_alone=alone
+        layout,
+        way.over,
+        # Llama 4 scales attention by the number of columns that a pass has cached.
+        needs_equal_lengths=bool(getattr(config, "attn_temperature_tuning", False)),
+        takes_several_tokens=several,
+        spread_alone=alone,
     )
 
 

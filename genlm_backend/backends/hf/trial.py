@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
 from genlm_backend.attention.attend import Way
 from genlm_backend.attention.packing import Span, pack
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.torch import WAYS, TorchRowStates, WholeAttend
+from genlm_backend.attention.torch import WAYS, WholeAttend
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import MOST_ROUNDING, distance, farthest, rounding, row_of
-from genlm_backend.backends.hf.state_trial import (
-    NUM_STATES,
-    StateTrial,
-    past_of,
-    paths_of,
-    running_states,
-)
-from genlm_backend.passes.state_bounds import StateBounds
+from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of
 from genlm_backend.prefix import KVLayout, KVStore, StateStore
 
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_SPREAD: Final = 0.1
 _SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding flips the next
-_MOST_COLUMNS: Final = 1 << 20
-_COPIED_BYTES: Final = 1 << 27  # of one layer's keys and values at a time
-_ALIGNMENT: Final = 1024
-_SHARE_OF_ROUNDING: Final = 0.02
 
 
 def bounds(model: Any) -> tuple[float, float]:
@@ -88,121 +75,51 @@ def dtype_of(layout: KVLayout) -> torch.dtype:
     return layout.layers[0].dtype if layout.layers else layout.states.tensors[0].dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Two contexts whose first tokens are in slots, and the rest of them."""
-
-    runner: HFRunner
-    way: Way
-    store: KVStore
-    spans: tuple[Span, ...]
-    past: Paths
-    rows: torch.Tensor
-    difference: float
-    states: Callable[[], TorchRowStates | None] = lambda: None
-    going_on: StateBounds = field(default_factory=StateBounds)
-
-    @classmethod
-    def begun(cls, runner: HFRunner, layout: KVLayout, way: Way, expected: Expected) -> Self:
-        """Compute the first tokens of both contexts, and then the rest of them."""
-        if layout.states:
-            return cls._from_states(runner, layout, way, expected)
-        long, short = expected.long, expected.short
-        size = len(long) + len(short)
-        store = KVStore(layout, size + 2)
-        long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
-        first = [Span(long[:-2], long_slots[:-2]), Span(short[:1], short_slots[:1])]
-        runner.forward(first, way.probing(store, 0))
-        past = paths_of([long_slots[:-2], short_slots[:1], long_slots[:-2]])
-        spans = (
-            Span(long[-2:], long_slots[-2:], (1,)),
-            Span(short[1:], short_slots[1:], (len(short) - 2,)),
-            Span(long[-2:], range(size + 1, size + 3), (1,)),
-        )
-        rows = row_of(runner.forward(pack(spans, past), way.probing(store, 0)))
-        wanted = expected.long_row, expected.short_row, expected.long_row
-        return cls(runner, way, store, spans, past, rows, farthest(map(distance, rows, wanted)))
-
-    @classmethod
-    def _from_states(cls, runner: HFRunner, layout: KVLayout, way: Way, expected: Expected) -> Self:
-        """Compute them where passes go on from running states, of which each row has its own."""
-        long, short = expected.long, expected.short
+def difference_of(
+    runner: HFRunner, layout: KVLayout, way: Way, expected: Expected
+) -> tuple[float, bool]:
+    """Return how far rows from slots are from whole ones, and if several tokens go on at once."""
+    long, short = expected.long, expected.short
+    wanted = expected.long_row, expected.short_row, expected.long_row
+    if layout.states:
         store = KVStore(layout, 4 * (len(long) + len(short)))
         states = StateStore(layout.states, NUM_STATES)
-        trial = StateTrial(runner, states, way.probing(store, 0))
-        rows = expected.long_row, expected.short_row
-        found = trial.found(long, short, *rows, rounding(dtype_of(layout)))
-        return cls(
-            runner,
-            way,
-            store,
-            found.spans,
-            past_of(found.before),
-            found.rows,
-            found.difference,
-            lambda: running_states(runner, states, found.before),
-            found.going_on,
-        )
-
-    def again(self, wider: int) -> torch.Tensor:
-        """Return the rows of the rest in a pass with so many columns more."""
-        batch = pack(self.spans, self.past, self.states())
-        return row_of(self.runner.forward(batch, self.way.probing(self.store, wider)))
-
-    def change(self, wider: int) -> float:
-        """Return how far rows are from before in a pass with so many columns more."""
-        return distance(self.again(wider), self.rows)
+        trial = StateTrial(runner, states, way.probing(store))
+        return trial.found(long, short, *wanted[:2], rounding(dtype_of(layout)))
+    size = len(long) + len(short)
+    store = KVStore(layout, size + 2)
+    long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
+    first = [Span(long[:-2], long_slots[:-2]), Span(short[:1], short_slots[:1])]
+    runner.forward(first, way.probing(store))
+    past = paths_of([long_slots[:-2], short_slots[:1], long_slots[:-2]])
+    spans = (
+        Span(long[-2:], long_slots[-2:], (1,)),
+        Span(short[1:], short_slots[1:], (len(short) - 2,)),
+        Span(long[-2:], range(size + 1, size + 3), (1,)),
+    )
+    rows = row_of(runner.forward(pack(spans, past), way.probing(store)))
+    return farthest(map(distance, rows, wanted)), True
 
 
-def first_trial(
+def first_way(
     runner: HFRunner, layout: KVLayout, expected: Expected, tolerance: float
-) -> tuple[Trial | None, float]:
-    """Return the first way's trial whose rows are the expected ones, and the last distance."""
-    difference = math.inf
+) -> tuple[Way | None, float, bool]:
+    """Return the first way whose rows are the expected ones, and its findings or the last ones."""
+    difference, takes_several = math.inf, True
     for way in WAYS:
         if way.is_called and not layout.layers:
             continue
         runner.twin.name_attention(way.is_called)
         try:
-            trial = Trial.begun(runner, layout, way, expected)
-            difference = trial.difference
+            difference, takes_several = difference_of(runner, layout, way, expected)
         except Exception as error:  # third-party model code may raise anything
             if way is WAYS[-1]:
                 raise
             logger.debug("%s cannot attend so", type(runner.model).__name__, exc_info=error)
             continue
         if difference <= tolerance:
-            return trial, difference
-    return None, difference
-
-
-def counts_columns(trial: Trial, max_length: int | None) -> bool:
-    """Return whether rows change beside a context that is far longer.
-
-    A model is told how many columns a pass has before the new tokens, which is as many as the
-    longest past, and where each row's tokens stand among its own. Some count by the first number:
-    they scale attention by it, or cut it out of a table. Rows that have as many past tokens each
-    are right all the same. A trial that is as wide as passes can be sees what no context of a few
-    tokens would: a scale that is 1 for the first 8,192 columns, a table that ends.
-    """
-    layers = trial.store.layout.layers
-    if not layers:
-        return False
-    dtype = layers[0].dtype
-    wider = min(2 * (max_length or _MOST_COLUMNS), _MOST_COLUMNS)
-    if trial.way.copies:
-        num_bytes = trial.store.bytes_per_slot // len(layers)
-        wider = min(wider, _COPIED_BYTES // (num_bytes * len(trial.spans)))
-    wider = -(-wider // _ALIGNMENT) * _ALIGNMENT  # or kernels add up in another order
-    try:
-        change = trial.change(wider)
-        if change <= _SHARE_OF_ROUNDING * rounding(dtype):
-            return False
-        return change > 4 * trial.change(0)  # some devices add up in any order
-    except Exception as error:  # third-party model code may raise anything
-        name = type(trial.runner.model).__name__
-        logger.debug("%s takes no longer past", name, exc_info=error)
-        return True
+            return way, difference, takes_several
+    return None, difference, takes_several
 
 
 def spread_alone(runner: HFRunner, layout: KVLayout, way: Way, expected: Expected) -> float:
@@ -214,7 +131,7 @@ def spread_alone(runner: HFRunner, layout: KVLayout, way: Way, expected: Expecte
     if layout.states or not getattr(runner.model, "is_quantized", False):
         return 0.0
     *before, last = expected.long
-    attend = way.probing(KVStore(layout, len(expected.long)), 0)
+    attend = way.probing(KVStore(layout, len(expected.long)))
     slots = range(1, len(expected.long) + 1)
     runner.forward([Span(before, slots[:-1])], attend)
     batch = pack([Span([last], slots[-1:], (0,))], paths_of([slots[:-1]]))

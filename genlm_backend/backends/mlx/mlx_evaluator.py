@@ -80,7 +80,8 @@ class MlxEvaluator(PassEvaluator):
         runner = self._runner
         with _turn:
             support = examine(runner, self._max_length)
-        self.passes.pads, self.passes.going_on = support.pads, support.going_on
+        self.passes.pads = support.pads
+        self.passes.takes_several_tokens = support.takes_several_tokens
         if support.reason:
             logger.info("%s runs contexts whole: %s", type(runner.model).__name__, support.reason)
         cache = cache_of(runner, support, self._wanted_bytes, self._wanted_state_bytes)

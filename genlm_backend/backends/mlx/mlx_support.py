@@ -30,7 +30,6 @@ from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
-from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix.mlx_states import MlxStateLayout, MlxStateStore, StateArray
 from genlm_backend.prefix.mlx_store import LayerShape, MlxStore
 
@@ -61,7 +60,7 @@ class MlxSupport:
     way: Way = GATHERED
     reason: str = ""
     pads: bool = True
-    going_on: StateBounds = field(default_factory=StateBounds)
+    takes_several_tokens: bool = True
 
 
 def check_model(model: Any) -> None:
@@ -120,9 +119,9 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     if kept is None:
         return MlxSupport(vocab_size, reason=reason, pads=pads)
     for way in WAYS if kept.shapes else [GATHERED]:
-        difference, reason, going_on = _difference(runner, kept, way, long, short, whole)
+        difference, reason, several = _difference(runner, kept, way, long, short, whole)
         if not reason and difference <= tolerance:
-            return MlxSupport(vocab_size, kept, way, pads=pads, going_on=going_on)
+            return MlxSupport(vocab_size, kept, way, pads=pads, takes_several_tokens=several)
         reason = reason or f"rows from what is kept differ by {difference:.2g} from whole ones"
         logger.debug("%s: %s", type(runner.model).__name__, reason)
     # One that has keys and values cannot be told where each row's tokens stand, but counts them
@@ -205,21 +204,24 @@ def _difference(
     long: list[int],
     short: list[int],
     whole: list[torch.Tensor],
-) -> tuple[float, str, StateBounds]:
-    """Return the largest distance of rows from what is kept, or why there are none."""
+) -> tuple[float, str, bool]:
+    """Return the largest distance of rows from what is kept, or why there are none.
+
+    The last says whether several tokens go on from a running state at once.
+    """
     size = len(long) + len(short)
-    attend = way.probing(MlxStore(kept.shapes, 4 * size), 0)
+    attend = way.probing(MlxStore(kept.shapes, 4 * size))
     try:
         if kept.states:
             states: Any = MlxStateStore(kept.states, NUM_STATES)
             trial = StateTrial(cast(Any, runner), states, cast(Any, attend))
             found = trial.found(long, short, whole[0], whole[1], _rounding(runner.model))
-            return found.difference, "", found.going_on
+            return found[0], "", found[1]
         rows = _rows_from_slots(runner, attend, long, short)
     except (TypeError, ValueError, AttributeError, IndexError, ModelStateError) as error:
         logger.debug("%s runs on nothing kept", type(runner.model).__name__, exc_info=error)
-        return 0.0, f"it does not run on foreign caches: {error!r}", StateBounds()
-    return farthest(map(distance, rows, (whole[0], whole[1], whole[0]))), "", StateBounds()
+        return 0.0, f"it does not run on foreign caches: {error!r}", True
+    return farthest(map(distance, rows, (whole[0], whole[1], whole[0]))), "", True
 
 
 def _rows_from_slots(

@@ -34,15 +34,9 @@ GATHERED = {
     "falcon-alibi",
     "falcon-rotary",
     "gemma4-shared",
-    "gpt-neo-local",
-    "mpt",
     *([] if families.looks_up_its_attention("gptj") else ["gptj"]),
 }
 """Families whose attention does not go through the interface of transformers, or is cut short."""
-
-ALIGNED = {"gpt-neo-local", "llama4-tuned", "mpt"}
-"""Families that do something by the number of columns: scale by it, or cut out of a table."""
-
 
 UNTOLD = {
     "roberta": lambda: tf.RobertaConfig(**families.COMMON, is_decoder=True),  # from 1 on
@@ -96,7 +90,7 @@ def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
         elif lm.kv_reuse:
             is_shared = isinstance(lm._evaluator.passes.cache.attend, SharedAttend)
             assert is_shared == (name not in GATHERED)
-            assert lm._evaluator.passes.aligns == (name in ALIGNED)
+            assert lm._evaluator.passes.needs_equal_lengths == (name == "llama4-tuned")
             assert lm.statistics().tokens_reused > 300
         # The test means something: one wrong token, even early on, shows in the row.
         wrong = list(contexts[-1])
@@ -107,14 +101,14 @@ def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("num_threads", [None, 3])
-def test_asking_a_model_takes_eight_passes_on_one_thread(name, num_threads):
+def test_asking_a_model_takes_seven_passes_on_one_thread(name, num_threads):
     model, before = families.make(name), torch.get_num_threads()
     during = []
     hook = model.register_forward_pre_hook(lambda *_: during.append(torch.get_num_threads()))
     with AsyncTransformer(model, word_tokenizer(), num_threads=num_threads) as lm:
         hook.remove()
         assert lm.kv_reuse
-        assert during == [1] * 8  # one of the model itself
+        assert during == [1] * 7  # one of the model itself
         assert lm._batcher.call(torch.get_num_threads) == (num_threads or before)
     assert torch.get_num_threads() == before
     with ThreadPoolExecutor(1) as pool:
@@ -132,13 +126,18 @@ def test_models_made_at_once_leave_every_thread_its_number():
         assert set(pool.map(make, range(8))) == {before}
 
 
-@pytest.mark.parametrize("name", sorted(ALIGNED))
-def test_what_only_a_long_past_shows_is_found_out(name):
-    """Scaling begins far behind the contexts of the trial, and tables end there."""
-    config = families.PER_TOKEN[name]()
-    if name == "llama4-tuned":
-        config.floor_scale = 100
-    model, generator = families.of(config), random.Random(name)
+@pytest.mark.parametrize("name", ["gpt-neo-local", "mpt"])
+def test_models_that_cut_masks_out_of_a_table_are_uncached_and_say_why(name, caplog):
+    with caplog.at_level("INFO"), AsyncTransformer(families.make(name), word_tokenizer()) as lm:
+        assert not lm.kv_reuse
+    assert "cuts masks out of a table" in caplog.text
+
+
+def test_what_only_a_long_past_shows_is_scaled_by_each_rows_own_length():
+    """Scaling begins far behind the contexts of the trial."""
+    config = families.PER_TOKEN["llama4-tuned"]()
+    config.floor_scale = 100
+    model, generator = families.of(config), random.Random(0)
     long, other = (generator.choices(range(families.VOCAB), k=256) for _ in range(2))
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         lm._evaluator.passes.cost = CostModel.on("cuda")  # few passes are worth much padding

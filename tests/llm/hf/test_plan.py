@@ -9,17 +9,13 @@ from genlm_backend.model.context import of_no_model
 from genlm_backend.passes.job import Job
 from genlm_backend.passes.prefill_plan import (
     CostModel,
-    Segment,
     Size,
-    leave_states,
-    most_passes,
+    StatePlan,
     plan_groups,
     plan_segments,
     plan_waves,
     plan_whole,
-    states_needed,
 )
-from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import PrefixTree, Slots
 
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
@@ -113,64 +109,37 @@ def test_segments_answer_every_job_from_what_comes_before(
     assert [s for wave in plan_waves(segments) for s in wave if s.wave == 0]
 
 
-def check_left(segments, bounds, per_forward):
-    """States are left where they spare more than another pass costs, the longest first."""
-    num_left, sizes = 3, sorted({s.num_tokens for s in segments}, reverse=True)
-    for size in sizes:
-        alike = [s for s in segments if s.num_tokens == size]
-        can = [
-            s
-            for s in alike
-            if s.is_step and size - bounds.fewest >= (bounds.fewest if s.start else 1)
-        ]
-        spared = min(len(can), num_left) * (size - bounds.fewest)
-        leave = [s for s in alike if s.leaves_state]
-        assert leave == (can if bounds.fewest > 1 and spared > per_forward else [])
-        num_left -= min(len(leave), num_left)
-
-
 long_contexts = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
 
 
 @given(
     st.lists(st.tuples(long_contexts, st.integers(0, 20)), min_size=1, max_size=8),
     st.lists(long_contexts, max_size=4),
-    st.sampled_from([StateBounds(), StateBounds(fewest=2), StateBounds(most=1)]),
-    st.booleans(),
+    st.builds(StatePlan, st.booleans(), st.booleans()),
     st.integers(1, 12) | st.just(100),
     st.integers(1, 5),
-    st.booleans(),
     st.sampled_from([0.0, 5.0, 30.0]),
 )
-def test_what_goes_on_from_a_state_has_as_many_tokens_as_that_takes(
-    wanted, cached, bounds, is_short, size, max_outputs, is_step, per_forward
+def test_what_goes_on_goes_on_from_the_end_of_a_segment(
+    wanted, cached, states, size, max_outputs, per_forward
 ):
-    bounds = bounds._replace(is_short=is_short)
+    """A state is at the end of what was before alone."""
     tree, jobs = tree_of(cached), []
     for context, num_outputs in wanted:
         targets = (9,) * min(num_outputs, len(context))
-        most = len(context) - max(len(targets), bounds.fewest)
-        job = job_of(tree, context, max(most, 0) // 2, targets)
-        job.num_known = max(most, 0) if is_step else job.start
-        job.next_start = 0 if is_step and not targets and bounds.fewest > 1 else None
+        most = len(context) - (len(targets) or 1)
+        job = job_of(tree, context, most // 2, targets)
+        job.num_known = most
         jobs.append(job)
     cost = CostModel(per_forward=per_forward, max_segment=size, max_outputs=max_outputs)
-    segments = plan_segments(jobs, cost, bounds)
+    segments = plan_segments(jobs, cost, states)
     check_answered(segments, jobs)
-    leave_states(segments, bounds, cost, 3)
-    check_left(segments, bounds, per_forward)
     for segment in segments:
-        if segment.parent is not None:  # a state is behind the end of what was before alone
-            assert segment.parent.stop == segment.start
-        cuts = segment.cuts(bounds)
-        for piece in segment.pieces(cuts):
-            least = bounds.fewest if piece.start else 1
-            assert piece.num_tokens >= least
-            if bounds.most and segment.start:
-                assert piece.num_tokens <= bounds.most
-        assert len(cuts) <= 1 or bounds.most
-        pieces = segment.pieces(cuts)
-        assert [at for each in pieces for at in each.outputs] == sorted(segment.outputs)
+        assert segment.parent is None or segment.parent.stop == segment.start
+        assert 0 < segment.num_tokens <= size
+        ones = segment.by_token()
+        assert [one.start for one in ones] == [*range(segment.start, segment.stop)]
+        assert [at for one in ones for at in one.outputs] == sorted(segment.outputs)
 
 
 @given(wanted, st.integers(1, 5))
@@ -266,16 +235,16 @@ def test_deep_nesting_does_not_recurse():
     st.booleans(),
     st.booleans(),
 )
-def test_groups_part_the_rows_within_bounds(sizes, max_tokens, max_outputs, pads, aligns):
+def test_groups_part_the_rows_within_bounds(sizes, max_tokens, max_outputs, pads, equal):
     cost = CostModel(max_tokens=max_tokens, max_outputs=max_outputs)
-    groups = plan_groups(sizes, cost, pads=pads, aligns=aligns)
+    groups = plan_groups(sizes, cost, pads=pads, needs_equal_lengths=equal)
     assert sorted(i for group in groups for i in group) == list(range(len(sizes)))
     for group in groups:
         width = max(sizes[i].num_new for i in group)
         assert len(group) == 1 or len(group) * width <= max_tokens
         assert sum(sizes[i].num_outputs for i in group) <= max_outputs
         assert pads or {sizes[i].num_new for i in group} == {width}
-        assert not aligns or len({sizes[i].num_past for i in group}) == 1
+        assert not equal or len({sizes[i].num_past for i in group}) == 1
 
 
 def test_rows_are_not_parted_for_their_outputs():
@@ -321,81 +290,31 @@ def test_steps_of_about_one_length_go_together():
 # ---------------------------------------------------------------- running states
 
 
-@given(
-    contexts=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=8),
-    per_forward=st.integers(0, 30),
-)
-def test_contexts_go_on_one_by_one_as_far_as_it_costs_less_than_whole_ones(contexts, per_forward):
-    num_passes = np.array([new for new, _ in contexts], np.int32)
-    lengths = np.array([new + past for new, past in contexts], np.int32)
-
-    def cost_of(most):
-        is_far = num_passes > most
-        steps = max(num_passes[~is_far].tolist(), default=0)
-        return steps * per_forward + lengths[is_far].sum() + (per_forward if is_far.any() else 0)
-
-    most = most_passes(num_passes, lengths, CostModel(per_forward=per_forward))
-    assert cost_of(most) == min(map(cost_of, range(10)))
-
-
-BY_ONE = StateBounds(most=1)
+SEVERAL, BY_ONE = StatePlan(takes_several_tokens=True), StatePlan(takes_several_tokens=False)
 
 
 @pytest.mark.parametrize(
-    ("bounds", "num_before", "num_known", "is_cut"),
+    ("states", "num_before", "num_known", "is_cut"),
     [
-        (StateBounds(), 0, 31, False),
-        (StateBounds(), 0, 32, True),
-        (StateBounds(), 5, 36, False),
-        (StateBounds(), 5, 37, True),
-        (StateBounds(), 0, 98, True),
-        (StateBounds(is_short=True), 0, 60, False),
-        (StateBounds(fewest=2), 0, 7, False),
-        (StateBounds(fewest=2), 0, 8, True),
+        (SEVERAL, 0, 31, False),
+        (SEVERAL, 0, 32, True),
+        (SEVERAL, 5, 36, False),
+        (SEVERAL, 5, 37, True),
+        (SEVERAL, 0, 98, True),
+        (SEVERAL._replace(is_short=True), 0, 60, False),
         (BY_ONE, 0, 87, False),  # 13 passes, which cost 8 tokens each, are more than 100 tokens
         (BY_ONE, 0, 88, True),
         (BY_ONE, 1, 33, True),
         (BY_ONE, 1, 32, False),
     ],
 )
-@pytest.mark.parametrize("is_step", [False, True])
 def test_a_context_is_cut_where_it_leaves_what_is_known_of_others(
-    bounds, num_before, num_known, is_cut, is_step
+    states, num_before, num_known, is_cut
 ):
     context = tuple(range(100))
     job = job_of(tree_of([context[:num_before]]), context, num_before)
-    job.num_known, job.next_start = num_known, 0 if is_step else None
-    segments = plan_segments([job], CostModel(per_forward=8), bounds)
+    job.num_known = num_known
+    segments = plan_segments([job], CostModel(per_forward=8), states)
     check_answered(segments, [job])
-    assert (num_known in [segment.stop for segment in segments]) == (is_cut and not is_step)
+    assert (num_known in [segment.stop for segment in segments]) == is_cut
     assert [segment.wave for segment in segments] == [*range(len(segments))]
-
-
-@given(
-    parents=st.lists(st.integers(-3, 8), min_size=1, max_size=9),
-    cuts=st.lists(st.booleans(), min_size=9, max_size=9),
-)
-def test_states_are_needed_until_the_last_segment_that_goes_on_from_them(parents, cuts):
-    """Segments go on from nodes 1 to 3, or from one that comes before; passes are any of them."""
-    segments = []
-    for i, parent in enumerate(parents):
-        above = segments[parent] if 0 <= parent < i else None
-        job = Job(of_no_model([1, 2, 3, i]), 1 + parent % 3, 0)
-        segments.append(Segment(job, 0, 1, above, 0))
-        if above is not None:
-            above.num_behind += 1
-    passes = [[]]
-    for segment, is_cut in zip(segments, cuts, strict=False):
-        if is_cut or segment.parent in passes[-1]:
-            passes.append([])
-        passes[-1].append(segment)
-    passes = [each for each in passes if each]
-    expected = []
-    for i, each in enumerate(passes):
-        later = [segment for one in passes[i + 1 :] for segment in one]
-        done = [segment for one in passes[: i + 1] for segment in one]
-        made = {segment.parent for segment in later} & set(done)
-        starts = {segment.job.node for segment in later if segment.parent is None}
-        if any(segment.num_behind for segment in each):
-            expected.append((len(made), starts))
-    assert [(n, set(nodes)) for n, nodes in states_needed(passes)] == expected

@@ -151,11 +151,11 @@ class Histories(RuleBasedStateMachine):
         max_segment=st.sampled_from([1, 3, 1000]),
         max_outputs=st.sampled_from([1, 2, 1000]),
         per_forward=st.sampled_from([0.0, 3.0, 1000.0]),
-        aligns=st.booleans(),
+        needs_equal_lengths=st.booleans(),
     )
-    def make(self, num_slots, num_host_slots, few_tokens, aligns, **cost):
+    def make(self, num_slots, num_host_slots, few_tokens, needs_equal_lengths, **cost):
         self.passes = passes_of(num_slots, num_host_slots, few_tokens, **cost)
-        self.passes.aligns = aligns
+        self.passes.needs_equal_lengths = needs_equal_lengths
         self.particles = [of_no_model([i % 3, i % 2]) for i in range(6)]
         self.seen = list(self.particles)
         self.is_pinned = False

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
+from genlm_backend.errors import ContextError
 from genlm_backend.llm import BatchedLM
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -195,25 +196,26 @@ def dynamic_rotary():
 @pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
 @pytest.mark.parametrize("make", [long_rotary, dynamic_rotary])
 async def test_positions_that_depend_on_the_length_of_the_context(make, options):
-    """Each score is of the context before it, which a longer one is not read like."""
+    """A score is of the context before it, which a longer one is not read like: it is refused."""
     model, limit = make()
     text = random_text(limit + 9)
-    rows = [fresh_row(copy.deepcopy(model), text[:n]) for n in range(1, len(text))]
-    expected = torch.stack([row[token] for row, token in zip(rows, text[1:], strict=True)])
-    assert float((fresh_scores(copy.deepcopy(model), text, 1) - expected).abs().max()) > 1e-2
+    rows = [fresh_row(copy.deepcopy(model), text[:n]) for n in range(1, limit + 1)]
+    expected = torch.stack([row[token] for row, token in zip(rows, text[1:], strict=False)])
     options = {"row_cache_bytes": 0, "max_length": 60, **options}
-    splits = [(1, len(text)), (limit, limit + 1), (limit, limit + 2), (limit + 3, limit + 9)]
     with AsyncTransformer(model, word_tokenizer(), **options) as lm:
         for _ in range(2):
-            for start, end in splits:
-                scores = await lm.score(text[:start], text[start:end])
-                check(scores, expected[start - 1 : end - 1])
-            asked = (lm.score(text[:start], text[start:end]) for start, end in splits)
-            others = asyncio.gather(*(lm.next_token_logprobs(text[:n]) for n in (4, limit + 5)))
-            for (start, end), scores in zip(splits, await asyncio.gather(*asked), strict=True):
-                check(scores, expected[start - 1 : end - 1])
-            for n, row in zip((4, limit + 5), await others, strict=True):
-                check(row, rows[n - 1])
+            asked = [lm.next_token_logprobs(text[:n]) for n in (4, limit + 5)]
+            scored = [lm.score(text[:2], text[2:end]) for end in (limit + 1, limit + 2)]
+            short, long, scores, refused = await asyncio.gather(
+                *asked, *scored, return_exceptions=True
+            )
+            check(short, fresh_row(copy.deepcopy(model), text[:4]))
+            check(long, fresh_row(copy.deepcopy(model), text[: limit + 5]))
+            check(scores, expected[1:])
+            assert type(refused) is ContextError
+            assert f"max_length={limit}, and surprisal scores" in str(refused)
+    with AsyncTransformer(model, word_tokenizer(), max_length=limit) as lm:
+        check((await lm.score(text[:1], text[1 : limit + 1])), expected)
 
 
 TOLD = {"entropy": True, "rank": True, "top": 4}

@@ -244,7 +244,7 @@ def test_tokens_go_on_one_by_one_where_several_forget_the_state(monkeypatch):
 
     monkeypatch.setattr(MambaBlock, "_process_sequence", forgetting)
     with over("mamba", kv_cache_bytes=1 << 20) as lm:
-        assert lm._mlx.passes.going_on.most == 1
+        assert not lm._mlx.passes.takes_several_tokens
         contexts = [[*range(3, 33)]]
         lm.batch_next_token_logprobs_sync(contexts)
         contexts = [[*contexts[0], *new] for new in ([1], [2, 3], [2, 4, 5])]
@@ -253,31 +253,16 @@ def test_tokens_go_on_one_by_one_where_several_forget_the_state(monkeypatch):
     check("mamba", rows, contexts)
 
 
-def test_a_token_goes_on_beside_another_where_one_alone_forgets_the_state(monkeypatch):
+@pytest.mark.parametrize("most", [1, 99])
+def test_a_model_of_which_one_token_forgets_the_state_is_run_whole(monkeypatch, most):
     from mlx_lm.models.mamba import MambaBlock
 
     process = MambaBlock._process_sequence
 
-    def forgetting(block, x, conv, state):
-        return process(block, x, None, None) if x.shape[1] == 1 else process(block, x, conv, state)
+    def forgetting(block, x, *before):
+        return process(block, x, None, None) if x.shape[1] <= most else process(block, x, *before)
 
     monkeypatch.setattr(MambaBlock, "_process_sequence", forgetting)
-    with over("mamba", kv_cache_bytes=1 << 20) as lm:
-        assert lm._mlx.passes.going_on.fewest == 2
-        contexts = [[*range(3, 33)]]
-        lm.batch_next_token_logprobs_sync(contexts)
-        contexts = [[*contexts[0], *new] for new in ([1], [2, 3], [2, 4, 5])]
-        rows = lm.batch_next_token_logprobs_sync(contexts)
-    check("mamba", rows, contexts)
-
-
-def test_a_model_that_is_wrong_either_way_is_run_whole(monkeypatch):
-    from mlx_lm.models.mamba import MambaBlock
-
-    process = MambaBlock._process_sequence
-    monkeypatch.setattr(
-        MambaBlock, "_process_sequence", lambda block, x, *_: process(block, x, None, None)
-    )
     with over("mamba") as lm:
         assert not lm.kv_reuse
         contexts = [[*range(3, 9)], [*range(3, 13)]]
