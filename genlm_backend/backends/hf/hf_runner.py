@@ -14,15 +14,7 @@ from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf import fused_residuals
 from genlm_backend.backends.hf.fused_norms import fuse_norms
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
-from genlm_backend.backends.hf.lora import (
-    Saved,
-    adapters_of,
-    layers_of_peft,
-    not_loaded,
-    put_layers,
-    read_adapter,
-    take_out,
-)
+from genlm_backend.backends.hf.lora import adapters_of, layers_of_peft, put_adapter
 from genlm_backend.backends.hf.merged_linear import merge_linear_layers
 from genlm_backend.backends.hf.model_state import ModelSnapshot
 from genlm_backend.backends.hf.packed_weights import PackedWeights
@@ -52,7 +44,6 @@ class HFRunner(Runner):
         self.twin: Any = Twin(model, is_apart=False)
         self.packed, self._state = PackedWeights(), ModelSnapshot(model, is_apart=False)
         self._twins: dict[Adapter | None, Twin] = {None: self.twin}
-        self._loaded: dict[Adapter, tuple[Saved, bool]] = {}
         self.graphs: StepGraphs | None = None
         self._is_unseen = False
         self.check_wanted: Callable[[], object] = _nothing
@@ -162,17 +153,6 @@ class HFRunner(Runner):
         self._check()
         return self._twins[adapter]
 
-    def _made(self, adapter: Adapter | None) -> Twin:
-        """Make the twin of an adapter, from the model as it is now."""
-        twin = self._twins[None].another()
-        if adapter is not None:
-            bare, (saved, is_cached) = self._twins[None].another(), self._loaded[adapter]
-            for one in (twin, bare):
-                take_out(one)
-            put_layers(saved, twin, bare, is_cached)
-        self._dress(twin)
-        return twin
-
     def _dress(self, twin: Twin) -> None:
         """Give a twin what passes need beside its weights."""
         self.packed.place(twin.copies)
@@ -187,7 +167,6 @@ class HFRunner(Runner):
 
     def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
         """Load an adapter in PEFT's format, and try it."""
-        saved = read_adapter(path)
         self._check()
         if adapter.name in adapters_of(self.model):
             raise AdapterError(
@@ -198,17 +177,14 @@ class HFRunner(Runner):
                 "an adapter of the model's owner is merged into its weights, so that no other one "
                 "can be used: unmerge it, and wrap the model again"
             )
-        self._loaded[adapter] = saved, is_cached
-        try:
-            self._twins[adapter] = self._made(adapter)
-        except Exception as error:
-            self.remove(adapter)
-            raise not_loaded(path, error) from error
+        twin, bare = (self._twins[None].another() for _ in range(2))
+        put_adapter(path, twin, bare, is_cached)
+        self._dress(twin)
+        self._twins[adapter] = twin
 
     def remove(self, adapter: Adapter) -> None:
         """Let go of an adapter's layers."""
-        del self._loaded[adapter]
-        self._twins.pop(adapter, None)
+        del self._twins[adapter]
 
     def look_again(self) -> None:
         """Look at weights, and at code that is called in another form, which may be others now."""
@@ -218,7 +194,6 @@ class HFRunner(Runner):
     def close(self) -> None:
         """Let go of the model."""
         self.packed.clear()
-        self._loaded.clear()
         for twin in self._twins.values():
             twin.close()
         self._twins.clear()

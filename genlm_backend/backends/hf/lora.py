@@ -26,29 +26,27 @@ _PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
 """Ways to begin a LoRA's training, by name, that leave the model's own weights as they are."""
 
 
-Saved = tuple[Any, dict[str, torch.Tensor]]
+_Saved = tuple[Any, dict[str, torch.Tensor]]
 """The configuration of an adapter, and its weights."""
 
 
-def read_adapter(path: str) -> Saved:
-    """Read an adapter from a directory, or from a repository on the hub."""
+def put_adapter(path: str, twin: Twin, bare: Twin, is_cached: bool) -> None:
+    """Put an adapter in a directory or a repository on the hub into a twin; ``bare`` is another."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("LoRA adapters need PEFT: pip install 'genlm-backend[lora]'")
     try:
         check_reachable(path)
-        return _read(path)
+        saved = _read(path)
+        for one in (twin, bare):
+            _take_out(one)
+        _put_layers(saved, twin, bare, is_cached)
     except Exception as error:  # PEFT and what it reads files with raise many kinds
-        raise not_loaded(path, error) from error
+        is_said = isinstance(error, (ValueError, OSError))  # of others, the name says the most
+        reason = str(error) if is_said else f"{type(error).__name__}: {error}"
+        raise AdapterError(f"no adapter could be loaded from {path!r}: {reason}") from error
 
 
-def not_loaded(path: str, error: Exception) -> AdapterError:
-    """Return the error of an adapter that cannot be loaded, given why."""
-    is_said = isinstance(error, (ValueError, OSError))  # of others, the name says the most
-    reason = str(error) if is_said else f"{type(error).__name__}: {error}"
-    return AdapterError(f"no adapter could be loaded from {path!r}: {reason}")
-
-
-def _read(path: str) -> Saved:
+def _read(path: str) -> _Saved:
     """Read an adapter in PEFT's format."""
     from peft import PeftConfig
     from peft.utils.save_and_load import load_peft_weights
@@ -71,7 +69,7 @@ def _read(path: str) -> Saved:
     return config, {name: w.clone() for name, w in load_peft_weights(path, device="cpu").items()}
 
 
-def put_layers(saved: Saved, twin: Twin, bare: Twin, is_cached: bool) -> None:
+def _put_layers(saved: _Saved, twin: Twin, bare: Twin, is_cached: bool) -> None:
     """Put the layers of an adapter into their places in a twin, tried once."""
     plain = base_of(bare.module)
     before, noise = _row(plain), _inconsistency(plain, is_cached)
@@ -94,7 +92,19 @@ def put_layers(saved: Saved, twin: Twin, bare: Twin, is_cached: bool) -> None:
         )
 
 
-def _injected(saved: Saved, twin: Twin) -> torch.Tensor:
+def _take_out(twin: Twin) -> None:
+    """Put the model's own layers into the places of PEFT's in a twin."""
+    if not twin.copies:
+        raise ValueError(
+            "the parts of this model refer to each other in ways of their own, so that nothing can "
+            "be put in their places"
+        )
+    for module in [*twin.module.modules()]:
+        for name, child in module._modules.items():
+            module._modules[name] = own_layer(child)
+
+
+def _injected(saved: _Saved, twin: Twin) -> torch.Tensor:
     """Let PEFT put its layers into a twin; return the row that its wrapper has."""
     from peft import get_peft_model, set_peft_model_state_dict
 
@@ -116,17 +126,22 @@ def _injected(saved: Saved, twin: Twin) -> torch.Tensor:
             raise ValueError(
                 f"it changes the model's own weights ({changed}), which every other query uses"
             )
-        module._parameters[name] = shared
+    twin.undress()
     return expected
 
 
 def _kept_apart(
     twin: Twin, written: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-    """Give a twin parameters of its own; return modules, names, shared parameters and its own."""
+    """Give a twin parameters and hooks of its own, until it is undressed.
+
+    Return modules, names, shared parameters and its own.
+    """
     own: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays so
     kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     for module in twin.copies.values():
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            vars(module)[name] = vars(module)[name].copy()
         for name, shared in module._parameters.items():
             if type(shared) is nn.Parameter:  # and none of a quantised weight's kind
                 if shared not in own:
@@ -213,18 +228,6 @@ def _are_alike(row: torch.Tensor, other: torch.Tensor) -> bool:
 def base_of(model: Any) -> Any:
     """Return the model that PEFT's wrapper is around, or the one that is given."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def take_out(twin: Twin) -> None:
-    """Put the model's own layers into the places of PEFT's in a twin."""
-    if not twin.copies:
-        raise AdapterError(
-            "the parts of this model refer to each other in ways of their own, so that nothing can "
-            "be put in their places"
-        )
-    for module in [*twin.module.modules()]:
-        for name, child in module._modules.items():
-            module._modules[name] = own_layer(child)
 
 
 def own_layer(layer: Any) -> Any:

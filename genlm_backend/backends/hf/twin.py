@@ -59,13 +59,13 @@ class Twin:
         self._batch: PackedBatch | None = None
         self._is_picked, self._can_pick = False, True
         self._picking: partial[Any] | None = None
+        self._bare: dict[Any, tuple[type[Any], dict[str, Any]]] = {}
         for module, own in self.copies.items():
             filled = {name: self._rebound(value) for name, value in {**vars(module)}.items()}
-            filled |= {name: {**filled[name]} for name in ("_parameters", "_buffers")}
             filled["_modules"] = {n: self._rebound(c) for n, c in module._modules.items()}
             filled |= {name: False for name in _TRAINING if name in filled}
-            vars(own).update(filled)
-        self._forwards = {own: vars(own).get("forward") for own in self.copies.values()}
+            self._bare[own] = type(own), filled
+        self.undress()
 
     def close(self) -> None:
         """Let go of the model; the twin cannot be run any more.
@@ -75,17 +75,19 @@ class Twin:
         """
         for own in self.copies.values():
             vars(own).clear()
-        self.copies, self._forwards, self.module, self._model = {}, {}, None, None
+        self.copies, self._bare, self.module, self._model = {}, {}, None, None
         self._picking = None
 
     # ---------------------------------------------------------------- as the model is
 
     def undress(self) -> None:
-        """Take away what has replaced the ``forward`` of modules since they were made."""
-        for own, forward in self._forwards.items():
-            vars(own).pop("forward", None)
-            if forward is not None:
-                vars(own)["forward"] = forward
+        """Give modules the class and the attributes that they were made with, but for children."""
+        for own, (kind, attributes) in self._bare.items():
+            children = vars(own).get("_modules", attributes["_modules"])
+            own.__class__ = kind
+            vars(own).clear()
+            copies = {name: {**attributes[name]} for name in ("_parameters", "_buffers")}
+            vars(own).update(attributes, _modules=children, **copies)
 
     def _rebound(self, value: Any) -> Any:
         """Return the twin's attribute, or a part of it, in the place of the module's own."""

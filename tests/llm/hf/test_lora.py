@@ -125,7 +125,7 @@ def test_a_name_that_is_added_again_is_bound_anew(lm, models, tmp_path):
     models["poet"] = make_adapter(tmp_path / "poet", 3, models[None])
     lm.add_new_lora(str(tmp_path / "poet"), "poet")
     check("poet")
-    assert len(lm._evaluator._runner._loaded) == 2  # what is replaced is freed
+    assert len(lm._evaluator._runner._twins) == 3  # what is replaced is freed
 
 
 @pytest.mark.parametrize("is_called_by_the_loop", [True, False])
@@ -356,9 +356,7 @@ def test_an_adapter_that_its_owner_merges_is_not_read_with_others(models, peft, 
             torch.testing.assert_close(row, fresh_row(models[adapter], [7, 8]), rtol=0, atol=2e-5)
         model.merge_adapter()
         for name in (None, "mine"):
-            with pytest.raises(
-                ModelStateError, match=r"merged adapters from .*default"
-            ):
+            with pytest.raises(ModelStateError, match=r"merged adapters from .*default"):
                 lm.next_token_logprobs_sync([7, 8], name)
         with (
             AsyncTransformer(model, word_tokenizer()) as other,
