@@ -71,9 +71,9 @@ class AsyncTransformer(BatchedLM):
         processor: What makes the model's inputs of texts and pictures, as ``AutoProcessor`` loads
             it, or a function that does; for ``context(…, images=[…])``.
 
-    The model is not to be converted, moved, put into training mode or configured otherwise
-    afterwards (``model.half()``, ``model.to(…)``, ``model.train()``): queries are a
-    ``ModelStateError`` then, until it is as it was.
+    The model is not to be converted, moved, put into training mode, configured otherwise or given
+    other layers or parameters afterwards (``model.half()``, ``model.to(…)``, ``model.train()``):
+    queries are a ``ModelStateError`` then, until it is as it was.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of a wrong type.

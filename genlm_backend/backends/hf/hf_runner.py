@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -13,9 +13,8 @@ from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf import fused_residuals
 from genlm_backend.backends.hf.fused_norms import fuse_norms
-from genlm_backend.backends.hf.fused_rotary import KERNELS, fuse_rotary
-from genlm_backend.backends.hf.injection import Saved, put_layers
-from genlm_backend.backends.hf.lora import OwnerAdapters, not_loaded, read_adapter
+from genlm_backend.backends.hf.fused_rotary import fuse_rotary
+from genlm_backend.backends.hf.lora import adapters_of, layers_of_peft, put_adapter
 from genlm_backend.backends.hf.merged_linear import merge_linear_layers
 from genlm_backend.backends.hf.model_state import ModelSnapshot
 from genlm_backend.backends.hf.packed_weights import PackedWeights
@@ -43,13 +42,10 @@ class HFRunner(Runner):
     def __init__(self, model: Any) -> None:
         self.model: Any = model
         self.twin: Any = Twin(model, is_apart=False)
-        self.packed, self._state = PackedWeights(), ModelSnapshot(model)
-        self._owner = OwnerAdapters(model)
+        self.packed, self._state = PackedWeights(), ModelSnapshot(model, is_apart=False)
         self._twins: dict[Adapter | None, Twin] = {None: self.twin}
-        self._loaded: dict[Adapter, tuple[Saved, bool]] = {}
         self.graphs: StepGraphs | None = None
-        self._adapter: Adapter | None = None
-        self._is_unseen, self._num_changes = False, 0
+        self._is_unseen = False
         self.check_wanted: Callable[[], object] = _nothing
         self.num_forwards = 0
         self.tokens_computed = 0
@@ -68,7 +64,7 @@ class HFRunner(Runner):
         plan = None if graphs is None else graphs.plan(self.twin, batch)
         if plan is not None and graphs is not None:
             logits = graphs.replayed(plan, self.twin, batch)
-        if self._has_changed():
+        if self._is_unseen and self._check():  # while the device computes
             logits = None  # of the model as it was
             plan = None if graphs is None else graphs.plan(self.twin, batch)
         if logits is None:
@@ -112,13 +108,14 @@ class HFRunner(Runner):
         """Find out which twins the model has; see ``twin_of``."""
         twin = self._twins[None] = twin_of(self.model, token_ids, **self.caching(False))
         plain = self._logits(twin, token_ids) if self._fuses else None
-        self._dress(twin, None)
+        self._dress(twin)
         if plain is not None and not _are_alike(self._logits(twin, token_ids), plain):
             kind = type(self.model).__name__
             logger.warning("layers of %s run as they are written: fused, they differ", kind)
             self._fuses = False
-            twin.refill()
-            self._dress(twin, None)
+            twin.undress()
+            self._dress(twin)
+        self._state = ModelSnapshot(self.model, is_apart=bool(twin.copies))
 
     @torch.inference_mode()
     def _logits(self, twin: Twin, token_ids: torch.Tensor) -> torch.Tensor:
@@ -129,64 +126,35 @@ class HFRunner(Runner):
         """Compute with an adapter in the passes to come, or as the model came.
 
         Before every batch the model is looked at. A recorded pass is launched before that, and what
-        it computes meanwhile is thrown away where the model is another one.
+        it computes is thrown away if the model is another one.
         """
-        self._is_unseen, known = False, self._twins.get(adapter)
-        if self.graphs is None or known is None:
-            self.twin = self.twin_with(adapter)
-        else:
-            self.twin, self._adapter, self._is_unseen = known, adapter, True
+        self.twin, self._is_unseen = self._twins[adapter], True
+        if self.graphs is None:
+            self._check()
 
-    def _has_changed(self) -> bool:
-        """Look at the model, if it has not been for this batch; return whether it is another."""
-        if not self._is_unseen:
-            return False
-        before = self._num_changes
-        self.twin, self._is_unseen = self.twin_with(self._adapter), False
-        return self._num_changes > before
+    def _check(self) -> bool:
+        """Check the model and what has been packed; return whether twins were dressed again."""
+        has_changed = self._state.check()
+        if has_changed:
+            self._dress_again()
+        self.packed.check()
+        self._is_unseen = False
+        return has_changed
+
+    def _dress_again(self) -> None:
+        if self.graphs is not None:
+            self.graphs.forget()
+        for twin in self._twins.values():
+            twin.undress()
+            self._dress(twin)
 
     def twin_with(self, adapter: Adapter | None) -> Twin:
-        """Return the twin that computes with an adapter, or as the model came, as that is now."""
-        twin = self._twins.get(adapter)
-        changed = self._changed(twin)
-        if adapter is None:
-            self._owner.check_as_it_came()
-        else:
-            self._owner.check_unmerged()
-        if twin is None or (changed and twin.has_other_children(changed)):
-            twin = self._twins[adapter] = self._made(adapter)
-            self._num_changes += 1
-        elif changed:
-            self._num_changes += 1
-            if self.graphs is not None:
-                self.graphs.forget()
-            twin.refill()
-            self._dress(twin, adapter)
-        self.packed.check()
-        return twin
+        """Return the twin that computes with an adapter, or as the model came."""
+        self._check()
+        return self._twins[adapter]
 
-    def _changed(self, twin: Twin | None) -> Collection[Any]:
-        """Check the state of the model; return what has changed since a twin was filled."""
-        twin = twin or self._twins[None]
-        changed = twin.changed()
-        self._state.check(self.model, bool(changed) and twin.is_trained(changed))
-        return changed
-
-    def _made(self, adapter: Adapter | None) -> Twin:
-        """Make the twin of an adapter, from the model as it is now."""
-        twin = self._twins[None].another()
-        if adapter is not None:
-            bare, (saved, is_cached) = self._twins[None].another(), self._loaded[adapter]
-            for one in (twin, bare):
-                self._owner.take_out(one)
-            put_layers(saved, twin, bare, is_cached)
-        self._dress(twin, adapter)
-        return twin
-
-    def _dress(self, twin: Twin, adapter: Adapter | None) -> None:
+    def _dress(self, twin: Twin) -> None:
         """Give a twin what passes need beside its weights."""
-        if adapter is None:
-            self._owner.dress(twin)
         self.packed.place(twin.copies)
         if self._fuses:
             fuse_norms(twin.copies)
@@ -199,44 +167,36 @@ class HFRunner(Runner):
 
     def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
         """Load an adapter in PEFT's format, and try it."""
-        saved = read_adapter(path)
-        self._changed(None)
-        if adapter.name in self._owner.look():
+        self._check()
+        if adapter.name in adapters_of(self.model):
             raise AdapterError(
                 f"there is an adapter named {adapter.name!r} already, of the model's owner"
             )
-        self._owner.check_unmerged()
-        self._loaded[adapter] = saved, is_cached
-        try:
-            self._twins[adapter] = self._made(adapter)
-        except Exception as error:
-            self.remove(adapter)
-            raise not_loaded(path, error) from error
+        if any(layer.merged_adapters for layer in layers_of_peft(self.model)):
+            raise AdapterError(
+                "an adapter of the model's owner is merged into its weights, so that no other one "
+                "can be used: unmerge it, and wrap the model again"
+            )
+        twin, bare = (self._twins[None].another() for _ in range(2))
+        put_adapter(path, twin, bare, is_cached)
+        self._dress(twin)
+        self._twins[adapter] = twin
 
     def remove(self, adapter: Adapter) -> None:
         """Let go of an adapter's layers."""
-        del self._loaded[adapter]
-        self._twins.pop(adapter, None)
+        del self._twins[adapter]
 
     def look_again(self) -> None:
         """Look at weights, and at code that is called in another form, which may be others now."""
         self.packed.pack_again()
-        if self.graphs is not None:
-            self.graphs.forget()
-        if self.device.type in KERNELS:
-            for adapter, twin in self._twins.items():
-                if not twin.changed():  # or the next batch looks at what has
-                    twin.refill()
-                    self._dress(twin, adapter)
+        self._dress_again()
 
     def close(self) -> None:
         """Let go of the model."""
         self.packed.clear()
-        self._loaded.clear()
         for twin in self._twins.values():
             twin.close()
         self._twins.clear()
-        self._owner.close()
         del self._state  # which refers to the parameters
         self.model = self.twin = self.graphs = None
 

@@ -1,153 +1,269 @@
-"""Adapters in PEFT's format: those of a model's owner, and the reading of others."""
+"""Adapters in PEFT's format: reading them, and putting their layers into a twin, which is tried."""
 
 from __future__ import annotations
 
 import importlib.util
-import weakref
-from typing import Any, final
+import sys
+from collections.abc import Collection
+from typing import Any
 
-from genlm_backend.backends.hf.injection import Saved, base_of, read
+import torch
+from torch import nn
+
+from genlm_backend.backends.hf.forward_names import given_cache, returned_cache
+from genlm_backend.backends.hf.rows_apart import rounding
 from genlm_backend.backends.hf.twin import Twin
 from genlm_backend.backends.loading import check_reachable
-from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapterError
+from genlm_backend.errors import AdapterError, MissingExtraError
+
+_REFUSED = {
+    "layer_replication": "the model would have other layers",
+    "alora_invocation_tokens": "where it begins to apply depends on the tokens",
+}
+"""Options of adapters that do more than to replace layers, each with what is in the way."""
+
+_PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
+"""Ways to begin a LoRA's training, by name, that leave the model's own weights as they are."""
 
 
-def read_adapter(path: str) -> Saved:
-    """Read an adapter from a directory, or from a repository on the hub."""
+_Saved = tuple[Any, dict[str, torch.Tensor]]
+"""The configuration of an adapter, and its weights."""
+
+
+def put_adapter(path: str, twin: Twin, bare: Twin, is_cached: bool) -> None:
+    """Put an adapter in a directory or a repository on the hub into a twin; ``bare`` is another."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("LoRA adapters need PEFT: pip install 'genlm-backend[lora]'")
     try:
         check_reachable(path)
-        return read(path)
+        saved = _read(path)
+        for one in (twin, bare):
+            _take_out(one)
+        _put_layers(saved, twin, bare, is_cached)
     except Exception as error:  # PEFT and what it reads files with raise many kinds
-        raise not_loaded(path, error) from error
+        is_said = isinstance(error, (ValueError, OSError))  # of others, the name says the most
+        reason = str(error) if is_said else f"{type(error).__name__}: {error}"
+        raise AdapterError(f"no adapter could be loaded from {path!r}: {reason}") from error
 
 
-def not_loaded(path: str, error: Exception) -> AdapterError:
-    """Return the error of an adapter that cannot be loaded, given why."""
-    is_said = isinstance(error, (ValueError, OSError))  # of others, the name says the most
-    reason = str(error) if is_said else f"{type(error).__name__}: {error}"
-    return AdapterError(f"no adapter could be loaded from {path!r}: {reason}")
+def _read(path: str) -> _Saved:
+    """Read an adapter in PEFT's format."""
+    from peft import PeftConfig
+    from peft.utils.save_and_load import load_peft_weights
 
-
-@final
-class OwnerAdapters:
-    """The adapters that a model's owner has put into it, of which this library is told nothing.
-
-    In the twin of no adapter they are what they were when the model came, and they are taken out of
-    the others.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._name: str = type(model).__name__
-        self._base: Any = base_of(model)
-        self._layers: list[Any] = []
-        self._seen: dict[str, Any] = {}
-        self.look()
-        self._own_states = weakref.WeakKeyDictionary(
-            {layer: (_state(layer), _merged(layer)) for layer in self._layers}
+    config = PeftConfig.from_pretrained(path)
+    config.inference_mode = True
+    config.base_model_name_or_path = None  # PEFT warns of a model with another name
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise ValueError(f"an adapter of kind {_kind(config)} changes the context, not the layers")
+    for option, why in _REFUSED.items():
+        if getattr(config, option, None):
+            raise ValueError(f"its {option} is not supported: {why}")
+    init = getattr(config, "init_lora_weights", None)
+    if isinstance(init, str) and init not in _PLAIN_INITIALISATIONS:
+        raise ValueError(
+            f"init_lora_weights={init!r} changes the model's own weights, which every other query "
+            "uses; convert it to a plain LoRA (path_initial_model_for_weight_conversion)"
         )
-        active = {name for layer in self._layers for name in _active_adapters(layer)}
-        self._own_adapters = {n: c for n, c in self._seen.items() if n in active}
+    # They are mapped from the file, and would change when another adapter is copied over it.
+    return config, {name: w.clone() for name, w in load_peft_weights(path, device="cpu").items()}
 
-    def look(self) -> dict[str, Any]:
-        """Return the adapters; find their layers where these are others than before."""
-        configs = vars(self._base).get("peft_config") or {}
-        if configs.keys() != self._seen.keys() or any(
-            self._seen[name] is not config for name, config in configs.items()
-        ):
-            self._seen = dict(configs)
-            self._layers = [layer for layer in self._base.modules() if _is_of_peft(layer)]
-        return self._seen
 
-    def check_as_it_came(self) -> None:
-        """Check that the model computes with the adapters that it came with."""
-        self.look()
-        for name, config in self._own_adapters.items():
-            if self._seen.get(name) is not config:
-                raise UnknownAdapterError(
-                    f"the adapter {name!r} that the model came with has been deleted or replaced; "
-                    "make another AsyncTransformer of the model as it is now"
-                )
-        for layer in self._layers:
-            _, merged = self._own_states.get(layer, (_OFF, []))
-            if _merged(layer) != merged:
-                raise AdapterError(
-                    f"the model's owner has merged or unmerged {_merged(layer) or merged} since "
-                    "it came; make another AsyncTransformer of the model as it is now"
-                )
+def _put_layers(saved: _Saved, twin: Twin, bare: Twin, is_cached: bool) -> None:
+    """Put the layers of an adapter into their places in a twin, tried once."""
+    plain = base_of(bare.module)
+    before, noise = _row(plain), _inconsistency(plain, is_cached)
+    expected = _injected(saved, twin)
+    model = base_of(twin.module)
+    row, difference = _row(model), _inconsistency(model, is_cached)
+    if not _are_alike(row, expected):
+        kind = _kind(saved[0])
+        raise ValueError(f"an adapter of kind {kind} does more than to replace layers")
+    if row.isnan().any() and not before.isnan().any():
+        raise ValueError("its rows are NaN")
+    if difference > rounding(before.dtype) + 2 * noise:
+        raise ValueError(
+            "its rows depend on how a context is computed, not on its tokens alone: they differ "
+            f"by {difference:.2g}"
+        )
+    if not _are_alike(_row(plain), before):
+        raise ValueError(
+            "loading it has changed the rows of the model without it; load the model again"
+        )
 
-    def check_unmerged(self) -> None:
-        """Check that no adapter is merged into the weights."""
-        self.look()
-        for layer in self._layers:
-            if _merged(layer):
-                raise AdapterError(
-                    f"the adapters {_merged(layer)} of the model's owner are merged into its "
-                    "weights, so that no other adapter can be used; unmerge them first"
-                )
 
-    def dress(self, twin: Twin) -> None:
-        """Have the layers of a twin apply the adapters that they applied when the model came."""
-        for layer in self._layers:
-            state, _ = self._own_states.get(layer, (_OFF, []))
-            if layer in twin.copies:
-                vars(twin.copies[layer]).update(state)
-            elif _state(layer) != {**_state(layer), **state}:
-                raise AdapterError(
-                    "the adapters of the model's owner have been switched, of which this "
-                    f"{self._name} has no copy: switch them back"
-                )
+def _take_out(twin: Twin) -> None:
+    """Put the model's own layers into the places of PEFT's in a twin."""
+    if not twin.copies:
+        raise ValueError(
+            "the parts of this model refer to each other in ways of their own, so that nothing can "
+            "be put in their places"
+        )
+    for module in [*twin.module.modules()]:
+        for name, child in module._modules.items():
+            module._modules[name] = own_layer(child)
 
-    def close(self) -> None:
-        """Let go of the model."""
-        self._base, self._layers, self._seen = None, [], {}
 
-    def take_out(self, twin: Twin) -> None:
-        """Put the model's own layers into the places of PEFT's in a twin."""
-        if not twin.copies:
-            raise AdapterError(
-                f"the parts of this {self._name} refer to each other in ways of their own, so that "
-                "nothing can be put in their places"
+def _injected(saved: _Saved, twin: Twin) -> torch.Tensor:
+    """Let PEFT put its layers into a twin; return the row that its wrapper has."""
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    config, weights = saved
+    model = base_of(twin.module)
+    vars(model).pop("peft_config", None)
+    # What an adapter's file has by the name of one of the model's weights may be written into it.
+    names = {_own_name(key) for key in weights}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    kept = _kept_apart(twin, {parameter for name, parameter in named.items() if name in names})
+    wrapper = get_peft_model(model, config)
+    result = set_peft_model_state_dict(wrapper, weights)
+    _check_loaded(wrapper, result.missing_keys, result.unexpected_keys)
+    expected = _row(wrapper.eval())
+    for module, name, shared, own in kept:
+        is_there = module._parameters.get(name) is own
+        if not is_there or not (own.data_ptr() == shared.data_ptr() or torch.equal(own, shared)):
+            changed = next((n for n, p in named.items() if p is shared), name)
+            raise ValueError(
+                f"it changes the model's own weights ({changed}), which every other query uses"
             )
-        for places, name, layer in _own_layers(twin.module):
-            places[name] = layer
+    twin.undress()
+    return expected
 
 
-_OFF = {"_disable_adapters": True}
+def _kept_apart(
+    twin: Twin, written: Collection[nn.Parameter]
+) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
+    """Give a twin parameters and hooks of its own, until it is undressed.
+
+    Return modules, names, shared parameters and its own.
+    """
+    own: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays so
+    kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+    for module in twin.copies.values():
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            vars(module)[name] = vars(module)[name].copy()
+        for name, shared in module._parameters.items():
+            if type(shared) is nn.Parameter:  # and none of a quantised weight's kind
+                if shared not in own:
+                    data = shared.detach().clone() if shared in written else shared.detach()
+                    own[shared] = nn.Parameter(data, requires_grad=False)
+                module._parameters[name] = own[shared]
+                kept.append((module, name, shared, own[shared]))
+    return kept
 
 
-def _state(layer: Any) -> dict[str, Any]:
-    """Return the state that decides which adapters a layer of PEFT applies."""
-    return {key: getattr(layer, key) for key in ("_active_adapter", "_disable_adapters")}
+def _kind(config: Any) -> str:
+    return getattr(config.peft_type, "value", config.peft_type)
 
 
-def _merged(layer: Any) -> list[str]:
-    return list(layer.merged_adapters)
+def _check_loaded(wrapper: Any, missing: list[str], unexpected: list[str]) -> None:
+    """Raise a ``ValueError`` if the weights are not those of the adapter's layers."""
+    parameters = dict(wrapper.named_parameters(remove_duplicate=False))
+    # What layers share has several names, and is in the file under one of them.
+    loaded = {id(parameter) for key, parameter in parameters.items() if key not in missing}
+    lacking = [
+        key
+        for key in missing
+        if key in parameters
+        and id(parameters[key]) not in loaded
+        and wrapper.base_model.prefix in key
+        and f".{wrapper.active_adapter}" in key
+    ]
+    for keys, what in (
+        (lacking, "lacks the weights"),
+        (unexpected, "has weights that fit nowhere:"),
+    ):
+        if keys:
+            shown = ", ".join(sorted(keys)[:4]) + (", …" if len(keys) > 4 else "")
+            raise ValueError(f"its file {what} {shown}")
 
 
-def _active_adapters(layer: Any) -> list[str]:
-    return [] if layer.disable_adapters else layer.active_adapters
+def _own_name(key: str) -> str:
+    """Return the name of the model's weight that a key of an adapter's file may stand for."""
+    key = key.removeprefix("base_model.model.")
+    return key.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+@torch.inference_mode()
+def _outputs(model: Any, start: int, stop: int, **options: Any) -> Any:
+    weight = model.get_input_embeddings().weight
+    token_ids = [i % len(weight) for i in range(start, stop)]
+    ids = torch.tensor([token_ids], dtype=torch.int64, device=weight.device)
+    return model(input_ids=ids, **options)
+
+
+def _row(model: Any) -> torch.Tensor:
+    """Return the logits after a few tokens, run whole and alone."""
+    return _outputs(model, 1, 4).logits[0, -1]
+
+
+def _inconsistency(model: Any, is_cached: bool) -> float:
+    """Return how far rows differ by what follows them in the pass, and by where they begin."""
+    begun = _outputs(model, 1, 4, use_cache=True) if is_cached else None
+    longer = _outputs(model, 1, 6).logits[0]  # in between, as other contexts are
+    differences = [_difference(_row(model), longer[2])]
+    if begun is not None:
+        kept = {"use_cache": True, **given_cache(model, returned_cache(begun))}
+        at_once = _outputs(model, 4, 6, **kept).logits[0, -1]
+        kept |= given_cache(model, returned_cache(_outputs(model, 1, 4, use_cache=True)))
+        _outputs(model, 4, 5, **kept)
+        one_by_one = _outputs(model, 5, 6, **kept).logits[0, -1]
+        # Some models with running states go on by one token alone, and others by two.
+        differences.append(min(_difference(row, longer[-1]) for row in (at_once, one_by_one)))
+    return max(differences)
+
+
+def _difference(row: torch.Tensor, other: torch.Tensor) -> float:
+    return float((row - other).float().abs().max())
+
+
+def _are_alike(row: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two rows of logits differ by rounding at most."""
+    return torch.allclose(row, other, rtol=0, atol=rounding(row.dtype), equal_nan=True)
+
+
+# -------------------------------------------------------------------- adapters of the owner
+
+
+def base_of(model: Any) -> Any:
+    """Return the model that PEFT's wrapper is around, or the one that is given."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def own_layer(layer: Any) -> Any:
+    """Return the model's own layer that layers of PEFT are around, or the one that is given."""
+    while _is_of_peft(layer):
+        layer = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
+    return layer
+
+
+def own_modules(model: Any) -> dict[Any, str]:
+    """Return the modules of a model without those that PEFT has added, each with its name."""
+    names: dict[Any, str] = {}
+    waiting = [(model, "")]
+    while waiting:
+        module, name = waiting.pop()
+        module = own_layer(module)
+        if module is not None and module not in names:
+            names[module] = name
+            waiting += [(c, f"{name}.{n}".lstrip(".")) for n, c in module._modules.items()]
+    return names
+
+
+def adapters_of(model: Any) -> dict[str, Any]:
+    """Return the configurations of the adapters that a model has of its owner, by name."""
+    return vars(base_of(model)).get("peft_config") or {}
+
+
+def layers_of_peft(model: Any) -> list[Any]:
+    """Return the layers that PEFT has put around a model's."""
+    return [module for module in model.modules() if _is_of_peft(module)]
 
 
 def _is_of_peft(layer: Any) -> bool:
+    if "peft" not in sys.modules:
+        return False
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     return isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-
-
-def _own_layers(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return the places of PEFT's layers, and the model's own that belong there."""
-
-    def own(layer: Any) -> Any:
-        while _is_of_peft(layer):
-            layer = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
-        return layer
-
-    return [
-        (module._modules, name, own(child))
-        for module in model.modules()
-        for name, child in module._modules.items()
-        if _is_of_peft(child)
-    ]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any, Final, final
 
 import torch
+from torch import nn
 
 from genlm_backend.backends.hf.fingerprint import VOLATILE
+from genlm_backend.backends.hf.lora import adapters_of, layers_of_peft, own_layer, own_modules
+from genlm_backend.backends.hf.twin import AS_WRITTEN
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError
 
@@ -29,60 +33,132 @@ _ATTENTION: Final = "_attn_implementation"
 """Beginning of the keys that name a function of attention; passes notice other ones themselves."""
 
 
+_PARTS: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
+"""Dictionaries of a module that change."""
+
+
 @final
 class ModelSnapshot:
-    """The placement, the mode and the configuration of a model when it was wrapped.
+    """A model as it was when it was wrapped: modules, tensors, mode, adapters and configs.
 
-    Whoever owns the model may have changed them since: keys and values that are kept would not be
-    those of the model as it is, and a model in training mode draws at random what it drops.
+    Twins share its tensors and hooks and follow nothing else, and keys and values that are kept
+    would be those of another model. In twins, its owner's adapters are as they were.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, is_apart: bool) -> None:
+        self._model, self._is_apart = model, is_apart
+        layers = layers_of_peft(model)
+        active = {n for one in layers if not one.disable_adapters for n in one.active_adapters}
+        self._adapters = {n: c for n, c in adapters_of(model).items() if n in active}
+        self._modules = own_modules(model)
         self._tensors = [
             (tensors, key, f"{name}.{key}".lstrip("."))
             for name, module in model.named_modules()
             for tensors in (module._parameters, module._buffers)
             for key, tensor in tensors.items()
-            if tensor is not None
-            and not tensor.is_meta  # as offloaded ones are between passes
+            if (module in self._modules or not active.isdisjoint(f"{name}.{key}".split(".")))
+            # Offloaded ones are on "meta" between passes.
+            and (tensors is module._parameters if tensor is None else not tensor.is_meta)
             and not (
                 key.endswith("inv_freq") and _GROWING.search(str(vars(module).get("rope_type")))
             )
         ]
         self._placements = self._placed()
-        self._configs = [(config, _settings(config)) for config in _configs(model)]
+        self._configs = [(*one, _settings(one[1])) for one in _configs(model)]
+        self._before = self._described()
+        self._look()
 
-    def check(self, model: Any, is_trained: bool) -> None:
-        """Check that a model is as it was."""
-        if (placements := self._placed()) != self._placements:
-            self._check_placed(placements)
-        if is_trained:
-            raise ModelStateError(
-                "the model is in training mode, where its rows are drawn at random: call eval() on "
-                "it before it is asked, and clear_cache() where its weights have changed"
+    def check(self) -> bool:
+        """Check that the model is as it was; return whether something changed that may.
+
+        It is asked before every batch, and mostly finds nothing. So all is compared at once, which
+        takes 0.2 ms for 400 modules, because Python compares no object with itself.
+        """
+        if (
+            [*map(type, self._looked_at)] == self._kinds
+            and _are_same(self._live, self._seen)
+            and self._placed() == self._placements
+            and all(map(_has_settings, self._configs))
+        ):
+            return False
+        now = self._described()
+        for what, before in self._before.items():
+            if not _is_same(before, now.get(what)):
+                is_shown = isinstance(before, (str, int, float, list, dict))
+                change = f" from {shown(before)} to {shown(now.get(what))}" if is_shown else ""
+                raise ModelStateError(
+                    f"the model has changed since it was wrapped ({what}{change}): put that back "
+                    "(eval() after training), and clear_cache() if weights have changed, or wrap "
+                    "the model again"
+                )
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        """Note what all modules have now."""
+        self._looked_at = [*self._model.modules()]
+        self._kinds = [*map(type, self._looked_at)]
+        self._live = [vars(module) for module in self._looked_at]
+        self._live += [vars(module)[name] for module in self._looked_at for name in _PARTS]
+        self._live += [layer.merged_adapters for layer in layers_of_peft(self._model)]
+        self._seen = [values.copy() for values in self._live]
+
+    def _described(self) -> dict[str, Any]:
+        """Return by name whatever rows depend on, but for the values of tensors."""
+        found: dict[str, Any] = {}
+        for module, name in self._modules.items():
+            own, of = vars(module), f" of {name or 'the model'}"
+            found["training mode" + of] = own["training"]
+            found["class" + of] = type(module)
+            found["forward" + of] = _code(module)
+            found["config" + of] = own.get("config")
+            found["layers" + of] = tuple(
+                (n, own_layer(c) if self._is_apart else c) for n, c in module._modules.items()
             )
-        for config, before in self._configs:
-            now = vars(config)
-            for name, value in before.items():
-                if name not in now or (now[name] is not value and now[name] != value):
-                    raise ModelStateError(
-                        f"the model's config had {name}={shown(value)} when it was wrapped and has "
-                        f"{shown(now.get(name))} now: put it back, or wrap the model again"
-                    )
+        for (tensors, key, name), placement in zip(self._tensors, self._placed(), strict=True):
+            found["dtype and device of " + name] = " on ".join(map(str, placement or ()))
+            found["tensor " + name] = tensors.get(key)
+        for name, config, _ in self._configs:
+            found |= {f"{name}.{key}": value for key, value in _settings(config).items()}
+        layers, adapters = layers_of_peft(self._model), adapters_of(self._model)
+        for name in self._adapters:
+            found[f"adapter {name}"] = (id(adapters.get(name)),)  # of equal ones, too
+        found["merged adapters"] = sorted({n for layer in layers for n in layer.merged_adapters})
+        if not self._is_apart:
+            found["adapters"] = [(one.active_adapters, one.disable_adapters) for one in layers]
+        return found
 
     def _placed(self) -> list[tuple[torch.dtype, torch.device] | None]:
         """Return each tensor's dtype and device, ``None`` if it is gone; 300 take 0.07 ms."""
         live = [tensors.get(key) for tensors, key, _ in self._tensors]
         return [None if tensor is None else (tensor.dtype, tensor.device) for tensor in live]
 
-    def _check_placed(self, placements: list[tuple[torch.dtype, torch.device] | None]) -> None:
-        for (*_, name), was, now in zip(self._tensors, self._placements, placements, strict=True):
-            if was and now and now != was:
-                raise ModelStateError(
-                    f"{name} was {was[0]} on {was[1]} when the model was wrapped and is {now[0]} "
-                    f"on {now[1]} now, which its keys and values are not: put it back, and "
-                    "clear_cache() if that has rounded its weights, or wrap it again"
-                )
+
+def _are_same(now: object, before: object) -> bool:
+    try:
+        return now == before
+    except (RuntimeError, ValueError):  # of a tensor, or an array, and another one
+        return False
+
+
+def _has_settings(one: tuple[str, Any, Mapping[str, Any]]) -> bool:
+    _, config, before = one
+    now = vars(config)
+    return all(n in now and (now[n] is v or now[n] == v) for n, v in before.items())
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Whether a thing is as it was; buffers may become longer, or make room for equal ones."""
+    if isinstance(before, torch.Tensor) and not isinstance(before, nn.Parameter):
+        return now is not None and (before.shape != now.shape or torch.equal(before, now))
+    return before is now or (not isinstance(before, torch.Tensor) and before == now)
+
+
+def _code(module: Any) -> Any:
+    """Return the ``forward`` of a module as it is written; ``None`` for that of its class."""
+    forward = vars(module).get("forward")
+    forward = getattr(forward, AS_WRITTEN, forward)
+    return None if forward == MethodType(type(module).forward, module) else forward
 
 
 def check_output(config: Any) -> None:
@@ -94,14 +170,14 @@ def check_output(config: Any) -> None:
         )
 
 
-def _configs(model: Any) -> Iterator[Any]:
-    """Return a model's config and, one after another, those that it consists of."""
-    waiting = [getattr(model, "config", None)]
+def _configs(model: Any) -> Iterator[tuple[str, Any]]:
+    """Return a model's config and, one after another, those that it consists of, with names."""
+    waiting = [("config", getattr(model, "config", None))]
     while waiting:
-        config = waiting.pop()
+        name, config = waiting.pop()
         if hasattr(config, "to_diff_dict"):
-            yield config
-            waiting += [value for value in vars(config).values() if hasattr(value, "to_diff_dict")]
+            yield name, config
+            waiting += [(f"{name}.{key}", value) for key, value in vars(config).items()]
 
 
 def _settings(config: Any) -> Mapping[str, Any]:

@@ -75,13 +75,11 @@ class PackedWeights:
                 vars(twin)["packed"] = one
 
     def check(self) -> None:
-        """Have layers whose weight is another one now compute without, and the others with it.
+        """Have layers whose weight has changed compute without, and the others with it.
 
         It is asked before every batch, so that all are compared at once.
         """
-        weights = [one.layer._parameters.get("weight") for one in self._packed]
-        is_known = all(map(operator.is_, weights, self._parameters))
-        is_there = is_known and [*map(_address, self._parameters)] == self._addresses
+        is_there = [*map(_address, self._parameters)] == self._addresses
         if is_there and self._are_used and [*map(_version, self._parameters)] == self._versions:
             return
         for one in self._packed:
@@ -151,10 +149,9 @@ class _Packed:
     @property
     def is_current(self) -> bool:
         """Whether the layer's weight is the one that was packed, as far as torch tells."""
-        own = self.layer.weight
-        if own is not self.parameter or own.dtype is not self.weight.dtype or own.is_inference():
-            return False
-        return own.data_ptr() == self.weight.data_ptr() and own._version == self.version
+        own = self.parameter
+        is_there = own.data_ptr() == self.weight.data_ptr() and not own.is_inference()
+        return is_there and own._version == self.version
 
 
 _address = torch.Tensor.data_ptr

@@ -10,11 +10,10 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -27,13 +26,13 @@ from genlm_backend.backends.hf.forward_names import cache_argument, parameters_o
 
 logger = logging.getLogger(__name__)
 
-_INNER: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
-"""Dictionaries of a module that change."""
+_TRAINING: Final = ("training", "gradient_checkpointing")
+"""Attributes of modules that are true in training alone."""
 
 _LONG: Final = 64
 """Tokens of a pass in which somebody may lose patience."""
 
-_AS_WRITTEN: Final = "_torchdynamo_orig_callable"
+AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 """Attribute of compiled code, with the code that it was made of."""
 
 
@@ -41,9 +40,10 @@ _AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 class Twin:
     """A copy of each module of a model, with the same parameters and buffers.
 
-    The attributes of a module and of its twin are the same objects, but for modules, configs,
-    hooks, and what is bound to a module. What its owner has compiled runs as it is written: passes
-    are of another shape each, and attend by functions that a compiler cannot see through.
+    The attributes of a module and of its twin are the same objects, hooks included, but for
+    modules, configs, and what is bound to a module. What its owner has compiled runs as it is
+    written: passes are of another shape each, and attend by functions that a compiler cannot see
+    through.
     """
 
     def __init__(self, model: Any, *, names_ours: bool = False, is_apart: bool = True) -> None:
@@ -59,11 +59,13 @@ class Twin:
         self._batch: PackedBatch | None = None
         self._is_picked, self._can_pick = False, True
         self._picking: partial[Any] | None = None
-        self._children = {module: {**module._modules} for module in modules}
-        for module, children in self._children.items():
-            own = {n: None if c is None else self.copies[c] for n, c in children.items()}
-            vars(self.copies[module])["_modules"] = own
-        self.refill()
+        self._bare: dict[Any, tuple[type[Any], dict[str, Any]]] = {}
+        for module, own in self.copies.items():
+            filled = {name: self._rebound(value) for name, value in {**vars(module)}.items()}
+            filled["_modules"] = {n: self._rebound(c) for n, c in module._modules.items()}
+            filled |= {name: False for name in _TRAINING if name in filled}
+            self._bare[own] = type(own), filled
+        self.undress()
 
     def close(self) -> None:
         """Let go of the model; the twin cannot be run any more.
@@ -73,51 +75,19 @@ class Twin:
         """
         for own in self.copies.values():
             vars(own).clear()
-        self.copies, self._children, self.module, self._model = {}, {}, None, None
-        self._live, self._seen, self._kinds, self._picking = [], [], [], None
+        self.copies, self._bare, self.module, self._model = {}, {}, None, None
+        self._picking = None
 
     # ---------------------------------------------------------------- as the model is
 
-    def refill(self) -> None:
-        """Give each module's twin what the module has now, but for its children."""
-        # What another thread changes from here on is found by the next look.
-        self._kinds = [*map(type, self.copies)]
-        self._live = [_contents(module) for module in self.copies]
-        self._seen = [[{**values} for values in contents] for contents in self._live]
-        for contents, children in zip(self._seen, self._children.values(), strict=True):
-            contents[1] = children
-        self._own_configs.clear()
-        for module, own in self.copies.items():
-            children, own.__class__ = vars(own)["_modules"], type(module)
-            filled = {name: self._rebound(value) for name, value in {**vars(module)}.items()}
-            filled |= {name: {**filled[name]} for name in ("_parameters", "_buffers")}
+    def undress(self) -> None:
+        """Give modules the class and the attributes that they were made with, but for children."""
+        for own, (kind, attributes) in self._bare.items():
+            children = vars(own).get("_modules", attributes["_modules"])
+            own.__class__ = kind
             vars(own).clear()
-            vars(own).update(filled, _modules=children, training=False)
-
-    def changed(self) -> list[nn.Module]:
-        """Return the modules of the model that are not as they were when the twin was filled.
-
-        It is asked before every batch, and mostly finds none. So all are compared at once, which
-        takes 0.1 ms for 400 modules, because Python compares no object with itself.
-        """
-        if not self.copies:
-            return [*self._model.modules()]
-        if self._kinds == [*map(type, self.copies)] and _are_same(self._live, self._seen):
-            return []
-        found = zip(self.copies, self._kinds, self._live, self._seen, strict=True)
-        return [m for m, kind, now, was in found if type(m) is not kind or not _are_same(now, was)]
-
-    def has_other_children(self, modules: Collection[nn.Module]) -> bool:
-        """Whether some of the modules have other children than when the twin was made."""
-        return any(m._modules != self._children.get(m, m._modules) for m in modules)
-
-    def is_trained(self, modules: Collection[nn.Module]) -> bool:
-        """Whether some of the modules have been put into training mode since it was filled.
-
-        A module that is new to the model may be in that mode, as it is made, and nobody minds.
-        """
-        before = dict(zip(self.copies, self._seen, strict=True))
-        return any(m.training and not (m in before and before[m][0]["training"]) for m in modules)
+            copies = {name: {**attributes[name]} for name in ("_parameters", "_buffers")}
+            vars(own).update(attributes, _modules=children, **copies)
 
     def _rebound(self, value: Any) -> Any:
         """Return the twin's attribute, or a part of it, in the place of the module's own."""
@@ -125,8 +95,8 @@ class Twin:
             return self.copies.get(value, value)
         if isinstance(value, PretrainedConfig):
             return self._config(value)
-        if hasattr(value, _AS_WRITTEN):
-            return self._rebound(getattr(value, _AS_WRITTEN))
+        if hasattr(value, AS_WRITTEN):
+            return self._rebound(getattr(value, AS_WRITTEN))
         if isinstance(value, MethodType):
             return MethodType(value.__func__, self._rebound(value.__self__))
         if isinstance(value, partial):  # as hooks of accelerate are
@@ -136,8 +106,6 @@ class Twin:
             return made
         if type(value) in (list, tuple) and any(map(_is_bound, value)):
             return type(value)(map(self._rebound, value))
-        if type(value) is OrderedDict:  # of hooks, which some models register themselves
-            return OrderedDict((name, self._rebound(part)) for name, part in [*value.items()])
         if type(value) is dict and any(map(_is_bound, [*value.values()])):
             return {name: self._rebound(part) for name, part in [*value.items()]}
         return value
@@ -223,42 +191,6 @@ class Twin:
         twin._can_pick = self._can_pick
         return twin
 
-    def keep_apart(self, written: Collection[nn.Parameter]) -> list[OwnParameter]:
-        """Have the twin share no parameter object with the model until it is refilled."""
-        own: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays so
-        kept: list[OwnParameter] = []
-        for copied in self.copies.values():
-            for name, shared in copied._parameters.items():
-                if type(shared) is nn.Parameter:  # and none of a quantised weight's kind
-                    if shared not in own:
-                        data = shared.detach().clone() if shared in written else shared.detach()
-                        own[shared] = nn.Parameter(data, requires_grad=False)
-                    copied._parameters[name] = own[shared]
-                    kept.append(
-                        OwnParameter(copied, name, shared, own[shared], own[shared].data_ptr())
-                    )
-        return kept
-
-
-class OwnParameter(NamedTuple):
-    """A parameter of a twin that is kept apart from the model."""
-
-    module: nn.Module
-    name: str
-    shared: nn.Parameter
-    own: nn.Parameter
-    pointer: int
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """Whether the module has it still, with the same values."""
-        if self.module._parameters.get(self.name) is not self.own:
-            return False
-        is_same = self.own.data_ptr() == self.pointer
-        return is_same and (
-            self.pointer == self.shared.data_ptr() or torch.equal(self.own, self.shared)
-        )
-
 
 def _at_outputs(states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """From ``[B, Q, …]`` to ``[num_outputs, …]``."""
@@ -266,21 +198,9 @@ def _at_outputs(states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     return states[rows, columns]
 
 
-def _contents(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the dictionaries of a module: attributes, children, parameters, buffers, hooks."""
-    return [vars(module), *(vars(module)[name] for name in _INNER)]
-
-
-def _are_same(now: object, before: object) -> bool:
-    try:
-        return now == before
-    except (RuntimeError, ValueError):  # of a tensor, or an array, and another one
-        return False
-
-
 def _is_compiled(module: nn.Module) -> bool:
     own = vars(module)
-    return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), _AS_WRITTEN)
+    return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), AS_WRITTEN)
 
 
 def _is_bound(value: Any) -> bool:

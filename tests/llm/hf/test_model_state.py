@@ -33,7 +33,7 @@ CHANGES = {
     "return_dict": lambda m: (
         put(m.config, "return_dict", False),
         put(m.config, "return_dict", True),
-        "had return_dict=True when it was wrapped and has False now",
+        "config.return_dict from True to False",
     ),
     "rms_norm_eps": lambda m: (
         put(m.config, "rms_norm_eps", 0.5),
@@ -49,10 +49,10 @@ CHANGES = {
     "the head on meta": lambda m: (
         lambda: m.lm_head.to("meta"),
         put(m.lm_head, "weight", m.lm_head.weight),
-        "lm_head.weight was torch.float32 on cpu when the model was wrapped and is .* on meta",
+        "lm_head.weight from 'torch.float32 on cpu' to 'torch.float32 on meta'",
     ),
-    "the head in float64": lambda m: (m.lm_head.double, m.lm_head.float, "lm_head.weight was"),
-    "a buffer": lambda m: (m.model.rotary_emb.double, m.model.rotary_emb.float, "inv_freq was"),
+    "the head in float64": lambda m: (m.lm_head.double, m.lm_head.float, "lm_head.weight from"),
+    "a buffer": lambda m: (m.model.rotary_emb.double, m.model.rotary_emb.float, "inv_freq from"),
 }
 
 

@@ -1,5 +1,6 @@
 """The twin of a model: the same bits and memory, and nothing that is done to it is done to both."""
 
+import copy
 import functools
 import gc
 import random
@@ -13,7 +14,7 @@ from torch import nn
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf.twin import twin_of
-from genlm_backend.errors import AdapterError
+from genlm_backend.errors import AdapterError, ModelStateError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.test_families import GATHERED
@@ -207,20 +208,14 @@ def test_a_closed_model_keeps_no_parameter_until_garbage_is_collected():
         gc.enable()
 
 
-def test_hooks_of_a_twin_are_its_own_and_bound_to_it():
+def test_hooks_of_the_model_run_in_its_twin_whenever_they_are_registered():
     model, called = families.make("llama"), []
-    layer = model.model.layers[0]
-
-    def note(self, *_):
-        called.append(self)
-
-    layer.register_forward_pre_hook(types.MethodType(note, layer))
     twin = twin_of(model, IDS)
-    called.clear()
-    twin.module.model.layers[0].register_forward_hook(lambda *_: called.append("ours"))
+    layer = model.model.layers[0]
+    layer.register_forward_pre_hook(lambda module, _: called.append(module))
     logits(twin.module)
     logits(model)
-    assert called == [twin.module.model.layers[0], "ours", layer]
+    assert called == [twin.module.model.layers[0], layer]
 
 
 # -------------------------------------------------------------------- what its owner does
@@ -252,16 +247,15 @@ def _step(model, choose):
 
 
 def _load(model, choose):
-    state = {name: value * 0.9 for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=choose.random() < 0.5)
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+def _assign(model, choose):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
 
 
 def _convert(model, choose):
     model.double().float()
-
-
-def _set_an_attribute(model, choose):
-    model.model.layers[0].self_attn.scaling *= 1.2
 
 
 def _replace_a_forward(model, choose):
@@ -281,23 +275,31 @@ def _add_a_hook(model, choose):
     model.model.layers[0].register_forward_hook(lambda module, args, out: out * 1.3)
 
 
-CHANGES = [
-    _replace_a_layer,
-    _replace_a_parameter,
-    _assign_data,
-    _step,
-    _load,
-    _convert,
-    _set_an_attribute,
-    _replace_a_forward,
-    _replace_a_class,
-    _add_a_hook,
-]
+CHANGES = [_assign_data, _step, _load, _convert, _add_a_hook]
+REFUSED = {
+    _replace_a_layer: "layers of model.layers.*mlp",
+    _replace_a_parameter: "tensor lm_head.weight",
+    _assign: "tensor model.",
+    _replace_a_forward: "forward of model.norm",
+    _replace_a_class: "class of model.layers.1.mlp.down_proj",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_change_that_is_not_followed_is_refused_by_its_place(change):
+    model = families.make("llama")
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        check_row(lm, model)
+        change(model, random.Random(0))
+        with pytest.raises(ModelStateError, match=f"{REFUSED[change]}.* wrap the model again"):
+            lm.next_token_logprobs_sync([1, 2, 3])
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        check_row(lm, model)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_its_owner_changes_is_in_the_next_batch(seed, monkeypatch):
-    """Rows after a change are those of the model as it is now, wherever it has been changed."""
+def test_weights_that_its_owner_changes_are_in_the_next_batch(seed, monkeypatch):
+    """Rows after a change are those of the model as it is now, hooks included."""
     from genlm_backend.backends.hf import packed_weights
 
     monkeypatch.setattr(packed_weights, "_found", {})
