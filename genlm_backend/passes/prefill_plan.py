@@ -228,11 +228,13 @@ def _chunk(segments: list[Segment], cost: CostModel, states: StatePlan | None) -
     chunks: list[Segment] = []
     by_origin: dict[Segment, list[Segment]] = {}
     cuts: defaultdict[Segment, list[int]] = defaultdict(list)
-    for segment in segments if states is not None else ():
+    for segment in segments:
+        if states is None:
+            break
         if segment.parent is not None:
             cuts[segment.parent].append(segment.start)
-    for segment in segments if states is not None and not states.is_short else ():
-        cuts[segment].extend(_later_starts(segment, cost, states))
+        if not states.is_short:
+            cuts[segment].extend(_later_starts(segment, cost, states))
     for segment in segments:
         parent = segment.parent
         is_whole = segment.num_tokens <= cost.max_segment and len(segment.outputs) <= 1
