@@ -126,7 +126,7 @@ def _injected(saved: _Saved, twin: Twin) -> torch.Tensor:
             raise ValueError(
                 f"it changes the model's own weights ({changed}), which every other query uses"
             )
-    twin.undress()
+    twin.restore()
     return expected
 
 

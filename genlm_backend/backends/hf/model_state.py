@@ -65,8 +65,8 @@ class ModelSnapshot:
         ]
         self._placements = self._placed()
         self._configs = [(*one, _settings(one[1])) for one in _configs(model)]
-        self._before = self._described()
         self._look()
+        self._before = self._described()
 
     def check(self) -> bool:
         """Check that the model is as it was; return whether something changed that may.
@@ -81,21 +81,22 @@ class ModelSnapshot:
             and all(map(_has_settings, self._configs))
         ):
             return False
+        self._look()  # first, so that the next look finds whatever another thread changes meanwhile
         now = self._described()
         for what, before in self._before.items():
             if not _is_same(before, now.get(what)):
                 is_shown = isinstance(before, (str, int, float, list, dict))
                 change = f" from {shown(before)} to {shown(now.get(what))}" if is_shown else ""
+                self._seen = []
                 raise ModelStateError(
                     f"the model has changed since it was wrapped ({what}{change}): put that back "
                     "(eval() after training), and clear_cache() if weights have changed, or wrap "
                     "the model again"
                 )
-        self._look()
         return True
 
     def _look(self) -> None:
-        """Note what all modules have now."""
+        """Note all that modules have now."""
         self._looked_at = [*self._model.modules()]
         self._kinds = [*map(type, self._looked_at)]
         self._live = [vars(module) for module in self._looked_at]
@@ -108,7 +109,7 @@ class ModelSnapshot:
         found: dict[str, Any] = {}
         for module, name in self._modules.items():
             own, of = vars(module), f" of {name or 'the model'}"
-            found["training mode" + of] = own["training"]
+            found["training mode" + of] = own.get("training")
             found["class" + of] = type(module)
             found["forward" + of] = _code(module)
             found["config" + of] = own.get("config")

@@ -36,8 +36,8 @@ _GAIN: Final = 0.95
 class PackedWeights:
     """The weights of a model's linear layers a second time, packed, of those shapes where it pays.
 
-    Twins of the layers compute with them. One whose weight has been replaced, or modified as torch
-    counts it, computes without; other modifications (by way of ``.data``, or by fused optimizers)
+    Twins of the layers compute with them. One whose weight has been modified, as far as torch
+    counts that, computes without; others (by way of ``.data``, or by fused optimizers)
     are not noticed before ``pack_again``. Products are the same but for rounding.
     """
 

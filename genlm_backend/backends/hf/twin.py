@@ -65,7 +65,7 @@ class Twin:
             filled["_modules"] = {n: self._rebound(c) for n, c in module._modules.items()}
             filled |= {name: False for name in _TRAINING if name in filled}
             self._bare[own] = type(own), filled
-        self.undress()
+        self.restore()
 
     def close(self) -> None:
         """Let go of the model; the twin cannot be run any more.
@@ -80,14 +80,22 @@ class Twin:
 
     # ---------------------------------------------------------------- as the model is
 
-    def undress(self) -> None:
+    def restore(self) -> None:
         """Give modules the class and the attributes that they were made with, but for children."""
-        for own, (kind, attributes) in self._bare.items():
+        for own, (_, attributes) in self._bare.items():
             children = vars(own).get("_modules", attributes["_modules"])
-            own.__class__ = kind
             vars(own).clear()
             copies = {name: {**attributes[name]} for name in ("_parameters", "_buffers")}
             vars(own).update(attributes, _modules=children, **copies)
+        self.undress()
+
+    def undress(self) -> None:
+        """Give modules the class and the ``forward`` that they were made with."""
+        for own, (kind, attributes) in self._bare.items():
+            own.__class__ = kind
+            vars(own).pop("forward", None)
+            if "forward" in attributes:
+                vars(own)["forward"] = attributes["forward"]
 
     def _rebound(self, value: Any) -> Any:
         """Return the twin's attribute, or a part of it, in the place of the module's own."""

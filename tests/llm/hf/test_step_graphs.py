@@ -292,15 +292,11 @@ def another_weight(model):
     norm.weight = torch.nn.Parameter(norm.weight * 1.5, requires_grad=False)
 
 
-def another_module(model):
-    model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
-
-
 def a_hook(model):
     model.model.norm.register_forward_hook(lambda module, given, found: 0.5 * found)
 
 
-@pytest.mark.parametrize("change", [another_weight, another_module, a_hook])
+@pytest.mark.parametrize("change", [another_weight, a_hook])
 def test_a_change_between_two_steps_counts_or_is_refused_at_the_next(change, recorded):
     """Whose pass has been recorded, and is launched before the model is looked at."""
     model, random = families.make("llama"), np.random.default_rng(0)
