@@ -46,7 +46,7 @@ def pytest_configure() -> None:
 
 
 # Files that take minutes, which come first so that no core waits for one at the end.
-LONGEST = ("test_examples.py", "test_histories.py", "test_ray.py")
+LONGEST = ("test_examples.py", "test_histories.py", "test_processes.py", "test_ray.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
