@@ -86,7 +86,6 @@ class PackedBatch:
 
     @property
     def num_rows(self) -> int:
-        """``B``."""
         return len(self.num_new)
 
     @property

@@ -85,7 +85,6 @@ class Indices(Generic[A]):
 
     @classmethod
     def of(cls, operators: Operators[A], reading: Reading, device: Any) -> Indices[A]:
-        """Return the indices of a pass that reads so."""
         num_rows = len(reading.num_past)
         return cls(
             operators,
@@ -124,11 +123,9 @@ def new_positions(batch: PackedBatch) -> torch.Tensor:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class PassMasks(Generic[A]):
-    """Which keys the queries of a pass may attend to, in layers of one kind.
+    """Which keys the queries of a pass may attend to, in layers of one kind."""
 
-    Heads of one group are queries of their own, the first head's ``Q`` before the second's.
-    """
-
+    # Heads of a group are queries of their own, the first head's ``Q`` before the second's.
     operators: Operators[A]
     device: Any
     rest: A | None  # [B, 1, group * Q, P + Q] float32
@@ -146,7 +143,6 @@ class PassMasks(Generic[A]):
         group_size: int,
         device: Any,
     ) -> PassMasks[A]:
-        """Return the masks of a pass."""
         new = new_positions(batch)
         positions = torch.cat([torch.from_numpy(reading.rest.positions), new], 1)[:, None, None, :]
         num_new = new.shape[1]
@@ -215,11 +211,7 @@ class LastArrays(NamedTuple):
 
 
 class SharedPass(abc.ABC, Generic[A]):
-    """The attention of the layers of one forward pass, one after another.
-
-    Indices and masks are made when they are first asked for on a device; a decode step's are made
-    of the last one's there, if that is the one it goes on from.
-    """
+    """The attention of the layers of one forward pass, one after another."""
 
     operators: Operators[A]
 
@@ -232,6 +224,8 @@ class SharedPass(abc.ABC, Generic[A]):
     ) -> None:
         self._store, self._batch, self._reading = store, batch, reading
         self.num_past = int(batch.num_past.max())
+        # Made when first needed on a device; a decode step makes them of the last one's there, if
+        # it goes on from that.
         self._indices: dict[Any, Indices[A]] = {}
         self._masks: dict[tuple[object, ...], PassMasks[A]] = {}
         # What layers have been given for a mask, by identity, and who it says may see what.

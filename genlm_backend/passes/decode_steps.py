@@ -42,15 +42,12 @@ class _RememberedReading(NamedTuple):
 
 @final
 class DecodeSteps:
-    """Steps of contexts of which everything but the last token is kept.
-
-    A context of a step is three integers: the node before its last token, that token and its slot.
-    What a step reads is what an earlier one read, its rows permuted and one column more, where all
-    contexts go on from those of one; and is found out anew otherwise.
-    """
+    """Steps of contexts of which everything but the last token is cached."""
 
     def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
         self._forwards, self._cache = forwards, cache
+        # If all contexts go on from those of one earlier step, the next reading is that one's, its
+        # rows permuted, with a column more; otherwise it is made anew.
         self._remembered: deque[_RememberedReading] = deque(maxlen=NUM_REMEMBERED)
         self._valid_for: tuple[object, ...] = ()  # what these depend on beside their nodes
 
@@ -62,7 +59,7 @@ class DecodeSteps:
         cost: CostModel,
         needs_equal_lengths: bool,
     ) -> bool:
-        """Return whether queries are one token each behind what is kept, and fit one pass."""
+        """Return whether each query has one token that is not cached, and all fit one pass."""
         depths = self._cache.tree.nodes.depth[nodes]
         least, deepest = int(depths.min()), int(depths.max())
         return (
@@ -76,7 +73,7 @@ class DecodeSteps:
     def rows(
         self, contexts: Sequence[Context], nodes: NDArray[np.int32]
     ) -> tuple[list[Row], NDArray[np.int32]] | None:
-        """Compute the rows behind contexts."""
+        """Compute the rows after contexts; ``None`` if there is no room."""
         forwards, cache, tree = self._forwards, self._cache, self._cache.tree
         tokens = np.frombuffer(b"".join([c.last_packed for c in contexts]), np.int32)
         slots = tree.allocate(len(nodes), nodes)

@@ -84,7 +84,6 @@ class Job:
 
     @property
     def answer(self) -> Row | torch.Tensor:
-        """The row, or the scores, as a ``Scoring`` has them."""
         if self.targets:
             scores = torch.from_numpy(self.scores)
             return scores[:, 0].float() if self.beside == NOTHING else scores.clone()

@@ -162,7 +162,6 @@ class PassEvaluator(Evaluator):
         return passes.tree.num_cached(ids[:-1], query.adapter, tier)
 
     def forget(self, query: Query, keep: int) -> None:
-        """Free the slots of a context beyond its first ``keep`` tokens."""
         self.passes.tree.forget(query.context.packed(), query.adapter, keep)
 
     def pin(self, query: Query) -> bool:
@@ -172,7 +171,6 @@ class PassEvaluator(Evaluator):
         return node is not None and self.passes.cache.pin(node)
 
     def _counted(self) -> EvaluatorCounts:
-        """Return the counts of the runner and the tree."""
         runner, tree, cache = self.passes.runner, self.passes.tree, self.passes.cache
         states, per_state = tree.states, cache.state_store.layout.bytes_per_state
         per_slot = cache.store.bytes_per_slot

@@ -27,11 +27,7 @@ class Budgets(NamedTuple):
 
 
 def default_kv_budget(layout: KVLayout) -> int:
-    """Return the bytes of keys and values to keep where nobody says.
-
-    Half of the free memory of a CUDA device; elsewhere a quarter of the free memory of the
-    machine, 4 GiB at most. With layers on several devices, the tightest one decides.
-    """
+    """Return the default bytes of keys and values: of several devices, the tightest one decides."""
     by_device: dict[torch.device, int] = defaultdict(int)
     for layer in layout.layers:
         by_device[layer.device] += layer.bytes_per_slot

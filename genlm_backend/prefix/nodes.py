@@ -44,12 +44,9 @@ _FIELDS: Final[dict[str, type[np.integer[Any]]]] = {
 
 @final
 class Nodes:
-    """The nodes of a prefix tree by number: one for each token, and one for each root.
+    """The nodes of a prefix tree by number; a node is *linked* if its parent has it as a child."""
 
-    A node is *linked* when it can be found as a child of its parent. Numbers are used again; a
-    place means one use of one node.
-    """
-
+    # Numbers are reused; a place means one use of one node.
     parent: Ints  # [n] int32
     token: Ints
     depth: Ints
@@ -131,7 +128,6 @@ class Nodes:
         self.num_uses[nodes] += 1
 
     def new_root(self) -> int:
-        """Return a root."""
         (node,) = self.take(1)
         self.parent[node] = self.depth[node] = 0
         self.root[node] = self.digest[node] = node
@@ -159,11 +155,9 @@ class Nodes:
         return nodes
 
     def link(self, nodes: Ints) -> tuple[Ints, Ints]:
-        """Have nodes be found as children of their parents, parents before children.
-
-        Where there is a child with the same token already, that stands for the node, which is
-        free then; if it was on the host, the slot of the node is its own now.
-        """
+        """Make nodes findable as children, parents first; return the real nodes and spare slots."""
+        # A child with the same token stays in a node's place. If it was on the host, it takes the
+        # slot of the node.
         real, spare = np.empty_like(nodes), np.empty(len(nodes), np.int32)
         num_spare = node_loops.link(
             self.parent,

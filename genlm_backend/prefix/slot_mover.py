@@ -19,12 +19,7 @@ class Kept(Protocol):
 
 @final
 class Mover:
-    """Copies slots from one store to another of the same layout, as they are coded.
-
-    Where slots follow one another on both sides they are copied where they lie. Between a CUDA
-    device and pinned memory that does not wait for the device: what is computed there afterwards
-    comes after the copy, as does every other copy. Other slots are collected first.
-    """
+    """Copies slots, as they are coded, from one store to another of the same layout."""
 
     def __init__(self, device: Kept, host: Kept, first: int = 0) -> None:
         self._device, self._host, self._first = device, host, first
@@ -37,6 +32,8 @@ class Mover:
         """Copy slots of the host to as many distinct ones of the device."""
         self._copy(self._host, host_slots, self._device, device_slots)
 
+    # Consecutive slots are copied in place, others are collected first. Between a CUDA device and
+    # pinned memory a copy does not wait for the device: later kernels and copies come after it.
     def _copy(
         self, source: Kept, from_slots: Sequence[int], to: Kept, to_slots: Sequence[int]
     ) -> None:

@@ -18,10 +18,7 @@ PADDING_SLOT: Final = 0
 
 @final
 class Slots:
-    """The free list of a store: slots by number, each free or handed out, and no tensors.
-
-    Slots are numbered from 1; slot 0 is for padding.
-    """
+    """The free list of a store, without tensors: slots from 1 on; slot 0 is for padding."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

@@ -68,14 +68,11 @@ def offset_of(batch: PackedBatch) -> int | mx.array:
 
 @final
 class MlxWholeAttend(Attend[Caches]):
-    """Attends to the new tokens alone: there are none before them, and nothing is kept.
-
-    The model has caches of its own, new ones: some layers read what others have put there.
-    """
+    """Attends to the new tokens alone, by new caches of the model that are not kept."""
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
-        """Yield the model's own caches, empty."""
+        # Some layers read what others have put into these caches.
         yield make_prompt_cache(model)
 
 
@@ -88,7 +85,6 @@ class MlxGatherAttend(Attend[Caches]):
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
-        """Yield a layer for each that the store has, and running states as they are."""
         own: list[Any] = []
         if self._store.shapes:
             past, offset = _Past(batch, self._by_group), offset_of(batch)
@@ -98,7 +94,6 @@ class MlxGatherAttend(Attend[Caches]):
         yield caches_of(model, own, states)
 
     def keep(self, batch: PackedBatch, given: Caches) -> None:
-        """Write keys and values of the new tokens into the slots that the batch names."""
         keep_new(self._store, batch, given)
 
 

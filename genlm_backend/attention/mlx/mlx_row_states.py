@@ -15,7 +15,6 @@ from genlm_backend.prefix.nodes import Ints
 
 
 def caches_of(model: Any, attending: Iterable[Any], states: MlxRowStates | None) -> list[Any]:
-    """Return the caches that a model is called with."""
     slots = iter(attending)
     caches = [_with(cache, slots) for cache in make_prompt_cache(model)]
     if states is not None:
@@ -40,7 +39,6 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
 
 
 def state_caches(caches: Iterable[Any]) -> list[ArraysCache]:
-    """Return the caches that hold running states."""
     return [cache for cache in leaves(caches) if isinstance(cache, ArraysCache)]
 
 

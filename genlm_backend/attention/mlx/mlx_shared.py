@@ -81,10 +81,7 @@ _NAME: Final = "scaled_dot_product_attention"
 
 
 def attends_otherwise(how: str) -> ModelStateError:
-    """Return the error of a model that attends in a way that ours cannot stand for.
-
-    A model that always does is found out before it is asked anything.
-    """
+    """Return the error of a model that attends otherwise than it did when it was examined."""
     return ModelStateError(
         f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed?"
     )
@@ -136,11 +133,7 @@ def _asking(theirs: Any) -> Any:
 
 @final
 class MlxSharedAttend(Attend[Caches]):
-    """Attends to each stretch of cached tokens once for all rows that have it.
-
-    Where a pass has no stretch that is worth it, each row's past is copied, and MLX's own attention
-    takes all of it at once.
-    """
+    """Attends to each shared stretch of cached tokens once; without one, MLX attends to copies."""
 
     def __init__(
         self, store: MlxStore, few_tokens: int = FEW_TOKENS, makes_arrays: bool = False
@@ -151,7 +144,6 @@ class MlxSharedAttend(Attend[Caches]):
         self._last: LastArrays | None = None
 
     def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
-        """Return the division of what several rows have cached into parts and a rest."""
         return Reading.of(past, num_new, self._few_tokens) if len(num_new) > 1 else None
 
     @contextlib.contextmanager
@@ -176,7 +168,6 @@ class MlxSharedAttend(Attend[Caches]):
         self._last = shared.for_later()
 
     def keep(self, batch: PackedBatch, given: Caches) -> None:
-        """Write keys and values of the new tokens into the slots that the batch names."""
         keep_new(self._store, batch, given)
 
 

@@ -75,11 +75,7 @@ def _rotate(
 def rotate(
     query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys by their positions.
-
-    In the tensors' type, bit for bit, they become ``x * cos + rotate_half(x) * sin``, where the
-    second half of a head with its sign turned is before the first.
-    """
+    """Return ``x * cos + rotate_half(x) * sin`` of queries and keys, bit for bit as torch does."""
     num_rows, num_heads, num_tokens, dim = query.shape
     num_key_heads = keys.shape[1]
     found_query, found_keys = (
@@ -131,10 +127,7 @@ def _silu_and_mul(both, row_stride, found, width, BLOCK: tl.constexpr):
 
 
 def silu_and_mul(both: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) * up`` of ``[..., 2 * width]``, gates first, as ``[..., width]``.
-
-    Elfwing et al., 2018, arXiv:1702.03118.
-    """
+    """Return ``silu(gate) * up`` (arXiv:1702.03118) of ``[..., 2 * width]``, the gates first."""
     width = both.shape[-1] // 2
     rows = both.reshape(-1, 2 * width)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()

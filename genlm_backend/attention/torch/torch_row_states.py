@@ -91,13 +91,10 @@ class _AttendingStateLayer(LinearAttentionAndFullAttentionLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Pair:
-        """Store new keys and values; return what is to be attended to."""
         return self._slots.update(key_states, value_states, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of past and new together, and the offset of the first column."""
         return self._slots.get_mask_sizes(query_length)
 
     def get_seq_length(self) -> int:
-        """Return the number of columns before the new tokens."""
         return self._slots.get_seq_length()
