@@ -312,8 +312,8 @@ class States:
 
     def _worth_moving(self, gone: Ints) -> Ints:
         """Return the states of ``gone`` that nothing has gone on from, or that are far apart."""
-        # If every step leaves a state, few tokens are between them. The last state of a context goes
-        # to the host however few they are, so that the context can go on without computing again.
+        # If every step leaves a state, few tokens are between them. A context's last state goes to
+        # the host however few they are, so that the context goes on without computing any again.
         owners = self._owner[gone]
         is_end = (self._nodes.num_children[owners] == 0) & (self._num_rows[gone] == 0)
         return gone[is_end | (self._num_tokens(owners) >= _FEWEST_TO_MOVE)]

@@ -33,5 +33,4 @@ def given_cache(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def returned_cache(output: Any) -> Any:
-    """Return the cache that a model's output has, or ``None``."""
     return next((getattr(output, name) for name in _CACHES if hasattr(output, name)), None)

@@ -73,7 +73,7 @@ def layout_of(
 def cache_of(
     runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: Wanted
 ) -> PrefixCache | None:
-    """Return room for contexts; ``None`` where every context is run whole."""
+    """Return room for contexts; ``None`` if every context is run whole."""
     name = type(runner.model).__name__
     if wanted.kv_bytes == 0:
         return None

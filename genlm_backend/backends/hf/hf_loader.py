@@ -44,7 +44,6 @@ class HFLoader:
     weights: Weights | None = None
 
     def tokenizer(self) -> Any:
-        """Load the tokenizer."""
         from transformers import AutoTokenizer
 
         check_holds(self.path, "config.json")
@@ -73,7 +72,6 @@ class HFLoader:
         return processor
 
     def model(self) -> Any:
-        """Load the model."""
         from transformers import (
             AutoModelForCausalLM,
             AutoModelForImageTextToText,
@@ -129,7 +127,6 @@ class HFLoader:
         return cls(str(model_id), path, {**hub_options(path), **options}, evaluator, wanted)
 
     def on_device(self, device: str) -> HFLoader:
-        """Return the loader of the same model onto one device."""
         return replace(self, options={**self.options, "device_map": device})
 
     def with_threads(self, num_threads: int) -> HFLoader:

@@ -170,10 +170,7 @@ class _MergedLinear:
 
 @torch.inference_mode()
 def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None:
-    """Return the kernel for a gated feed-forward layer; ``None`` if it would differ.
-
-    Its activation and the layer are compared with their own code on random numbers.
-    """
+    """Return the kernel for a gated feed-forward layer, if they agree on random numbers."""
     children = vars(module)["_modules"]
     if {*children} - {"gate_proj", "up_proj", "down_proj", "act_fn"} or "forward" in vars(module):
         return None

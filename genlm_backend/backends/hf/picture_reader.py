@@ -83,7 +83,6 @@ class PictureReader:
         return self._rules_of(*self._probes[0])
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
-        """Return the context of a prompt that begins with pictures."""
         if isinstance(images, Mapping):
             if isinstance(prompt, str):
                 raise PictureError(

@@ -176,7 +176,6 @@ class PrefixFiles:
     def fill(
         self, path: str, prefix: Prefix, adapter: Adapter | None, max_length: int | None
     ) -> None:
-        """Keep the prefix of a file."""
         num_tokens, cache = len(prefix.token_ids), self._passes.cache
         if max_length is not None and num_tokens > max_length:
             raise CacheError(

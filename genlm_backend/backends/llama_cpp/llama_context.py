@@ -35,14 +35,11 @@ class OutOfCellsError(EvaluationError):
 
 @final
 class LlamaContext:
-    """A context of llama.cpp: cells that its sequences share, in one unified cache.
+    """A context of llama.cpp: cells that its sequences share, in one unified cache."""
 
-    The first sequences are for contexts. The running state of a sequence is a cell of its own,
-    which copies share as well. It is behind the last token, and llama.cpp cuts no sequence that has
-    one. So sequences of contexts have none but in a pass, and states are in others, which hold
-    nothing else.
-    """
-
+    # The first sequences are for contexts. A running state is a cell of its own, which copies
+    # share, after a sequence's last token; llama.cpp cuts no sequence that has one. So sequences of
+    # contexts have states only during a pass, and other sequences hold nothing but states.
     def __init__(self, model: GGUFModel, size: ContextSize) -> None:
         self.model, self.size = model, size
         counts = size.sequences

@@ -57,7 +57,7 @@ class CellStore:
         self.bytes_per_slot = bytes_per_slot
 
     def is_finite(self, slots: Any) -> bool:
-        """Return ``True``: what has overflown is seen by the rows behind it."""
+        """Return ``True``: overflow shows in later rows."""
         return True
 
 
@@ -286,7 +286,6 @@ class LlamaEvaluator(PassEvaluator):
         self.clear()
 
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of the runner and the tree."""
         return self._counted()
 
     def close(self) -> None:

@@ -29,12 +29,9 @@ class LlamaSupport(NamedTuple):
 
 
 def examine(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
-    """Find out what llama.cpp can do with a model, in a small context of its own.
-
-    A context that is forked from the middle of another one is compared with the same one computed
-    for itself; what is kept is used where the difference is rounding, compared with the difference
-    that one wrong token makes.
-    """
+    """Find out what llama.cpp can do with a model, in a small context of its own."""
+    # A context forked from the middle of another one is compared with the same one computed alone.
+    # The cache is used if the difference is rounding, compared with that of a wrong token.
     num_cells, most_tokens = 8 * _PROBE_LENGTH, 4 * _PROBE_LENGTH
     has_states = int(model.has_states)
     counts = SequenceCounts(4, has_states, most_rows=has_states)

@@ -22,11 +22,9 @@ class SequenceStateLayout(NamedTuple):
 
 @final
 class SequenceStateStore:
-    """Running states by number from 1 on, as a ``StateStore`` has them.
+    """Running states by number, as in ``StateStore``: reads and writes numbers of sequences."""
 
-    What is read and written are the numbers of sequences; copies of states share their memory.
-    """
-
+    # Copies of states share their memory.
     def __init__(
         self,
         layout: SequenceStateLayout,
@@ -48,7 +46,7 @@ class SequenceStateStore:
             self._copy(source, sequence)
 
     def is_finite(self, numbers: Ints) -> bool:
-        """Return ``True``: what has overflown is seen by the rows behind it."""
+        """Return ``True``: overflow shows in later rows."""
         return True
 
 

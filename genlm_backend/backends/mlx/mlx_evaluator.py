@@ -38,10 +38,7 @@ evaluators may be over one model."""
 
 @final
 class MlxEvaluator(PassEvaluator):
-    """Answers queries by a language model of mlx-lm, on MLX's default device.
-
-    A model of which nothing can be kept runs every context whole.
-    """
+    """Answers queries by a model of mlx-lm, on MLX's default device, without a cache if need be."""
 
     def __init__(
         self,
@@ -133,7 +130,6 @@ class MlxEvaluator(PassEvaluator):
         self.clear()
 
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of the runner and the tree."""
         return self._counted()
 
     def close(self) -> None:

@@ -73,11 +73,9 @@ def check_model(model: Any) -> None:
 
 
 def evaluate_all(model: Any) -> None:
-    """Compute every array of a model, those too that are none of its parameters.
-
-    What is not computed yet belongs to the thread that has asked for it, and no other can compute
-    it: weights that are loaded lazily, or tables of rotary frequencies.
-    """
+    """Compute every array of a model, even those that are no parameters."""
+    # Only the thread that has asked for a lazy array can compute it: lazily loaded weights, or
+    # tables of rotary frequencies.
     for module in model.modules():
         mx.eval(list(_arrays_in([*vars(module).values(), *module.values()])))
 
@@ -91,17 +89,15 @@ def _arrays_in(value: Any) -> Iterator[mx.array]:
 
 
 def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
-    """Find out by a few tiny passes what a model can do.
-
-    Rows of two short contexts are computed whole and then from slots, in two steps and padded to
-    one batch, or as a ``StateTrial`` goes on from running states. What is kept is used where the
-    difference is rounding, compared with the difference that one wrong token makes.
-    """
+    """Find out by a few tiny passes what a model can do."""
     try:
         logits = runner.forward([Span([1, 2], outputs=(1,))], MlxWholeAttend())
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         name = type(runner.model).__name__
         raise UnsupportedModelError(f"{name} does not run on token ids alone: {error}") from error
+    # Two short contexts run whole and then from slots, in two steps and padded to one batch, or
+    # from running states (``StateTrial``). A cache is used if its difference is rounding, compared
+    # with that of a wrong token.
     vocab_size = logits.shape[1]
     length = min(_length(runner.model), max_length or 1 << 30)
     if length < 6 or vocab_size < 3:
@@ -205,10 +201,7 @@ def _difference(
     short: list[int],
     whole: list[torch.Tensor],
 ) -> tuple[float, str, bool]:
-    """Return the largest distance of rows from what is kept, or why there are none.
-
-    The last says whether several tokens go on from a running state at once.
-    """
+    """Return the distance of cached rows, why there are none, and if states take several tokens."""
     size = len(long) + len(short)
     attend = way.probing(MlxStore(kept.shapes, 4 * size))
     try:

@@ -124,11 +124,9 @@ class VLLMEvaluator(Evaluator):
         return stacked(rows)
 
     def _is_pass(self, scoring: Scoring) -> bool:
-        """Return whether a text is scored by one pass, which gives a number for each token.
-
-        The pass knows nothing of ids that no token has, computes the prompt again where vLLM has
-        forgotten it, and holds a table of logits of all tokens at once.
-        """
+        """Return whether one pass scores a text, which gives a number for each token."""
+        # The pass knows nothing of undefined ids, computes the prompt again if vLLM has forgotten
+        # it, and holds the logits of all tokens at once.
         size = len(scoring.text.context)
         return (
             self.engine.scores_texts
@@ -174,10 +172,7 @@ class VLLMEvaluator(Evaluator):
         self.engine.add_adapter(adapter, path)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove an adapter, and end all sessions.
-
-        Completions sampled with it end with an ``UnknownAdapterError``, and no others.
-        """
+        """Remove an adapter, end all sessions, and fail the completions sampled with it."""
         sampled = self.samples_of(adapter)
         self.engine.stop(sampled)
         for completion in sampled:

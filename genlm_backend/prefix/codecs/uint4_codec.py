@@ -87,7 +87,7 @@ def _quantised(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     # A little more than the zeros reach, since scales are rounded.
     farthest = torch.maximum(low.abs(), high.abs()) * (1.01 / _FARTHEST_ZERO)
     best: tuple[torch.Tensor, ...] | None = None
-    for share in _SHARES:
+    for share in _SHARES:  # of several ranges about the middle, the least squared error wins
         scales = torch.maximum(2 * share * radius / _LARGEST, farthest).bfloat16()
         inverse = torch.where(scales > 0, 1 / scales.float(), 0)
         zeros = (
