@@ -31,7 +31,6 @@ class Paths:
 
     @classmethod
     def none(cls, num_rows: int) -> Self:
-        """Return the paths of rows that have nothing cached."""
         root = np.zeros(1, np.int32)
         return cls(root, root, root, np.zeros(num_rows, np.int64))
 

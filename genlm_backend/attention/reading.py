@@ -13,17 +13,12 @@ from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading_loops import divide
 
 FEW_TOKENS = 384
-"""Cached tokens, counted for each row that reads them, that cost as much as a product of their own.
-
-Below, the small operators of a product and of merging it take longer than copying the tokens out
-of their slots.
-"""
+"""Cached tokens, times the rows that read them, that cost as much as a product of their own."""
+# Below, the small operators of a product and of merging it take longer than copying the tokens.
 
 MANY_NEW_TOKENS: Final = 16
-"""New tokens of a row from which on whatever it has cached is worth a product of its own.
-
-Copied beside the new ones, cached tokens would need a mask as high as there are new tokens.
-"""
+"""New tokens of a row from which on whatever it has cached is worth a product of its own."""
+# Copied next to the new ones, cached tokens would need a mask as high as there are new tokens.
 
 
 @final
@@ -40,7 +35,7 @@ class Part:
 
     @property
     def is_consecutive(self) -> bool:
-        """Whether the slots follow one another, so that they can be read where they lie."""
+        """Whether the slots follow one another, so that they can be read in place."""
         return bool((np.diff(self.slots) == 1).all())
 
 
@@ -161,7 +156,7 @@ class Reading:
 
     @classmethod
     def of(cls, past: Paths, num_new: NDArray[np.int64], few_tokens: int) -> Self:
-        """Divide what the rows of a pass have cached, in time linear in what is distinct of it."""
+        """Divide what the rows of a pass have cached, in time linear in the distinct tokens."""
         # A tree may be large, and most of it is not touched: fresh zeros cost what is written.
         numbers = np.zeros(len(past.parent), np.int32)
         is_long = num_new >= MANY_NEW_TOKENS

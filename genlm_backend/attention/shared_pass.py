@@ -25,7 +25,7 @@ from genlm_backend.attention.reading import Advance, Part, Reading
 from genlm_backend.errors import ModelStateError
 
 LONG_COPY: Final = 4096
-"""Tokens of a part, about, whose keys and values are decoded at once where they are in codes."""
+"""Tokens of a part, about, whose keys and values are decoded at once if they are in codes."""
 
 
 class Stored(Protocol[A]):
@@ -52,7 +52,6 @@ class PartIndices(Generic[A]):
 
     @classmethod
     def of(cls, operators: Operators[A], part: Part, num_rows: int, device: Any) -> PartIndices[A]:
-        """Return the indices of a part of a pass of ``num_rows`` rows."""
         rows = _rows_of(operators, part, num_rows, device)
         if part.is_consecutive:
             return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1), len(part))
@@ -306,7 +305,7 @@ class SharedPass(abc.ABC, Generic[A]):
     def _in_part(
         self, block: Block[A], query: A, layer: int, part: PartIndices[A], mask: A | None
     ) -> Attended[A]:
-        """Attend to a part: at once where it is read in place, or else stretch by stretch."""
+        """Attend to a part: at once if it is read in place, or else stretch by stretch."""
         attend = block.attend if mask is None else block.attend_if_any
         size = part.num_tokens
         num_stretches = 1 if self._store.is_exact else max(1, round(size / LONG_COPY))

@@ -74,7 +74,7 @@ def bundled_directory(name: str) -> Path:
 
 
 def _create(target: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder beside ``target`` and move it there whole, so that no half is ever seen."""
+    """Fill a folder next to ``target``, then move it there, so that no half is ever seen."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

@@ -1,4 +1,4 @@
-"""Names of models: where they lead, and errors that say what was looked for."""
+"""Names of models: where they lead, and errors that name the places that were searched."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "config.json",
 )
-"""Files that each tell transformers which tokenizer a directory has."""
+"""Files by any of which transformers finds the tokenizer of a directory."""
 
 
 def load_tokenizer(name: str, **options: Any) -> Any:
@@ -185,7 +185,6 @@ def cache_opts(name: str, value: Any) -> dict[str, Any]:
 def row_cache(
     cache_size: int, row_cache_bytes: int, max_bytes: int | None = None, move_to_cpu: bool = False
 ) -> RowCache:
-    """Return the cache that these options ask for."""
     return RowCache(
         row_cache_bytes if max_bytes is None else max_bytes,
         cache_size or None,

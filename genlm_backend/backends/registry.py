@@ -32,12 +32,12 @@ BACKENDS: Final = {
 """Backend name → (module, class); imported when a model is loaded."""
 
 REPLICAS: Final = ("genlm_backend.remote.replicas.async_replicas", "AsyncReplicas")
-"""The backend in place of ``"hf"`` where ``replicas`` is among the options."""
+"""The backend in place of ``"hf"`` if ``replicas`` is among the options."""
 
 ABSENT: Final = {
     "sgl": ("genlm_backend.backends.absent", "AsyncSGLTransformer"),
 }
-"""Names of backends that say that they cannot be had."""
+"""Names of backends that raise an error because they are not available."""
 
 
 @overload

@@ -32,7 +32,7 @@ class _RememberedReading(NamedTuple):
     order: NDArray[np.intp]  # [B]
 
     def find(self, handles: NDArray[np.int64]) -> NDArray[np.intp] | None:
-        """Return which of the contexts came to nodes; ``None`` where not all are of this step."""
+        """Return which of the contexts came to nodes; ``None`` if not all are of this step."""
         found = np.searchsorted(self.handles, handles[:1]).clip(max=len(self.handles) - 1)
         if self.handles[found[0]] != handles[0]:  # as of most steps, at the cost of one look
             return None
@@ -110,7 +110,7 @@ class DecodeSteps:
         return rows, kept
 
     def _reading(self, nodes: NDArray[np.int32], past: Paths) -> Reading | None:
-        """Return how a step behind nodes reads what is cached."""
+        """Return how a step after nodes reads their cached tokens."""
         attend, tree = self._cache.attend, self._cache.tree
         # While these are the same, nodes are where they were.
         valid_for = tree.nodes.key, tree.num_slot_changes, attend

@@ -20,7 +20,7 @@ from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.vision.pictures import Pictures
 
 FEW_BEHIND: Final = 64
-"""Tokens behind an opening, at most, that go through the model with it."""
+"""Tokens after an opening, at most, that go through the model with it."""
 
 
 @final

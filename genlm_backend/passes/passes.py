@@ -133,7 +133,7 @@ class Passes:
     def _run_whole(
         self, wanted: Sequence[tuple[Job, Sequence[int]]], pads: bool
     ) -> set[tuple[Job, int]]:
-        """Run contexts from their beginnings; return the outputs that were beside longer ones."""
+        """Run contexts from their beginnings; return the outputs of padded passes."""
         segments, padded = plan_whole(wanted), set[tuple[Job, int]]()
         if not segments:
             return padded
@@ -179,7 +179,7 @@ class Passes:
     # ---------------------------------------------------------------- with slots
 
     def computed(self, query: Query) -> int | None:
-        """Compute a context, with a state that it goes on from when it is asked again."""
+        """Compute a context, with a state that a later query of it goes on from."""
         tree, size = self.tree, len(query.context)
         if tree.states.num_states and size > 1 and query.context.pictures is None:
             node = self.cache.match(query.context, query.adapter, size - 1)
@@ -193,7 +193,7 @@ class Passes:
         return node if is_kept else None
 
     def _together(self, questions: list[Question]) -> list[Answer]:
-        """Answer questions from what is kept, the openings of their contexts included."""
+        """Answer questions from the cache, the openings of their contexts included."""
         if not self.cache.keeps:
             return self.whole(questions)
         self.tree.begin(len(questions))
@@ -317,7 +317,7 @@ class Passes:
     # ---------------------------------------------------------------- running states
 
     def _end(self, segment: Segment) -> int:
-        """Return the node at the end of a segment; 0 where another one has its state already."""
+        """Return the node at the end of a segment; 0 if another one has its state already."""
         if not segment.num_behind:
             tokens = np.asarray(segment.token_ids, np.int32)
             known = self.tree.nodes.walk(segment.before, tokens)
@@ -326,7 +326,7 @@ class Passes:
         return int(segment.nodes[-1])
 
     def _plan(self, jobs: list[Job]) -> list[Segment]:
-        """Return segments, cut for later batches where these leave room for their states."""
+        """Return segments, cut for later batches if these leave room for their states."""
         num_states = self.cache.state_store.num_states
         if not num_states:
             return plan_segments(jobs, self.cost)
@@ -334,7 +334,6 @@ class Passes:
         return plan_segments(jobs, self.cost, states)
 
     def _passes(self, segments: Sequence[Segment]) -> list[list[Segment]]:
-        """Return the segments by forward passes, in order."""
         has_states, passes = self.cache.state_store.num_states > 0, list[list[Segment]]()
         for wave in plan_waves(segments):
             sizes = [segment.size for segment in wave]
@@ -350,7 +349,7 @@ class Passes:
         return passes
 
     def _link(self, segments: Sequence[Segment], held: dict[Segment, NDArray[np.int32]]) -> None:
-        """Have the tokens of segments found, and their jobs be where they end."""
+        """Link the nodes of segments, and give their jobs the nodes at which they end."""
         if not segments:
             return
         sizes = [segment.num_tokens for segment in segments]

@@ -76,7 +76,6 @@ class Segment:
 
     @property
     def size(self) -> Size:
-        """The size of a forward pass with it."""
         return Size(self.num_tokens, self.start, len(self.outputs))
 
     @property
@@ -87,7 +86,6 @@ class Segment:
         return int(self.parent.nodes[self.start - self.parent.start - 1])
 
     def by_token(self) -> list[Segment]:
-        """Return a segment for each of its tokens."""
         found = list[Segment]()
         for i, start in enumerate(range(self.start, self.stop)):
             own = {start: self.outputs[start]} if start in self.outputs else {}

@@ -88,7 +88,7 @@ class PrefixCache:
         return True
 
     def resumed(self, node: int) -> int:
-        """Return the node whose state a context goes on from when it is asked, or its own."""
+        """Return the node whose state a later query of the context goes on from, or its own."""
         tree = self.tree
         start = int(tree.states.last(tree.nodes.parent[[node]])[0])
         return start if tree.nodes.depth[start] else node

@@ -1,4 +1,4 @@
-"""Budgets: the bytes of keys, values and running states, by default and as options say."""
+"""Budgets: the bytes of keys, values and running states, by default and by options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEWEST_ROWS: Final = 8
 
 @final
 class Budgets(NamedTuple):
-    """Bytes that may be taken by what is kept of contexts."""
+    """Bytes that cached contexts may take."""
 
     kv: int = 0
     host: int = 0
@@ -49,7 +49,7 @@ def default_kv_budget(layout: KVLayout) -> int:
 def check_budgets(
     kv_cache_bytes: int | None, host_cache_bytes: int, state_cache_bytes: int | None = None
 ) -> None:
-    """Check that something is kept where there are bytes for a part of it, or for more of it."""
+    """Check that no option gives bytes to a part of a cache that is off."""
     if state_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
             "kv_cache_bytes=0 keeps nothing, and so no running states: "

@@ -40,7 +40,6 @@ class LayerLayout:
         return self.key_width + self.num_value_heads * self.value_dim
 
     def codec(self) -> Codec:
-        """Return the codec of the keys and values of tokens, the keys first."""
         dim, mean = math.gcd(self.key_dim, self.value_dim), self.mean_key
         if mean is not None:
             mean = torch.nn.functional.pad(mean, (0, self.width - self.key_width))
@@ -65,7 +64,6 @@ class KVLayout:
     def kept_as(
         self, kept: KVCacheDtype | None, mean_keys: Sequence[torch.Tensor] | None = None
     ) -> Self:
-        """Return the same shapes, kept in a number format."""
         means = mean_keys or [None] * len(self.layers)
         layers = [
             replace(layer, kept=kept, mean_key=mean)

@@ -19,7 +19,7 @@ _FIRST_STATES: Final = 16
 @final
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One array of the running state behind one token."""
+    """One array of the running state after one token."""
 
     cache: int
     index: int
@@ -34,7 +34,7 @@ class StateArray:
 @final
 @dataclass(frozen=True, slots=True)
 class MlxStateLayout:
-    """The running states of all layers; none where a model has no such layer."""
+    """The running states of all layers; none if a model has no such layer."""
 
     arrays: tuple[StateArray, ...] = ()
 

@@ -19,7 +19,7 @@ DIGEST_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 @compiled
 def _home(parent, token, mask):
-    """Return where in the table a child is looked for first."""
+    """Return the first index of the table to search for a child."""
     mixed = np.uint64(parent) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= np.uint64(np.uint32(token)) * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed ^= mixed >> np.uint64(29)
@@ -29,7 +29,6 @@ def _home(parent, token, mask):
 
 @compiled
 def child_of(parents, tokens, table, node, token):
-    """Return the linked child of a node with a token, or 0."""
     mask = len(table) - 1
     place = _home(node, token, mask)
     while True:
@@ -131,7 +130,7 @@ def path(parents, depths, node, found):
 
 @compiled
 def fill_digests(digests, parents, tokens, depths, nodes):
-    """Write the digests of nodes, each behind the node before it; roots have their own."""
+    """Write the digests of nodes, each after the node before it; roots have their own."""
     for node in nodes:
         if depths[node] > 0:
             digest = digests[parents[node]] * DIGEST_FACTOR

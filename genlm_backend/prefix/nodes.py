@@ -134,7 +134,7 @@ class Nodes:
         return int(node)
 
     def grow(self, parents: Ints, tokens: Ints, slots: Ints, stamp: int) -> Ints:
-        """Return nodes behind others, one behind each, that are not linked."""
+        """Return unlinked nodes below others, one below each."""
         nodes = self.take(len(tokens))
         self.parent[nodes], self.token[nodes] = parents, tokens
         self.depth[nodes], self.root[nodes] = self.depth[parents] + 1, self.root[parents]
@@ -144,7 +144,7 @@ class Nodes:
         return nodes
 
     def grow_chain(self, parent: int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
-        """Return nodes behind a node, each behind the one before it, that are not linked."""
+        """Return an unlinked chain of nodes below a node."""
         nodes = self.take(len(tokens))
         self.parent[nodes[1:]], self.token[nodes] = nodes[:-1], tokens
         self.parent[nodes[:1]], self.root[nodes] = parent, self.root[parent]
@@ -216,7 +216,7 @@ class Nodes:
         return np.where(is_there & (self.root[nodes] == root), nodes, 0).astype(np.int32)
 
     def check(self, linked: Ints) -> None:
-        """Compare what nodes say of each other."""
+        """Check that the arrays of nodes agree with each other."""
         size, parents = self._num_made, self.parent[linked]
         num_children = np.bincount(parents, minlength=size)
         num_on_device = np.bincount(parents[self.slot[linked] > 0], minlength=size)

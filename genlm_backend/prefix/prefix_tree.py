@@ -90,7 +90,7 @@ class PrefixTree:
         return nodes
 
     def recall(self, places: Sequence[Place], namespace: Hashable, sizes: Ints) -> Ints:
-        """Return the nodes of contexts, as far as places tell them; see ``match_all``."""
+        """Return the nodes of contexts, as far as places have them; see ``match_all``."""
         root = self.root(namespace)
         nodes = self.nodes.at(places, root)
         nodes[nodes == 0] = root
@@ -114,7 +114,7 @@ class PrefixTree:
                 stamps[own] = np.maximum(stamps[own], self._now)
 
     def allocate(self, count: int, ends: Ints | Sequence[int] = ()) -> Ints | None:
-        """Take ``count`` slots, evicting what is old; ``None`` if there is no room."""
+        """Take ``count`` slots, evicting old tokens; ``None`` if there is no room."""
         ends = np.asarray(ends, np.int32)
         below = self._host_paths(ends)
         missing = count + len(below) - self.slots.num_free
@@ -129,11 +129,11 @@ class PrefixTree:
         return self.slots.allocate(count)
 
     def grow(self, parents: Ints, tokens: Ints, slots: Ints) -> Ints:
-        """Return nodes behind others, one behind each, which are found once they are linked."""
+        """Return nodes below others, one below each, which are found once they are linked."""
         return self.nodes.grow(parents, tokens, slots, self._now)
 
     def grow_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
-        """Return nodes as ``grow`` does, each but the first behind the one before it."""
+        """Return nodes as ``grow`` does, each but the first below the one before it."""
         return self.nodes.grow_chain(parent, tokens, slots, self._now)
 
     def _count_again(self, nodes: Ints) -> None:
@@ -168,7 +168,7 @@ class PrefixTree:
         self.nodes.give_back(nodes)
 
     def pin(self, node: int) -> None:
-        """Keep a node of the device, and what is before it, until ``clear()``."""
+        """Keep a node of the device, and those before it, until ``clear()``."""
         self.nodes.stamp[node] = PINNED
         self._pins.append(node)
 
@@ -264,7 +264,7 @@ class PrefixTree:
         return self.slots.num_used
 
     def _num_evictable(self, enough: int) -> int:
-        """Return how many slots ``evict`` could free; a lower number where that is enough."""
+        """Return how many slots ``evict`` could free; a lower number if that is enough."""
         depths = self.nodes.depth
         kept = np.concatenate([*self._used, np.array(self._pins, np.int32)])
         num_at_least = self._num_linked - int(depths[kept].sum())
@@ -348,7 +348,6 @@ class PrefixTree:
         self.num_to_host += len(taken)
 
     def _evict_for_good(self, taken: Ints) -> None:
-        """Forget leaves that were taken."""
         self.num_evicted += len(taken)
         if not self.nodes.has_digests:
             self.nodes.begin_digests()
@@ -374,7 +373,7 @@ _NUM_DROPPED: Final = 1 << 16
 
 
 def _indices_of(digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return where digests are remembered; siblings, whose digests are alike, are far apart."""
+    """Return indices for digests; siblings, whose digests are alike, are far apart."""
     return (digests * node_loops.DIGEST_FACTOR) >> np.uint64(64 - 16)
 
 

@@ -1,8 +1,8 @@
-"""Running states, which layers of state-space models keep behind a token in the place of keys.
+"""Running states, which layers of state-space models keep after a token in the place of keys.
 
-Such a layer has one state behind each token, made of the one before, and no part of it belongs to a
-token. So a node of a prefix tree may have a *state*: a snapshot of every such layer behind its
-token. What goes on from a context needs the state behind its last token, and that alone.
+Such a layer has one state after each token, made of the one before, and no part of it belongs to a
+token. So a node of a prefix tree may have a *state*: a snapshot of every such layer after its
+token. What goes on from a context needs the state after its last token, and that alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from genlm_backend.prefix.nodes import Ints, Nodes
 from genlm_backend.prefix.tiers import Moves
 
 _FEWEST_TO_MOVE: Final = 32
-"""Tokens behind another state from which on one is copied to the host: a guess, not measured."""
+"""Tokens after another state from which on one is copied to the host: a guess, not measured."""
 
 NO_STATE: Final = 0
 """The number that stands for no state: of a context that begins, or that is not kept."""
@@ -32,7 +32,7 @@ NO_STATE: Final = 0
 @final
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of the running state behind one token."""
+    """One tensor of the running state after one token."""
 
     layer: int
     name: str
@@ -61,7 +61,7 @@ class CacheLayer(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The running states of all layers; none where a model has no such layer."""
+    """The running states of all layers; none if a model has no such layer."""
 
     tensors: tuple[StateTensor, ...] = ()
     layers: tuple[CacheLayer, ...] = ()
@@ -243,7 +243,7 @@ class States:
 
     @contextlib.contextmanager
     def filling(self, nodes: Ints) -> Iterator[None]:
-        """Take states that were given to nodes from them again where filling them fails."""
+        """Take states that were given to nodes from them again if filling them fails."""
         try:
             yield
         except BaseException:  # there is no telling what is in them
@@ -337,7 +337,7 @@ class States:
         return True
 
     def move(self, numbers: Ints, nodes: Ints) -> None:
-        """Give states to nodes that stand for those that had them, where they have none."""
+        """Give states to nodes that stand for those that had them, if they have none."""
         state, owners = self._nodes.state, (self._owner, self.host.owner)
         for i in np.flatnonzero(numbers != NO_STATE).tolist():
             node, number = nodes[i], int(numbers[i])
@@ -345,7 +345,7 @@ class States:
                 state[node], owners[int(number < 0)][abs(number)] = number, node
 
     def check(self, linked: Ints) -> None:
-        """Compare what nodes and states say of each other."""
+        """Check that nodes and states agree with each other."""
         states = self._nodes.state[linked]
         for of_tier, owner, num_used in (
             (states, self._owner, self.num_used),

@@ -116,7 +116,7 @@ def image_token_id_of(config: Any) -> int | None:
 
 
 def codes(fingerprint: bytes, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return ids of the parts of a picture, made of what it shows: negative int32 ``[count]``."""
+    """Return ids of the parts of a picture, by its fingerprint: negative int32 ``[count]``."""
     digest = hashlib.shake_256(fingerprint).digest(4 * count)
     return np.frombuffer(digest, np.int32) | _NEGATIVE
 

@@ -78,7 +78,7 @@ class MlxWholeAttend(Attend[Caches]):
 
 @final
 class MlxGatherAttend(Attend[Caches]):
-    """Attends to a copy of each row's past in the slots of a store, beside the new tokens."""
+    """Attends to a copy of each row's past in the slots of a store, and to the new tokens."""
 
     def __init__(self, store: MlxStore, by_group: bool = False) -> None:
         self._store, self._by_group = store, by_group
@@ -99,7 +99,7 @@ class MlxGatherAttend(Attend[Caches]):
 
 @final
 class _Past:
-    """The tokens before the new ones of a batch: where they are, and who sees which."""
+    """The tokens before the new ones of a batch: where they are, and which rows see them."""
 
     def __init__(self, batch: PackedBatch, by_group: bool) -> None:
         self._longest = int(batch.num_past.max())
@@ -131,7 +131,7 @@ class _Past:
 
 @final
 class _MlxGatheredLayer(MlxSlotLayer):
-    """One layer: keys and values of the tokens before come out beside the new ones."""
+    """One layer: keys and values of the tokens before come out with the new ones."""
 
     def __init__(self, store: MlxStore, number: int, past: _Past, offset: int | mx.array) -> None:
         super().__init__(number, offset)

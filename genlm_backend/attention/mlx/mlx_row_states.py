@@ -60,7 +60,7 @@ class MlxRowStates(RowStates):
         self._before = None
 
     def behind(self, rows: Ints) -> list[mx.array]:
-        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each."""
+        """Return the states after the last tokens of rows, ``[len(rows), *shape]`` each."""
         found = [self._caches[array.cache][array.index] for array in self._layout.arrays]
         if all(len(state) == len(rows) for state in found):
             return found

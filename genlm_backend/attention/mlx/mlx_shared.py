@@ -1,7 +1,7 @@
 """MlxSharedAttend: cached stretches that several rows share are read once for all of them.
 
 The modules of mlx-lm that models are written in have imported one attention function by its name.
-During a pass that name means ours, which hands on to theirs any call with another cache.
+During a pass that name means ours, which passes to theirs any call with another cache.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Dispatch:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the model's layers ask a cache that attends by itself."""
+        """Have the model's layers call a cache that attends by itself."""
         theirs = [getattr(module, _NAME) for module in self._modules]
         try:
             for module, function in zip(self._modules, theirs, strict=True):
@@ -112,7 +112,7 @@ class Dispatch:
 
 
 def _asking(theirs: Any) -> Any:
-    """Return an attention function that asks a cache first whether it attends by itself."""
+    """Return an attention function that calls the cache instead if that attends by itself."""
 
     def scaled_dot_product_attention(
         queries: mx.array,
@@ -148,7 +148,7 @@ class MlxSharedAttend(Attend[Caches]):
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
-        """Yield layers that attend by themselves, and have the model's layers ask them."""
+        """Yield layers that attend by themselves, and have the model's layers call them."""
         reading = batch.reading or self.reading(batch.past, batch.num_new)
         last, self._last = self._last, None
         if reading is None or not reading.parts:
@@ -173,7 +173,7 @@ class MlxSharedAttend(Attend[Caches]):
 
 @final
 class MlxPass(SharedPass[mx.array]):
-    """The attention of one forward pass, as layers of a model of mlx-lm ask it."""
+    """The attention of one forward pass, as layers of a model of mlx-lm call it."""
 
     operators = MLX
     attends_otherwise = staticmethod(attends_otherwise)

@@ -118,7 +118,7 @@ _MASKED: Final = (((5, 2, 4, 43), "masked"), ((3, 3, 70, 201), "masked"), ((4, 2
 
 @functools.cache
 def fused_operator(device: torch.device, dtype: torch.dtype, dim: int) -> FusedOperator | None:
-    """Return the operator for heads of ``dim`` elements, or ``None`` where there is none."""
+    """Return the operator for heads of ``dim`` elements, or ``None`` if there is none."""
     operators = OPERATORS.get(device.type, ())
     if device.type == "cpu":
         return operators[0]

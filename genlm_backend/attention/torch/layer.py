@@ -43,7 +43,6 @@ class SlotLayer(CacheLayerMixin):
         return self.num_past
 
     def get_max_length(self) -> int:
-        """Return -1: there is no maximum."""
         return -1
 
 

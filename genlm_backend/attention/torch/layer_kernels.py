@@ -27,7 +27,7 @@ def _rotate_heads(
     given, head_stride, found, block, num_heads, dims, cos, other_cos, sin, other_sin,
     HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some heads of a token, of which ``found`` has all, one behind the other."""
+    """Rotate some heads of a token, of which ``found`` has all, one after the other."""
     head = block * HEADS + tl.arange(0, HEADS)
     is_there = (head < num_heads)[:, None] & (dims < HALF)[None, :]
     at = given + head.to(tl.int64)[:, None] * head_stride + dims[None, :]

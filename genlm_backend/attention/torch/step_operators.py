@@ -106,7 +106,7 @@ _ROUNDING: Final = 3e-2
 def step_operators(
     device: torch.device, dtype: torch.dtype, dim: int, group_size: int
 ) -> StepOperators | None:
-    """Return the operators for heads of ``dim`` elements; ``None`` where there are none."""
+    """Return the operators for heads of ``dim`` elements; ``None`` if there are none."""
     if device.type not in OPERATORS:
         return None
     try:

@@ -159,7 +159,6 @@ class StepPass:
     def mask(
         self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
     ) -> torch.Tensor | None:
-        """Return the mask that layers of one kind are given."""
         if is_causal:
             return None
         if window is None or not _is_window(allows, window):
@@ -234,7 +233,7 @@ class StepPass:
         num_key_heads: int,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to stretches where they lie, the heads of a group as queries of their own."""
+        """Attend to stretches in place, the heads of a group as queries of their own."""
         arrays = self._arrays.arrays
         num_rows, num_heads, dim = queries.shape
         group_size = num_heads // num_key_heads

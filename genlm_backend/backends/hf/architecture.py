@@ -18,7 +18,7 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
 
 _PREDICTING: Final = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-"""Tasks of transformers whose models say what token comes next."""
+"""Tasks of transformers whose models predict the next token."""
 
 _REMEDY: Final = (
     "load a checkpoint of a causal language model, such as those whose config.json names an "
@@ -58,7 +58,7 @@ def _mapping(task: str) -> Mapping[str, Any]:
 
 
 def _architectures_of(task: str | None) -> Iterator[str]:
-    """Return the architectures of one task, ``""`` for none, or of all where it is ``None``."""
+    """Return the architectures of one task, ``""`` for none, or of all for ``None``."""
     if task is None:
         from transformers.models.auto import modeling_auto
 

@@ -14,7 +14,7 @@ import torch
 from genlm_backend.prefix import KVLayout
 
 VOLATILE: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Keys of a model's config that do not change what it computes, or that the layout tells."""
+"""Keys of a model's config that do not change its rows, or that the layout has too."""
 
 _WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -92,7 +92,7 @@ def _weights(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _settings(model: Any) -> list[tuple[str, list[Any]]]:
-    """Return the settings of adapters beside their weights, such as their scaling."""
+    """Return the settings of adapters other than their weights, such as their scaling."""
     found: list[tuple[str, list[Any]]] = []
     for layer in _adapted(model):
         active = _active(layer)

@@ -28,7 +28,6 @@ def cache_argument(parameters: Collection[str]) -> str | None:
 
 
 def given_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Return the argument that gives a model a cache."""
     return {cache_argument(parameters_of(model)) or "cache": cache}
 
 

@@ -50,7 +50,7 @@ def _eps_of(module: nn.Module) -> float | None:
 
 @torch.inference_mode()
 def _is_root_mean_square(module: Any, eps: float) -> bool:
-    """Whether a module says of some numbers what torch's norm says."""
+    """Whether a module and torch's norm agree on some numbers."""
     weight = module.weight
     if weight.device.type == "meta" or not weight.is_floating_point() or not weight.any():
         return False

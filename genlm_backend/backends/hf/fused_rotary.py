@@ -63,7 +63,7 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Rotation:
-    """A function of a modeling module, by a kernel where that takes what is given."""
+    """A function of a modeling module, by a kernel if that takes its arguments."""
 
     def __init__(self, original: Rotate, kernel: Rotate, dtype: torch.dtype, kind: str) -> None:
         self.original = original
@@ -111,7 +111,7 @@ class _Globals(dict[str, Any]):
 
 
 def _is_plain(code: CodeType) -> bool:
-    """Return whether code asks its globals for names alone, and writes none."""
+    """Return whether code only reads globals by their names."""
     if not _ASIDE.isdisjoint(code.co_names) or any(
         step.opname in _NOT_PLAIN for step in dis.get_instructions(code)
     ):
@@ -179,12 +179,12 @@ def _dim_of(module: nn.Module) -> int:
 
 
 _SHAPES: Final = ((2, 4, 2, 3, 2), (3, 12, 1, 1, 3), (2, 1, 9, 5, 1))
-"""Rows, heads, heads of keys, tokens of a row, and rows of cosines that functions are asked."""
+"""Rows, heads, heads of keys, tokens of a row, and rows of cosines that functions are tried on."""
 
 
 @torch.inference_mode()
 def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) -> _Rotation | None:
-    """Return a function by the kernel, if both say the same of random numbers, bit for bit."""
+    """Return a function by the kernel, if both agree on random numbers, bit for bit."""
     try:
         if [*inspect.signature(original).parameters][: len(_ARGUMENTS)] != _ARGUMENTS:
             return None

@@ -73,7 +73,7 @@ class HFEvaluator(PassEvaluator):
     # ---------------------------------------------------------------- getting ready
 
     def open(self) -> EvaluatorInfo:
-        """Find out what the model can do by a few tiny passes, and make room for what is kept."""
+        """Find out what the model can do by a few tiny passes, and make room for its cache."""
         runner = self._runner
         width = vocab_width(runner.model)
         if self._num_threads is not None:
@@ -136,7 +136,7 @@ class HFEvaluator(PassEvaluator):
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
     ) -> PictureRules:
-        """Find out where text goes on behind the pictures of a context, by a few passes."""
+        """Find out by a few passes where text goes on after the pictures of a context."""
         passes, placeholder = self.passes, image_token_id(self.passes.runner.model)
         if placeholder is None:
             return super().picture_rules(token_ids, inputs)

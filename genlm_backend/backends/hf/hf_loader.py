@@ -111,7 +111,6 @@ class HFLoader:
         evaluator: HFOptions,
         owner: type[AsyncLM],
     ) -> Self:
-        """Return the loader of the model of a name; nothing is loaded yet."""
         check_budgets(
             evaluator.kv_cache_bytes, evaluator.host_cache_bytes, evaluator.state_cache_bytes
         )

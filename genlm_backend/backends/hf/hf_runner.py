@@ -148,7 +148,7 @@ class HFRunner(Runner):
         return self._twins[adapter]
 
     def _dress(self, twin: Twin) -> None:
-        """Give a twin what passes need beside its weights."""
+        """Give a twin what passes need in addition to its weights."""
         self.packed.place(twin.copies)
         if self._fuses:
             fuse_norms(twin.copies)
@@ -194,7 +194,6 @@ class HFRunner(Runner):
 
 
 def input_device(model: Any) -> torch.device:
-    """Return the device on which the model takes its token ids."""
     embeddings = model.get_input_embeddings()
     for parameter in embeddings.parameters() if embeddings is not None else ():
         if parameter.device.type != "meta":

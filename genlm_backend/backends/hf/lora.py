@@ -20,7 +20,7 @@ _REFUSED = {
     "layer_replication": "the model would have other layers",
     "alora_invocation_tokens": "where it begins to apply depends on the tokens",
 }
-"""Options of adapters that do more than to replace layers, each with what is in the way."""
+"""Options of adapters that do more than to replace layers, each with the obstacle."""
 
 _PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
 """Ways to begin a LoRA's training, by name, that leave the model's own weights as they are."""

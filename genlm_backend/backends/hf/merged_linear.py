@@ -86,7 +86,6 @@ def _can_merge(layers: Sequence[Any]) -> bool:
 
 
 def _has_hooks(layer: Any) -> bool:
-    """Whether the layer has forward hooks."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 

@@ -1,4 +1,4 @@
-"""Rules of a model for pictures: asked of the model, not of its name."""
+"""Rules of a model for pictures: found by passes of the model, not by its name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NUM_TAIL: Final = 12
 """Number of tokens that a prompt is followed by."""
 
 _NUM_ROWS: Final = 3
-"""Number of rows that are compared, behind the last of them."""
+"""Number of rows that are compared, after the last of these tokens."""
 
 
 def image_token_id(model: Any) -> int | None:

@@ -68,7 +68,7 @@ class ModelSnapshot:
 
     def check(self) -> bool:
         """Check that the model is as it was; return whether something changed that may change."""
-        # Whole lists, in which Python compares no object with itself: 0.2 ms for 400 modules, before
+        # Whole lists, in which Python compares no object with itself: 0.2 ms for 400 modules, for
         # every batch.
         if (
             [*map(type, self._looked_at)] == self._kinds
@@ -178,7 +178,7 @@ def _configs(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(config: Any) -> Mapping[str, Any]:
-    """Return a copy of what a config says, but for what changes no row and what has its own."""
+    """Return a copy of a config without what changes no row, and without nested configs."""
     return {
         name: copy.deepcopy(value) if isinstance(value, (list, dict)) else value
         for name, value in vars(config).items()

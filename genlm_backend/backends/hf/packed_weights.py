@@ -37,7 +37,7 @@ class PackedWeights:
     """Packed copies of the weights of a model's linear layers, for shapes that gain by it."""
 
     # A layer does not use its copy once torch counts its weight as modified. Other changes (by way
-    # of ``.data``, or by fused optimizers) need ``pack_again``. Products are equal but for rounding.
+    # of ``.data``, or by fused optimizers) need ``pack_again``. Products differ by rounding.
     def __init__(self) -> None:
         self._packed: list[_Packed] = []
         self._remember()
@@ -79,7 +79,6 @@ class PackedWeights:
         self._are_used = all(one.is_used for one in self._packed)
 
     def pack_again(self) -> None:
-        """Pack all weights as they are now."""
         kept = []
         for one in self._packed:
             one.is_used = _can_be_packed(one.layer.weight)
@@ -138,7 +137,7 @@ class _Packed:
 
     @property
     def is_current(self) -> bool:
-        """Whether the layer's weight is the one that was packed, as far as torch tells."""
+        """Whether the layer's weight is the one that was packed, as far as torch knows."""
         own = self.parameter
         is_there = own.data_ptr() == self.weight.data_ptr() and not own.is_inference()
         return is_there and own._version == self.version

@@ -213,7 +213,6 @@ class PictureReader:
         return _Read(ids, inputs)
 
     def _read(self, text: str, pictures: list[Any]) -> _Read:
-        """Run the processor."""
         try:
             made = self._processor(text=[text], images=[pictures], return_tensors="pt")
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
@@ -230,7 +229,7 @@ class PictureReader:
     # ---------------------------------------------------------------- from these to a context
 
     def _counts(self, pictures: list[Any]) -> list[int]:
-        """Return how many parts each picture has where it is alone; none for a single one."""
+        """Return how many parts each picture has if it is alone; none for a single one."""
         if len(pictures) == 1:
             return []
         marker = str(self._marker)

@@ -44,15 +44,14 @@ MIN_SEEN: Final = 2
 """Steps of some number of rows from which on one is recorded, which takes as long as a few."""
 
 MIN_SEEN_AGAIN: Final = 8
-"""The same where a pass of more rows has been recorded, which does as well, if not as soon."""
+"""The same if a pass of more rows has been recorded, which is as good, but slower."""
 
 MAX_ERRORS: Final = 2
 """Errors of recording, or of replays, after which it is left alone."""
 
 FARTHEST: Final = 0.25
-"""Distance of a recorded pass's logits from those of the same pass as it runs, over their size.
-
-Rounding of bfloat16 alone makes 0.09 of a small model's rows together, and 0.49 of one of them."""
+"""Distance of a recorded pass's logits from those of the same pass as it runs, over their size."""
+# Rounding of bfloat16 alone makes 0.09 of a small model's rows together, and 0.49 of one of them.
 
 
 @final

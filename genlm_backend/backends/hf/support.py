@@ -107,7 +107,7 @@ def check_model(model: Any) -> None:
 
 
 def longest_context(model: Any) -> int | None:
-    """Return the longest context that a model's config speaks of; some say -1 for any."""
+    """Return the longest context that a model's config names; some have -1 for any."""
     config = model.config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     return length if length is None or length > 0 else None
@@ -264,7 +264,7 @@ def _is_known(layer: Any) -> bool:
 
 
 def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
-    """Contents of the layers of a model's cache; nothing where all hold keys and values alone."""
+    """Contents of the layers of a model's cache; nothing if all hold keys and values alone."""
     held = tuple(
         CacheLayer(isinstance(layer, DynamicLayer), getattr(layer, "number_of_states", 0))
         for layer in layers
@@ -290,7 +290,7 @@ def _fresh_cache(cache_layers: Sequence[CacheLayer]) -> Cache:
 def _observe_layout(
     runner: HFRunner, token_ids: list[int], cache_layers: tuple[CacheLayer, ...]
 ) -> tuple[KVLayout, torch.Tensor]:
-    """The shapes of what is kept, and the last row of the model that is told no positions."""
+    """The shapes of keys, values and states, and the last row of the model without positions."""
     cache = _fresh_cache(cache_layers)
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
     given = given_cache(runner.model, cache)

@@ -71,7 +71,7 @@ def tolerance_of(runner: HFRunner, layout: KVLayout, spread: float) -> float:
 
 
 def dtype_of(layout: KVLayout) -> torch.dtype:
-    """Return the type that a model computes what is kept of it in."""
+    """Return the type of a model's keys, values or states, as it computes them."""
     return layout.layers[0].dtype if layout.layers else layout.states.tensors[0].dtype
 
 

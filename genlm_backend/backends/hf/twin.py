@@ -183,7 +183,6 @@ class Twin:
     # ---------------------------------------------------------------- other ones
 
     def another(self) -> Twin:
-        """Return another twin of the same model and kind."""
         twin = Twin(self._model, names_ours=self._names_ours, is_apart=bool(self.copies))
         twin._can_pick = self._can_pick
         return twin

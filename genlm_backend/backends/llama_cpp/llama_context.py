@@ -30,7 +30,7 @@ class ContextSize(NamedTuple):
 
 @final
 class OutOfCellsError(EvaluationError):
-    """llama.cpp has too few cells for tokens, beside those that its sequences hold."""
+    """llama.cpp has too few cells for tokens, in addition to those that its sequences hold."""
 
 
 @final
@@ -177,7 +177,6 @@ class LlamaContext:
         self._lib.llama_memory_clear(self._memory, True)
 
     def use_adapter(self, adapter: Any | None) -> None:
-        """Compute with an adapter of the model from now on, or with none."""
         kind = self._lib.llama_adapter_lora_p_ctypes
         given = [] if adapter is None else [adapter]
         adapters, scales = (kind * 1)(*given), (ctypes.c_float * 1)(1.0)

@@ -15,7 +15,7 @@ from genlm_backend.prefix.nodes import Ints
 
 @final
 class SequenceStateLayout(NamedTuple):
-    """The running state behind one token."""
+    """The running state after one token."""
 
     bytes_per_state: int
 
@@ -63,7 +63,7 @@ class SequenceRowStates(RowStates):
         """Do nothing: llama.cpp finds a row's state by its sequence."""
 
     def behind(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return the sequences of the states behind the last tokens of rows: one array, ``[n]``."""
+        """Return the sequences of the states after the last tokens of rows: one array, ``[n]``."""
         return [self.after[rows]]
 
 
@@ -82,7 +82,6 @@ class SequenceCounts(NamedTuple):
 
     @classmethod
     def of_states(cls, num_states: int) -> Self:
-        """Return the numbers of sequences that go with a number of states."""
         most = most_rows(num_states)
         return cls(max(num_states, 2 * most), num_states, most)
 

@@ -46,14 +46,13 @@ class MlxLoader:
     allow_untested: bool = False
 
     def tokenizer(self) -> Any:
-        """Load the tokenizer, as transformers has it."""
         options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
         if self.revision is not None:
             options["revision"] = self.revision
         return load_tokenizer(self.name, **options)
 
     def ends(self) -> tuple[int, ...] | None:
-        """Return the ids that end a text by the model's files; ``None`` where they name none."""
+        """Return the ids that end a text by the model's files; ``None`` if they name none."""
         return named_ends(self.name, self.revision, self.trust_remote_code)
 
     def model(self) -> Any:
@@ -140,7 +139,7 @@ def has_windows(model: Any, config: Mapping[str, Any]) -> bool:
 def load_directory(
     path: Path, config: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Any:
-    """Load a model with mlx-lm, which is told what a config of transformers says."""
+    """Load a model with mlx-lm by a config of transformers."""
     from mlx_lm.utils import load_model
 
     told = told_flat(config)

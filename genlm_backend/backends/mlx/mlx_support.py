@@ -1,4 +1,4 @@
-"""Abilities of a model of mlx-lm: asked, not recognised."""
+"""Abilities of a model of mlx-lm: found by tiny passes, not by its name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DEFAULT_ROUNDING: Final = 0.05
 @final
 @dataclass(frozen=True, slots=True)
 class KeptLayout:
-    """Shapes of what is kept of a context; none of a model that runs contexts whole."""
+    """Shapes of cached keys, values and states; none of a model that runs contexts whole."""
 
     shapes: tuple[LayerShape, ...] = ()
     states: MlxStateLayout = field(default_factory=MlxStateLayout)
@@ -64,7 +64,7 @@ class MlxSupport:
 
 
 def check_model(model: Any) -> None:
-    """Raise an ``UnsupportedModelError`` for what is no language model of mlx-lm."""
+    """Raise an ``UnsupportedModelError`` unless it is a language model of mlx-lm."""
     if not hasattr(model, "layers") or not hasattr(model, "named_modules"):
         raise UnsupportedModelError(
             f"{shown(model)} is no language model of mlx-lm: mlx_lm.load returns one, with its "
@@ -170,14 +170,13 @@ class _ShapeLayer:
         return mx.array(np.tri(N, dtype=bool)) if return_array else "causal"
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return them as they are."""
         if keys.shape[1] == values.shape[1] and self.shape is None:
             self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         return keys, values
 
 
 def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
-    """Return the shapes of what a model gives its caches; ``None`` where some are unknown."""
+    """Return the shapes of what a model gives its caches; ``None`` if some are unknown."""
     layers = [_ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
     caches = caches_of(model, layers, None)
     mx.eval(model(mx.array([token_ids]), cache=caches))
@@ -240,7 +239,6 @@ def _rows(runner: MlxRunner, contexts: list[list[int]], attend: MlxAttend) -> to
 
 
 def is_half(model: Any) -> bool:
-    """Return whether some weights of a model are in half precision."""
     return bool(_kinds(model) & {mx.float16, mx.bfloat16})
 
 

@@ -109,17 +109,14 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
     # Both model runners of vLLM take it: the first reports moves within the batch
     # (``update_state``), the second a fixed slot for each request (``add_request``).
     logits: ClassVar[dict[str, torch.Tensor]] = {}
-    """Logits of the latest steps by the tags of their requests, in the process of the worker.
-
-    They are the class's because vLLM makes the object and hands it to nobody.
-    """
+    """Logits by the tags of requests; the class's, because vLLM gives no caller the object."""
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         self._tags: dict[int, str] = {}
         _let_requests_rewind()
 
     def is_argmax_invariant(self) -> bool:
-        """Return ``False``, so that it is asked for greedy requests too."""
+        """Return ``False``, so that vLLM calls it for greedy requests too."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -328,11 +325,10 @@ class Core:
             self._ask("collective_rpc", "forget_genlm_logits", None, (tags,), None)
 
     def add_lora(self, request: Any) -> None:
-        """Load an adapter, so that a wrong one is told of now."""
+        """Load an adapter, so that a wrong one is an error now."""
         self._ask("add_lora", request)
 
     def remove_lora(self, number: int) -> None:
-        """Remove an adapter by its number."""
         self._ask("remove_lora", number)
 
     def reset(self) -> None:
@@ -373,7 +369,7 @@ class Core:
 
 @final
 class PictureProcessing:
-    """Processing of pictures by vLLM, before its core is asked."""
+    """Processing of pictures by vLLM, before its core gets them."""
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
@@ -385,7 +381,6 @@ class PictureProcessing:
 
     @property
     def processor(self) -> Any:
-        """The processor of transformers that it runs."""
         return self._engine.renderer.get_mm_processor().info.get_hf_processor()
 
     def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:

@@ -34,7 +34,7 @@ def is_supported(release: str | None) -> bool:
 
 
 def check_release() -> None:
-    """Find out whether the installed vLLM can be used; warn of a release that nobody has seen."""
+    """Find out whether the installed vLLM can be used; warn of a release that is untested."""
     found = installed_release()
     if found is None or not is_supported(found):
         what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"

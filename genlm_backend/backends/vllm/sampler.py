@@ -1,4 +1,4 @@
-"""VLLMSampler: continuations that vLLM samples by itself, beside the rows that it is asked for."""
+"""VLLMSampler: continuations that vLLM samples by itself, in addition to rows."""
 
 from __future__ import annotations
 

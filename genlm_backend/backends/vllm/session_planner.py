@@ -1,7 +1,7 @@
 """SessionPlanner: which contexts of a batch the steps of an engine compute together.
 
 A batch is computed in parts, each as many contexts as the engine has room for at once; completions
-go on in every step, and in steps of their own where no row is wanted.
+go on in every step, and in steps of their own if no row is wanted.
 """
 
 from __future__ import annotations

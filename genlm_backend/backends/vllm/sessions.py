@@ -18,7 +18,7 @@ from genlm_backend.model.query import Query
 @final
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The session that one query is computed in, and what is there of its context."""
+    """The session that one query is computed in, and how much of its context is cached."""
 
     query: Query
     session: str
@@ -28,7 +28,7 @@ class Placement:
 
     @property
     def num_extended(self) -> int:
-        """Number of tokens that the session has, so that those behind them are sent."""
+        """Number of tokens that the session has, so that those after them are sent."""
         return 0 if self.is_new else self.num_shared
 
 

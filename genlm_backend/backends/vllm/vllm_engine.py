@@ -1,4 +1,4 @@
-"""VLLMEngine: vLLM as sessions whose rows can be asked for, and completions beside them."""
+"""VLLMEngine: vLLM as sessions that give rows, and as completions."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WAIT = 0.1
 """Seconds to wait for the outputs of a core in another process at each step."""
 
 _MOST_EMPTY_STEPS = 3
-"""Number of steps that compute nothing, behind each other, before something has to make room."""
+"""Number of steps in a row that compute nothing, before something has to make room."""
 
 _PATIENCE = 30.0
 """Seconds that a core may take to notice that requests have ended."""
@@ -291,7 +291,6 @@ class VLLMEngine:
         self._call(self._core.add, [request])
 
     def step(self, relieve: Callable[[], bool]) -> None:
-        """Make a step for the completions; ``relieve`` as for ``run``."""
         self._step()
         if self.completions and not self._is_relieved(relieve):
             raise EvaluationError(f"vLLM has no room for any of {len(self.completions)} samples")
@@ -447,7 +446,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _values_explained() -> Iterator[None]:
-    """Turn what pydantic says of vLLM's options into an ``OptionError`` that names them."""
+    """Turn pydantic's errors for vLLM's options into an ``OptionError`` that names them."""
     try:
         yield
     except ValidationError as error:
