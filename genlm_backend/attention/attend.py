@@ -22,11 +22,7 @@ class Attend(abc.ABC, Generic[Given]):
     """A way for the new tokens of a forward pass to attend to those before them."""
 
     def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
-        """Divide anew what the rows of a pass have cached.
-
-        A batch may carry this reading, or one that has advanced from it, and is read so then. For
-        a batch that carries none, it is made when the pass begins.
-        """
+        """Return a new reading for a batch to carry; a pass without one makes it when it begins."""
         return None
 
     @abc.abstractmethod

@@ -78,7 +78,6 @@ class Block(Generic[A]):
     softcap: float | None = None
 
     def attend(self, query: A, keys: A, values: A, mask: A | None) -> Attended[A]:
-        """Attend from ``M`` queries to ``n`` keys and values."""
         if self.softcap is None:
             found = self.operators.fused(query, keys, values, self.scaling, mask)
             if found is not None:
@@ -93,7 +92,7 @@ class Block(Generic[A]):
         return None if found is None else Attended(self.operators, *found)
 
     def attend_if_any(self, query: A, keys: A, values: A, mask: A | None) -> Attended[A]:
-        """Attend like ``attend``, by the formula, where some queries may attend to nothing."""
+        """Attend like ``attend``, by the formula, if some queries may attend to nothing."""
         num_queries = query.shape[2]
         size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
         if num_queries <= size:

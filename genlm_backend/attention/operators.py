@@ -15,10 +15,7 @@ A = TypeVar("A", bound=Any)
 @final
 @dataclass(frozen=True, slots=True)
 class Operators(Generic[A]):
-    """The operators of one library.
-
-    Those whose name ends in ``_`` may overwrite their first argument, which nobody else has.
-    """
+    """The operators of one library; those that end in ``_`` may overwrite their first argument."""
 
     put: Callable[[torch.Tensor, Any], A]
     device_of: Callable[[A], Any]

@@ -39,7 +39,7 @@ class Span:
 
 
 class RowStates(abc.ABC):
-    """The running states of the rows of one pass: before it and, once it is made, behind it."""
+    """The running states of the rows of one pass: before it and, once it is made, after it."""
 
     @abc.abstractmethod
     def begin(self, layers: list[Any]) -> None:
@@ -47,7 +47,7 @@ class RowStates(abc.ABC):
 
     @abc.abstractmethod
     def behind(self, rows: NDArray[np.int64]) -> list[Any]:
-        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each.
+        """Return the states after the last tokens of rows, ``[len(rows), *shape]`` each.
 
         Args:
             rows: Indices of the rows, ascending.
@@ -86,7 +86,6 @@ class PackedBatch:
 
     @property
     def num_rows(self) -> int:
-        """``B``."""
         return len(self.num_new)
 
     @property
@@ -134,7 +133,7 @@ def pack_step(
     reading: Reading | None,
     states: RowStates | None = None,
 ) -> PackedBatch:
-    """Pack a decode step: one new token of each row, and the output behind it."""
+    """Pack a decode step: one new token of each row, and the output after it."""
     num_past, (rows, columns, ones) = past.num_tokens, _of_step(len(token_ids))
     return PackedBatch(
         input_ids=torch.from_numpy(token_ids)[:, None],

@@ -17,12 +17,9 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Paths:
-    """The cached tokens of ``B`` rows, each a path from a node of a prefix tree up to its root.
+    """The cached tokens of ``B`` rows, each a path from a node of a prefix tree up to its root."""
 
-    A node is a token behind those above it. The arrays are those of the tree, or views of them,
-    indexed by node; they hold as long as the tree is not changed.
-    """
-
+    # The arrays of the tree, by node; they are valid until the tree changes.
     parent: NDArray[np.int32]
     depth: NDArray[np.int32]
     slot: NDArray[np.int32]
@@ -30,12 +27,10 @@ class Paths:
 
     @classmethod
     def of(cls, tree: Nodes, nodes: NDArray[np.int32]) -> Self:
-        """Return the paths to nodes of a tree: int32 ``[B]``."""
         return cls(tree.parent, tree.depth, tree.slot, nodes.astype(np.int64))
 
     @classmethod
     def none(cls, num_rows: int) -> Self:
-        """Return the paths of rows that have nothing cached."""
         root = np.zeros(1, np.int32)
         return cls(root, root, root, np.zeros(num_rows, np.int64))
 

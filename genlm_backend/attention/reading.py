@@ -13,17 +13,12 @@ from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading_loops import divide
 
 FEW_TOKENS = 384
-"""Cached tokens, counted for each row that reads them, that cost as much as a product of their own.
-
-Below, the small operators of a product and of merging it take longer than copying the tokens out
-of their slots.
-"""
+"""Cached tokens, times the rows that read them, that cost as much as a product of their own."""
+# Below, the small operators of a product and of merging it take longer than copying the tokens.
 
 MANY_NEW_TOKENS: Final = 16
-"""New tokens of a row from which on whatever it has cached is worth a product of its own.
-
-Copied beside the new ones, cached tokens would need a mask as high as there are new tokens.
-"""
+"""New tokens of a row from which on whatever it has cached is worth a product of its own."""
+# Copied next to the new ones, cached tokens would need a mask as high as there are new tokens.
 
 
 @final
@@ -36,12 +31,11 @@ class Part:
     slots: NDArray[np.int64]  # [n] int64
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self.slots)
 
     @property
     def is_consecutive(self) -> bool:
-        """Whether the slots follow one another, so that they can be read where they lie."""
+        """Whether the slots follow one another, so that they can be read in place."""
         return bool((np.diff(self.slots) == 1).all())
 
 
@@ -56,15 +50,12 @@ class _Grown(NamedTuple):
 @final
 @dataclass(slots=True, eq=False)
 class _Table:
-    """Integers ``[B, P]``, which are not written before they are read.
+    """Integers ``[B, P]``, computed when they are first read."""
 
-    Most decode steps read none: a device that has the last step's makes its own of them.
-    """
-
+    # Most decode steps read none: a device makes its own from those of the last step.
     made: NDArray[np.int64] | _Grown
 
     def read(self) -> NDArray[np.int64]:
-        """Return the integers."""
         made, later = self.made, list[_Grown]()
         while isinstance(made, _Grown):
             later.append(made)
@@ -84,10 +75,7 @@ class _Table:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Rest:
-    """Slots that each row of a pass reads for itself: ``P`` columns, and then the new ones.
-
-    Columns are padded on the left, new tokens on the right.
-    """
+    """Slots that each row reads for itself: ``P`` columns, padded on the left, then new ones."""
 
     num_columns: int
     is_padded: NDArray[np.bool_]  # [B] bool
@@ -96,13 +84,12 @@ class Rest:
 
     @classmethod
     def of(cls, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Self:
-        """Return the rest of some ``slots`` and ``positions``."""
         is_padded = (positions[:, :1] < 0).sum(1) > 0
         return cls(slots.shape[1], is_padded, _Table(slots), _Table(positions))
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """The slot behind each column, int64 ``[B, P]``; padding is slot 0."""
+        """The slot of each column, int64 ``[B, P]``; padding is slot 0."""
         return self._slots.read()
 
     @property
@@ -169,7 +156,7 @@ class Reading:
 
     @classmethod
     def of(cls, past: Paths, num_new: NDArray[np.int64], few_tokens: int) -> Self:
-        """Divide what the rows of a pass have cached, in time linear in what is distinct of it."""
+        """Divide what the rows of a pass have cached, in time linear in the distinct tokens."""
         # A tree may be large, and most of it is not touched: fresh zeros cost what is written.
         numbers = np.zeros(len(past.parent), np.int32)
         is_long = num_new >= MANY_NEW_TOKENS
@@ -188,12 +175,9 @@ class Reading:
 
     @property
     def is_worn(self) -> bool:
-        """Whether the next step should have one that is made anew.
-
-        What rows have come to share since it was made is copied for each of them. So it is made
-        anew once its rest is twice as wide, or once that has copied as many tokens needlessly as
-        it takes to make one.
-        """
+        """Whether the next step should make a new reading instead of advancing this one."""
+        # Tokens that rows have come to share since are copied for each row. A new one pays once the
+        # rest is twice as wide, or once as many tokens were copied in vain as making one takes.
         wear = self.wear
         num_added = self.rest.num_columns - wear.num_columns
         most = max(MIN_ADDED, wear.num_columns)

@@ -1,9 +1,8 @@
 """Compiled loops that divide what the rows of a pass have cached; see ``Reading``.
 
-The tokens of a pass are numbered as they are met on the way up from each row in turn, from 1; 0
-stands for all roots. So the numbers that one row has met first follow one another, the deepest
-token first, and what is above a token has a larger number of the same row, or one of an earlier
-row. Rows in the order of a walk through the tree have each token in an interval of them.
+Tokens are numbered from 1, as each row in turn meets them on its way up; 0 stands for all roots.
+So a token's ancestors have larger numbers of the same row, or numbers of an earlier row. In the
+order of a walk through the tree, the rows that have a token are consecutive.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from genlm_backend.attention.reading import Advance, Part, Reading
 from genlm_backend.errors import ModelStateError
 
 LONG_COPY: Final = 4096
-"""Tokens of a part, about, whose keys and values are decoded at once where they are in codes."""
+"""Tokens of a part, about, whose keys and values are decoded at once if they are in codes."""
 
 
 class Stored(Protocol[A]):
@@ -52,7 +52,6 @@ class PartIndices(Generic[A]):
 
     @classmethod
     def of(cls, operators: Operators[A], part: Part, num_rows: int, device: Any) -> PartIndices[A]:
-        """Return the indices of a part of a pass of ``num_rows`` rows."""
         rows = _rows_of(operators, part, num_rows, device)
         if part.is_consecutive:
             return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1), len(part))
@@ -85,7 +84,6 @@ class Indices(Generic[A]):
 
     @classmethod
     def of(cls, operators: Operators[A], reading: Reading, device: Any) -> Indices[A]:
-        """Return the indices of a pass that reads so."""
         num_rows = len(reading.num_past)
         return cls(
             operators,
@@ -124,11 +122,9 @@ def new_positions(batch: PackedBatch) -> torch.Tensor:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class PassMasks(Generic[A]):
-    """Which keys the queries of a pass may attend to, in layers of one kind.
+    """Which keys the queries of a pass may attend to, in layers of one kind."""
 
-    Heads of one group are queries of their own, the first head's ``Q`` before the second's.
-    """
-
+    # Heads of a group are queries of their own, the first head's ``Q`` before the second's.
     operators: Operators[A]
     device: Any
     rest: A | None  # [B, 1, group * Q, P + Q] float32
@@ -146,7 +142,6 @@ class PassMasks(Generic[A]):
         group_size: int,
         device: Any,
     ) -> PassMasks[A]:
-        """Return the masks of a pass."""
         new = new_positions(batch)
         positions = torch.cat([torch.from_numpy(reading.rest.positions), new], 1)[:, None, None, :]
         num_new = new.shape[1]
@@ -215,11 +210,7 @@ class LastArrays(NamedTuple):
 
 
 class SharedPass(abc.ABC, Generic[A]):
-    """The attention of the layers of one forward pass, one after another.
-
-    Indices and masks are made when they are first asked for on a device; a decode step's are made
-    of the last one's there, if that is the one it goes on from.
-    """
+    """The attention of the layers of one forward pass, one after another."""
 
     operators: Operators[A]
 
@@ -232,6 +223,8 @@ class SharedPass(abc.ABC, Generic[A]):
     ) -> None:
         self._store, self._batch, self._reading = store, batch, reading
         self.num_past = int(batch.num_past.max())
+        # Made when first needed on a device; a decode step makes them of the last one's there, if
+        # it goes on from that.
         self._indices: dict[Any, Indices[A]] = {}
         self._masks: dict[tuple[object, ...], PassMasks[A]] = {}
         # What layers have been given for a mask, by identity, and who it says may see what.
@@ -312,7 +305,7 @@ class SharedPass(abc.ABC, Generic[A]):
     def _in_part(
         self, block: Block[A], query: A, layer: int, part: PartIndices[A], mask: A | None
     ) -> Attended[A]:
-        """Attend to a part: at once where it is read in place, or else stretch by stretch."""
+        """Attend to a part: at once if it is read in place, or else stretch by stretch."""
         attend = block.attend if mask is None else block.attend_if_any
         size = part.num_tokens
         num_stretches = 1 if self._store.is_exact else max(1, round(size / LONG_COPY))

@@ -1,4 +1,4 @@
-"""Models of backends that this library does not have, which say so when they are used."""
+"""Models of backends that this library does not have, which raise an error when they are used."""
 
 from __future__ import annotations
 

@@ -43,14 +43,7 @@ def bundled_file(name: str) -> Path:
 
 
 def bundled_directory(name: str) -> Path:
-    """Return a directory that transformers loads the bundled model from.
-
-    The first call converts the package's GGUF file (4-bit, 98 MB) to float32 safetensors
-    (538 MB) in the user's cache directory, which takes about half a minute; later calls find it.
-
-    Raises:
-        MissingExtraError: If the package, or what reads its file, is not installed.
-    """
+    """Return a directory that transformers loads the bundled model from."""
     module, distribution, filename = BUNDLED[name]
     missing = [m for m in (module, "gguf") if importlib.util.find_spec(m) is None]
     if missing:
@@ -71,6 +64,8 @@ def bundled_directory(name: str) -> Path:
         spec = importlib.util.find_spec(module)
         assert spec is not None
         assert spec.origin is not None
+        # The first call converts 98 MB (4-bit GGUF) to 538 MB (float32) in the user's cache
+        # directory, in about half a minute.
         with bars_where_seen():
             _create(
                 target, lambda folder: _convert(Path(spec.origin or "").parent, filename, folder)
@@ -79,7 +74,7 @@ def bundled_directory(name: str) -> Path:
 
 
 def _create(target: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder beside ``target`` and move it there whole, so that no half is ever seen."""
+    """Fill a folder next to ``target``, then move it there, so that no half is ever seen."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

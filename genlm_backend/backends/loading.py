@@ -1,4 +1,4 @@
-"""Names of models: where they lead, and errors that say what was looked for."""
+"""Names of models: where they lead, and errors that name the places that were searched."""
 
 from __future__ import annotations
 
@@ -34,10 +34,7 @@ _SECONDS: Final = 5.0
 
 
 def resolve_name(name: str) -> str:
-    """Return a local path or a hub's repository id for ``name``.
-
-    A local directory wins over a bundled model of the same name.
-    """
+    """Return a local path, which wins over a bundled model, or a repository id for ``name``."""
     name = check_name(name)
     if Path(name).is_dir():
         return name
@@ -45,7 +42,6 @@ def resolve_name(name: str) -> str:
 
 
 def check_name(name: Any) -> str:
-    """Return a model's name as a string."""
     return text("name", str(name) if isinstance(name, Path) else name)
 
 
@@ -58,10 +54,8 @@ def is_gguf(name: str) -> bool:
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return options for a loader: ``local_files_only`` where the hub does not answer.
-
-    Without it, a loader asks the hub again for each file.
-    """
+    """Return options for a loader: ``local_files_only`` if the hub does not answer."""
+    # Without it, a loader tries the hub again for each file.
     return {} if Path(path).is_dir() or hub_answers() else {"local_files_only": True}
 
 
@@ -88,10 +82,7 @@ _PARTS_OF_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "bpe", "tekke
 
 
 def check_reachable(path: str) -> None:
-    """Raise an ``OSError`` if a model is in no local cache and the hub does not answer.
-
-    It is for loaders that take no ``hub_options``.
-    """
+    """Raise an ``OSError`` if a model is in no local cache and the hub does not answer."""
     if Path(path).is_absolute() and not Path(path).exists():
         raise OSError("there is no such file or directory")
     if hub_options(path) and path not in cached_models():
@@ -100,10 +91,7 @@ def check_reachable(path: str) -> None:
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn the many errors of an absent model into one that says what was looked for.
-
-    Progress bars of loading appear where somebody sees them: on a terminal, or in a notebook.
-    """
+    """Turn the many errors of an absent model into one that names the places that were searched."""
     try:
         with bars_where_seen():
             yield
@@ -147,11 +135,10 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "config.json",
 )
-"""Files that each tell transformers which tokenizer a directory has."""
+"""Files by any of which transformers finds the tokenizer of a directory."""
 
 
 def load_tokenizer(name: str, **options: Any) -> Any:
-    """Return the tokenizer of the model of that name."""
     from transformers import AutoTokenizer
 
     path = resolve_name(name)
@@ -161,10 +148,7 @@ def load_tokenizer(name: str, **options: Any) -> Any:
 
 
 def hub_answers() -> bool:
-    """Return whether the hub answers a request of its own client.
-
-    It is not asked, and does not answer, where ``HF_HUB_OFFLINE`` is set.
-    """
+    """Return whether the hub answers its own client; ``False`` if ``HF_HUB_OFFLINE`` is set."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import get_session
@@ -201,7 +185,6 @@ def cache_opts(name: str, value: Any) -> dict[str, Any]:
 def row_cache(
     cache_size: int, row_cache_bytes: int, max_bytes: int | None = None, move_to_cpu: bool = False
 ) -> RowCache:
-    """Return the cache that these options ask for."""
     return RowCache(
         row_cache_bytes if max_bytes is None else max_bytes,
         cache_size or None,

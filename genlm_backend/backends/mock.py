@@ -81,14 +81,7 @@ class MockAsyncLM(BatchedLM):
 
 @final
 class MockEvaluator(StatelessEvaluator):
-    """Pseudo-random rows.
-
-    Args:
-        vocab_size: Width of the rows.
-        max_length: Longest context to accept, in tokens.
-        max_batch_size: Number of queries at once, at most.
-        eos_token_ids: The ids that end a text; ``None`` for the tokenizer's.
-    """
+    """Pseudo-random rows."""
 
     def __init__(
         self,
@@ -107,7 +100,6 @@ class MockEvaluator(StatelessEvaluator):
         )
 
     def evaluate(self, queries: Sequence[Query], /) -> Sequence[Row]:
-        """Return one pseudo-random row for each query."""
         logits = torch.stack([self._logits(query) for query in queries])
         return rows_of_logits(logits, in_place=True)
 

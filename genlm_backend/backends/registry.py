@@ -32,12 +32,12 @@ BACKENDS: Final = {
 """Backend name → (module, class); imported when a model is loaded."""
 
 REPLICAS: Final = ("genlm_backend.remote.replicas.async_replicas", "AsyncReplicas")
-"""The backend in place of ``"hf"`` where ``replicas`` is among the options."""
+"""The backend in place of ``"hf"`` if ``replicas`` is among the options."""
 
 ABSENT: Final = {
     "sgl": ("genlm_backend.backends.absent", "AsyncSGLTransformer"),
 }
-"""Names of backends that say that they cannot be had."""
+"""Names of backends that raise an error because they are not available."""
 
 
 @overload
@@ -117,10 +117,7 @@ def load_model_by_name(
 def check_loading(
     name: Any, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Check what ``load_model_by_name`` takes; return the backend's class and its options.
-
-    Nothing is looked for or loaded.
-    """
+    """Check arguments of ``load_model_by_name``, loading nothing; return the class and options."""
     file = check_name(name)
     options = optional(mapping)("llm_opts", llm_opts) or {}
     optional(text)("backend", backend)
@@ -159,7 +156,7 @@ def check_loading(
 
 
 def default_backend() -> str:
-    """Return the backend used where none is named."""
+    """Return the backend used if none is named."""
     import torch
 
     release = importlib.import_module("genlm_backend.backends.vllm.release")

@@ -32,7 +32,7 @@ class _RememberedReading(NamedTuple):
     order: NDArray[np.intp]  # [B]
 
     def find(self, handles: NDArray[np.int64]) -> NDArray[np.intp] | None:
-        """Return which of the contexts came to nodes; ``None`` where not all are of this step."""
+        """Return which of the contexts came to nodes; ``None`` if not all are of this step."""
         found = np.searchsorted(self.handles, handles[:1]).clip(max=len(self.handles) - 1)
         if self.handles[found[0]] != handles[0]:  # as of most steps, at the cost of one look
             return None
@@ -42,15 +42,12 @@ class _RememberedReading(NamedTuple):
 
 @final
 class DecodeSteps:
-    """Steps of contexts of which everything but the last token is kept.
-
-    A context of a step is three integers: the node before its last token, that token and its slot.
-    What a step reads is what an earlier one read, its rows permuted and one column more, where all
-    contexts go on from those of one; and is found out anew otherwise.
-    """
+    """Steps of contexts of which everything but the last token is cached."""
 
     def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
         self._forwards, self._cache = forwards, cache
+        # If all contexts go on from those of one earlier step, the next reading is that one's, its
+        # rows permuted, with a column more; otherwise it is made anew.
         self._remembered: deque[_RememberedReading] = deque(maxlen=NUM_REMEMBERED)
         self._valid_for: tuple[object, ...] = ()  # what these depend on beside their nodes
 
@@ -62,7 +59,7 @@ class DecodeSteps:
         cost: CostModel,
         needs_equal_lengths: bool,
     ) -> bool:
-        """Return whether queries are one token each behind what is kept, and fit one pass."""
+        """Return whether each query has one token that is not cached, and all fit one pass."""
         depths = self._cache.tree.nodes.depth[nodes]
         least, deepest = int(depths.min()), int(depths.max())
         return (
@@ -76,7 +73,7 @@ class DecodeSteps:
     def rows(
         self, contexts: Sequence[Context], nodes: NDArray[np.int32]
     ) -> tuple[list[Row], NDArray[np.int32]] | None:
-        """Compute the rows behind contexts."""
+        """Compute the rows after contexts; ``None`` if there is no room."""
         forwards, cache, tree = self._forwards, self._cache, self._cache.tree
         tokens = np.frombuffer(b"".join([c.last_packed for c in contexts]), np.int32)
         slots = tree.allocate(len(nodes), nodes)
@@ -113,7 +110,7 @@ class DecodeSteps:
         return rows, kept
 
     def _reading(self, nodes: NDArray[np.int32], past: Paths) -> Reading | None:
-        """Return how a step behind nodes reads what is cached."""
+        """Return how a step after nodes reads their cached tokens."""
         attend, tree = self._cache.attend, self._cache.tree
         # While these are the same, nodes are where they were.
         valid_for = tree.nodes.key, tree.num_slot_changes, attend

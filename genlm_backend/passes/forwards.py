@@ -41,7 +41,7 @@ class Runner(abc.ABC):
 
         Args:
             layout: Their tensors.
-            before: States behind what the rows have, as a store reads them; ``None`` for rows that
+            before: States after the cached tokens, as a store reads them; ``None`` for rows that
                 begin.
         """
 
@@ -103,7 +103,7 @@ class Forwards:
         self._put_scores(logits, [(rows[index], job, i) for index, job, i in wanted])
 
     def _put_scores(self, logits: torch.Tensor, wanted: Sequence[tuple[int, Job, int]]) -> None:
-        """Put what is told of targets where their jobs have it."""
+        """Put the scores of targets into their jobs."""
         kinds: defaultdict[Beside, list[tuple[int, Job, int]]] = defaultdict(list)
         for one in wanted:
             kinds[one[1].beside].append(one)

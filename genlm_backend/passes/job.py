@@ -20,14 +20,14 @@ PICTURES: Final = attrgetter("context.pictures")
 
 
 def first_output(question: Question) -> int:
-    """Return the first position of a question's context behind which logits are wanted."""
+    """Return the first position of a question's context after which logits are wanted."""
     return len(question.context) - (question.num_targets or 1)
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Job:
-    """One context on its way, and the outputs that are wanted behind its tokens."""
+    """One context on its way, and the outputs that are wanted after its tokens."""
 
     context: Context
     node: int = 0
@@ -57,11 +57,11 @@ class Job:
 
     @property
     def outputs(self) -> range:
-        """All positions behind which logits are wanted."""
+        """All positions after which logits are wanted."""
         return range(self.first, self.stop)
 
     def outputs_in(self, start: int, stop: int) -> range:
-        """Return the positions from ``start`` to ``stop`` behind which logits are wanted."""
+        """Return the positions from ``start`` to ``stop`` after which logits are wanted."""
         return range(max(start, self.first), min(stop, self.stop))
 
     def parts(self, size: int) -> list[range]:
@@ -84,7 +84,6 @@ class Job:
 
     @property
     def answer(self) -> Row | torch.Tensor:
-        """The row, or the scores, as a ``Scoring`` has them."""
         if self.targets:
             scores = torch.from_numpy(self.scores)
             return scores[:, 0].float() if self.beside == NOTHING else scores.clone()

@@ -20,26 +20,19 @@ from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.vision.pictures import Pictures
 
 FEW_BEHIND: Final = 64
-"""Tokens behind an opening, at most, that go through the model with it."""
+"""Tokens after an opening, at most, that go through the model with it."""
 
 
 @final
 class Openings:
-    """The beginnings of contexts that are pictures, each of which goes through the model at once.
-
-    What follows an opening is text: its tokens are computed with those of all other contexts.
-    """
+    """The pictures that contexts begin with, each of which goes through the model at once."""
 
     def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
         self._forwards, self._cache = forwards, cache
         self._shifts: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
     def begin(self, questions: Sequence[Question]) -> dict[Question, Answer]:
-        """Compute the openings that are not kept; return the answers that came of it.
-
-        A context that has little behind its opening, or ends within it, is answered by the same
-        pass.
-        """
+        """Compute the openings that are not cached; return the results that their passes give."""
         answers: dict[Question, Answer] = {}
         for question in questions:
             pictures = question.context.pictures
@@ -54,13 +47,11 @@ class Openings:
         return answers
 
     def whole(self, question: Question) -> Answer:
-        """Return the answer of a context that is run whole and alone; nothing is kept.
-
-        A model counts the tokens that stand for parts of pictures. Where one has come behind the
-        opening, as text, the opening and what is left go through it one after the other.
-        """
+        """Return the result of a context that is run alone, without the cache."""
         job, pictures = Job.of(question), question.context.pictures
         assert pictures is not None
+        # A model counts the tokens that stand for parts of pictures. If one comes after the
+        # opening, as text, the rest goes through the model in a second pass.
         is_apart = _holds_parts(job, pictures)
         attend = OpeningAttend(pictures, self._cache.layout, goes_on=is_apart)
         end, size = pictures.num_tokens, len(question.context)
@@ -75,7 +66,7 @@ class Openings:
         return job.answer
 
     def shift(self, context: Context) -> int:
-        """Return the number that positions of text are larger by than its indices, in a context."""
+        """Return the offset of text positions from token indices in a context."""
         pictures = context.pictures
         if pictures is None:
             return 0
@@ -125,7 +116,7 @@ class Openings:
 
 
 def _holds_parts(job: Job, pictures: Pictures) -> bool:
-    """Return whether the token of a part of a picture has come behind the opening."""
+    """Return whether the token of a part of a picture comes after the opening, as text."""
     return pictures.image_token_id in job.context.packed(pictures.num_tokens)
 
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class PassEvaluator(Evaluator):
-    """Answers queries by forward passes, and keeps what it has computed in a prefix cache."""
+    """Answers queries by forward passes, and keeps keys, values and states in a prefix cache."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PassEvaluator(Evaluator):
 
     @final
     def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
-        """Return one answer to each question; readouts are read off where the model computes."""
+        """Return one answer to each question; readouts are computed on the model's device."""
         with frequent_switches():
             if not any(map(_IS_READ_OFF, questions)):
                 return self._by_adapter(questions)
@@ -70,7 +70,7 @@ class PassEvaluator(Evaluator):
                 self._row_device = self._output_device
 
     def _returned(self, answers: list[Answer | Exception]) -> list[Answer | Exception]:
-        """Put rows that were left where they are computed where they are returned."""
+        """Move rows from the device that has computed them to the output device."""
         if self._output_device is None:
             return answers
         rows = {i: answer for i, answer in enumerate(answers) if isinstance(answer, Row)}
@@ -106,7 +106,7 @@ class PassEvaluator(Evaluator):
         return self._in_parts(questions, [others, *([i] for i in pictured)])
 
     def _tell_if_room_is_short(self) -> None:
-        """Warn, once, if half of what is computed was dropped or not kept for room."""
+        """Warn, once, if half of the computed tokens found no room in the cache, or lost it."""
         tree, passes = self.passes.tree, self.passes
         num_again = tree.num_recomputed + passes.tokens_without_room
         num_slots = tree.num_slots if passes.cache.store.bytes_per_slot else 0
@@ -147,7 +147,7 @@ class PassEvaluator(Evaluator):
 
     @final
     def evaluate_whole(self, query: Query) -> Row:
-        """Return the row of a context run whole and alone, past whatever is kept."""
+        """Return the row of a context that is run whole and alone, without the cache."""
         with self._in_place(query.adapter):
             return self.passes.row_alone(query)
 
@@ -162,7 +162,6 @@ class PassEvaluator(Evaluator):
         return passes.tree.num_cached(ids[:-1], query.adapter, tier)
 
     def forget(self, query: Query, keep: int) -> None:
-        """Free the slots of a context beyond its first ``keep`` tokens."""
         self.passes.tree.forget(query.context.packed(), query.adapter, keep)
 
     def pin(self, query: Query) -> bool:
@@ -172,7 +171,6 @@ class PassEvaluator(Evaluator):
         return node is not None and self.passes.cache.pin(node)
 
     def _counted(self) -> EvaluatorCounts:
-        """Return the counts of the runner and the tree."""
         runner, tree, cache = self.passes.runner, self.passes.tree, self.passes.cache
         states, per_state = tree.states, cache.state_store.layout.bytes_per_state
         per_slot = cache.store.bytes_per_slot

@@ -40,13 +40,11 @@ _NUM_TARGETS: Final = attrgetter("num_targets")
 
 @final
 class Passes:
-    """Forward passes for contexts of one adapter at a time, and what is kept of them.
+    """Forward passes for contexts of one adapter at a time, and the cache of their prefixes."""
 
-    Contexts of one batch share what they have in common, with each other and with earlier
-    contexts: match, plan, allocate, run, link. Where each has one token that is new, it is a
-    decode step, and nothing is planned. Without slots, every context is run whole.
-    """
-
+    # Contexts of a batch share prefixes with each other and with earlier ones: match, plan,
+    # allocate, run, link. If each has one new token, it is a decode step, which needs no plan.
+    # Without slots, every context is run whole.
     def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: Attend) -> None:
         self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
         self.runner = forwards.runner
@@ -65,7 +63,6 @@ class Passes:
 
     @property
     def tree(self) -> PrefixTree:
-        """The contexts that are kept."""
         return self.cache.tree
 
     def evaluate(self, questions: list[Question]) -> list[Answer]:
@@ -95,11 +92,9 @@ class Passes:
         return apart
 
     def row_alone(self, query: Query) -> Row:
-        """Return the row of a context that is run whole and alone, past whatever is kept.
-
-        A model whose rotary frequencies grow with its contexts keeps those of the longest until a
-        short one comes.
-        """
+        """Return the row of a context that is run whole and alone, without the cache."""
+        # A model whose rotary frequencies grow keeps those of its longest context until a short one
+        # comes.
         if len(query.context) > self.most_shared:
             self.whole([Query([0], query.adapter)])
         (row,) = self.whole([query])
@@ -118,19 +113,18 @@ class Passes:
         )
 
     def whole(self, questions: list[Question], *, pads: bool = True) -> list[Answer]:
-        """Return one answer to each question without reading or writing a slot.
-
-        A text with more outputs than one pass may have is run again for those that are left, from
-        its beginning. A NaN that padding may have made is computed again alone. Scores before a
-        token that overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
-        """
+        """Return one result for each question without reading or writing a slot."""
         with_pictures = [question for question in questions if question.context.pictures]
         if with_pictures:
             apart = {question: self.openings.whole(question) for question in with_pictures}
             return _beside(apart, questions, partial(self.whole, pads=pads))
         jobs = [Job.of(question) for question in questions]
+        # A text with more outputs than a pass may have is run again, from its beginning, for the
+        # rest.
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
         padded = self._run_whole(wanted, pads and self.pads)
+        # NaN that padding may have made is computed again alone. Scores before a token that
+        # overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
         again = [(job, part) for job, part in wanted if (job, part[0]) in padded]
         again = [(job, part) for job, part in again if job.is_spoilt(part)]
         self._run_whole(again, pads=False)
@@ -139,7 +133,7 @@ class Passes:
     def _run_whole(
         self, wanted: Sequence[tuple[Job, Sequence[int]]], pads: bool
     ) -> set[tuple[Job, int]]:
-        """Run contexts from their beginnings; return the outputs that were beside longer ones."""
+        """Run contexts from their beginnings; return the outputs of padded passes."""
         segments, padded = plan_whole(wanted), set[tuple[Job, int]]()
         if not segments:
             return padded
@@ -156,10 +150,7 @@ class Passes:
         return padded
 
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
-        """Run segments in one pass, and keep the states that they have come to.
-
-        Where tokens go on one by one, each takes a pass, of all segments that are as long.
-        """
+        """Run segments in one pass, and keep the states that they have come to."""
         before = np.array([segment.before for segment in segments], np.int32)
         states = self.cache.states_behind(before) if attend is self.cache.attend else None
         if states is None:
@@ -167,6 +158,7 @@ class Passes:
             self.forwards.of_segments(segments, self.tree.nodes, None, attend)
             return
         self.tree.states.release(before)
+        # Tokens that go on one by one take a pass each, of all segments that are as long.
         is_one_by_one = not self.takes_several_tokens
         pieces = [each.by_token() if is_one_by_one and each.start else [each] for each in segments]
         num_passes = np.array([*map(len, pieces)])
@@ -187,7 +179,7 @@ class Passes:
     # ---------------------------------------------------------------- with slots
 
     def computed(self, query: Query) -> int | None:
-        """Compute a context, with a state that it goes on from when it is asked again."""
+        """Compute a context, with a state that a later query of it goes on from."""
         tree, size = self.tree, len(query.context)
         if tree.states.num_states and size > 1 and query.context.pictures is None:
             node = self.cache.match(query.context, query.adapter, size - 1)
@@ -201,7 +193,7 @@ class Passes:
         return node if is_kept else None
 
     def _together(self, questions: list[Question]) -> list[Answer]:
-        """Answer questions from what is kept, the openings of their contexts included."""
+        """Answer questions from the cache, the openings of their contexts included."""
         if not self.cache.keeps:
             return self.whole(questions)
         self.tree.begin(len(questions))
@@ -280,12 +272,10 @@ class Passes:
     def _sound(
         self, questions: Sequence[Question], answers: Sequence[Answer], spoilt: Sequence[int]
     ) -> list[Answer]:
-        """Return answers, of which those at some indices have NaN and are computed whole.
-
-        Attention gives what it masks a weight of zero, and zero times NaN is NaN. So a context
-        that overflows spoils its own beginning too, and the answers of others that end there.
-        """
+        """Return the results, of which those at ``spoilt`` have NaN and are computed whole."""
         sound = list(answers)
+        # A masked key has weight zero, and 0 × NaN is NaN: a context that overflows spoils its own
+        # beginning, and the results of others that end there.
         if spoilt:
             again = self.whole([questions[i] for i in spoilt], pads=False)
             for i, answer in zip(spoilt, again, strict=True):
@@ -293,10 +283,7 @@ class Passes:
         return sound
 
     def _run(self, jobs: list[Job], segments: list[Segment], slots: NDArray[Any]) -> None:
-        """Compute the jobs' answers, and keep what none of them shows to have overflown.
-
-        Where nobody waits for them any more, what has been computed is kept all the same.
-        """
+        """Compute the jobs' results, and cache all tokens that none shows to have overflown."""
         start, has_states = 0, self.cache.state_store.num_states > 0
         for segment in segments:
             own = slots[start : start + segment.num_tokens]
@@ -330,7 +317,7 @@ class Passes:
     # ---------------------------------------------------------------- running states
 
     def _end(self, segment: Segment) -> int:
-        """Return the node at the end of a segment; 0 where another one has its state already."""
+        """Return the node at the end of a segment; 0 if another one has its state already."""
         if not segment.num_behind:
             tokens = np.asarray(segment.token_ids, np.int32)
             known = self.tree.nodes.walk(segment.before, tokens)
@@ -339,7 +326,7 @@ class Passes:
         return int(segment.nodes[-1])
 
     def _plan(self, jobs: list[Job]) -> list[Segment]:
-        """Return segments, cut for later batches where these leave room for their states."""
+        """Return segments, cut for later batches if these leave room for their states."""
         num_states = self.cache.state_store.num_states
         if not num_states:
             return plan_segments(jobs, self.cost)
@@ -347,7 +334,6 @@ class Passes:
         return plan_segments(jobs, self.cost, states)
 
     def _passes(self, segments: Sequence[Segment]) -> list[list[Segment]]:
-        """Return the segments by forward passes, in order."""
         has_states, passes = self.cache.state_store.num_states > 0, list[list[Segment]]()
         for wave in plan_waves(segments):
             sizes = [segment.size for segment in wave]
@@ -363,7 +349,7 @@ class Passes:
         return passes
 
     def _link(self, segments: Sequence[Segment], held: dict[Segment, NDArray[np.int32]]) -> None:
-        """Have the tokens of segments found, and their jobs be where they end."""
+        """Link the nodes of segments, and give their jobs the nodes at which they end."""
         if not segments:
             return
         sizes = [segment.num_tokens for segment in segments]

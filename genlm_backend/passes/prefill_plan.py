@@ -1,10 +1,9 @@
-"""Which tokens go through the model, in which order and in which company; pure, no tensors.
+"""Which tokens go through the model, in which order and in which passes; pure, no tensors.
 
-A batch of contexts, each with a cached prefix, becomes *segments*: stretches of tokens that no
-cache has. Contexts of one batch that share tokens beyond what is cached share a segment too; those
+A batch becomes *segments* of tokens that no cache has, each for all contexts that share it; those
 that branch off it wait for the next *wave*. The segments of a wave become *groups*, one forward
-pass each, such that short segments do not pay for the padding of long ones. Behind which tokens
-logits are wanted, and by whom, are a segment's *outputs*.
+pass each, so that short segments do not pay for the padding of long ones. A segment's *outputs*
+are the tokens after which logits are wanted, and the jobs that want them.
 """
 
 from __future__ import annotations
@@ -68,18 +67,15 @@ class Segment:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens to compute."""
         return self.stop - self.start
 
     @property
     def token_ids(self) -> array[int]:
-        """The tokens to compute."""
         first = self.job.start
         return self.job.missing[self.start - first : self.stop - first]
 
     @property
     def size(self) -> Size:
-        """The size of a forward pass with it."""
         return Size(self.num_tokens, self.start, len(self.outputs))
 
     @property
@@ -90,7 +86,6 @@ class Segment:
         return int(self.parent.nodes[self.start - self.parent.start - 1])
 
     def by_token(self) -> list[Segment]:
-        """Return a segment for each of its tokens."""
         found = list[Segment]()
         for i, start in enumerate(range(self.start, self.stop)):
             own = {start: self.outputs[start]} if start in self.outputs else {}
@@ -159,11 +154,7 @@ def _may_part(jobs: Sequence[Job], cost: CostModel) -> bool:
 
 
 def plan_whole(wanted: Iterable[tuple[Job, Sequence[int]]]) -> list[Segment]:
-    """Return segments that begin with the first token, each for outputs of one context alone.
-
-    Behind the last output of a segment there is no token that could spoil the ones before. Of
-    segments with equal tokens there is one.
-    """
+    """Return segments from the first token on, for outputs of one context each; equal ones once."""
     segments: dict[Context, Segment] = {}
     for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):
         stop = positions[-1] + 1
@@ -188,11 +179,7 @@ def _add_segments(
     cost: CostModel,
     segments: list[Segment],
 ) -> None:
-    """Add segments for sorted jobs that agree up to and including position ``start``.
-
-    All have the same tokens cached. What they want before position ``answered`` is an output of
-    another segment already.
-    """
+    """Add segments for sorted jobs, of one cached prefix, that agree up to position ``start``."""
     segment = Segment(part[0], start, start, parent, wave)
     segments.append(segment)
     while True:
@@ -201,6 +188,7 @@ def _add_segments(
             shared = part[0].start + common_length(part[0].missing, part[-1].missing)
         segment.job, segment.stop = part[-1], shared
         for job in part:
+            # Another segment has the outputs before ``answered`` already.
             for position in job.outputs_in(answered, shared):
                 segment.outputs.setdefault(position, []).append(job)
         answered = shared
@@ -220,11 +208,7 @@ def _add_segments(
 
 
 def _chunk(segments: list[Segment], cost: CostModel, states: StatePlan | None) -> list[Segment]:
-    """Cut segments into chains of at most so many tokens, and outputs, each.
-
-    Where there are running states, they are cut where others begin, too, and where later contexts
-    are likely to go on.
-    """
+    """Cut segments into chains of bounded size, with running states at likely branches too."""
     chunks: list[Segment] = []
     by_origin: dict[Segment, list[Segment]] = {}
     cuts: defaultdict[Segment, list[int]] = defaultdict(list)
@@ -265,26 +249,21 @@ def _chunk(segments: list[Segment], cost: CostModel, states: StatePlan | None) -
 
 
 def _later_starts(segment: Segment, cost: CostModel, states: StatePlan) -> Iterator[int]:
-    """Yield where later contexts are likely to go on from a state within a segment.
-
-    One that is asked again, or scored on, goes on from before the last token; and where a context
-    leaves what is known of others, the next one that has so much in common goes on from there.
-    """
+    """Yield positions in a segment from whose state later contexts are likely to go on."""
     known = segment.job.num_known
     is_far = not states.takes_several_tokens and segment.start == 0
     is_far = is_far and (segment.stop - known) * cost.per_forward > segment.stop
+    # A later context that shares as much with known ones goes on from where this one leaves them.
     if known - segment.start >= _MANY and known < segment.stop and not is_far:
         yield known
+    # A context that is queried again, or scored on, goes on from before its last token.
     if segment.num_tokens >= _MANY:
         yield segment.stop - 1
 
 
 def cut_to_sound(segments: Sequence[Segment]) -> None:
-    """Cut off each segment's tokens that no answer without NaN has been computed from.
-
-    All of them have been run. Where a row or a score is a number, so are the keys and values that
-    it was computed from.
-    """
+    """Cut off each segment's tokens from which nothing without NaN has been computed."""
+    # If a row or score is a number, so are the keys and values that it was computed from.
     stops = {segment: segment.start for segment in segments}
     for segment in segments:
         for position, jobs in segment.outputs.items():

@@ -37,10 +37,7 @@ class OutOfStates(Exception):
 
 @final
 class PrefixCache:
-    """The tree of contexts that are kept, and the stores of their keys, values and states.
-
-    Without a store nothing is kept.
-    """
+    """The tree of cached contexts, and the stores of their keys, values and states, if any."""
 
     def __init__(
         self,
@@ -77,10 +74,7 @@ class PrefixCache:
     # ---------------------------------------------------------------- contexts
 
     def match(self, context: Context, adapter: Adapter | None, most: int) -> int:
-        """Return the node of the longest cached prefix of a context, of up to ``most`` tokens.
-
-        It is not evicted before the next batch.
-        """
+        """Return the node of the longest cached prefix, which stays until the next batch."""
         return self.tree.match(context.packed(0, most), adapter, context.place)
 
     def pin(self, node: int) -> bool:
@@ -94,7 +88,7 @@ class PrefixCache:
         return True
 
     def resumed(self, node: int) -> int:
-        """Return the node whose state a context goes on from when it is asked, or its own."""
+        """Return the node whose state a later query of the context goes on from, or its own."""
         tree = self.tree
         start = int(tree.states.last(tree.nodes.parent[[node]])[0])
         return start if tree.nodes.depth[start] else node
@@ -144,10 +138,7 @@ class PrefixCache:
     # ---------------------------------------------------------------- rows of a pass
 
     def states_behind(self, nodes: NDArray[np.int32]) -> RowStates | None:
-        """Return the running states of rows that go on from nodes; ``None`` where there are none.
-
-        Either all are roots or none is.
-        """
+        """Return the running states after nodes: all are roots or none is."""
         if not self.state_store.num_states:
             return None
         begins = not self.tree.nodes.depth[nodes].any()

@@ -1,4 +1,4 @@
-"""Budgets: the bytes of keys, values and running states, by default and as options say."""
+"""Budgets: the bytes of keys, values and running states, by default and by options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEWEST_ROWS: Final = 8
 
 @final
 class Budgets(NamedTuple):
-    """Bytes that may be taken by what is kept of contexts."""
+    """Bytes that cached contexts may take."""
 
     kv: int = 0
     host: int = 0
@@ -27,11 +27,7 @@ class Budgets(NamedTuple):
 
 
 def default_kv_budget(layout: KVLayout) -> int:
-    """Return the bytes of keys and values to keep where nobody says.
-
-    Half of the free memory of a CUDA device; elsewhere a quarter of the free memory of the
-    machine, 4 GiB at most. With layers on several devices, the tightest one decides.
-    """
+    """Return the default bytes of keys and values: of several devices, the tightest one decides."""
     by_device: dict[torch.device, int] = defaultdict(int)
     for layer in layout.layers:
         by_device[layer.device] += layer.bytes_per_slot
@@ -53,7 +49,7 @@ def default_kv_budget(layout: KVLayout) -> int:
 def check_budgets(
     kv_cache_bytes: int | None, host_cache_bytes: int, state_cache_bytes: int | None = None
 ) -> None:
-    """Check that something is kept where there are bytes for a part of it, or for more of it."""
+    """Check that no option gives bytes to a part of a cache that is off."""
     if state_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
             "kv_cache_bytes=0 keeps nothing, and so no running states: "

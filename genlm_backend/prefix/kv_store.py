@@ -33,16 +33,13 @@ class LayerLayout:
 
     @property
     def key_width(self) -> int:
-        """Number of elements of one token's keys."""
         return self.num_key_heads * self.key_dim
 
     @property
     def width(self) -> int:
-        """Number of elements of one token's keys and values."""
         return self.key_width + self.num_value_heads * self.value_dim
 
     def codec(self) -> Codec:
-        """Return the codec of the keys and values of tokens, the keys first."""
         dim, mean = math.gcd(self.key_dim, self.value_dim), self.mean_key
         if mean is not None:
             mean = torch.nn.functional.pad(mean, (0, self.width - self.key_width))
@@ -50,7 +47,6 @@ class LayerLayout:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Number of bytes of one token's keys and values in this layer."""
         return self.codec().bytes_per_token
 
 
@@ -63,13 +59,11 @@ class KVLayout:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Number of bytes of one token's keys and values across all layers."""
         return sum(layer.bytes_per_slot for layer in self.layers)
 
     def kept_as(
         self, kept: KVCacheDtype | None, mean_keys: Sequence[torch.Tensor] | None = None
     ) -> Self:
-        """Return the same shapes, kept in a number format."""
         means = mean_keys or [None] * len(self.layers)
         layers = [
             replace(layer, kept=kept, mean_key=mean)
@@ -80,21 +74,17 @@ class KVLayout:
         return replace(self, layers=tuple(layers))
 
     def on_host(self) -> Self:
-        """Return the same shapes in the memory of the processor."""
         host = torch.device("cpu")
         layers = tuple(replace(layer, device=host) for layer in self.layers)
         return replace(self, layers=layers, states=self.states.on_host())
 
     @property
     def devices(self) -> set[str]:
-        """Types of the devices that some of it is on."""
         return {each.device.type for each in (*self.layers, *self.states.tensors)}
 
     def num_slots(self, budget: int) -> int:
-        """Return how many slots ``budget`` bytes hold beside the one for padding.
-
-        Where no layer attends, slots take no bytes, and are as many as a tree has nodes for.
-        """
+        """Return how many slots ``budget`` bytes hold in addition to the one for padding."""
+        # Slots take no bytes if no layer attends: a tree may have as many nodes.
         if not self.layers:
             return FREE_SLOTS if self.states else 0
         return max(0, budget // self.bytes_per_slot - 1)
@@ -102,24 +92,20 @@ class KVLayout:
 
 @final
 class KVStore:
-    """Preallocated keys and values of every slot, in every layer.
-
-    On a CPU the operating system provides the memory page by page as slots are first written,
-    so that an unused budget costs nothing.
-    """
+    """Preallocated keys and values of every slot, in every layer."""
 
     def __init__(self, layout: KVLayout, num_slots: int, pins: bool = False) -> None:
         self.layout = layout
         self.bytes_per_slot = layout.bytes_per_slot
         self._codecs = [layer.codec() for layer in layout.layers]
         self.is_exact = all(codec.is_exact for codec in self._codecs)
+        # The operating system provides pages as slots are first written: unused ones cost nothing.
         self.codes = [
             _empty(codec, num_slots + 1, layer.device, pins)
             for layer, codec in zip(layout.layers, self._codecs, strict=True)
         ]
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Store the keys and values of some tokens in one layer."""
         codec = self._codecs[layer]
         new = codec.encode(rows)
         for codes, of_tokens in zip(self.codes[layer], new, strict=True):

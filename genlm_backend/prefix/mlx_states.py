@@ -19,7 +19,7 @@ _FIRST_STATES: Final = 16
 @final
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One array of the running state behind one token."""
+    """One array of the running state after one token."""
 
     cache: int
     index: int
@@ -28,14 +28,13 @@ class StateArray:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of it."""
         return math.prod(self.shape) * self.dtype.size
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MlxStateLayout:
-    """The running states of all layers; none where a model has no such layer."""
+    """The running states of all layers; none if a model has no such layer."""
 
     arrays: tuple[StateArray, ...] = ()
 
@@ -44,19 +43,16 @@ class MlxStateLayout:
 
     @property
     def bytes_per_state(self) -> int:
-        """Number of bytes of the state behind one token."""
         return sum(array.nbytes for array in self.arrays)
 
 
 @final
 class MlxStateStore:
-    """Running states by number, as a ``StateStore`` has them; the first stands for none.
-
-    The arrays grow as states are first written, so that an unused budget takes no memory.
-    """
+    """Running states by number, as in ``StateStore``; number 0 stands for none."""
 
     def __init__(self, layout: MlxStateLayout, num_states: int) -> None:
         self.layout, self.num_states = layout, num_states
+        # The arrays grow as states are first written, so that an unused budget takes no memory.
         rows = min(_FIRST_STATES, num_states + 1)
         self._kept = [mx.zeros((rows, *array.shape), array.dtype) for array in layout.arrays]
 

@@ -27,17 +27,12 @@ class LayerShape:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Number of bytes of one token's keys and values in this layer."""
         return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.size
 
 
 @final
 class MlxStore:
-    """Keys and values of every slot, in every layer.
-
-    Each head has the slots one after another, so that a stretch of them is read where it lies.
-    The arrays grow as slots are first written, so that an unused budget takes no memory.
-    """
+    """Keys and values of every slot, in every layer."""
 
     layout = KVLayout()
     is_exact = True
@@ -46,6 +41,8 @@ class MlxStore:
         self.shapes = tuple(shapes)
         self.bytes_per_slot = sum(shape.bytes_per_slot for shape in shapes)
         self._num_rows = num_slots + 1
+        # The arrays grow as slots are first written, so that an unused budget takes no memory.
+        # Heads come first, so that a stretch of slots is read in place.
         rows = min(_FIRST_SLOTS, self._num_rows)
         self._kept = [
             [_zeros(rows, shape, of_keys) for of_keys in (True, False)] for shape in shapes
@@ -59,7 +56,6 @@ class MlxStore:
         return kept[0].swapaxes(0, 1), kept[1].swapaxes(0, 1)
 
     def write(self, slots: np.ndarray, new: Sequence[tuple[mx.array, mx.array]]) -> None:
-        """Store keys and values of some tokens in all layers."""
         if not self.shapes:  # of a model with running states alone
             return
         self._make_room(int(slots.max()) + 1)

@@ -19,7 +19,7 @@ DIGEST_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 @compiled
 def _home(parent, token, mask):
-    """Return where in the table a child is looked for first."""
+    """Return the first index of the table to search for a child."""
     mixed = np.uint64(parent) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= np.uint64(np.uint32(token)) * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed ^= mixed >> np.uint64(29)
@@ -29,7 +29,6 @@ def _home(parent, token, mask):
 
 @compiled
 def child_of(parents, tokens, table, node, token):
-    """Return the linked child of a node with a token, or 0."""
     mask = len(table) - 1
     place = _home(node, token, mask)
     while True:
@@ -69,21 +68,17 @@ def _take(parents, tokens, table, node):
 
 @compiled
 def fill_table(parents, tokens, table, nodes):
-    """Put nodes into an empty table."""
     for node in nodes:
         _put(parents, tokens, table, node)
 
 
 @compiled
 def walk(parents, tokens, first, table, node, wanted):
-    """Return the last node below one on the way along token ids.
-
-    Nodes that came at once are mostly numbered one after another. So many tokens of these are
-    compared without waiting for the number of the next node: 4,000 take 1 microsecond, and 12 one
-    by one.
-    """
+    """Return the last node on the way from a node along token ids."""
     done = 0
     while done < len(wanted):
+        # Nodes that were made at once are mostly numbered in order, so that several tokens are
+        # compared without waiting for the next node: 4,000 take 1 microsecond, and 12 one by one.
         while done + _AT_ONCE <= len(wanted) and node + _AT_ONCE < len(first):
             links, ids = first[node : node + _AT_ONCE], tokens[node + 1 : node + 1 + _AT_ONCE]
             asked, next_node = wanted[done : done + _AT_ONCE], np.int32(node + 1)
@@ -135,7 +130,7 @@ def path(parents, depths, node, found):
 
 @compiled
 def fill_digests(digests, parents, tokens, depths, nodes):
-    """Write the digests of nodes, each behind the node before it; roots have their own."""
+    """Write the digests of nodes, each after the node before it; roots have their own."""
     for node in nodes:
         if depths[node] > 0:
             digest = digests[parents[node]] * DIGEST_FACTOR
@@ -144,11 +139,7 @@ def fill_digests(digests, parents, tokens, depths, nodes):
 
 @compiled
 def link(parents, tokens, first, children, on_device, stamps, slots, table, nodes, real, spare):
-    """Have nodes found below their parents, each parent before its children.
-
-    Where a parent has a child with the token of a node, that one stays. If it is on the host, the
-    slot of the node is its own from then on.
-    """
+    """Make nodes findable as children, parents first; a child with the same token stays instead."""
     num_spare = 0
     for i in range(len(nodes)):
         node = nodes[i]
@@ -166,6 +157,7 @@ def link(parents, tokens, first, children, on_device, stamps, slots, table, node
             real[i] = node
             continue
         stamps[found] = max(stamps[found], stamps[node])
+        # A child on the host takes the slot of the node.
         if slots[found] < 0:
             on_device[parent] += 1
             spare[num_spare] = slots[found]
@@ -191,11 +183,7 @@ def unlink(parents, tokens, first, children, table, nodes):
 
 @compiled
 def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken, is_on_device):
-    """Take nodes from the ends of paths, by when they were last used.
-
-    A node that nothing is below any more was used when the last one below it was, or later. Where
-    that is later, it waits for another queue.
-    """
+    """Take nodes from the ends of paths, by their last use."""
     num_taken = 0
     for i in range(len(queue)):
         node = queue[i]
@@ -209,6 +197,8 @@ def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken,
             num_taken += 1
             stamp, node = stamps[node], parents[node]
             num_below[node] -= 1
+            # A parent was used when its last child was, or later; if later, it waits for another
+            # queue.
             is_older = stamps[node] <= stamp
             stamps[node] = max(stamps[node], stamp)
             is_leaf = num_below[node] == 0 and depths[node] > 0
@@ -219,10 +209,7 @@ def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken,
 
 @compiled
 def count_paths(parents, depths, slots, ends, is_seen):
-    """Return the number of distinct nodes of the device on the paths to nodes.
-
-    ``is_seen`` is false everywhere.
-    """
+    """Return the number of distinct device nodes on paths; ``is_seen`` is all false."""
     total = 0
     for end in ends:
         node = end

@@ -44,12 +44,9 @@ _FIELDS: Final[dict[str, type[np.integer[Any]]]] = {
 
 @final
 class Nodes:
-    """The nodes of a prefix tree by number: one for each token, and one for each root.
+    """The nodes of a prefix tree by number; a node is *linked* if its parent has it as a child."""
 
-    A node is *linked* when it can be found as a child of its parent. Numbers are used again; a
-    place means one use of one node.
-    """
-
+    # Numbers are reused; a place means one use of one node.
     parent: Ints  # [n] int32
     token: Ints
     depth: Ints
@@ -131,14 +128,13 @@ class Nodes:
         self.num_uses[nodes] += 1
 
     def new_root(self) -> int:
-        """Return a root."""
         (node,) = self.take(1)
         self.parent[node] = self.depth[node] = 0
         self.root[node] = self.digest[node] = node
         return int(node)
 
     def grow(self, parents: Ints, tokens: Ints, slots: Ints, stamp: int) -> Ints:
-        """Return nodes behind others, one behind each, that are not linked."""
+        """Return unlinked nodes below others, one below each."""
         nodes = self.take(len(tokens))
         self.parent[nodes], self.token[nodes] = parents, tokens
         self.depth[nodes], self.root[nodes] = self.depth[parents] + 1, self.root[parents]
@@ -148,7 +144,7 @@ class Nodes:
         return nodes
 
     def grow_chain(self, parent: int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
-        """Return nodes behind a node, each behind the one before it, that are not linked."""
+        """Return an unlinked chain of nodes below a node."""
         nodes = self.take(len(tokens))
         self.parent[nodes[1:]], self.token[nodes] = nodes[:-1], tokens
         self.parent[nodes[:1]], self.root[nodes] = parent, self.root[parent]
@@ -159,11 +155,9 @@ class Nodes:
         return nodes
 
     def link(self, nodes: Ints) -> tuple[Ints, Ints]:
-        """Have nodes be found as children of their parents, parents before children.
-
-        Where there is a child with the same token already, that stands for the node, which is
-        free then; if it was on the host, the slot of the node is its own now.
-        """
+        """Make nodes findable as children, parents first; return the real nodes and spare slots."""
+        # A child with the same token stays in a node's place. If it was on the host, it takes the
+        # slot of the node.
         real, spare = np.empty_like(nodes), np.empty(len(nodes), np.int32)
         num_spare = node_loops.link(
             self.parent,
@@ -222,7 +216,7 @@ class Nodes:
         return np.where(is_there & (self.root[nodes] == root), nodes, 0).astype(np.int32)
 
     def check(self, linked: Ints) -> None:
-        """Compare what nodes say of each other."""
+        """Check that the arrays of nodes agree with each other."""
         size, parents = self._num_made, self.parent[linked]
         num_children = np.bincount(parents, minlength=size)
         num_on_device = np.bincount(parents[self.slot[linked] > 0], minlength=size)

@@ -18,13 +18,10 @@ from genlm_backend.prefix.tiers import Moves, TierName
 
 @final
 class PrefixTree:
-    """A tree over token ids whose nodes own slots; the oldest leaves go first; a fixed budget.
+    """A tree over token ids whose nodes own slots; the oldest leaves go first; a fixed budget."""
 
-    The tree is that of SGLang's RadixAttention (Zheng et al., 2024, arXiv:2312.07104) with a node
-    for each token, in arrays. One thread at a time may call it. The README beside this file tells
-    the protocol.
-    """
-
+    # The tree of SGLang's RadixAttention (Zheng et al., 2024, arXiv:2312.07104) with a node for
+    # each token, in arrays. One thread at a time may call it; README.md has the protocol.
     def __init__(
         self,
         slots: Slots,
@@ -56,11 +53,8 @@ class PrefixTree:
             self.states.begin(num_contexts)
 
     def root(self, namespace: Hashable) -> int:
-        """Return the root of a namespace, which is made where it is not there.
-
-        Namespaces separate contexts whose keys and values differ for equal tokens, such as those
-        of different adapters.
-        """
+        """Return the root of a namespace, made if there is none."""
+        # Adapters have namespaces: keys and values of equal tokens differ between them.
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = self.nodes.new_root()
@@ -86,10 +80,7 @@ class PrefixTree:
         sizes: Ints,
         tokens_of: Callable[[int, int], Any],
     ) -> Ints:
-        """Return the nodes of the longest cached prefixes of contexts: int32 ``[n]``.
-
-        They may be evicted until they are used.
-        """
+        """Return the nodes of the longest cached prefixes, evictable until used: int32 ``[n]``."""
         nodes = self.recall(places, namespace, sizes)
         depths = self.nodes.depth
         for i in np.flatnonzero(depths[nodes] < sizes).tolist():
@@ -99,7 +90,7 @@ class PrefixTree:
         return nodes
 
     def recall(self, places: Sequence[Place], namespace: Hashable, sizes: Ints) -> Ints:
-        """Return the nodes of contexts, as far as places tell them; see ``match_all``."""
+        """Return the nodes of contexts, as far as places have them; see ``match_all``."""
         root = self.root(namespace)
         nodes = self.nodes.at(places, root)
         nodes[nodes == 0] = root
@@ -123,7 +114,7 @@ class PrefixTree:
                 stamps[own] = np.maximum(stamps[own], self._now)
 
     def allocate(self, count: int, ends: Ints | Sequence[int] = ()) -> Ints | None:
-        """Take ``count`` slots, evicting what is old; ``None`` if there is no room."""
+        """Take ``count`` slots, evicting old tokens; ``None`` if there is no room."""
         ends = np.asarray(ends, np.int32)
         below = self._host_paths(ends)
         missing = count + len(below) - self.slots.num_free
@@ -138,11 +129,11 @@ class PrefixTree:
         return self.slots.allocate(count)
 
     def grow(self, parents: Ints, tokens: Ints, slots: Ints) -> Ints:
-        """Return nodes behind others, one behind each, which are found once they are linked."""
+        """Return nodes below others, one below each, which are found once they are linked."""
         return self.nodes.grow(parents, tokens, slots, self._now)
 
     def grow_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
-        """Return nodes as ``grow`` does, each but the first behind the one before it."""
+        """Return nodes as ``grow`` does, each but the first below the one before it."""
         return self.nodes.grow_chain(parent, tokens, slots, self._now)
 
     def _count_again(self, nodes: Ints) -> None:
@@ -154,12 +145,9 @@ class PrefixTree:
         self._dropped[places[known]] = 0
 
     def link(self, nodes: Ints) -> Ints:
-        """Have nodes found whose slots are filled, each after the node before it.
-
-        Where there is a node for the same token already, that stays, and the slot is free again; if
-        its keys and values are on the host, the slot is its own now.
-        """
+        """Make nodes with filled slots findable, parents first; return the real nodes."""
         states = self.nodes.state[nodes] if self.states.num_states else None
+        # A node for the same token stays, and takes the slot if its own is on the host.
         real, spare = self.nodes.link(nodes)
         if self.nodes.has_digests:
             self._count_again(nodes[real == nodes])
@@ -180,7 +168,7 @@ class PrefixTree:
         self.nodes.give_back(nodes)
 
     def pin(self, node: int) -> None:
-        """Keep a node of the device, and what is before it, until ``clear()``."""
+        """Keep a node of the device, and those before it, until ``clear()``."""
         self.nodes.stamp[node] = PINNED
         self._pins.append(node)
 
@@ -191,11 +179,9 @@ class PrefixTree:
         return len(pins), len(np.unique(np.concatenate(paths)))
 
     def evict(self, count: int) -> int:
-        """Free up to ``count`` slots, least recently used first; return how many.
-
-        Nothing goes that is pinned or used since ``begin``. Tokens go to the host, as far as there
-        is room for them or for something older.
-        """
+        """Free up to ``count`` slots, least recently used first; return how many."""
+        # Nothing goes that is pinned or used since ``begin``. Tokens go to the host if it has room
+        # for them, or for something older.
         taken = self._device.take(self.nodes, count, self._now)
         self._num_linked -= len(taken)
         slots = self.nodes.slot[taken]
@@ -211,15 +197,12 @@ class PrefixTree:
     def num_cached(
         self, token_ids: Any, namespace: Hashable = None, tier: TierName | None = None
     ) -> int:
-        """Return how many of the first tokens are cached; changes no age.
-
-        Where nodes have running states, tokens behind the last one are not counted.
-        """
+        """Return how many of the first tokens are cached; changes no age."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
         node = self.nodes.walk(root, np.asarray(token_ids, np.int32))
-        if self.states.num_states:
+        if self.states.num_states:  # tokens after the last state would be computed again
             node = int(self.states.last(np.array([node], np.int32))[0])
         if tier is None:
             return int(self.nodes.depth[node])
@@ -227,10 +210,7 @@ class PrefixTree:
         return int((slots > 0).sum() if tier == "device" else (slots < 0).sum())
 
     def forget(self, token_ids: Any, namespace: Hashable = None, keep: int = 0) -> int:
-        """Free the slots of a context beyond its first ``keep`` tokens; return how many.
-
-        What another cached context shares with it stays, and what is pinned.
-        """
+        """Free unshared, unpinned slots after the first ``keep`` tokens; return how many."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
@@ -276,7 +256,6 @@ class PrefixTree:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that there are."""
         return self.slots.num_slots
 
     @property
@@ -285,7 +264,7 @@ class PrefixTree:
         return self.slots.num_used
 
     def _num_evictable(self, enough: int) -> int:
-        """Return how many slots ``evict`` could free; a lower number where that is enough."""
+        """Return how many slots ``evict`` could free; a lower number if that is enough."""
         depths = self.nodes.depth
         kept = np.concatenate([*self._used, np.array(self._pins, np.int32)])
         num_at_least = self._num_linked - int(depths[kept].sum())
@@ -369,7 +348,6 @@ class PrefixTree:
         self.num_to_host += len(taken)
 
     def _evict_for_good(self, taken: Ints) -> None:
-        """Forget leaves that were taken."""
         self.num_evicted += len(taken)
         if not self.nodes.has_digests:
             self.nodes.begin_digests()
@@ -395,7 +373,7 @@ _NUM_DROPPED: Final = 1 << 16
 
 
 def _indices_of(digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return where digests are remembered; siblings, whose digests are alike, are far apart."""
+    """Return indices for digests; siblings, whose digests are alike, are far apart."""
     return (digests * node_loops.DIGEST_FACTOR) >> np.uint64(64 - 16)
 
 
@@ -408,18 +386,15 @@ class _Leaves:
         self.clear()
 
     def clear(self) -> None:
-        """Forget which nodes there are."""
         self._queue, self._stamps = np.empty(0, np.int32), np.empty(0, np.int64)
 
     def take(self, nodes: Nodes, count: int, now: int) -> Ints:
-        """Take up to ``count`` nodes that were used before ``now``, leaves first.
-
-        All leaves are queued at once, and again when these have gone, so that a token costs what
-        it takes to look through all, divided by their number.
-        """
+        """Take up to ``count`` nodes that were used before ``now``, leaves first."""
         num_below = nodes.num_on_device if self._is_on_device else nodes.num_children
         taken, num_taken = np.empty(count, np.int32), 0
         while num_taken < count:
+            # All leaves are queued at once, so that a token costs its share of one look at all
+            # nodes.
             is_new = not len(self._queue)
             if is_new:
                 self._fill(nodes, now)
@@ -455,7 +430,6 @@ class _Leaves:
 
 
 def _check_slots(slots: Slots, owned: Sequence[int]) -> None:
-    """Count slots."""
     found = sorted([*owned, *slots.recycled()])
     if found != [*range(1, slots.num_touched + 1)]:
         raise CacheError(f"not every slot of {slots.num_touched} has one owner")

@@ -19,24 +19,19 @@ class Kept(Protocol):
 
 @final
 class Mover:
-    """Copies slots from one store to another of the same layout, as they are coded.
-
-    Where slots follow one another on both sides they are copied where they lie. Between a CUDA
-    device and pinned memory that does not wait for the device: what is computed there afterwards
-    comes after the copy, as does every other copy. Other slots are collected first.
-    """
+    """Copies slots, as they are coded, from one store to another of the same layout."""
 
     def __init__(self, device: Kept, host: Kept, first: int = 0) -> None:
         self._device, self._host, self._first = device, host, first
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        """Copy slots of the device to as many distinct ones of the host."""
         self._copy(self._device, device_slots, self._host, host_slots)
 
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        """Copy slots of the host to as many distinct ones of the device."""
         self._copy(self._host, host_slots, self._device, device_slots)
 
+    # Consecutive slots are copied in place, others are collected first. Between a CUDA device and
+    # pinned memory a copy does not wait for the device: later kernels and copies come after it.
     def _copy(
         self, source: Kept, from_slots: Sequence[int], to: Kept, to_slots: Sequence[int]
     ) -> None:
@@ -79,7 +74,7 @@ def _wait_for(*tensors: torch.Tensor) -> None:
 
 
 def _stretches(from_slots: Sequence[int], to_slots: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return where slots follow one another on both sides: from, to, and how many."""
+    """Return stretches that are consecutive on both sides: from, to, and how many."""
     found: list[tuple[int, int, int]] = []
     start = first = size = 0
     for old, new in zip(from_slots, to_slots, strict=True):

@@ -18,10 +18,7 @@ PADDING_SLOT: Final = 0
 
 @final
 class Slots:
-    """The free list of a store: slots by number, each free or handed out, and no tensors.
-
-    Slots are numbered from 1; slot 0 is for padding.
-    """
+    """The free list of a store, without tensors: slots from 1 on; slot 0 is for padding."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -41,7 +38,7 @@ class Slots:
         return self.num_slots - self.num_used
 
     def allocate(self, count: int) -> NDArray[np.int64]:
-        """Take ``count`` slots, one after another where there is such a stretch: int64."""
+        """Take ``count`` slots, one after another if there is such a stretch: int64."""
         if count > self.num_slots - self.num_used:
             raise OutOfSlotsError(f"{count} slots asked for, {self.num_free} free")
         self.num_used += count
@@ -62,7 +59,6 @@ class Slots:
         return np.concatenate(taken) if len(taken) > 2 else taken[-1]
 
     def free(self, slots: Sequence[int] | NDArray[Any]) -> None:
-        """Return slots that ``allocate`` handed out."""
         if not len(slots):
             return
         self.num_used -= len(slots)

@@ -1,8 +1,8 @@
-"""Running states, which layers of state-space models keep behind a token in the place of keys.
+"""Running states, which layers of state-space models keep after a token in the place of keys.
 
-Such a layer has one state behind each token, made of the one before, and no part of it belongs to a
-token. So a node of a prefix tree may have a *state*: a snapshot of every such layer behind its
-token. What goes on from a context needs the state behind its last token, and that alone.
+Such a layer has one state after each token, made of the one before, and no part of it belongs to a
+token. So a node of a prefix tree may have a *state*: a snapshot of every such layer after its
+token. What goes on from a context needs the state after its last token, and that alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from genlm_backend.prefix.nodes import Ints, Nodes
 from genlm_backend.prefix.tiers import Moves
 
 _FEWEST_TO_MOVE: Final = 32
-"""Tokens behind another state from which on one is copied to the host: a guess, not measured."""
+"""Tokens after another state from which on one is copied to the host: a guess, not measured."""
 
 NO_STATE: Final = 0
 """The number that stands for no state: of a context that begins, or that is not kept."""
@@ -32,7 +32,7 @@ NO_STATE: Final = 0
 @final
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of the running state behind one token."""
+    """One tensor of the running state after one token."""
 
     layer: int
     name: str
@@ -43,7 +43,6 @@ class StateTensor:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -62,7 +61,7 @@ class CacheLayer(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The running states of all layers; none where a model has no such layer."""
+    """The running states of all layers; none if a model has no such layer."""
 
     tensors: tuple[StateTensor, ...] = ()
     layers: tuple[CacheLayer, ...] = ()
@@ -72,11 +71,9 @@ class StateLayout:
 
     @property
     def bytes_per_state(self) -> int:
-        """Number of bytes of the state behind one token."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def on_host(self) -> Self:
-        """Return the same states in the memory of the processor."""
         host = torch.device("cpu")
         return replace(self, tensors=tuple(replace(each, device=host) for each in self.tensors))
 
@@ -120,11 +117,7 @@ class StateStore:
 
 @final
 class States:
-    """The running states of nodes of a prefix tree, by number, within a fixed budget.
-
-    A node's state goes with the node. Others go for new ones, the least recently used first. What
-    goes may be kept on the host, from where ``fetch`` brings it back.
-    """
+    """The running states of nodes, by number, within a fixed budget; the least recently used go."""
 
     def __init__(
         self, nodes: Nodes, num_states: int, num_on_host: int = 0, moves: Moves | None = None
@@ -151,7 +144,6 @@ class States:
 
     @property
     def num_used(self) -> int:
-        """Number of states that nodes have."""
         return int(self._is_used().sum())
 
     def _is_used(self) -> NDArray[np.bool_]:
@@ -189,7 +181,6 @@ class States:
         np.add.at(self._num_held, self._numbers(nodes), 1)
 
     def release(self, nodes: Ints) -> None:
-        """Undo ``hold``."""
         np.subtract.at(self._num_held, self._numbers(nodes), 1)
 
     def has_room(self, count: int, nodes: Ints) -> bool:
@@ -224,17 +215,13 @@ class States:
         np.add.at(self._num_rows, self._numbers(nodes), 1)
 
     def give(self, nodes: Ints, num_needed: Ints) -> Ints:
-        """Return numbers of states for nodes that have none; 0 where there is no room.
-
-        What is held and what is pinned stays. Where none is free, the one goes that was used least
-        recently, and in the end one that a single row of this batch has gone on from; for nodes
-        that others of the batch need, any. A state that is not needed and finds no room may be one
-        of the host: a negative number stands for that.
-        """
+        """Return numbers of states for nodes without one: negative on the host, 0 without room."""
         numbers = np.zeros(len(nodes), np.int64)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
         is_needed = num_needed[asked] > 0
         asked = asked[np.argsort(~is_needed, kind="stable")]
+        # Held and pinned states stay. If none is free, the least recently used goes, in the end one
+        # that a single row of this batch has gone on from; for nodes that others need, any.
         free = self._taken(len(asked), int(is_needed.sum()))
         asked, rest = asked[: len(free)], asked[len(free) :]
         numbers[asked] = free
@@ -256,7 +243,7 @@ class States:
 
     @contextlib.contextmanager
     def filling(self, nodes: Ints) -> Iterator[None]:
-        """Take states that were given to nodes from them again where filling them fails."""
+        """Take states that were given to nodes from them again if filling them fails."""
         try:
             yield
         except BaseException:  # there is no telling what is in them
@@ -273,12 +260,10 @@ class States:
         return free
 
     def _unused(self, count: int) -> Ints:
-        """Return states that no node has, up to so many.
-
-        They are found all at once and handed out in order: looking at each state for every batch
-        would make a step the slower, the more of them there are room for.
-        """
+        """Return up to ``count`` states that no node has."""
         if len(self._free) - self._num_handed_out < count:
+            # All at once: a look at each state for every batch would cost more, the larger the
+            # store.
             self._free = np.flatnonzero(~self._is_used())[1:]  # of all but NO_STATE
             self._num_handed_out = 0
         found = self._free[self._num_handed_out : self._num_handed_out + count]
@@ -286,15 +271,13 @@ class States:
         return found
 
     def _least_recent(self, count: int, num_needed: int) -> Ints:
-        """Return states that may go for others, the first ones first.
-
-        Those that several rows of this batch have gone on from go if there is room for one of each
-        of its contexts, or if they are needed, as do those that the batch has made.
-        """
+        """Return states that may go for others, the first ones first."""
         can_go = np.flatnonzero(self._is_used() & (self._num_held == 0) & ~self._is_pinned)
         num_rows = self._num_rows[can_go]
         is_new, shared = (self._stamp[can_go] == self._now) & (num_rows == 0), can_go[num_rows > 1]
         gone = self._in_order(can_go[~is_new & (num_rows <= 1)], count)
+        # States that several rows of this batch have gone on from go if each of its contexts has
+        # room for one, or if needed, as do those that the batch has made.
         most = count if self.num_states >= self._num_contexts else num_needed
         gone = np.concatenate([gone, self._in_order(shared, most - len(gone))])
         new = self._in_order(can_go[is_new], num_needed - len(gone))
@@ -328,11 +311,9 @@ class States:
             self._moves.to_host(moved[has_room].tolist(), on_host[has_room].tolist())
 
     def _worth_moving(self, gone: Ints) -> Ints:
-        """Return the states, of some that go, that nothing has gone on from, or that are far off.
-
-        Where every step leaves a state behind it, so many stay that few tokens are between them. A
-        context that goes on from its last token is not computed again, however few they are.
-        """
+        """Return the states of ``gone`` that nothing has gone on from, or that are far apart."""
+        # If every step leaves a state, few tokens are between them. A context's last state goes to
+        # the host however few they are, so that the context goes on without computing any again.
         owners = self._owner[gone]
         is_end = (self._nodes.num_children[owners] == 0) & (self._num_rows[gone] == 0)
         return gone[is_end | (self._num_tokens(owners) >= _FEWEST_TO_MOVE)]
@@ -356,7 +337,7 @@ class States:
         return True
 
     def move(self, numbers: Ints, nodes: Ints) -> None:
-        """Give states to nodes that stand for those that had them, where they have none."""
+        """Give states to nodes that stand for those that had them, if they have none."""
         state, owners = self._nodes.state, (self._owner, self.host.owner)
         for i in np.flatnonzero(numbers != NO_STATE).tolist():
             node, number = nodes[i], int(numbers[i])
@@ -364,7 +345,7 @@ class States:
                 state[node], owners[int(number < 0)][abs(number)] = number, node
 
     def check(self, linked: Ints) -> None:
-        """Compare what nodes and states say of each other."""
+        """Check that nodes and states agree with each other."""
         states = self._nodes.state[linked]
         for of_tier, owner, num_used in (
             (states, self._owner, self.num_used),
@@ -381,23 +362,18 @@ class States:
 
 @final
 class HostStates:
-    """The running states of nodes that are in the memory of the host; ``Nodes.state`` is minus one.
-
-    Those that no node has are free; after them, the ones go that were used least recently.
-    """
+    """Running states in host memory, negative in ``Nodes.state``; the least recent go first."""
 
     def __init__(self, nodes: Nodes, num_states: int) -> None:
         self._nodes, self.num_states = nodes, num_states
         self.clear()
 
     def clear(self) -> None:
-        """Forget all states."""
         self.owner = np.zeros(self.num_states + 1, np.int32)
         self._stamp = np.zeros(self.num_states + 1, np.int64)
 
     @property
     def num_used(self) -> int:
-        """Number of states that nodes have."""
         return int(self._is_used().sum())
 
     def _is_used(self) -> NDArray[np.bool_]:

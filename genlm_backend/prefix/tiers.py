@@ -15,7 +15,7 @@ check_tier: Final[Check[TierName | None]] = one_of(None, *get_args(TierName))
 
 
 class Moves(Protocol):
-    """Copies of what is kept by number between the device and the host."""
+    """Copies of slots or states between the device and the host."""
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
         """Copy slots of the device to as many distinct ones of the host."""

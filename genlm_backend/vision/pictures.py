@@ -108,10 +108,7 @@ class Pictures:
 
 
 def image_token_id_of(config: Any) -> int | None:
-    """Return the id that stands for a part of a picture, by the config of a model.
-
-    ``None`` is that of a model which sees none.
-    """
+    """Return the id that stands for a part of a picture; ``None`` for a model that sees none."""
     if getattr(config, "vision_config", None) is None:
         return None
     found = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
@@ -119,13 +116,12 @@ def image_token_id_of(config: Any) -> int | None:
 
 
 def codes(fingerprint: bytes, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return ids of the parts of a picture, made of what it shows: negative int32 ``[count]``."""
+    """Return ids of the parts of a picture, by its fingerprint: negative int32 ``[count]``."""
     digest = hashlib.shake_256(fingerprint).digest(4 * count)
     return np.frombuffer(digest, np.int32) | _NEGATIVE
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

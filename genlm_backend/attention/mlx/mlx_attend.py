@@ -68,27 +68,23 @@ def offset_of(batch: PackedBatch) -> int | mx.array:
 
 @final
 class MlxWholeAttend(Attend[Caches]):
-    """Attends to the new tokens alone: there are none before them, and nothing is kept.
-
-    The model has caches of its own, new ones: some layers read what others have put there.
-    """
+    """Attends to the new tokens alone, by new caches of the model that are not kept."""
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
-        """Yield the model's own caches, empty."""
+        # Some layers read what others have put into these caches.
         yield make_prompt_cache(model)
 
 
 @final
 class MlxGatherAttend(Attend[Caches]):
-    """Attends to a copy of each row's past in the slots of a store, beside the new tokens."""
+    """Attends to a copy of each row's past in the slots of a store, and to the new tokens."""
 
     def __init__(self, store: MlxStore, by_group: bool = False) -> None:
         self._store, self._by_group = store, by_group
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
-        """Yield a layer for each that the store has, and running states as they are."""
         own: list[Any] = []
         if self._store.shapes:
             past, offset = _Past(batch, self._by_group), offset_of(batch)
@@ -98,13 +94,12 @@ class MlxGatherAttend(Attend[Caches]):
         yield caches_of(model, own, states)
 
     def keep(self, batch: PackedBatch, given: Caches) -> None:
-        """Write keys and values of the new tokens into the slots that the batch names."""
         keep_new(self._store, batch, given)
 
 
 @final
 class _Past:
-    """The tokens before the new ones of a batch: where they are, and who sees which."""
+    """The tokens before the new ones of a batch: where they are, and which rows see them."""
 
     def __init__(self, batch: PackedBatch, by_group: bool) -> None:
         self._longest = int(batch.num_past.max())
@@ -136,7 +131,7 @@ class _Past:
 
 @final
 class _MlxGatheredLayer(MlxSlotLayer):
-    """One layer: keys and values of the tokens before come out beside the new ones."""
+    """One layer: keys and values of the tokens before come out with the new ones."""
 
     def __init__(self, store: MlxStore, number: int, past: _Past, offset: int | mx.array) -> None:
         super().__init__(number, offset)

@@ -15,7 +15,6 @@ from genlm_backend.prefix.nodes import Ints
 
 
 def caches_of(model: Any, attending: Iterable[Any], states: MlxRowStates | None) -> list[Any]:
-    """Return the caches that a model is called with."""
     slots = iter(attending)
     caches = [_with(cache, slots) for cache in make_prompt_cache(model)]
     if states is not None:
@@ -40,7 +39,6 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
 
 
 def state_caches(caches: Iterable[Any]) -> list[ArraysCache]:
-    """Return the caches that hold running states."""
     return [cache for cache in leaves(caches) if isinstance(cache, ArraysCache)]
 
 
@@ -62,7 +60,7 @@ class MlxRowStates(RowStates):
         self._before = None
 
     def behind(self, rows: Ints) -> list[mx.array]:
-        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each."""
+        """Return the states after the last tokens of rows, ``[len(rows), *shape]`` each."""
         found = [self._caches[array.cache][array.index] for array in self._layout.arrays]
         if all(len(state) == len(rows) for state in found):
             return found

@@ -1,7 +1,7 @@
 """MlxSharedAttend: cached stretches that several rows share are read once for all of them.
 
 The modules of mlx-lm that models are written in have imported one attention function by its name.
-During a pass that name means ours, which hands on to theirs any call with another cache.
+During a pass that name means ours, which passes to theirs any call with another cache.
 """
 
 from __future__ import annotations
@@ -81,10 +81,7 @@ _NAME: Final = "scaled_dot_product_attention"
 
 
 def attends_otherwise(how: str) -> ModelStateError:
-    """Return the error of a model that attends in a way that ours cannot stand for.
-
-    A model that always does is found out before it is asked anything.
-    """
+    """Return the error of a model that attends otherwise than it did when it was examined."""
     return ModelStateError(
         f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed?"
     )
@@ -103,7 +100,7 @@ class Dispatch:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the model's layers ask a cache that attends by itself."""
+        """Have the model's layers call a cache that attends by itself."""
         theirs = [getattr(module, _NAME) for module in self._modules]
         try:
             for module, function in zip(self._modules, theirs, strict=True):
@@ -115,7 +112,7 @@ class Dispatch:
 
 
 def _asking(theirs: Any) -> Any:
-    """Return an attention function that asks a cache first whether it attends by itself."""
+    """Return an attention function that calls the cache instead if that attends by itself."""
 
     def scaled_dot_product_attention(
         queries: mx.array,
@@ -136,11 +133,7 @@ def _asking(theirs: Any) -> Any:
 
 @final
 class MlxSharedAttend(Attend[Caches]):
-    """Attends to each stretch of cached tokens once for all rows that have it.
-
-    Where a pass has no stretch that is worth it, each row's past is copied, and MLX's own attention
-    takes all of it at once.
-    """
+    """Attends to each shared stretch of cached tokens once; without one, MLX attends to copies."""
 
     def __init__(
         self, store: MlxStore, few_tokens: int = FEW_TOKENS, makes_arrays: bool = False
@@ -151,12 +144,11 @@ class MlxSharedAttend(Attend[Caches]):
         self._last: LastArrays | None = None
 
     def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
-        """Return the division of what several rows have cached into parts and a rest."""
         return Reading.of(past, num_new, self._few_tokens) if len(num_new) > 1 else None
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
-        """Yield layers that attend by themselves, and have the model's layers ask them."""
+        """Yield layers that attend by themselves, and have the model's layers call them."""
         reading = batch.reading or self.reading(batch.past, batch.num_new)
         last, self._last = self._last, None
         if reading is None or not reading.parts:
@@ -176,13 +168,12 @@ class MlxSharedAttend(Attend[Caches]):
         self._last = shared.for_later()
 
     def keep(self, batch: PackedBatch, given: Caches) -> None:
-        """Write keys and values of the new tokens into the slots that the batch names."""
         keep_new(self._store, batch, given)
 
 
 @final
 class MlxPass(SharedPass[mx.array]):
-    """The attention of one forward pass, as layers of a model of mlx-lm ask it."""
+    """The attention of one forward pass, as layers of a model of mlx-lm call it."""
 
     operators = MLX
     attends_otherwise = staticmethod(attends_otherwise)

@@ -1,9 +1,8 @@
 """The way from the layers of a twin to the attention of a pass.
 
-Most models of transformers call the attention function, and the function that makes their masks,
-that are registered under the name in their config. Ours are registered once for each function that
-a config may name, and the configs of a twin have their names. In a pass that attends otherwise they
-hand on to that function.
+Most models of transformers call the attention and mask functions that are registered under the
+name in their config. Ours are registered once for each such name, and the configs of a twin name
+them. In a pass that attends otherwise they call the function that they stand for.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ PREFIX: Final = "genlm_backend-"
 
 
 def attends_otherwise(how: str) -> ModelStateError:
-    """Return the error of a model that attends in a way that ours cannot stand for.
-
-    A model that always does is found out before it is asked anything.
-    """
+    """Return the error of a model that attends otherwise than it did when it was examined."""
     return ModelStateError(
         f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed, "
         "or has its attn_implementation been set while it was asked?"
@@ -141,10 +137,7 @@ _current = _Current()
 
 @contextlib.contextmanager
 def dispatched_to(attention: PassAttention) -> Iterator[None]:
-    """Have the layers of twins whose configs name our functions call an attention, on this thread.
-
-    A layer of another model does not, which the attention finds out.
-    """
+    """Have layers whose configs name our functions call ``attention``, on this thread."""
     _current.attention = attention
     try:
         yield
@@ -216,13 +209,11 @@ def _mask(former: str, **given: Any) -> torch.Tensor | None:
 def _allowed(
     allows: Callable[..., torch.Tensor], device: Any, *positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return the answer of a model's mask function for positions on the processor.
-
-    Masks are made there. A function that has tensors of the model's own is asked on its device.
-    """
+    """Return the result of a model's mask function for positions on the processor."""
     try:
         return allows(*positions)
     except RuntimeError:
         if device is None or torch.device(device).type == "cpu":
             raise
+        # A function with tensors of the model needs positions on its device.
         return allows(*(position.to(device) for position in positions)).cpu()

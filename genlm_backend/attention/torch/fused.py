@@ -1,9 +1,8 @@
-"""Fused: torch's own operators of attention that tell the sums of the weights too.
+"""Fused: torch's own operators of attention that return the sums of the weights too.
 
-The sums are what blocks are merged by. On the processor there is one operator for whatever is
-asked. On CUDA devices there are two, neither of which takes every type or shape; so each is tried
-on a few random numbers, with the layout of a store, before it is used for a type and a size of
-head, and the first is taken that agrees with the formula.
+Blocks are merged by these sums. The processor has one operator for all cases, CUDA devices have
+two, neither of which takes every type and shape. So each is compared with the formula on random
+numbers in the layout of a store; the first that agrees is used for that type and head size.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ _MASKED: Final = (((5, 2, 4, 43), "masked"), ((3, 3, 70, 201), "masked"), ((4, 2
 
 @functools.cache
 def fused_operator(device: torch.device, dtype: torch.dtype, dim: int) -> FusedOperator | None:
-    """Return the operator for heads of ``dim`` elements, or ``None`` where there is none."""
+    """Return the operator for heads of ``dim`` elements, or ``None`` if there is none."""
     operators = OPERATORS.get(device.type, ())
     if device.type == "cpu":
         return operators[0]

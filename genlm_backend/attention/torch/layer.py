@@ -16,12 +16,9 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer of a cache whose keys and values are in slots.
+    """One layer of a cache whose keys and values are in slots."""
 
-    Whatever windows a model slides over it, it is not a sliding layer: masks are made for all
-    positions.
-    """
-
+    # Even if the model has windows: masks are made for all positions.
     is_sliding = False
 
     def __init__(self, num_past: int) -> None:
@@ -43,11 +40,9 @@ class SlotLayer(CacheLayerMixin):
         return self.num_past + int(query_length), 0
 
     def get_seq_length(self) -> int:
-        """Return the number of columns before the new tokens."""
         return self.num_past
 
     def get_max_length(self) -> int:
-        """Return -1: there is no maximum."""
         return -1
 
 

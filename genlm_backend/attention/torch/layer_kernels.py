@@ -27,7 +27,7 @@ def _rotate_heads(
     given, head_stride, found, block, num_heads, dims, cos, other_cos, sin, other_sin,
     HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some heads of a token, of which ``found`` has all, one behind the other."""
+    """Rotate some heads of a token, of which ``found`` has all, one after the other."""
     head = block * HEADS + tl.arange(0, HEADS)
     is_there = (head < num_heads)[:, None] & (dims < HALF)[None, :]
     at = given + head.to(tl.int64)[:, None] * head_stride + dims[None, :]
@@ -75,11 +75,7 @@ def _rotate(
 def rotate(
     query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys by their positions.
-
-    In the tensors' type, bit for bit, they become ``x * cos + rotate_half(x) * sin``, where the
-    second half of a head with its sign turned is before the first.
-    """
+    """Return ``x * cos + rotate_half(x) * sin`` of queries and keys, bit for bit as torch does."""
     num_rows, num_heads, num_tokens, dim = query.shape
     num_key_heads = keys.shape[1]
     found_query, found_keys = (
@@ -131,10 +127,7 @@ def _silu_and_mul(both, row_stride, found, width, BLOCK: tl.constexpr):
 
 
 def silu_and_mul(both: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) * up`` of ``[..., 2 * width]``, gates first, as ``[..., width]``.
-
-    Elfwing et al., 2018, arXiv:1702.03118.
-    """
+    """Return ``silu(gate) * up`` (arXiv:1702.03118) of ``[..., 2 * width]``, the gates first."""
     width = both.shape[-1] // 2
     rows = both.reshape(-1, 2 * width)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()

@@ -20,11 +20,7 @@ from genlm_backend.vision.pictures import Pictures
 
 @final
 class OpeningAttend(Attend[dict[str, Any]]):
-    """Attends to one context's own tokens, as the model does where it is given pictures.
-
-    A second pass goes on behind the opening, as the model does by a cache of its own, and is given
-    no pictures.
-    """
+    """Attends to one context's own tokens, with pictures; a second pass goes on without them."""
 
     def __init__(
         self,
@@ -112,10 +108,8 @@ class _OpeningLayer(SlotLayer):
 def positions_of(
     model: Any, input_ids: torch.Tensor, pictures: Pictures
 ) -> tuple[torch.Tensor | None, int]:
-    """Return the positions of a context's tokens, and how far those behind its opening are shifted.
-
-    Models whose positions have several dimensions (Qwen's) compute them of the shapes of pictures.
-    """
+    """Return the positions of a context, and the offset of those after its opening."""
+    # Models whose positions have several dimensions (Qwen's) compute them from picture shapes.
     count = next(filter(None, (getattr(m, "get_rope_index", None) for m in model.modules())), None)
     if count is None:
         return None, 0

@@ -14,7 +14,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 @triton.jit
 def _with_piece(means, total, largest, values, sums):
-    """Add weighted means with the logarithms of their sums to what is attended to already."""
+    """Add weighted means with the logarithms of their sums to those of earlier pieces."""
     now = tl.maximum(largest, sums)
     weights, kept = tl.exp(sums - now), tl.exp(largest - now)
     return means * kept[:, None] + values * weights[:, None], total * kept + weights, now

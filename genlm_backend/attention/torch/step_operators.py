@@ -1,8 +1,7 @@
 """Operators of attention whose every number is on the device, so that a launch can be recorded.
 
-They are tried on random numbers, as decode steps call them, before they are used for a type of
-elements, a size of heads and of their groups; so none has to be believed on a device that nobody
-has seen.
+For each type of elements, size of heads and size of groups, they are first tried on random numbers
+as decode steps call them: so none is trusted on a device that nobody has tested.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ logger = logging.getLogger(__name__)
 
 @final
 class StepOperators(NamedTuple):
-    """The operators of which the attention of a decode step consists.
+    """The operators of which the attention of a decode step consists."""
 
-    Keys and values are in the rows of a table ``codes``, ``[num_slots, 2 * key_heads * dim]``. The
-    heads of a group, which share a head of keys, are queries of their own.
-    """
-
+    # ``codes``, ``[num_slots, 2 * key_heads * dim]``, has keys and values. Heads of a group, which
+    # share a head of keys, are queries of their own.
     in_stretches: Callable[
         [
             torch.Tensor,
@@ -109,7 +106,7 @@ _ROUNDING: Final = 3e-2
 def step_operators(
     device: torch.device, dtype: torch.dtype, dim: int, group_size: int
 ) -> StepOperators | None:
-    """Return the operators for heads of ``dim`` elements; ``None`` where there are none."""
+    """Return the operators for heads of ``dim`` elements; ``None`` if there are none."""
     if device.type not in OPERATORS:
         return None
     try:

@@ -86,10 +86,7 @@ class StepArrays:
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, tables: StepTables, batch: PackedBatch) -> None:
-        """Copy the numbers of a step to the device, behind what that has been told before.
-
-        Rows that are too many do what the first one does, and write the same numbers to its slot.
-        """
+        """Copy the numbers of a step to the device."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this, or it would take our numbers
         shape, into, num_rows = self.shape, self._numbers, batch.num_rows
@@ -103,6 +100,7 @@ class StepArrays:
             of_rows |= {"recent": tables.recent, "recent_counts": tables.num_recent}
         for name, numbers in of_rows.items():
             into[name][:num_rows] = numbers
+            # Surplus rows do what the first one does, and write the same numbers to its slot.
             if num_rows < shape.rows:
                 into[name][num_rows:] = numbers[0]
         starts, num_slots = into["slot_starts"], len(tables.slots)
@@ -145,7 +143,6 @@ class StepPass:
         self._bounds: dict[int, torch.Tensor] = {}  # of readers, by the size of groups of heads
 
     def inputs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return the arguments that the model is called with."""
         return {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
@@ -162,7 +159,6 @@ class StepPass:
     def mask(
         self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
     ) -> torch.Tensor | None:
-        """Return the mask that layers of one kind are given."""
         if is_causal:
             return None
         if window is None or not _is_window(allows, window):
@@ -237,7 +233,7 @@ class StepPass:
         num_key_heads: int,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to stretches where they lie, the heads of a group as queries of their own."""
+        """Attend to stretches in place, the heads of a group as queries of their own."""
         arrays = self._arrays.arrays
         num_rows, num_heads, dim = queries.shape
         group_size = num_heads // num_key_heads

@@ -99,7 +99,6 @@ class StepTables(NamedTuple):
         num_key_heads: int,
         window: int = 0,
     ) -> StepTables:
-        """Return the tables of a decode step."""
         num_rows = len(new_slots)
         shared = _stretches_of(reading.parts, num_rows, group_size, num_key_heads)
         slots, counts = _slot_by_slot(reading, shared.apart, new_slots)
@@ -176,12 +175,9 @@ def _runs(slots: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def num_stretches(size: int, num_rows: int, num_blocks: int) -> int:
-    """Return in how many stretches a run of slots is read.
-
-    What stretches find is merged row by row, so that more of them pay as the root of what one row
-    would have of the tokens: measured on an H100, for 1 to 1,024 rows and 32 to 32,768 tokens, this
-    is within a fifth of the fastest number.
-    """
+    """Return in how many stretches a run of slots is read."""
+    # What stretches find is merged row by row, so their number pays as the root of the tokens per
+    # row: within a fifth of the fastest, for 1 to 1,024 rows and 32 to 32,768 tokens (H100).
     most = min(16, NUM_BLOCKS // max(1, num_blocks), size // SHORTEST_STRETCH)
     return max(1, min(most, math.isqrt(size // num_rows)))
 

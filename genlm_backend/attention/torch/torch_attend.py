@@ -33,7 +33,6 @@ class SharedAttend(Attend[dict[str, Any]]):
         self._last: LastArrays | None = None
 
     def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading:
-        """Return the division of what is cached into parts and a rest."""
         return Reading.of(past, num_new, self._few_tokens)
 
     @contextlib.contextmanager
@@ -97,19 +96,15 @@ def gather(batch: PackedBatch) -> Gathered:
 
 @final
 class GatherAttend(Attend[dict[str, Any]]):
-    """Attends to copies of the keys and values in the slots of a store.
+    """Attends to copies of the keys and values in the slots of a store."""
 
-    The past is padded on the **left** and the new tokens on the **right**::
-
-        slots      0  0  7  8 | 9 10 11        a row with 2 past and 3 new tokens
-                   1  2  3  4 | 5  0  0        a row with 4 past and 1 new token
-                   └─ past ─┘   └ new ┘
-
-    so that within a row the distance between two columns is the distance between two positions,
-    which is what causal and sliding-window masks are made from. Only the left padding has to be
-    masked: the right padding comes after every real token of its row, where causality hides it.
-    """
-
+    # The past is padded on the left and the new tokens on the right:
+    #
+    #     slots      0  0  7  8 | 9 10 11        a row with 2 past and 3 new tokens
+    #                1  2  3  4 | 5  0  0        a row with 4 past and 1 new token
+    #
+    # So the distance of two columns of a row is that of their positions, from which causal and
+    # sliding-window masks are made. Only the left padding is masked; causality hides the right one.
     def __init__(self, store: KVStore) -> None:
         self._store = store
 

@@ -23,7 +23,7 @@ from genlm_backend.prefix import StateLayout
 def cache_of(
     attending: Iterable[SlotLayer], layout: StateLayout, states: RowStates | None
 ) -> Cache:
-    """Return a cache of layers that attend and, where a model has such, of layers with states."""
+    """Return a cache of layers that attend and, if a model has such, of layers with states."""
     if not layout.layers:
         return Cache(layers=[*attending])
     slots, layers = iter(attending), list[Any]()
@@ -42,7 +42,7 @@ def cache_of(
 
 
 def empty_layer() -> Any:
-    """Return a layer of a cache that holds nothing, where transformers has such layers."""
+    """Return a layer of a cache that holds nothing, if transformers has such layers."""
     return cast(Any, cache_utils).DummyLayer()
 
 
@@ -70,7 +70,7 @@ class TorchRowStates(RowStates):
         self._before = None
 
     def behind(self, rows: NDArray[np.int64]) -> list[torch.Tensor]:
-        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each."""
+        """Return the states after the last tokens of rows, ``[len(rows), *shape]`` each."""
         tensors = self._layout.tensors
         found = [getattr(self._layers[t.layer], t.name)[t.index] for t in tensors]
         if all(len(state) == len(rows) for state in found):
@@ -81,7 +81,7 @@ class TorchRowStates(RowStates):
 
 @final
 class _AttendingStateLayer(LinearAttentionAndFullAttentionLayer):
-    """One layer of a cache that holds keys and values in slots, and running states beside them."""
+    """One layer of a cache that holds keys and values in slots, and running states as well."""
 
     def __init__(self, slots: SlotLayer, num_states: int) -> None:
         super().__init__(number_of_states=num_states)
@@ -91,13 +91,10 @@ class _AttendingStateLayer(LinearAttentionAndFullAttentionLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Pair:
-        """Store new keys and values; return what is to be attended to."""
         return self._slots.update(key_states, value_states, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of past and new together, and the offset of the first column."""
         return self._slots.get_mask_sizes(query_length)
 
     def get_seq_length(self) -> int:
-        """Return the number of columns before the new tokens."""
         return self._slots.get_seq_length()

@@ -18,7 +18,7 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
 
 _PREDICTING: Final = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-"""Tasks of transformers whose models say what token comes next."""
+"""Tasks of transformers whose models predict the next token."""
 
 _REMEDY: Final = (
     "load a checkpoint of a causal language model, such as those whose config.json names an "
@@ -27,15 +27,13 @@ _REMEDY: Final = (
 
 
 def check_architecture(name: str, config: Mapping[str, Any]) -> None:
-    """Check that a checkpoint was saved by a causal language model, as far as its config tells.
-
-    A model without a head, such as ``LlamaModel``, passes: it may share its head with its
-    embeddings. So does an architecture that transformers does not know.
-    """
+    """Check by its config that a causal language model saved a checkpoint."""
     saved_by = [*(config.get("architectures") or ())]
     model_type = config.get("model_type")
     said = " or ".join(map(str, saved_by)) or f"model of the type {model_type!r}"
     predicting = {a for task in _PREDICTING for a in _architectures_of(task)}
+    # Models without a head, such as ``LlamaModel``, pass: they may share it with their embeddings.
+    # So do architectures that transformers does not know.
     others = {*_architectures_of(None)} - predicting - {*_architectures_of("")}
     if saved_by and not predicting.intersection(saved_by) and others.intersection(saved_by):
         raise UnsupportedModelError(
@@ -60,7 +58,7 @@ def _mapping(task: str) -> Mapping[str, Any]:
 
 
 def _architectures_of(task: str | None) -> Iterator[str]:
-    """Return the architectures of one task, ``""`` for none, or of all where it is ``None``."""
+    """Return the architectures of one task, ``""`` for none, or of all for ``None``."""
     if task is None:
         from transformers.models.auto import modeling_auto
 
@@ -86,14 +84,10 @@ def check_complete(name: str, model: Any, missing: Collection[str]) -> None:
 
 @torch.inference_mode()
 def check_predicts(runner: HFRunner, vocab_size: int) -> None:
-    """Check by one tiny pass that a model says what comes after each token.
-
-    Two contexts that begin alike are run side by side. If what is said before they part is not the
-    same, the model reads both ways. That is fine where it has keys and values to go on from, as
-    one has that reads its prompt both ways and then writes, such as PaliGemma; an encoder has none,
-    and says what each token is, and not what comes next.
-    """
+    """Check by one tiny pass that a model predicts the token after each token."""
     model, name = runner.twin.module, type(runner.model).__name__
+    # If rows before the difference of two contexts differ, the model reads both ways. That is fine
+    # if it has keys and values to go on from (PaliGemma reads its prompt so); encoders have none.
     contexts = [[i % vocab_size for i in context] for context in ((5, 6, 7, 8), (5, 6, 9, 10))]
     ids = torch.tensor(contexts, dtype=torch.int64, device=runner.device)
     with tried(runner):

@@ -14,7 +14,7 @@ import torch
 from genlm_backend.prefix import KVLayout
 
 VOLATILE: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Keys of a model's config that do not change what it computes, or that the layout tells."""
+"""Keys of a model's config that do not change its rows, or that the layout has too."""
 
 _WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,12 +30,10 @@ class Fingerprint:
     layout: str
 
     def fields(self) -> dict[str, str]:
-        """Return all digests by name."""
         return asdict(self)
 
     @classmethod
     def of(cls, model: Any, weights: str, adapter: str, layout: KVLayout) -> Self:
-        """Return the fingerprint of a model."""
         said = model.config.to_diff_dict()
         config = {name: value for name, value in said.items() if name not in VOLATILE}
         text = json.dumps(config, sort_keys=True, default=str)
@@ -55,18 +53,15 @@ class Fingerprint:
 
 
 def weights_digest(model: Any) -> str:
-    """Return a digest of a model's weights in the state that they are in.
-
-    The bits of each weight are added up as integers, along each of two dimensions, and what comes
-    is hashed. That is exact, so that it depends neither on the device nor on the number of
-    threads, and takes about the time of reading the weights once. It tells models apart; it is no
-    protection against somebody who makes two on purpose that have equal sums.
-    """
+    """Return a digest of a model's weights, the same on any device and number of threads."""
     digest = hashlib.sha256(json.dumps(_settings(model)).encode())
     for tensor in _weights(model):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
         if tensor.is_meta or not tensor.numel():  # which is elsewhere while nothing is computed
             continue
+        # The bits are added up as integers along two dimensions, which is exact and takes the time
+        # of reading the weights once. It is no protection against models made on purpose to be
+        # equal.
         bits = tensor.detach().contiguous().view(_WIDTHS[tensor.element_size()])
         table = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
         for dim in (0, 1):
@@ -97,7 +92,7 @@ def _weights(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _settings(model: Any) -> list[tuple[str, list[Any]]]:
-    """Return the settings of adapters beside their weights, such as their scaling."""
+    """Return the settings of adapters other than their weights, such as their scaling."""
     found: list[tuple[str, list[Any]]] = []
     for layer in _adapted(model):
         active = _active(layer)

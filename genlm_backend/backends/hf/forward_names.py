@@ -28,10 +28,8 @@ def cache_argument(parameters: Collection[str]) -> str | None:
 
 
 def given_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Return the argument that gives a model a cache."""
     return {cache_argument(parameters_of(model)) or "cache": cache}
 
 
 def returned_cache(output: Any) -> Any:
-    """Return the cache that a model's output has, or ``None``."""
     return next((getattr(output, name) for name in _CACHES if hasattr(output, name)), None)

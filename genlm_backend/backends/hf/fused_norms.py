@@ -15,10 +15,7 @@ from torch import nn
 
 
 def fuse_norms(copies: Mapping[nn.Module, Any]) -> None:
-    """Have the norms of a twin compute by ``torch.nn.functional.rms_norm``, where that is the same.
-
-    Each module that may be one is asked, on random numbers.
-    """
+    """Have norms compute by ``rms_norm`` of torch if it agrees with them on random numbers."""
     for module, own in copies.items():
         eps = _eps_of(module)
         if eps is not None and _is_root_mean_square(module, eps):
@@ -33,7 +30,6 @@ class Norm:
         self._module, self.eps = module, eps
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the normed states, ``[..., dim]``."""
         weight = self._module.weight
         if hidden_states.dtype is not weight.dtype:  # of which modules return one or the other
             return type(self._module).forward(self._module, hidden_states)
@@ -54,7 +50,7 @@ def _eps_of(module: nn.Module) -> float | None:
 
 @torch.inference_mode()
 def _is_root_mean_square(module: Any, eps: float) -> bool:
-    """Whether a module says of some numbers what torch's norm says."""
+    """Whether a module and torch's norm agree on some numbers."""
     weight = module.weight
     if weight.device.type == "meta" or not weight.is_floating_point() or not weight.any():
         return False

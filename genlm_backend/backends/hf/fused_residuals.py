@@ -36,10 +36,7 @@ _CHILDREN: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", 
 
 
 def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
-    """Fuse the residuals and norms of a twin's decoder layers, after its norms have been fused.
-
-    Each layer is compared with its own code on random numbers first.
-    """
+    """Fuse residuals and norms of layers that agree on random numbers, after ``fuse_norms``."""
     for own in copies.values():
         if not isinstance(own, nn.ModuleList):
             continue
@@ -65,7 +62,6 @@ class _Layer:
         self._normed: torch.Tensor | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *others: Any, **options: Any) -> Any:
-        """Return the layer's hidden states, ``[..., hidden]``."""
         module = self._module
         if hidden_states is not self._given:
             self._normed = None

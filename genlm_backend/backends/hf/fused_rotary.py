@@ -37,12 +37,7 @@ _TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
-    """Have the modules of a twin rotate queries and keys by a kernel, where that is the same.
-
-    Each function that rotates is asked, on random numbers. The twin of a module whose ``forward``
-    calls it has the same code, with the globals of the module's but for that function; what
-    decorates it stays around it.
-    """
+    """Have modules rotate queries and keys by a kernel if it agrees on random numbers."""
     asked: dict[tuple[Any, ...], _Rotation | None] = {}
     for module, own in copies.items():
         decorated = type(own).forward
@@ -60,6 +55,7 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
         rotation = asked[key]
         if rotation is None:
             continue
+        # The twin has the code of the module's ``forward`` with other globals, in its decorators.
         made = _decorated(decorated, forward, _with_globals(forward, rotation))
         if made is not None:
             vars(own)["forward"] = MethodType(made, own)
@@ -67,7 +63,7 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Rotation:
-    """A function of a modeling module, by a kernel where that takes what is given."""
+    """A function of a modeling module, by a kernel if that takes its arguments."""
 
     def __init__(self, original: Rotate, kernel: Rotate, dtype: torch.dtype, kind: str) -> None:
         self.original = original
@@ -76,7 +72,6 @@ class _Rotation:
     def __call__(
         self, q: Any, k: Any, cos: Any, sin: Any, *others: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rotated queries and keys."""
         is_plain = not others and options in ({}, {"unsqueeze_dim": 1})
         if is_plain and self._takes(q, k, cos, sin):
             return self._kernel(q, k, cos, sin)
@@ -102,23 +97,21 @@ class _Rotation:
 
 @final
 class _Globals(dict[str, Any]):
-    """The globals of a module as they are now, but for one function while that is the same.
-
-    Python asks a dictionary of another kind than its own for each name when it is used.
-    """
+    """The globals of a module as they are now, but for one function while that is the same."""
 
     def __init__(self, of_module: dict[str, Any], rotation: _Rotation) -> None:
         # Warnings and imports look for these without asking.
         super().__init__((n, v) for n, v in [*of_module.items()] if n.startswith("__"))
         self._of_module, self._rotation = of_module, rotation
 
+    # If globals are a subclass of ``dict``, Python calls its methods at each use of a name.
     def __missing__(self, name: str) -> Any:
         found = self._of_module[name]
         return self._rotation if found is self._rotation.original else found
 
 
 def _is_plain(code: CodeType) -> bool:
-    """Return whether code asks its globals for names alone, and writes none."""
+    """Return whether code only reads globals by their names."""
     if not _ASIDE.isdisjoint(code.co_names) or any(
         step.opname in _NOT_PLAIN for step in dis.get_instructions(code)
     ):
@@ -136,12 +129,10 @@ def _with_globals(forward: FunctionType, rotation: _Rotation) -> FunctionType:
 
 
 def _decorated(outer: Any, inner: FunctionType, made: FunctionType) -> FunctionType | None:
-    """Return a function around ``inner`` with ``made`` in its place; ``None`` if it holds no such.
-
-    Decorators by ``functools.wraps`` say what they are around, and most hold it in a closure.
-    """
+    """Return a function around ``inner`` with ``made`` in its place; ``None`` if that fails."""
     if outer is inner:
         return made
+    # ``functools.wraps`` names the function within, and most decorators hold it in a closure.
     around = getattr(outer, "__wrapped__", None)
     within = None if around is None else _decorated(around, inner, made)
     if within is None or not isinstance(outer, FunctionType):
@@ -175,10 +166,7 @@ def _copied(
 
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:
-    """Return a parameter of the type and on the device in which a module computes, if it has one.
-
-    On a device for which there is no kernel it has none.
-    """
+    """Return a parameter of a type and device for which there is a kernel, if a module has one."""
     return next(
         (p for p in module.parameters() if p.dtype in _TYPES and p.device.type in KERNELS), None
     )
@@ -191,12 +179,12 @@ def _dim_of(module: nn.Module) -> int:
 
 
 _SHAPES: Final = ((2, 4, 2, 3, 2), (3, 12, 1, 1, 3), (2, 1, 9, 5, 1))
-"""Rows, heads, heads of keys, tokens of a row, and rows of cosines that functions are asked."""
+"""Rows, heads, heads of keys, tokens of a row, and rows of cosines that functions are tried on."""
 
 
 @torch.inference_mode()
 def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) -> _Rotation | None:
-    """Return a function by the kernel, if both say the same of random numbers, bit for bit."""
+    """Return a function by the kernel, if both agree on random numbers, bit for bit."""
     try:
         if [*inspect.signature(original).parameters][: len(_ARGUMENTS)] != _ARGUMENTS:
             return None

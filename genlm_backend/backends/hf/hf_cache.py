@@ -1,4 +1,4 @@
-"""The prefix cache of a Hugging Face model: the shapes of what is kept, within budgets."""
+"""The prefix cache of a Hugging Face model: shapes of keys, values and states, and budgets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CACHED_TYPES: Final = frozenset(_CACHED_TYPES.split())
 
 @final
 class Wanted(NamedTuple):
-    """Bytes to keep contexts in, as options say."""
+    """Bytes for cached contexts, by the options."""
 
     kv_bytes: int | None
     host_bytes: int
@@ -41,7 +41,7 @@ class Wanted(NamedTuple):
     kept_as: KVCacheDtype | None
 
     def check(self) -> None:
-        """Check that something is kept where there are bytes for a part of it."""
+        """Check that no option gives bytes to a part of a cache that is off."""
         check_budgets(self.kv_bytes, self.host_bytes, self.state_bytes)
 
 
@@ -73,7 +73,7 @@ def layout_of(
 def cache_of(
     runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: Wanted
 ) -> PrefixCache | None:
-    """Return room for contexts; ``None`` where every context is run whole."""
+    """Return room for contexts; ``None`` if every context is run whole."""
     name = type(runner.model).__name__
     if wanted.kv_bytes == 0:
         return None
@@ -163,7 +163,7 @@ def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
 
 @contextlib.contextmanager
 def _fits(name: str, num_bytes: int | None) -> Iterator[None]:
-    """Say which option asks for more memory than there is."""
+    """Name the option that needs more memory than there is in the error."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

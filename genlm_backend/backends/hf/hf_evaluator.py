@@ -41,10 +41,7 @@ logger = logging.getLogger(__name__)
 
 @final
 class HFEvaluator(PassEvaluator):
-    """Answers queries by a causal language model of transformers.
-
-    A model of which nothing can be kept runs every context whole.
-    """
+    """Answers queries by a causal language model of transformers, without a cache if need be."""
 
     def __init__(
         self,
@@ -76,7 +73,7 @@ class HFEvaluator(PassEvaluator):
     # ---------------------------------------------------------------- getting ready
 
     def open(self) -> EvaluatorInfo:
-        """Find out what the model can do by a few tiny passes, and make room for what is kept."""
+        """Find out what the model can do by a few tiny passes, and make room for its cache."""
         runner = self._runner
         width = vocab_width(runner.model)
         if self._num_threads is not None:
@@ -139,7 +136,7 @@ class HFEvaluator(PassEvaluator):
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
     ) -> PictureRules:
-        """Find out where text goes on behind the pictures of a context, by a few passes."""
+        """Find out by a few passes where text goes on after the pictures of a context."""
         passes, placeholder = self.passes, image_token_id(self.passes.runner.model)
         if placeholder is None:
             return super().picture_rules(token_ids, inputs)
@@ -160,7 +157,6 @@ class HFEvaluator(PassEvaluator):
             self._files.save(self.passes.computed(query), query, Path(path))
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
-        """Keep the keys and values of a file."""
         self._check_can_keep(0)
         prefix = self._files.load(Path(path), adapter)
         self._check_can_keep(len(prefix.token_ids))
@@ -199,6 +195,5 @@ class HFEvaluator(PassEvaluator):
         )
 
     def close(self) -> None:
-        """Let go of the model and of the slots."""
         self._runner.close()
         self._let_go()

@@ -44,7 +44,6 @@ class HFLoader:
     weights: Weights | None = None
 
     def tokenizer(self) -> Any:
-        """Load the tokenizer."""
         from transformers import AutoTokenizer
 
         check_holds(self.path, "config.json")
@@ -73,7 +72,6 @@ class HFLoader:
         return processor
 
     def model(self) -> Any:
-        """Load the model."""
         from transformers import (
             AutoModelForCausalLM,
             AutoModelForImageTextToText,
@@ -113,7 +111,6 @@ class HFLoader:
         evaluator: HFOptions,
         owner: type[AsyncLM],
     ) -> Self:
-        """Return the loader of the model of a name; nothing is loaded yet."""
         check_budgets(
             evaluator.kv_cache_bytes, evaluator.host_cache_bytes, evaluator.state_cache_bytes
         )
@@ -129,7 +126,6 @@ class HFLoader:
         return cls(str(model_id), path, {**hub_options(path), **options}, evaluator, wanted)
 
     def on_device(self, device: str) -> HFLoader:
-        """Return the loader of the same model onto one device."""
         return replace(self, options={**self.options, "device_map": device})
 
     def with_threads(self, num_threads: int) -> HFLoader:

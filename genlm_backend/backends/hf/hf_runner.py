@@ -33,16 +33,13 @@ _MOST_APART: Final = 0.125
 
 @final
 class HFRunner(Runner):
-    """Forward passes of one model, by its twins: one of each adapter, and one as the model came.
-
-    PEFT puts an adapter's layers into a twin, so that adapters know nothing of each other and the
-    model of none.
-    """
+    """Forward passes of a model, by a twin for each adapter and one for the model as it came."""
 
     def __init__(self, model: Any) -> None:
         self.model: Any = model
         self.twin: Any = Twin(model, is_apart=False)
         self.packed, self._state = PackedWeights(), ModelSnapshot(model, is_apart=False)
+        # PEFT changes an adapter's own twin, so that neither other adapters nor the model change.
         self._twins: dict[Adapter | None, Twin] = {None: self.twin}
         self.graphs: StepGraphs | None = None
         self._is_unseen = False
@@ -95,7 +92,6 @@ class HFRunner(Runner):
     def running_states(
         self, layout: StateLayout, before: Sequence[torch.Tensor] | None
     ) -> TorchRowStates:
-        """Return the running states of the rows of a pass."""
         return TorchRowStates(layout, before)
 
     def caching(self, is_wanted: bool) -> dict[str, bool]:
@@ -123,11 +119,9 @@ class HFRunner(Runner):
         return found.float()
 
     def take(self, adapter: Adapter | None) -> None:
-        """Compute with an adapter in the passes to come, or as the model came.
-
-        Before every batch the model is looked at. A recorded pass is launched before that, and what
-        it computes is thrown away if the model is another one.
-        """
+        """Compute with an adapter in the passes to come, or as the model came."""
+        # The model is checked before every batch. A recorded pass is launched before the check, and
+        # its results are dropped if the model has changed.
         self.twin, self._is_unseen = self._twins[adapter], True
         if self.graphs is None:
             self._check()
@@ -154,7 +148,7 @@ class HFRunner(Runner):
         return self._twins[adapter]
 
     def _dress(self, twin: Twin) -> None:
-        """Give a twin what passes need beside its weights."""
+        """Give a twin what passes need in addition to its weights."""
         self.packed.place(twin.copies)
         if self._fuses:
             fuse_norms(twin.copies)
@@ -183,7 +177,6 @@ class HFRunner(Runner):
         self._twins[adapter] = twin
 
     def remove(self, adapter: Adapter) -> None:
-        """Let go of an adapter's layers."""
         del self._twins[adapter]
 
     def look_again(self) -> None:
@@ -192,7 +185,6 @@ class HFRunner(Runner):
         self._dress_again()
 
     def close(self) -> None:
-        """Let go of the model."""
         self.packed.clear()
         for twin in self._twins.values():
             twin.close()
@@ -202,7 +194,6 @@ class HFRunner(Runner):
 
 
 def input_device(model: Any) -> torch.device:
-    """Return the device on which the model takes its token ids."""
     embeddings = model.get_input_embeddings()
     for parameter in embeddings.parameters() if embeddings is not None else ():
         if parameter.device.type != "meta":

@@ -1,12 +1,10 @@
 """Int8 weights: linear layers whose weights take a quarter of the memory of float32, on the CPU.
 
-A weight is a whole number of 8 bits times a scale, one for each output: ``scale = max|w| / 127``.
-Activations are rounded to 15 bits with a scale for each row, ``max|x| / 16256``, and taken apart
-into two digits of 8 bits, ``x = scale * (128 * high + low)``, so that both go through one product
-of whole numbers. That product is exact, but for the last bit of sums beyond ``2**24``: but so, a
-row depends on no other row of its batch. A scale for each row of activations and each output is
-that of LLM.int8() (arXiv:2208.07339, section 2.1); the second digit is there because one changes
-SmolLM2's rows visibly.
+A weight is an int8 times a scale of its output, ``max|w| / 127``. Activations have a scale for each
+row, ``max|x| / 16256`` (both scales as in LLM.int8(), arXiv:2208.07339, section 2.1), and two
+digits of 8 bits, ``x = scale * (128 * high + low)``: one changes SmolLM2's rows visibly. Products
+of whole numbers are exact but for the last bit of sums beyond ``2**24``; apart from that, no row
+depends on others of its batch.
 """
 
 from __future__ import annotations
@@ -145,15 +143,13 @@ def _is_exact() -> bool:
 
 @compiled
 def _take_apart(rows: Any, bits: Any, digits: Any, scales: Any) -> None:
-    """Write the high digits of all rows, then the low ones, and the scale of each row.
-
-    A row with an infinity or a NaN has the scale NaN. Bits of absolute values are ordered as the
-    values are, which lets the largest be found in many elements at once.
-    """
+    """Write the high digits of all rows, then the low ones, and the scale of each row."""
     num_rows, width = rows.shape
     as_bits = scales.view(np.int32)
     for index in range(num_rows):
         row, own, high, low = rows[index], bits[index], digits[index], digits[num_rows + index]
+        # Bits of absolute values are ordered as the values are, which vectorises the maximum. A row
+        # with an infinity or a NaN has the scale NaN.
         largest_bits = np.int32(0)
         for column in range(width):
             largest_bits = max(largest_bits, np.int32(own[column] & np.int32(0x7FFFFFFF)))

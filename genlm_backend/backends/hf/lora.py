@@ -20,7 +20,7 @@ _REFUSED = {
     "layer_replication": "the model would have other layers",
     "alora_invocation_tokens": "where it begins to apply depends on the tokens",
 }
-"""Options of adapters that do more than to replace layers, each with what is in the way."""
+"""Options of adapters that do more than to replace layers, each with the obstacle."""
 
 _PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
 """Ways to begin a LoRA's training, by name, that leave the model's own weights as they are."""
@@ -47,7 +47,6 @@ def put_adapter(path: str, twin: Twin, bare: Twin, is_cached: bool) -> None:
 
 
 def _read(path: str) -> _Saved:
-    """Read an adapter in PEFT's format."""
     from peft import PeftConfig
     from peft.utils.save_and_load import load_peft_weights
 
@@ -133,10 +132,7 @@ def _injected(saved: _Saved, twin: Twin) -> torch.Tensor:
 def _kept_apart(
     twin: Twin, written: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-    """Give a twin parameters and hooks of its own, until it is undressed.
-
-    Return modules, names, shared parameters and its own.
-    """
+    """Give a twin parameters and hooks of its own until it is undressed; return the parameters."""
     own: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays so
     kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     for module in twin.copies.values():

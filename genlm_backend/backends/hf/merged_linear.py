@@ -86,7 +86,6 @@ def _can_merge(layers: Sequence[Any]) -> bool:
 
 
 def _has_hooks(layer: Any) -> bool:
-    """Whether the layer has forward hooks."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
@@ -170,10 +169,7 @@ class _MergedLinear:
 
 @torch.inference_mode()
 def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None:
-    """Return the kernel for a gated feed-forward layer; ``None`` if it would differ.
-
-    Its activation and the layer are compared with their own code on random numbers.
-    """
+    """Return the kernel for a gated feed-forward layer, if they agree on random numbers."""
     children = vars(module)["_modules"]
     if {*children} - {"gate_proj", "up_proj", "down_proj", "act_fn"} or "forward" in vars(module):
         return None

@@ -1,4 +1,4 @@
-"""Rules of a model for pictures: asked of the model, not of its name."""
+"""Rules of a model for pictures: found by passes of the model, not by its name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NUM_TAIL: Final = 12
 """Number of tokens that a prompt is followed by."""
 
 _NUM_ROWS: Final = 3
-"""Number of rows that are compared, behind the last of them."""
+"""Number of rows that are compared, after the last of these tokens."""
 
 
 def image_token_id(model: Any) -> int | None:
@@ -52,13 +52,10 @@ def examine_pictures(
     inputs: Mapping[str, torch.Tensor],
     image_token_id: int,
 ) -> PictureRules:
-    """Find out by a few passes where text may go on behind pictures.
-
-    A prompt and some more tokens are run whole, and then in two passes: the opening, and from its
-    keys and values what is left. How far the rows of the two are apart is compared with the least
-    of all ways, the model's own cache among them, and with the difference that one wrong token
-    makes. The first way is taken that is about as near.
-    """
+    """Find out by a few passes where text may go on after pictures."""
+    # A prompt and more tokens run whole, and then in two passes: the opening, and the rest from its
+    # keys and values. The first way wins whose rows are about as near as the nearest of all ways,
+    # or are near compared with the difference that a wrong token makes.
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
     of_tokens = frozenset(n for n, value in inputs.items() if value.shape == (1, size))
@@ -134,7 +131,7 @@ def _in_steps(
 
 @torch.inference_mode()
 def _as_the_model_goes_on(runner: HFRunner, pictures: Pictures, ids: list[int]) -> torch.Tensor:
-    """Return the row behind a prompt and more tokens, by a cache of transformers."""
+    """Return the row after a prompt and more tokens, by a cache of transformers."""
     size, taken, cache = pictures.num_tokens, _parameters(runner.model), DynamicCache()
     dtype = next(runner.model.parameters()).dtype
     inputs = {

@@ -94,13 +94,11 @@ def loading_options(
 
 @contextlib.contextmanager
 def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn the error of a model that takes no option of some name into one of ours.
-
-    Loading hands on to the model what it does not know itself, and what is no key of its config.
-    """
+    """Turn the error for an unknown option of a model into one of ours."""
     try:
         yield
     except TypeError as error:
+        # Loading passes on to the model any option that neither it nor the config knows.
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None or found[1] not in options:
             raise

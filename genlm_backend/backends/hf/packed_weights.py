@@ -34,25 +34,17 @@ _GAIN: Final = 0.95
 
 @final
 class PackedWeights:
-    """The weights of a model's linear layers a second time, packed, of those shapes where it pays.
+    """Packed copies of the weights of a model's linear layers, for shapes that gain by it."""
 
-    Twins of the layers compute with them. One whose weight has been modified, as far as torch
-    counts that, computes without; others (by way of ``.data``, or by fused optimizers)
-    are not noticed before ``pack_again``. Products are the same but for rounding.
-    """
-
+    # A layer does not use its copy once torch counts its weight as modified. Other changes (by way
+    # of ``.data``, or by fused optimizers) need ``pack_again``. Products differ by rounding.
     def __init__(self) -> None:
         self._packed: list[_Packed] = []
         self._remember()
 
     @stage("packing weights")
     def pack(self, model: Any) -> None:
-        """Pack the weights of a model, for whose layers as much memory is needed again.
-
-        It takes a quarter of what is free, and 4 GiB, at most. To be called on the thread that
-        the model runs on, which tries each shape for a moment; what it finds holds for as many
-        threads in the whole process, so that equal models have equal rows.
-        """
+        """Pack weights within a quarter of the free memory and 4 GiB, on the model's thread."""
         by_shape: defaultdict[tuple[Any, ...], list[nn.Linear]] = defaultdict(list)
         for layer in getattr(model, "modules", list)():
             if type(layer) is nn.Linear and _can_be_packed(layer.weight):
@@ -60,6 +52,8 @@ class PackedWeights:
         left = cpu_budget()
         for shape, layers in by_shape.items():
             num_bytes = sum(layer.weight.nbytes for layer in layers)
+            # What a trial finds holds for this number of threads in the whole process, so that
+            # equal models have equal rows.
             if num_bytes <= left and _is_worth_it(shape, layers[:_NUM_LAYERS]):
                 left -= num_bytes
                 self._packed += map(_Packed, layers)
@@ -75,10 +69,8 @@ class PackedWeights:
                 vars(twin)["packed"] = one
 
     def check(self) -> None:
-        """Have layers whose weight has changed compute without, and the others with it.
-
-        It is asked before every batch, so that all are compared at once.
-        """
+        """Have layers whose weight has changed compute without, and the others with it."""
+        # All at once, because this runs before every batch.
         is_there = [*map(_address, self._parameters)] == self._addresses
         if is_there and self._are_used and [*map(_version, self._parameters)] == self._versions:
             return
@@ -87,7 +79,6 @@ class PackedWeights:
         self._are_used = all(one.is_used for one in self._packed)
 
     def pack_again(self) -> None:
-        """Pack all weights as they are now."""
         kept = []
         for one in self._packed:
             one.is_used = _can_be_packed(one.layer.weight)
@@ -98,13 +89,11 @@ class PackedWeights:
         self._remember()
 
     def clear(self) -> None:
-        """Let go of all."""
         self._packed.clear()
         self._remember()
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the packed weights."""
         return sum(one.weight.nbytes for one in self._packed)
 
     def _remember(self) -> None:
@@ -148,7 +137,7 @@ class _Packed:
 
     @property
     def is_current(self) -> bool:
-        """Whether the layer's weight is the one that was packed, as far as torch tells."""
+        """Whether the layer's weight is the one that was packed, as far as torch knows."""
         own = self.parameter
         is_there = own.data_ptr() == self.weight.data_ptr() and not own.is_inference()
         return is_there and own._version == self.version

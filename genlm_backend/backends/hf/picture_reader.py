@@ -83,7 +83,6 @@ class PictureReader:
         return self._rules_of(*self._probes[0])
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
-        """Return the context of a prompt that begins with pictures."""
         if isinstance(images, Mapping):
             if isinstance(prompt, str):
                 raise PictureError(
@@ -214,7 +213,6 @@ class PictureReader:
         return _Read(ids, inputs)
 
     def _read(self, text: str, pictures: list[Any]) -> _Read:
-        """Run the processor."""
         try:
             made = self._processor(text=[text], images=[pictures], return_tensors="pt")
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
@@ -231,7 +229,7 @@ class PictureReader:
     # ---------------------------------------------------------------- from these to a context
 
     def _counts(self, pictures: list[Any]) -> list[int]:
-        """Return how many parts each picture has where it is alone; none for a single one."""
+        """Return how many parts each picture has if it is alone; none for a single one."""
         if len(pictures) == 1:
             return []
         marker = str(self._marker)

@@ -18,7 +18,7 @@ from genlm_backend.vision.pictures import PictureRules
 
 
 def check_processor(processor: Any) -> None:
-    """Refuse what is neither a processor nor loads one."""
+    """Refuse an object that neither is a processor nor loads one."""
     if processor is not None and not callable(processor):
         raise OptionTypeError(
             "processor must be one of transformers, as AutoProcessor.from_pretrained(…) loads it, "
@@ -42,7 +42,7 @@ class ModelPictures:
 
     @cached_property
     def processor(self) -> Any:
-        """The processor, loaded now; ``None`` for a model of text alone, or where none is given."""
+        """The processor, loaded now; ``None`` for a model of text alone, or if none is given."""
         if self._image_token_id is None:
             return None
         return self._given() if inspect.isroutine(self._given) else self._given
@@ -62,5 +62,4 @@ class ModelPictures:
         return self._ask(lambda e: e.picture_rules(token_ids, inputs))
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
-        """Return the context of a prompt that begins with pictures; see ``PictureReader``."""
         return self._reader.context(prompt, images, max_length)

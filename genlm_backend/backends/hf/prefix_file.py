@@ -140,7 +140,6 @@ def _kinds(layout: KVLayout, num_tokens: int) -> dict[str, tuple[torch.dtype, tu
 
 
 def _digest(said: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a digest of everything that a file says."""
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -150,7 +149,7 @@ def _digest(said: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    """Return the memory of a tensor, without a copy where its elements lie side by side."""
+    """Return the memory of a tensor, without a copy if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -176,7 +175,6 @@ class PrefixFiles:
     def fill(
         self, path: str, prefix: Prefix, adapter: Adapter | None, max_length: int | None
     ) -> None:
-        """Keep the prefix of a file."""
         num_tokens, cache = len(prefix.token_ids), self._passes.cache
         if max_length is not None and num_tokens > max_length:
             raise CacheError(
@@ -211,7 +209,6 @@ class PrefixFiles:
         save(path, prefix, self._fingerprint(query.adapter), cache.store.layout)
 
     def load(self, path: Path, adapter: Adapter | None) -> Prefix:
-        """Return the prefix in a file of this model."""
         layout = self._passes.cache.store.layout
         prefix = load(path, self._fingerprint(adapter), layout)
         ids, width = prefix.token_ids, vocab_width(self._passes.runner.model)

@@ -30,5 +30,5 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def farthest(distances: Iterable[float]) -> float:
-    """Return the largest distance; that of NaN, which tells nothing, is infinite."""
+    """Return the largest distance; NaN counts as infinite."""
     return max(math.inf if math.isnan(one) else one for one in distances)

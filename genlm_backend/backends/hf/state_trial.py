@@ -68,13 +68,11 @@ class StateTrial:
         short_row: torch.Tensor,
         rounding: float,
     ) -> tuple[float, bool]:
-        """Return how far rows from states are from whole ones, and if several tokens go on at once.
-
-        Two rows go on from one state, beside one of another context, by two tokens at once and by
-        one after the other; and many tokens go on from one.
-        """
+        """Return how far rows from states are from whole ones, and if they take several tokens."""
         ((before,), _), ((shorter,), _) = (self.go_on([None], [c[:-2]]) for c in (long, short))
         (first,), _ = self.go_on([None], [short[:1]])
+        # Two rows go on from one state, in a batch with another context, by two tokens at once and
+        # one by one; and many tokens go on from one.
         begun, contexts = (before, shorter, before), (long, short, long)
         _, many = self.go_on([first], [short[1:]])
         _, several = self.go_on(begun, [context[-2:] for context in contexts])

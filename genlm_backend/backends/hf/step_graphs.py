@@ -44,15 +44,14 @@ MIN_SEEN: Final = 2
 """Steps of some number of rows from which on one is recorded, which takes as long as a few."""
 
 MIN_SEEN_AGAIN: Final = 8
-"""The same where a pass of more rows has been recorded, which does as well, if not as soon."""
+"""The same if a pass of more rows has been recorded, which is as good, but slower."""
 
 MAX_ERRORS: Final = 2
 """Errors of recording, or of replays, after which it is left alone."""
 
 FARTHEST: Final = 0.25
-"""Distance of a recorded pass's logits from those of the same pass as it runs, over their size.
-
-Rounding of bfloat16 alone makes 0.09 of a small model's rows together, and 0.49 of one of them."""
+"""Distance of a recorded pass's logits from those of the same pass as it runs, over their size."""
+# Rounding of bfloat16 alone makes 0.09 of a small model's rows together, and 0.49 of one of them.
 
 
 @final
@@ -66,10 +65,7 @@ class Recorded:
     logits: torch.Tensor  # [rows, model_vocab]
 
     def replay(self, tables: StepTables, batch: PackedBatch) -> torch.Tensor:
-        """Run a pass as it was recorded; return the logits of its rows, ``[B, model_vocab]``.
-
-        The next replay, of whichever pass, writes over them.
-        """
+        """Run a recorded pass; the next replay overwrites its logits, ``[B, model_vocab]``."""
         self.arrays.fill(tables, batch)
         self.run_again()
         return self.logits[: batch.num_rows]
@@ -145,17 +141,15 @@ class StepGraphs:
         )
 
     def forget(self) -> None:
-        """Forget all recorded passes: weights may be others, or what else they depend on.
-
-        They go together, since torch frees memory that all of one stream use when one goes.
-        """
+        """Forget all recorded passes: weights may be others, or anything else they depend on."""
+        # All at once: when one graph goes, torch frees memory that all graphs of its stream use.
         self._twins.clear()
         self._alive.clear()
         self._recorder.forget()
         self._num_failed = 0
 
     def plan(self, twin: Twin, batch: PackedBatch) -> Plan | None:
-        """Return how a pass may run recorded; ``None`` where it runs as ever."""
+        """Return how a pass may run recorded; ``None`` if it runs eagerly."""
         if not batch.is_step or batch.reading is None or batch.states is not None:
             return None
         own = self._of(twin)
@@ -184,7 +178,7 @@ class StepGraphs:
         return Plan(shape, tables, None)
 
     def replayed(self, plan: Plan, twin: Twin, batch: PackedBatch) -> torch.Tensor | None:
-        """Run a pass as it was recorded; ``None`` where there is none, or it fails."""
+        """Replay the recorded pass; ``None`` if there is none, or it fails."""
         if plan.recorded is None:
             return None
         try:
@@ -257,7 +251,7 @@ class StepGraphs:
             logger.info("decode steps of %s are not recorded: %s", shape, error, exc_info=error)
 
     def _of(self, twin: Twin) -> _OfTwin | None:
-        """Return the recorded passes of a twin; ``None`` where there can be none."""
+        """Return the recorded passes of a twin; ``None`` if there can be none."""
         if self._num_failed > MAX_ERRORS or _has_global_hooks():
             return None
         if twin in self._twins:
@@ -318,12 +312,10 @@ _RECORDING: Final = threading.Lock()
 
 @final
 class CudaRecorder:
-    """Records what a function launches on a CUDA device as a graph.
+    """Records the launches of a function on a CUDA device as a graph."""
 
-    All graphs have one pool of memory, since none runs beside another and nobody reads what one
-    has left when the next one runs.
-    """
-
+    # All graphs share a pool of memory: no two run at once, and no caller reads the results of one
+    # after the next has run.
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -333,10 +325,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        """Run a function twice, record it the second time; return what replays it, and its result.
-
-        The memory of the result is that of the pool, for the next graph to use as well.
-        """
+        """Run a function twice, record the second run; return a replay function and the result."""
         current = torch.cuda.current_stream(self._stream.device)
         # A recording that fails leaves its stream the current one, but for the outer context.
         with _RECORDING, torch.cuda.stream(current):
@@ -351,6 +340,7 @@ class CudaRecorder:
                         graph, found = self._captured(run)
             finally:  # or memory of its inputs would be had again too early
                 current.wait_stream(self._stream)
+        # The next graph uses the memory of the result too.
         return graph.replay, _unowned(found)
 
     def _captured(self, run: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
@@ -409,14 +399,12 @@ def _has_hooks(module: Any) -> bool:
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the root mean square difference of logits, over the deviation of those expected.
-
-    Infinite and NaN expected logits are left out; the result is not finite if another logit is not.
-    """
+    """Return the root mean square difference of logits, over the deviation of the expected ones."""
     # Those of a few rows, the last among them, since the tables of a large batch take gigabytes.
     few = torch.linspace(0, len(found) - 1, min(len(found), 32), dtype=torch.float32).round().long()
     few = few.to(found.device)
     found, expected = found[few].float(), expected[few].float()
+    # Infinite and NaN expected logits are left out; any other makes the result infinite or NaN.
     is_finite = expected.isfinite()
     difference = torch.where(is_finite, found - expected, 0.0)
     expected = torch.where(is_finite, expected, 0.0)

@@ -107,7 +107,7 @@ def check_model(model: Any) -> None:
 
 
 def longest_context(model: Any) -> int | None:
-    """Return the longest context that a model's config speaks of; some say -1 for any."""
+    """Return the longest context that a model's config names; some have -1 for any."""
     config = model.config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     return length if length is None or length > 0 else None
@@ -121,11 +121,9 @@ def vocab_width(model: Any) -> int:
 
 
 def rotary_limit(model: Any) -> float:
-    """Return the longest context whose rotary positions are read as in shorter ones.
-
-    Infinite if all are. Where transformers recomputes the frequencies for long contexts (the
-    types "longrope" and "dynamic"), all positions of a context depend on how long it is.
-    """
+    """Return the longest context, or ``inf``, whose rotary positions are those of shorter ones."""
+    # For "longrope" and "dynamic", transformers recomputes the frequencies for long contexts, so
+    # that all positions depend on the length of the context.
     limits = [
         limit
         for module in getattr(model, "modules", list)()
@@ -148,13 +146,10 @@ def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:
 
 @stage("asking the model what it can do")
 def examine(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
-    """Find out by a few tiny forward passes whether slots give the right answers.
-
-    The rows of two short contexts are computed whole and then from slots, in two steps and padded
-    to one batch. The first way to attend is taken whose difference is rounding, compared with the
-    difference that one wrong token makes. That takes five passes, of a small model on one thread.
-    Where nothing can be kept, three more tell whether the model takes positions, and padding.
-    """
+    """Find out by a few tiny forward passes whether slots give the right rows."""
+    # Two short contexts run whole and then from slots, in two steps and padded to one batch. The
+    # first way wins whose difference is rounding, compared with that of a wrong token. Without a
+    # cache, three more passes show whether the model takes positions, and padding.
     support = _examine_slots(runner, vocab_size, max_length)
     if not support.reason and not support.layout.states:  # where it has to begin anew
         return support
@@ -162,10 +157,7 @@ def examine(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupp
 
 
 def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None) -> bool:
-    """Return whether a context in a batch with a longer one has the row that it has alone.
-
-    A model that gives its own row only if it is told no positions is told none from here on.
-    """
+    """Return whether a row is the same in a padded batch; drop positions if only that gives it."""
     length = min(_PROBE_LENGTH, max_length or _PROBE_LENGTH)
     generator = random.Random(1)
     long = [generator.randrange(vocab_size) for _ in range(length)]
@@ -255,12 +247,9 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
 
 
 def tried(runner: HFRunner) -> AbstractContextManager[None]:
-    """Return the context of a tiny pass that a model is tried by.
-
-    It is on one thread where others would gain less on an idle machine than they would lose on a
-    busy one.
-    """
+    """Return the context of a tiny pass that tests a model, on one thread if it is small."""
     num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
+    # Several threads would gain less on an idle machine than they lose on a busy one.
     is_small = runner.device.type == "cpu" and num_parameters < _ONE_THREAD_PARAMETERS
     return one_thread() if is_small else contextlib.nullcontext()
 
@@ -275,7 +264,7 @@ def _is_known(layer: Any) -> bool:
 
 
 def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
-    """Contents of the layers of a model's cache; nothing where all hold keys and values alone."""
+    """Contents of the layers of a model's cache; nothing if all hold keys and values alone."""
     held = tuple(
         CacheLayer(isinstance(layer, DynamicLayer), getattr(layer, "number_of_states", 0))
         for layer in layers
@@ -301,7 +290,7 @@ def _fresh_cache(cache_layers: Sequence[CacheLayer]) -> Cache:
 def _observe_layout(
     runner: HFRunner, token_ids: list[int], cache_layers: tuple[CacheLayer, ...]
 ) -> tuple[KVLayout, torch.Tensor]:
-    """The shapes of what is kept, and the last row of the model that is told no positions."""
+    """The shapes of keys, values and states, and the last row of the model without positions."""
     cache = _fresh_cache(cache_layers)
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
     given = given_cache(runner.model, cache)
@@ -353,15 +342,13 @@ _FARTHEST_MEAN: Final = 4096
 def mean_keys(
     runner: HFRunner, layout: KVLayout, vocab_size: int, longest: float
 ) -> list[torch.Tensor]:
-    """Return the mean of the keys of each layer over tokens drawn at random, always the same ones.
-
-    Some channels of keys lie far from zero in every context, the more so where rotary positions
-    turn them slowly. The tokens are spread over positions, as those of a long context are.
-    """
+    """Return the mean key of each layer over random tokens, always the same ones."""
     generator = random.Random(0)
     farthest = int(min(longest, _FARTHEST_MEAN))
     num_tokens = min(_NUM_MEAN_TOKENS, farthest)
     ids = [generator.randrange(vocab_size) for _ in range(num_tokens)]
+    # Some channels of keys lie far from zero in every context, more so if rotary positions turn
+    # them slowly. The tokens are spread over positions like those of a long context.
     positions = torch.arange(num_tokens, dtype=torch.int64) * (farthest // num_tokens)
     inputs = {
         "input_ids": torch.tensor([ids], dtype=torch.int64),

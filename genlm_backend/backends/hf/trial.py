@@ -71,7 +71,7 @@ def tolerance_of(runner: HFRunner, layout: KVLayout, spread: float) -> float:
 
 
 def dtype_of(layout: KVLayout) -> torch.dtype:
-    """Return the type that a model computes what is kept of it in."""
+    """Return the type of a model's keys, values or states, as it computes them."""
     return layout.layers[0].dtype if layout.layers else layout.states.tensors[0].dtype
 
 
@@ -123,11 +123,9 @@ def first_way(
 
 
 def spread_alone(runner: HFRunner, layout: KVLayout, way: Way, expected: Expected) -> float:
-    """Return how far the row of a token computed alone is from the expected one; 0 in rounding.
-
-    It is asked of quantised models: some of their kernels compute one row in another precision than
-    many. Of other ones, sums are added up in another order.
-    """
+    """Return how far the row of a token computed alone is from the expected one; 0 in rounding."""
+    # Some kernels of quantised models compute one row in another precision than many; other models
+    # only add sums up in another order.
     if layout.states or not getattr(runner.model, "is_quantized", False):
         return 0.0
     *before, last = expected.long

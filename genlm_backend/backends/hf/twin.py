@@ -38,14 +38,11 @@ AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 
 @final
 class Twin:
-    """A copy of each module of a model, with the same parameters and buffers.
+    """A copy of each module of a model, with the same parameters and buffers."""
 
-    The attributes of a module and of its twin are the same objects, hooks included, but for
-    modules, configs, and what is bound to a module. What its owner has compiled runs as it is
-    written: passes are of another shape each, and attend by functions that a compiler cannot see
-    through.
-    """
-
+    # Modules, configs and bound attributes are the twin's own; all other attributes, hooks
+    # included, are shared. Compiled code runs as it is written: passes differ in shape, and attend
+    # by functions that a compiler cannot see through.
     def __init__(self, model: Any, *, names_ours: bool = False, is_apart: bool = True) -> None:
         self._model: Any = model
         self._names_ours = names_ours
@@ -68,11 +65,9 @@ class Twin:
         self.restore()
 
     def close(self) -> None:
-        """Let go of the model; the twin cannot be run any more.
-
-        Its modules refer to themselves, by what is bound to them. So they would keep all parameters
-        until Python looks for garbage, and a model that is closed takes gigabytes.
-        """
+        """Let go of the model; the twin cannot be run any more."""
+        # Modules refer to themselves by bound attributes, and would keep gigabytes of parameters
+        # until Python collects garbage.
         for own in self.copies.values():
             vars(own).clear()
         self.copies, self._bare, self.module, self._model = {}, {}, None, None
@@ -125,11 +120,8 @@ class Twin:
         return own
 
     def name_attention(self, is_ours: bool) -> None:
-        """Have all configs name our functions of attention, or the model's own.
-
-        Some models ask their config by name what to do with masks. So a twin has names of ours only
-        where they are needed.
-        """
+        """Have all configs name our functions of attention, or the model's own."""
+        # Only where needed: some models ask their config by name how to mask.
         self._names_ours = is_ours
         for config in self._own_configs:
             name_attention(config, is_ours)
@@ -137,12 +129,9 @@ class Twin:
     # ---------------------------------------------------------------- one pass
 
     def logits(self, batch: PackedBatch, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Run the twin; return logits at the outputs of a batch: ``[num_outputs, model_vocab]``.
-
-        A vocabulary is wide and a prompt long, so most of the projection would be thrown away.
-        The hidden states are picked on their way into the output embedding, since what some
-        families do behind it (scaling, soft caps) is then still done.
-        """
+        """Run the twin; return logits at the outputs of a batch: ``[num_outputs, model_vocab]``."""
+        # Most of the projection onto a wide vocabulary would be thrown away. Hidden states are
+        # picked before the output embedding, so that any later scaling or soft cap still happens.
         name = self.cache_argument or "cache"
         named = {name if n == "cache" else n: inputs[n] for n in inputs}
         self._batch, self._is_picked = batch, False
@@ -194,7 +183,6 @@ class Twin:
     # ---------------------------------------------------------------- other ones
 
     def another(self) -> Twin:
-        """Return another twin of the same model and kind."""
         twin = Twin(self._model, names_ours=self._names_ours, is_apart=bool(self.copies))
         twin._can_pick = self._can_pick
         return twin
@@ -220,11 +208,7 @@ def _is_bound(value: Any) -> bool:
 
 @torch.inference_mode()
 def twin_of(model: Any, token_ids: torch.Tensor, **options: Any) -> Twin:
-    """Return a twin of a model whose rows are the model's own, found out by a few tiny passes.
-
-    Code that refers to the modules of the model otherwise than by attributes would run those, and
-    not what is put into the twin. Such a model has none, and stands for it.
-    """
+    """Return a twin, or the model in its place if their rows differ in a few tiny passes."""
     name, is_compiled = type(model).__name__, any(map(_is_compiled, model.modules()))
     for _ in range(2):  # the first pass makes some quantised layers ready, and is not as others are
         # Compiled code has a rounding of its own, and nobody wants it compiled for this.
@@ -236,6 +220,7 @@ def twin_of(model: Any, token_ids: torch.Tensor, **options: Any) -> Twin:
         except Exception as error:  # third-party model code may raise anything
             logger.info("%s runs as it is: its twin does not", name, exc_info=error)
             return Twin(model, is_apart=False)
+        # Code that refers to modules otherwise than by attributes would run the model's own.
         if not runs.has_left and _have_equal_logits(found if own is None else own, found):
             return twin
         twin.close()

@@ -60,10 +60,7 @@ def _heard(level: int, text: bytes, user_data: Any) -> None:
 
 @contextlib.contextmanager
 def log_caught() -> Iterator[list[str]]:
-    """Collect what llama.cpp logs as errors on this thread, and keep it off the standard error.
-
-    The lines go to this module's logger, at level ``DEBUG``.
-    """
+    """Collect llama.cpp's errors on this thread, and log them at ``DEBUG``, off standard error."""
     before = getattr(_ours, "errors", None)
     errors = _ours.errors = list[str]()
     try:

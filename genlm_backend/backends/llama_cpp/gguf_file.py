@@ -11,7 +11,6 @@ from genlm_backend.errors import ModelNotFoundError
 
 
 def resolve_file(name: str | Path) -> str:
-    """Return the path of the GGUF file that a name leads to."""
     named = check_name(name)
     path = Path(named)
     if path.is_file():

@@ -132,7 +132,7 @@ class GGUFModel:
                 size = -found
 
     def metadata(self, key: str) -> str | None:
-        """Return a value of the file's metadata as text; ``None`` where there is none."""
+        """Return a value of the file's metadata as text; ``None`` if there is none."""
         size = 256
         while True:
             buffer = ctypes.create_string_buffer(size)

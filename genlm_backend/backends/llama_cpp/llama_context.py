@@ -30,19 +30,16 @@ class ContextSize(NamedTuple):
 
 @final
 class OutOfCellsError(EvaluationError):
-    """llama.cpp has too few cells for tokens, beside those that its sequences hold."""
+    """llama.cpp has too few cells for tokens, in addition to those that its sequences hold."""
 
 
 @final
 class LlamaContext:
-    """A context of llama.cpp: cells that its sequences share, in one unified cache.
+    """A context of llama.cpp: cells that its sequences share, in one unified cache."""
 
-    The first sequences are for contexts. The running state of a sequence is a cell of its own,
-    which copies share as well. It is behind the last token, and llama.cpp cuts no sequence that has
-    one. So sequences of contexts have none but in a pass, and states are in others, which hold
-    nothing else.
-    """
-
+    # The first sequences are for contexts. A running state is a cell of its own, which copies
+    # share, after a sequence's last token; llama.cpp cuts no sequence that has one. So sequences of
+    # contexts have states only during a pass, and other sequences hold nothing but states.
     def __init__(self, model: GGUFModel, size: ContextSize) -> None:
         self.model, self.size = model, size
         counts = size.sequences
@@ -180,7 +177,6 @@ class LlamaContext:
         self._lib.llama_memory_clear(self._memory, True)
 
     def use_adapter(self, adapter: Any | None) -> None:
-        """Compute with an adapter of the model from now on, or with none."""
         kind = self._lib.llama_adapter_lora_p_ctypes
         given = [] if adapter is None else [adapter]
         adapters, scales = (kind * 1)(*given), (ctypes.c_float * 1)(1.0)

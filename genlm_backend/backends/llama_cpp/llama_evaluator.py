@@ -57,7 +57,7 @@ class CellStore:
         self.bytes_per_slot = bytes_per_slot
 
     def is_finite(self, slots: Any) -> bool:
-        """Return ``True``: what has overflown is seen by the rows behind it."""
+        """Return ``True``: overflow shows in later rows."""
         return True
 
 
@@ -72,7 +72,6 @@ class CellAttend(Attend[None]):
 
 
 def load_evaluator(path: str, num_gpu_layers: int, options: Mapping[str, Any]) -> LlamaEvaluator:
-    """Load a model, and return its evaluator."""
     model = GGUFModel(path, num_gpu_layers)
     try:
         return LlamaEvaluator(model, **options)
@@ -128,7 +127,6 @@ class LlamaEvaluator(PassEvaluator):
         )
 
     def _num_tokens(self, *, keeps: bool) -> int:
-        """Return the number of tokens that there is room for."""
         of_token, wanted = self._support.bytes_per_token, self._wanted_length or 0
         if not of_token:
             self._check_room(self._state_bytes)
@@ -190,7 +188,7 @@ class LlamaEvaluator(PassEvaluator):
     # ---------------------------------------------------------------- getting ready
 
     def open(self) -> EvaluatorInfo:
-        """Make room for what is kept, and return what the model can do."""
+        """Make room for the cache, and return the abilities of the model."""
         num_slots, passes, num_states = self._num_slots, self.passes, self._counts.num_states
         of_token, of_state = self._support.bytes_per_token, self._support.bytes_per_state
         if num_slots:
@@ -235,7 +233,7 @@ class LlamaEvaluator(PassEvaluator):
         )
 
     def _may_pin(self, node: int) -> bool:
-        """Return ``True``: there is room for a batch beside pinned prompts."""
+        """Return ``True``: there is room for a batch in addition to pinned prompts."""
         tree = self.passes.tree
         num_pins, num_tokens = tree.pinned_with(node)
         if num_tokens + self._length > tree.num_slots:
@@ -276,7 +274,6 @@ class LlamaEvaluator(PassEvaluator):
         self._runner.clear()
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
-        """Load an adapter from a GGUF file."""
         self._adapters[adapter] = self._model.adapter(adapter.name, path)
 
     def remove_adapter(self, adapter: Adapter) -> None:
@@ -286,7 +283,6 @@ class LlamaEvaluator(PassEvaluator):
         self.clear()
 
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of the runner and the tree."""
         return self._counted()
 
     def close(self) -> None:

@@ -84,12 +84,9 @@ class LlamaRunner(Runner):
         return logits
 
     def _computed_apart(self, tokens: _Tokens) -> torch.Tensor:
-        """Return the logits of rows of which nothing is kept; one by one where there is a NaN.
-
-        A NaN in a cell comes to every row, since what is masked has a weight of zero. Rows of a
-        pass that keeps its tokens are computed here too where they are NaN. So a row is NaN itself
-        only where it is alone, and nothing has been in the cells before.
-        """
+        """Return the logits of rows that are not cached, one by one if there is a NaN."""
+        # NaN in a cell reaches every row, as 0 × NaN is NaN. Cached rows that are NaN come here
+        # too, so that a row is NaN only if it is alone, in cells that have held nothing.
         own, row = np.unique(tokens.row, return_inverse=True)
         is_alone = self.is_spoilt and len(own) == 1
         if self.is_spoilt:
@@ -116,10 +113,7 @@ class LlamaRunner(Runner):
     def _computed(
         self, rows: Ints, tokens: _Tokens, states: SequenceRowStates | None = None
     ) -> torch.Tensor:
-        """Return the logits of rows in sequences; idle ones go where there is no room.
-
-        After an error no sequence holds anything, since it is not known what they do.
-        """
+        """Return the logits of rows in sequences; idle sequences go if there is no room."""
         own = rows[tokens.row].astype(np.int32)
         while True:
             try:
@@ -133,7 +127,7 @@ class LlamaRunner(Runner):
                 if not self._sequences.drop_idle():
                     self._sequences.clear()
                     raise
-            except BaseException:
+            except BaseException:  # after which it is unknown what the sequences hold
                 self._sequences.clear()
                 raise
 
@@ -150,5 +144,4 @@ class LlamaRunner(Runner):
             self._sequences.pin(self.tree.nodes, node)
 
     def running_states(self, layout: Any, before: Sequence[Any] | None) -> SequenceRowStates:
-        """Return the running states of the rows of a pass, given the sequences that have them."""
         return SequenceRowStates(None if before is None else before[0])

@@ -1,4 +1,4 @@
-"""Abilities of a GGUF model: asked by a few tiny passes, not recognised."""
+"""Abilities of a GGUF model: found by a few tiny passes, not by its name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROBE_LENGTH: Final = 12
 _SHARE_OF_SPREAD: Final = 0.02
 _ROUNDING: Final = 1e-3
 _BYTES_OF_CELL: Final = 12
-"""Bytes of a token in a saved state beside its keys and values: its position and sequence."""
+"""Bytes of a token's position and sequence in a saved state, besides its keys and values."""
 
 
 @final
@@ -29,12 +29,9 @@ class LlamaSupport(NamedTuple):
 
 
 def examine(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
-    """Find out what llama.cpp can do with a model, in a small context of its own.
-
-    A context that is forked from the middle of another one is compared with the same one computed
-    for itself; what is kept is used where the difference is rounding, compared with the difference
-    that one wrong token makes.
-    """
+    """Find out what llama.cpp can do with a model, in a small context of its own."""
+    # A context forked from the middle of another one is compared with the same one computed alone.
+    # The cache is used if the difference is rounding, compared with that of a wrong token.
     num_cells, most_tokens = 8 * _PROBE_LENGTH, 4 * _PROBE_LENGTH
     has_states = int(model.has_states)
     counts = SequenceCounts(4, has_states, most_rows=has_states)
@@ -72,7 +69,7 @@ def examine(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
 def _row(
     context: LlamaContext, ids: list[int], sequence: int, start: int = 0, state: int | None = None
 ) -> torch.Tensor:
-    """Return the row behind tokens that go on in a sequence, of a model with states from one."""
+    """Return the row after tokens that go on in a sequence, and from a state if there is one."""
     has_output = np.zeros(len(ids), np.int8)
     has_output[-1] = 1
     tokens, positions = np.array(ids, np.int32), np.arange(start, start + len(ids), dtype=np.int32)

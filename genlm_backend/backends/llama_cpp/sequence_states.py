@@ -15,18 +15,16 @@ from genlm_backend.prefix.nodes import Ints
 
 @final
 class SequenceStateLayout(NamedTuple):
-    """The running state behind one token."""
+    """The running state after one token."""
 
     bytes_per_state: int
 
 
 @final
 class SequenceStateStore:
-    """Running states by number from 1 on, as a ``StateStore`` has them.
+    """Running states by number, as in ``StateStore``: reads and writes numbers of sequences."""
 
-    What is read and written are the numbers of sequences; copies of states share their memory.
-    """
-
+    # Copies of states share their memory.
     def __init__(
         self,
         layout: SequenceStateLayout,
@@ -48,7 +46,7 @@ class SequenceStateStore:
             self._copy(source, sequence)
 
     def is_finite(self, numbers: Ints) -> bool:
-        """Return ``True``: what has overflown is seen by the rows behind it."""
+        """Return ``True``: overflow shows in later rows."""
         return True
 
 
@@ -65,7 +63,7 @@ class SequenceRowStates(RowStates):
         """Do nothing: llama.cpp finds a row's state by its sequence."""
 
     def behind(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return the sequences of the states behind the last tokens of rows: one array, ``[n]``."""
+        """Return the sequences of the states after the last tokens of rows: one array, ``[n]``."""
         return [self.after[rows]]
 
 
@@ -84,7 +82,6 @@ class SequenceCounts(NamedTuple):
 
     @classmethod
     def of_states(cls, num_states: int) -> Self:
-        """Return the numbers of sequences that go with a number of states."""
         most = most_rows(num_states)
         return cls(max(num_states, 2 * most), num_states, most)
 

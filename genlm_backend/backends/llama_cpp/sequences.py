@@ -1,10 +1,9 @@
 """Sequences: the tokens that llama.cpp's sequences hold, and the one in which a row goes on.
 
-llama.cpp keeps the keys and values of a token in a *cell*, which any number of *sequences* may
-share; a row attends to the cells of one sequence. A token is known here by the slot that the prefix
-tree has given it: a slot at a position stands for all tokens before it, until the tree gives it to
-another token. The least recently used sequences go first. The tree does not hear of that: tokens
-that it has and that no sequence holds are computed again.
+llama.cpp keeps a token's keys and values in a *cell*, which any number of *sequences* may share; a
+row attends to the cells of one sequence. A slot of the prefix tree at a position stands for all
+tokens before it, until the tree reuses it. The least recently used sequences go first, without the
+tree: tokens of the tree that no sequence holds are computed again.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class Sequences:
         self._now = 0
 
     def clear(self) -> None:
-        """Have all sequences hold nothing."""
         for sequence in range(len(self._sizes)):
             self.cut(sequence, 0)
 
@@ -84,12 +82,7 @@ class Sequences:
     # ---------------------------------------------------------------- rows
 
     def place(self, nodes: Nodes, ends: Ints) -> NDArray[np.int64]:
-        """Return a sequence for each row, which holds the path to the row's node and no more.
-
-        Args:
-            nodes: The nodes of the prefix tree.
-            ends: The last node that each row has; 0 or a root for none.
-        """
+        """Return a sequence for each row that holds the path to its last node (0: none) alone."""
         self._now += 2
         rows, sizes, slots = np.full(len(ends), -1), nodes.depth[ends], nodes.slot[ends]
         for row, (size, slot) in enumerate(zip(sizes.tolist(), slots.tolist(), strict=True)):
@@ -140,14 +133,12 @@ class Sequences:
         self.hold(np.array([sequence]), [slots[start:]])
 
     def _holders(self, slot: int, size: int) -> NDArray[np.intp]:
-        """Return the sequences whose first ``size`` tokens end with a slot.
-
-        llama.cpp gives the cell of a token before a window to another token, once a single sequence
-        holds it; a sequence that has lost such tokens goes on from its end alone.
-        """
+        """Return the sequences whose first ``size`` tokens end with a slot."""
         if not size:
             return np.empty(0, np.intp)
         holders = np.flatnonzero((self._slots[:, size - 1] == slot) & (self._sizes >= size))
+        # Once a single sequence holds it, llama.cpp reuses the cell of a token before a window. A
+        # sequence that has lost such tokens goes on from its end alone.
         window = self._context.model.window
         if window and len(holders):
             firsts = np.array([self._context.first_position(i) for i in holders.tolist()])

@@ -182,7 +182,7 @@ class AsyncMlxLM(BatchedLM):
 
 
 def _of_transformers(tokenizer: Any) -> Any:
-    """Return the tokenizer that mlx-lm has put a wrapper around, or what is given."""
+    """Return the tokenizer that mlx-lm has put a wrapper around, or the argument."""
     return getattr(tokenizer, "_tokenizer", tokenizer) if _is_wrapper(tokenizer) else tokenizer
 
 

@@ -48,7 +48,6 @@ class MlxAdapters:
         self._modules[adapter] = {name: found[name] for name in changed}
 
     def remove(self, adapter: Adapter) -> None:
-        """Let go of an adapter."""
         self._modules.pop(adapter, None)
 
     @contextlib.contextmanager
@@ -111,7 +110,7 @@ def _around(name: str) -> Iterator[str]:
 
 
 def _folder(path: str) -> Path:
-    """Return the directory of an adapter, fetched from the hub where it is no local one."""
+    """Return the directory of an adapter, fetched from the hub if it is not local."""
     folder = Path(path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

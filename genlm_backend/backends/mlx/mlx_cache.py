@@ -22,7 +22,7 @@ _METAL_FRACTION: Final = 0.5
 def cache_of(
     runner: MlxRunner, support: MlxSupport, kv_bytes: int | None, state_bytes: int | None
 ) -> PrefixCache | None:
-    """Return room for contexts; ``None`` where every context is run whole."""
+    """Return room for contexts; ``None`` if every context is run whole."""
     kept, name = support.kept, type(runner.model).__name__
     if support.reason:
         if state_bytes is not None:
@@ -46,11 +46,7 @@ def cache_of(
 
 
 def _default_budget() -> int:
-    """Return the bytes of keys and values to keep where nobody says.
-
-    A quarter of the machine's free memory, 4 GiB at most, on the CPU; half of what Metal
-    recommends and does not use.
-    """
+    """Return the default bytes of keys and values: on Metal, a share of its unused memory."""
     if mx.default_device().type != mx.DeviceType.gpu:
         return cpu_budget()
     recommended = mx.device_info().get("max_recommended_working_set_size", 0)

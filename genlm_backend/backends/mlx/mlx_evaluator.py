@@ -38,10 +38,7 @@ evaluators may be over one model."""
 
 @final
 class MlxEvaluator(PassEvaluator):
-    """Answers queries by a language model of mlx-lm, on MLX's default device.
-
-    A model of which nothing can be kept runs every context whole.
-    """
+    """Answers queries by a model of mlx-lm, on MLX's default device, without a cache if need be."""
 
     def __init__(
         self,
@@ -76,7 +73,7 @@ class MlxEvaluator(PassEvaluator):
     # ---------------------------------------------------------------- getting ready
 
     def open(self) -> EvaluatorInfo:
-        """Find out what the model can do by a few tiny passes, and make room for what is kept."""
+        """Find out what the model can do by a few tiny passes, and make room for its cache."""
         runner = self._runner
         with _turn:
             support = examine(runner, self._max_length)
@@ -112,7 +109,7 @@ class MlxEvaluator(PassEvaluator):
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
-        """Let the model compute with an adapter, or as it came, and nobody else meanwhile."""
+        """Let the model compute with an adapter, or as it came, and no other model meanwhile."""
         with _turn, self._adapters.in_place(adapter):
             yield
 
@@ -133,7 +130,6 @@ class MlxEvaluator(PassEvaluator):
         self.clear()
 
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of the runner and the tree."""
         return self._counted()
 
     def close(self) -> None:
@@ -144,7 +140,7 @@ class MlxEvaluator(PassEvaluator):
 
 
 def _longest_context(model: Any) -> int | None:
-    """Return the longest context that a model's arguments speak of."""
+    """Return the longest context that a model's arguments name."""
     args = getattr(model, "args", None)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         length = getattr(args, name, None)

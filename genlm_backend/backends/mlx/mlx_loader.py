@@ -46,18 +46,16 @@ class MlxLoader:
     allow_untested: bool = False
 
     def tokenizer(self) -> Any:
-        """Load the tokenizer, as transformers has it."""
         options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
         if self.revision is not None:
             options["revision"] = self.revision
         return load_tokenizer(self.name, **options)
 
     def ends(self) -> tuple[int, ...] | None:
-        """Return the ids that end a text by the model's files; ``None`` where they name none."""
+        """Return the ids that end a text by the model's files; ``None`` if they name none."""
         return named_ends(self.name, self.revision, self.trust_remote_code)
 
     def model(self) -> Any:
-        """Load the model."""
         path = resolve_name(self.name)
         if not Path(path).is_dir():
             from huggingface_hub import snapshot_download
@@ -141,7 +139,7 @@ def has_windows(model: Any, config: Mapping[str, Any]) -> bool:
 def load_directory(
     path: Path, config: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Any:
-    """Load a model with mlx-lm, which is told what a config of transformers says."""
+    """Load a model with mlx-lm by a config of transformers."""
     from mlx_lm.utils import load_model
 
     told = told_flat(config)
@@ -156,12 +154,9 @@ def _config_in(path: Path) -> dict[str, Any]:
 
 
 def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config in the words that mlx-lm reads.
-
-    Since release 5, transformers writes all of rotary positions into ``rope_parameters``, which
-    mlx-lm leaves unread for many models: their positions would be turned at the default speed. And
-    it leaves out some entries that others imply.
-    """
+    """Return the entries of a config by the names that mlx-lm reads."""
+    # Transformers 5 writes rotary positions into ``rope_parameters``, which mlx-lm ignores for many
+    # models: they would get the default speed. It also omits entries that others imply.
     implied = {n: value for n, value in _implied(config).items() if config.get(n) is None}
     return {**implied, **_rotary(config)}  # which is what transformers goes by
 
@@ -200,27 +195,22 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def give_windows(model: Any, config: Mapping[str, Any]) -> None:
-    """Let every layer of a Mistral have the window that its config names.
-
-    mlx-lm evaluates Mistral by its Llama, which has windows for some layers of a model, but reads
-    none from the config of a model in which all have one.
-    """
+    """Give every layer of a Mistral the window that its config names."""
     window = config.get("sliding_window")
     inner: Any = getattr(model, "model", None)
     if config.get("model_type") != "mistral" or window is None or "layer_types" in config:
         return
     if type(inner).__module__ != "mlx_lm.models.llama" or inner.swa_idx is not None:
         return
+    # mlx-lm's Llama, which it uses for Mistral, reads a window for some layers, but none for all.
     inner.sliding_window, inner.swa_idx = window, 0
     for layer in inner.layers:
         layer.use_sliding = True
 
 
 def give_parts_of_heads(model: Any, told: Mapping[str, Any]) -> None:
-    """Let a model turn the part of each head that its config names.
-
-    mlx-lm's GLM turns whole heads.
-    """
+    """Let a model turn the part of each head that its config names."""
+    # mlx-lm's GLM turns whole heads.
     import mlx.nn as nn
 
     share, dim = told.get("partial_rotary_factor"), told.get("head_dim")

@@ -27,10 +27,7 @@ class MlxRunner(Runner):
         self.tokens_computed = 0
 
     def forward(self, spans: Sequence[Span] | PackedBatch, attend: MlxAttend) -> torch.Tensor:
-        """Return the logits at each span's outputs, span by span: float32 ``[num_outputs, vocab]``.
-
-        They are in the processor's memory.
-        """
+        """Return the logits at the spans' outputs, on the CPU: float32 ``[num_outputs, vocab]``."""
         batch = spans if isinstance(spans, PackedBatch) else pack(spans)
         if self.model.training:
             raise ModelStateError(
@@ -55,18 +52,15 @@ class MlxRunner(Runner):
     def running_states(
         self, layout: MlxStateLayout, before: Sequence[mx.array] | None
     ) -> MlxRowStates:
-        """Return the running states of the rows of a pass."""
         return MlxRowStates(layout, before)
 
 
 @final
 class _Picked:
-    """The positions of a pass behind which logits are wanted.
+    """The positions of a pass after which logits are wanted."""
 
-    A vocabulary is wide and a prompt long, so the hidden states are picked on their way into the
-    projection onto the vocabulary, whatever the model does behind it.
-    """
-
+    # A vocabulary is wide and a prompt long, so hidden states are picked before the projection onto
+    # the vocabulary, whatever the model does after it.
     def __init__(self, shape: Sequence[int], rows: torch.Tensor, columns: torch.Tensor) -> None:
         self._shape = tuple(shape)
         # One where none is wanted: not every product bears that there are no rows.

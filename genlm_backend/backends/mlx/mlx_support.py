@@ -1,4 +1,4 @@
-"""Abilities of a model of mlx-lm: asked, not recognised."""
+"""Abilities of a model of mlx-lm: found by tiny passes, not by its name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DEFAULT_ROUNDING: Final = 0.05
 @final
 @dataclass(frozen=True, slots=True)
 class KeptLayout:
-    """Shapes of what is kept of a context; none of a model that runs contexts whole."""
+    """Shapes of cached keys, values and states; none of a model that runs contexts whole."""
 
     shapes: tuple[LayerShape, ...] = ()
     states: MlxStateLayout = field(default_factory=MlxStateLayout)
@@ -64,7 +64,7 @@ class MlxSupport:
 
 
 def check_model(model: Any) -> None:
-    """Raise an ``UnsupportedModelError`` for what is no language model of mlx-lm."""
+    """Raise an ``UnsupportedModelError`` unless it is a language model of mlx-lm."""
     if not hasattr(model, "layers") or not hasattr(model, "named_modules"):
         raise UnsupportedModelError(
             f"{shown(model)} is no language model of mlx-lm: mlx_lm.load returns one, with its "
@@ -73,11 +73,9 @@ def check_model(model: Any) -> None:
 
 
 def evaluate_all(model: Any) -> None:
-    """Compute every array of a model, those too that are none of its parameters.
-
-    What is not computed yet belongs to the thread that has asked for it, and no other can compute
-    it: weights that are loaded lazily, or tables of rotary frequencies.
-    """
+    """Compute every array of a model, even those that are no parameters."""
+    # Only the thread that has asked for a lazy array can compute it: lazily loaded weights, or
+    # tables of rotary frequencies.
     for module in model.modules():
         mx.eval(list(_arrays_in([*vars(module).values(), *module.values()])))
 
@@ -91,17 +89,15 @@ def _arrays_in(value: Any) -> Iterator[mx.array]:
 
 
 def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
-    """Find out by a few tiny passes what a model can do.
-
-    Rows of two short contexts are computed whole and then from slots, in two steps and padded to
-    one batch, or as a ``StateTrial`` goes on from running states. What is kept is used where the
-    difference is rounding, compared with the difference that one wrong token makes.
-    """
+    """Find out by a few tiny passes what a model can do."""
     try:
         logits = runner.forward([Span([1, 2], outputs=(1,))], MlxWholeAttend())
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         name = type(runner.model).__name__
         raise UnsupportedModelError(f"{name} does not run on token ids alone: {error}") from error
+    # Two short contexts run whole and then from slots, in two steps and padded to one batch, or
+    # from running states (``StateTrial``). A cache is used if its difference is rounding, compared
+    # with that of a wrong token.
     vocab_size = logits.shape[1]
     length = min(_length(runner.model), max_length or 1 << 30)
     if length < 6 or vocab_size < 3:
@@ -174,14 +170,13 @@ class _ShapeLayer:
         return mx.array(np.tri(N, dtype=bool)) if return_array else "causal"
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return them as they are."""
         if keys.shape[1] == values.shape[1] and self.shape is None:
             self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         return keys, values
 
 
 def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
-    """Return the shapes of what a model gives its caches; ``None`` where some are unknown."""
+    """Return the shapes of what a model gives its caches; ``None`` if some are unknown."""
     layers = [_ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
     caches = caches_of(model, layers, None)
     mx.eval(model(mx.array([token_ids]), cache=caches))
@@ -205,10 +200,7 @@ def _difference(
     short: list[int],
     whole: list[torch.Tensor],
 ) -> tuple[float, str, bool]:
-    """Return the largest distance of rows from what is kept, or why there are none.
-
-    The last says whether several tokens go on from a running state at once.
-    """
+    """Return the distance of cached rows, why there are none, and if states take several tokens."""
     size = len(long) + len(short)
     attend = way.probing(MlxStore(kept.shapes, 4 * size))
     try:
@@ -247,7 +239,6 @@ def _rows(runner: MlxRunner, contexts: list[list[int]], attend: MlxAttend) -> to
 
 
 def is_half(model: Any) -> bool:
-    """Return whether some weights of a model are in half precision."""
     return bool(_kinds(model) & {mx.float16, mx.bfloat16})
 
 

@@ -9,17 +9,16 @@ from genlm_backend.errors import MissingExtraError
 
 
 def is_present() -> bool:
-    """Return whether MLX and mlx-lm are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("mlx", "mlx_lm"))
 
 
 def is_default() -> bool:
-    """Return whether models are evaluated by MLX where no backend is named: on macOS with it."""
+    """Return whether models are evaluated by MLX if no backend is named: on macOS with MLX."""
     return sys.platform == "darwin" and is_present()
 
 
 def check_present() -> None:
-    """Raise a ``MissingExtraError`` where MLX or mlx-lm is not installed."""
+    """Raise a ``MissingExtraError`` if MLX or mlx-lm is not installed."""
     if not is_present():
         raise MissingExtraError(
             "AsyncMlxLM needs MLX and mlx-lm: pip install 'genlm-backend[mlx]'. AsyncTransformer "

@@ -1,12 +1,9 @@
 """The rows of vLLM's requests, and the engine core that computes them.
 
-This file and ``fork``, the KV connector, hold every name of vLLM that is not its public
-interface. ``RowCapture`` is loaded by vLLM, which passes it the logits of each step; it keeps those
-of the requests that are tagged, by request and not by position. Rows are made of them when they
-are taken. Where the workers are in other processes, ``RowExtension`` hands the rows out. ``Core``
-adds requests, makes steps and takes the rows.
-
-It is imported in vLLM's processes too, which scan all modules that are there: it imports few.
+This file and ``fork``, the KV connector, hold every name of vLLM that is not its public interface.
+vLLM loads ``RowCapture``, which keeps the logits of tagged requests. ``RowExtension`` returns rows
+from other processes; ``Core`` adds requests, makes steps and takes the rows. vLLM's processes
+import this file too, and scan all modules that are loaded: it imports few.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -64,12 +61,10 @@ _PULSE: Final = 0.5
 
 @final
 class RewindableGenerator(torch.Generator):
-    """A random generator on the CPU that the numbers of the latest step can be put back into.
+    """A random generator on the CPU that can go back to before the latest step."""
 
-    vLLM draws with each piece of a request that it computes in pieces, and puts the numbers back by
-    ``set_offset``, which PyTorch has for generators on CUDA devices alone.
-    """
-
+    # vLLM draws with each piece of a request that it computes in pieces, and puts the numbers back
+    # by ``set_offset``, which PyTorch has for generators on CUDA devices alone.
     living: ClassVar[WeakSet[RewindableGenerator]] = WeakSet()
     """All of them, in the process of the worker."""
 
@@ -109,24 +104,19 @@ def _let_requests_rewind() -> None:
 
 @final
 class RowCapture(LogitsProcessor, LogitsProcessorV2):
-    """A logits processor that keeps the logits of tagged requests; it changes none of them.
+    """A logits processor that keeps the logits of tagged requests; it changes none of them."""
 
-    The class is what both of vLLM's model runners expect: the first tells of moves within the
-    batch (``update_state``), the second of a fixed slot for each request (``add_request``).
-    """
-
+    # Both model runners of vLLM take it: the first reports moves within the batch
+    # (``update_state``), the second a fixed slot for each request (``add_request``).
     logits: ClassVar[dict[str, torch.Tensor]] = {}
-    """Logits of the latest steps by the tags of their requests, in the process of the worker.
-
-    They are the class's because vLLM makes the object and hands it to nobody.
-    """
+    """Logits by the tags of requests; the class's, because vLLM gives no caller the object."""
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         self._tags: dict[int, str] = {}
         _let_requests_rewind()
 
     def is_argmax_invariant(self) -> bool:
-        """Return ``False``, so that it is asked for greedy requests too."""
+        """Return ``False``, so that vLLM calls it for greedy requests too."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -168,11 +158,9 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
 
     @classmethod
     def take_rows(cls, tags: list[str]) -> list[Row]:
-        """Return the rows of one or more requests, and let go of their logits.
-
-        Rows are made here and not when the logits are kept: vLLM's inference mode is over, whose
-        tensors cannot be modified outside of it, and a CUDA device has not been waited for.
-        """
+        """Return the rows of one or more requests, and let go of their logits."""
+        # Not made when logits are kept: by now vLLM's inference mode is over, whose tensors cannot
+        # be modified outside of it, and a CUDA device has not been waited for.
         logits = torch.stack([cls.logits.pop(tag) for tag in tags])
         return rows_of_logits(logits, in_place=True)
 
@@ -181,12 +169,9 @@ class RowExtension:
     """Methods that vLLM adds to each of its workers, to be called by name from another process."""
 
     def take_genlm_rows(self, tags: list[str]) -> tuple[bytes, list[float | None]] | None:
-        """Return the rows of one or more requests, as what vLLM sends between its processes.
-
-        Only the first worker of a group that has the same rows answers; the others give
-        ``None``. All let go of the logits.
-        """
+        """Return rows as vLLM sends them between its processes; all let go of the logits."""
         kept = RowCapture.logits
+        # The first worker of a group with the same rows returns them, the others ``None``.
         is_asked = get_tensor_model_parallel_rank() == 0 and kept.keys() >= set(tags)
         rows = RowCapture.take_rows(tags) if is_asked else None
         kept.clear()  # rows are asked for together: nobody asks for what is left
@@ -218,10 +203,7 @@ def core_request(
     resumable: bool,
     features: list[Any] | None = None,
 ) -> Any:
-    """Return a request; a resumable one stays after its row, to be extended.
-
-    ``features`` are the pictures among its tokens.
-    """
+    """Return a request, with any pictures; a resumable one stays after its row, to be extended."""
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
@@ -280,11 +262,7 @@ class Core:
             self.num_free_blocks = pool.get_num_free_blocks()
 
     def step(self, timeout: float) -> list[Any] | None:
-        """Make a step and return its outputs.
-
-        Another process steps by itself: its next outputs are waited for, ``timeout`` seconds at
-        most, and ``None`` returned where there are none.
-        """
+        """Make a step and return its outputs; ``None`` if another process has none in time."""
         if self.is_local:
             outputs = self._client.get_output()
         else:
@@ -304,10 +282,7 @@ class Core:
         return outputs.outputs
 
     def take(self, tags: list[str], wanted: RowQuestions | None = None) -> list[Any]:
-        """Return the latest rows of one or more requests, or what is read off; let go of logits.
-
-        Rows are on the device where they were computed, or on the CPU if that is elsewhere.
-        """
+        """Return the latest rows of requests, or their readouts; let go of the logits."""
         if self.is_local:
             rows = RowCapture.take_rows(tags)
         elif wanted is None or wanted.has_own:
@@ -335,12 +310,10 @@ class Core:
 
     @staticmethod
     def logprobs_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Return the log-probabilities of a prompt, from the last output of a request for them.
-
-        What a step has not computed, since its keys and values were there, is whatever was in the
-        memory before: the ids tell, which are those of the prompt elsewhere.
-        """
+        """Return the log-probabilities of a prompt, from a request's last output."""
         stats, told = output.prefill_stats, output.new_prompt_logprobs_tensors
+        # A step leaves garbage for tokens that were cached; there the ids are not those of the
+        # prompt.
         logprobs, ids = told.logprobs[:, 0].float(), told.logprob_token_ids[:, 0].long()
         return logprobs, ids, stats.num_computed_tokens, stats.num_cached_tokens
 
@@ -352,11 +325,10 @@ class Core:
             self._ask("collective_rpc", "forget_genlm_logits", None, (tags,), None)
 
     def add_lora(self, request: Any) -> None:
-        """Load an adapter, so that a wrong one is told of now."""
+        """Load an adapter, so that a wrong one is an error now."""
         self._ask("add_lora", request)
 
     def remove_lora(self, number: int) -> None:
-        """Remove an adapter by its number."""
         self._ask("remove_lora", number)
 
     def reset(self) -> None:
@@ -381,14 +353,11 @@ class Core:
         return not self.is_local and self._client.resources.engine_dead
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the core, wherever it is, and return its answer.
-
-        vLLM's client waits for the answer of another process without an end, so that one that
-        dies while it is asked would never be noticed.
-        """
+        """Call a method of the core, wherever it is, and return its result."""
         client = self._client
         if self.is_local:
             return getattr(client, method)(*args)
+        # vLLM's client would wait without end for a process that dies during a call.
         number = uuid.uuid4().int >> 64
         answer: Future[Any] = Future()
         client.utility_results[number] = answer
@@ -400,7 +369,7 @@ class Core:
 
 @final
 class PictureProcessing:
-    """Processing of pictures by vLLM, before its core is asked."""
+    """Processing of pictures by vLLM, before its core gets them."""
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
@@ -412,7 +381,6 @@ class PictureProcessing:
 
     @property
     def processor(self) -> Any:
-        """The processor of transformers that it runs."""
         return self._engine.renderer.get_mm_processor().info.get_hf_processor()
 
     def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:

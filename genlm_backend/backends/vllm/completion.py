@@ -64,7 +64,6 @@ class Completion:
             )
 
     def fail(self, error: BaseException) -> None:
-        """Settle the future with ``error``."""
         self._settle(error=error)
 
     def _settle(self, result: Sampled | None = None, error: BaseException | None = None) -> None:

@@ -1,9 +1,8 @@
 """ForkConnector: lets a new session begin from the keys and values of a live one.
 
-vLLM loads it as a KV connector and asks it, for each new request, how many of its tokens need not
-be computed. Full blocks are shared by vLLM's own prefix caching; what is left, as a rule one
-partial block, is put among the copies that vLLM's workers make on the device before the step.
-Everything is decided in the scheduler: nothing is done in a worker.
+vLLM loads it as a KV connector and asks it how many tokens of each new request are cached. vLLM's
+own prefix caching shares full blocks; the rest, as a rule one partial block, joins the copies that
+vLLM's workers make before the step. All is decided in the scheduler, and nothing in a worker.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -85,11 +84,9 @@ class ForkConnector(KVConnectorBase_V1):
         return blocks
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Hand the planned copies to the step, and to its new requests all of their pictures.
-
-        vLLM leaves out the features of pictures whose keys and values are there. A request that is
-        preempted, as all are by ``clear_cache()``, needs them once those have gone.
-        """
+        """Hand the planned copies to the step, and to its new requests all of their pictures."""
+        # vLLM omits the features of pictures that are cached. A preempted request, as all are by
+        # ``clear_cache()``, needs them once the cache has gone.
         for new in scheduler_output.scheduled_new_reqs:
             if new.mm_features:
                 new.mm_features = self._requests[new.req_id].mm_features

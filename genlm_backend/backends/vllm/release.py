@@ -34,7 +34,7 @@ def is_supported(release: str | None) -> bool:
 
 
 def check_release() -> None:
-    """Find out whether the installed vLLM can be used; warn of a release that nobody has seen."""
+    """Find out whether the installed vLLM can be used; warn of a release that is untested."""
     found = installed_release()
     if found is None or not is_supported(found):
         what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"
@@ -68,12 +68,9 @@ def _shown(minor: tuple[int, ...]) -> str:
 
 
 def let_modules_be_scanned() -> None:
-    """Let vLLM's engine for the CPU start where Numba has been imported, as tries do.
-
-    It looks at the attributes of whatever is in a module. The library object of llvmlite takes any
-    name that it is asked for one of a compiled function, ``__dict__`` too, and keeps in a table
-    what it has found; so the table says that it has no attributes.
-    """
+    """Let vLLM's engine for the CPU start if Numba has been imported, as tries do."""
+    # vLLM looks at the attributes of all objects in a module. llvmlite's library takes any name,
+    # ``__dict__`` too, for a compiled function and stores it in a table: so that has an empty one.
     module: Any = sys.modules.get("llvmlite.binding.ffi")
     table = getattr(getattr(module, "lib", None), "_fntab", None)
     if isinstance(table, dict):

@@ -19,13 +19,7 @@ _NUM_OWN: Final = 3  # tokens of a fork behind those that it shares
 
 
 def compare_rows(evaluator: VLLMEvaluator) -> None:
-    """Compare rows of contexts that are extended and forked with rows of the same ones asked whole.
-
-    It takes a few passes of tens of tokens, on the model itself, and all is forgotten behind it. A
-    difference counts where it is more than half of what it makes if the last token that was there
-    already is another one. That leaves room for rounding: through the layers of a model in 16 bits
-    a last bit becomes a root mean square of 0.05, where a wrong token so near makes 0.3.
-    """
+    """Compare rows of extended and forked contexts with the same contexts computed whole."""
     engine, planner, generator = evaluator.engine, evaluator.planner, random.Random(0)
     size = min(3 * engine.block_size + 2, engine.max_length - _NUM_OWN - 1, 200)
     if size < _FEWEST:  # too short a context to tell
@@ -63,6 +57,8 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
         planner.tokens_computed = planner.tokens_reused = planner.tokens_evicted = 0
         engine.num_steps = 0
     differences = [*map(_distance, found, expected)]
+    # A difference counts if it is more than half of that of a wrong last cached token: in 16 bits
+    # rounding makes a root mean square of 0.05 through all layers, and such a token 0.3.
     for difference, spread in zip(differences, spreads, strict=True):
         if not difference <= max(_ROUNDING, spread / 2):
             raise UnsupportedModelError(
@@ -76,11 +72,8 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
 
 
 def _distance(row: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the root mean square difference of two rows, among ids that either says may come.
-
-    Where a large vocabulary has none that is likelier than others, it is among all of them. An id
-    that one row alone excludes makes it infinite.
-    """
+    """Return the root mean square difference of two rows, among ids that either finds likely."""
+    # Among all ids if no id is likely; infinite if one row alone excludes an id.
     likely = (row > _LEAST) | (other > _LEAST)
     row, other = (row[likely], other[likely]) if likely.any() else (row, other)
     return float((row - other).square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""VLLMSampler: continuations that vLLM samples by itself, beside the rows that it is asked for."""
+"""VLLMSampler: continuations that vLLM samples by itself, in addition to rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class VLLMSampler:
     async def sample(
         self, completions: Sequence[Completion], when_ended: Callable[[Any], None]
     ) -> list[Sampled]:
-        """Return the ids sampled for each completion; stop them all where one fails."""
+        """Return the ids sampled for each completion; stop them all if one fails."""
         self._call_soon(lambda: self._start(completions))
         futures = [asyncio.wrap_future(completion.future) for completion in completions]
         for future in futures:
@@ -60,10 +60,8 @@ class VLLMSampler:
             self._pump()
 
     def _pump(self) -> None:
-        """Make one step for the completions and, if any are left, put the next into the queue.
-
-        Batches that wait go in between, and take the completions along.
-        """
+        """Make one step for the completions, and queue the next if any are left."""
+        # Batches that wait go in between, and take the completions along.
         self._is_pumping = self._planner.go_on()
         if self._is_pumping:
             with contextlib.suppress(BatcherClosedError):  # whoever closes it settles what is left

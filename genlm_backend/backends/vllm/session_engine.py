@@ -54,7 +54,7 @@ class SessionEngine(Protocol):
         ...
 
     def num_free_blocks(self) -> int:
-        """Return how many blocks of keys and values nobody holds."""
+        """Return how many blocks of keys and values are free."""
         ...
 
     def add(self, placement: Placement) -> None:
@@ -67,7 +67,7 @@ class SessionEngine(Protocol):
         relieve: Callable[[], bool],
         wanted: RowQuestions | None = None,
     ) -> dict[str, Any]:
-        """Compute the rows of these sessions; ``relieve`` makes room where there is none."""
+        """Compute the rows of these sessions; ``relieve`` makes room if there is none."""
         ...
 
     def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
@@ -79,7 +79,7 @@ class SessionEngine(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget all blocks, where no session is left; completions compute theirs again."""
+        """Forget all blocks, once no session is left; completions compute theirs again."""
         ...
 
     def start(
@@ -89,7 +89,7 @@ class SessionEngine(Protocol):
         source: str | None = None,
         num_shared: int = 0,
     ) -> None:
-        """Begin a completion, behind the first tokens of a session that has been computed."""
+        """Begin a completion, after the first tokens of a session that has been computed."""
         ...
 
     def step(self, relieve: Callable[[], bool]) -> None:

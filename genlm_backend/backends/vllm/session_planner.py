@@ -1,7 +1,7 @@
 """SessionPlanner: which contexts of a batch the steps of an engine compute together.
 
 A batch is computed in parts, each as many contexts as the engine has room for at once; completions
-go on in every step, and in steps of their own where no row is wanted.
+go on in every step, and in steps of their own if no row is wanted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from genlm_backend.model.scoring import Scoring
 
 @final
 class SessionPlanner:
-    """Plans an engine's batches in parts, and ends the oldest sessions where there is no room.
-
-    Everything happens on the thread that calls.
-    """
+    """Plans an engine's batches in parts, on the caller's thread; the oldest sessions make room."""
 
     def __init__(self, engine: SessionEngine) -> None:
         self._engine = engine
@@ -57,12 +54,7 @@ class SessionPlanner:
     def _run_part(
         self, indices: list[int], placements: list[Placement], wanted: RowQuestions | None
     ) -> dict[int, Any]:
-        """Return the rows of a part of a batch, by the indices of its queries.
-
-        A completion may take blocks that a part was to have, and wait before its queries for those
-        that the part or what it begins with holds. Then some rows are missing, and every session is
-        ended: a part that begins without any has one row at least.
-        """
+        """Return the rows of a part of a batch, by the indices of its queries."""
         for placement in placements:
             self._engine.add(placement)
         sessions = [placement.session for placement in placements]
@@ -70,6 +62,9 @@ class SessionPlanner:
         found = self._engine.run(sessions, self._end_oldest, own)
         if not found and not self.table.num_computed:
             raise EvaluationError(f"vLLM has no room for any of {len(sessions)} contexts")
+        # A completion may take blocks meant for the part, and wait for some that the part holds.
+        # Then rows are missing, and all sessions end: a part that begins without any has one row at
+        # least.
         if len(found) == len(sessions):
             self.table.commit()
         else:
@@ -135,20 +130,16 @@ class SessionPlanner:
         return placements
 
     def _blocks_of(self, placement: Placement) -> int:
-        """Return how many more blocks a placement takes, at most.
-
-        A session that is extended has its last block already; a new one shares full blocks only.
-        """
+        """Return how many more blocks a placement takes, at most."""
         size = self._engine.block_size
         num_shared = placement.num_shared
+        # An extended session has its last block already; a new one shares full blocks only.
         there = num_shared // size if placement.is_new else -(-num_shared // size)
         return -(-len(placement.query.context) // size) - there
 
     def _num_left(self) -> int:
-        """Return how many of the engine's requests sessions leave to the completions.
-
-        It is half of them, if those need as many. Each may take a block in the next step.
-        """
+        """Return how many of the engine's requests sessions leave to the completions."""
+        # Each of these may take a block in the next step.
         return min(len(self._engine.completions), self._engine.max_sessions // 2)
 
     def _make_room(self, num_blocks: int) -> bool:
@@ -171,7 +162,6 @@ class SessionPlanner:
         return True
 
     def end_sessions(self) -> None:
-        """End every session."""
         self._engine.end(self.table.clear())
 
     @contextlib.contextmanager
@@ -196,12 +186,10 @@ class SessionPlanner:
     # ---------------------------------------------------------------- completions
 
     def start(self, completions: list[Completion], forbidden: frozenset[int]) -> None:
-        """Hand completions to the engine; an error is theirs.
-
-        Prompts that are more than a block together are computed first, as sessions, from which the
-        completions are forked: so each is computed once, and in pieces where it is long. That is
-        done for as many at a time as begin in one step while those sessions are there.
-        """
+        """Hand completions to the engine, whose errors are theirs."""
+        # Prompts of more than a block in total are computed first, as sessions, and forked: each
+        # once, and long ones in pieces. As many at a time as begin in one step while the sessions
+        # live.
         is_short = sum(len(c.prompt.context) for c in completions) <= self._engine.block_size
         size = len(completions) if is_short else max(1, self._engine.max_sessions // 2)
         try:
@@ -228,10 +216,7 @@ class SessionPlanner:
         self.evaluate(prompts, check_wanted, RowQuestions([()] * len(prompts)))
 
     def go_on(self) -> bool:
-        """Make a step for the completions; return whether any are left.
-
-        An error of the engine is theirs.
-        """
+        """Make a step for the completions, which get its error; return whether any are left."""
         with contextlib.suppress(Exception), self._distrusting():
             self._step()
         return bool(self._engine.completions)

@@ -18,7 +18,7 @@ from genlm_backend.model.query import Query
 @final
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The session that one query is computed in, and what is there of its context."""
+    """The session that one query is computed in, and how much of its context is cached."""
 
     query: Query
     session: str
@@ -28,7 +28,7 @@ class Placement:
 
     @property
     def num_extended(self) -> int:
-        """Number of tokens that the session has, so that those behind them are sent."""
+        """Number of tokens that the session has, so that those after them are sent."""
         return 0 if self.is_new else self.num_shared
 
 
@@ -48,11 +48,7 @@ class _Session:
 
 @final
 class SessionTable:
-    """Live sessions by their contexts, the ones unused for longest ended first.
-
-    ``place`` is called for each query of a part of a batch; what it hands out is not seen by the
-    queries after it until ``commit``, because the engine has not computed it yet.
-    """
+    """Live sessions by their contexts, the ones unused for longest ended first."""
 
     def __init__(self, max_sessions: int, prefix: str = "session") -> None:
         if max_sessions < 1:
@@ -62,6 +58,7 @@ class SessionTable:
         self._clock = itertools.count()
         self._sessions: dict[str, _Session] = {}
         self._by_context: dict[Query, _Session] = {}
+        # Unseen by the next queries until ``commit``, because the engine has not computed them.
         self._round: list[Placement] = []
         self._held: set[str] = set()
         self._extended: set[str] = set()
@@ -75,15 +72,12 @@ class SessionTable:
         return len(self._sessions)
 
     def place(self, query: Query) -> Placement:
-        """Choose where the row of ``query`` is computed, from the most tokens already there.
-
-        The session it uses, or copies from, is held until ``commit``. A session is extended by
-        one query of a part of a batch; its siblings begin where it stood before.
-        """
+        """Choose the session with most of a query's tokens, which is held until ``commit``."""
         best, num_shared = self._longest_prefix(query)
         if best is None:
             placement = Placement(query, next(self._ids), is_new=True)
         elif num_shared == len(best.token_ids) and best.id not in self._extended:
+            # One query of a part extends a session; its siblings fork it where it was before.
             placement = Placement(query, best.id, is_new=False, num_shared=num_shared)
             self._extended.add(best.id)
         else:
@@ -153,10 +147,7 @@ class SessionTable:
         self._extended.clear()
 
     def _longest_prefix(self, query: Query) -> tuple[_Session | None, int]:
-        """Return the session that shares most with ``query``, but for its last token.
-
-        At equal length one that ends there and is free comes first, because it can be extended.
-        """
+        """Return the session that shares most with ``query``, but for its last token."""
         most = len(query.context) - 1
         pictures = query.context.pictures
         is_kept = most >= (1 if pictures is None else pictures.num_tokens)
@@ -171,6 +162,7 @@ class SessionTable:
             if min(len(wanted), len(session.token_ids)) < best_key[0]:
                 continue
             shared = common_length(session.token_ids, wanted)
+            # At equal length, one that ends there and is free wins, because it can be extended.
             key = (shared, shared == len(session.token_ids) and session.id not in self._extended)
             if key > best_key:
                 best, best_key = session, key

@@ -1,4 +1,4 @@
-"""VLLMEngine: vLLM as sessions whose rows can be asked for, and completions beside them."""
+"""VLLMEngine: vLLM as sessions that give rows, and as completions."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WAIT = 0.1
 """Seconds to wait for the outputs of a core in another process at each step."""
 
 _MOST_EMPTY_STEPS = 3
-"""Number of steps that compute nothing, behind each other, before something has to make room."""
+"""Number of steps in a row that compute nothing, before something has to make room."""
 
 _PATIENCE = 30.0
 """Seconds that a core may take to notice that requests have ended."""
@@ -55,10 +55,7 @@ _PATIENCE = 30.0
 
 @final
 class VLLMEngine:
-    """vLLM's engine: starts, extends and ends sessions, and steps until their rows are there.
-
-    Not to be used by two threads at once.
-    """
+    """vLLM's engine: starts, extends and ends sessions, and steps; for one thread at a time."""
 
     _here: VLLMEngine | None = None
     """The engine whose core is in this process; vLLM can have one."""
@@ -103,23 +100,14 @@ class VLLMEngine:
 
     @property
     def processor(self) -> Any:
-        """The processor of transformers that reads pictures."""
         return self._pictures.processor
 
     def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:
-        """Return the token ids of a prompt with pictures, and the features of these."""
         return self._pictures.read(prompt, images)
 
     @classmethod
     def load(cls, path: str, options: dict[str, Any], tokenizer: Any = None) -> VLLMEngine:
-        """Load a model with vLLM.
-
-        The engine runs in this process, or in one of its own where it has several workers,
-        ``VLLM_ENABLE_V1_MULTIPROCESSING=1`` is set, or this process has an engine already. While
-        it loads, that variable is set accordingly, and where they are not set,
-        ``VLLM_LOGGING_LEVEL=ERROR`` and ``VLLM_USE_V2_MODEL_RUNNER=0`` (the runner that rows
-        have been compared on). The global random generators, which vLLM seeds, are put back.
-        """
+        """Load a model with vLLM, in this process or, if it has to be, in one of its own."""
         _check_options(options)
         made, max_adapters = _arguments(options), None
         if made.get("enable_lora"):
@@ -139,6 +127,8 @@ class VLLMEngine:
             or any(options.get(name, 1) != 1 for name in _PARALLEL)
             or options.get("distributed_executor_backend") not in (None, "uni")
         )
+        # Set while vLLM loads. Rows have been compared on its first model runner, which is the
+        # default here. The global random generators, which vLLM seeds, are put back.
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
         variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
         with environment(variables), random_state_kept():
@@ -157,12 +147,10 @@ class VLLMEngine:
     # ---------------------------------------------------------------- sessions
 
     def num_free_blocks(self) -> int:
-        """Return how many blocks of keys and values nobody holds."""
         self._wait_for_ends()
         return self._core.num_free_blocks
 
     def add(self, placement: Placement) -> None:
-        """Start or extend the session of ``placement``, which the next ``run`` computes."""
         session, query = placement.session, placement.query
         extra = {capture.TAG: session, **_fork_of(placement.source, placement.num_shared)}
         params = SamplingParams(
@@ -180,12 +168,7 @@ class VLLMEngine:
         relieve: Callable[[], bool],
         wanted: RowQuestions | None = None,
     ) -> dict[str, Any]:
-        """Step the engine until each of these sessions has a row; return them, or what is read off.
-
-        Completions go on meanwhile. ``relieve`` is called where the engine has no room for
-        anything: it ends a session and returns whether there was one to end. Where there was none,
-        the sessions that have no row yet are left out.
-        """
+        """Step until each session has a row, or there is no room; return rows or readouts."""
         requests, self._requests = self._requests, []
         self._call(self._core.add, requests)
         waiting = set(session_ids)
@@ -198,6 +181,7 @@ class VLLMEngine:
                     raise EvaluationError(f"vLLM ended a session: {output.finish_reason}")
                 if output.new_token_ids:
                     waiting.discard(output.request_id)
+            # ``relieve`` ends a session, if any, when the engine has no room for anything.
             if waiting and not self._is_relieved(relieve):
                 break
         places = [i for i, session in enumerate(session_ids) if session not in waiting]
@@ -210,12 +194,10 @@ class VLLMEngine:
         return dict(zip(computed, found, strict=True))
 
     def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
-        """Return the scores of texts, each computed in one pass.
-
-        No logits are computed of tokens whose keys and values are there. Texts of which some of the
-        targets were there are computed again, from their first tokens on.
-        """
+        """Return the scores of texts, each computed in one pass."""
         found = self._scored(texts, relieve, is_fresh=False)
+        # vLLM computes no logits of cached tokens: texts with cached targets run again from the
+        # start.
         again = [i for i, each in enumerate(found) if not each.is_whole]
         if again:
             fresh = self._scored([texts[i] for i in again], relieve, is_fresh=True)
@@ -278,7 +260,6 @@ class VLLMEngine:
                 self._call(self._core.forget_logits, list(untaken))
 
     def reset(self) -> None:
-        """Forget all blocks, where no session is left; completions compute theirs again."""
         self._wait_for_ends()
         self._call(self._core.reset)
 
@@ -310,7 +291,6 @@ class VLLMEngine:
         self._call(self._core.add, [request])
 
     def step(self, relieve: Callable[[], bool]) -> None:
-        """Make a step for the completions; ``relieve`` as for ``run``."""
         self._step()
         if self.completions and not self._is_relieved(relieve):
             raise EvaluationError(f"vLLM has no room for any of {len(self.completions)} samples")
@@ -324,7 +304,6 @@ class VLLMEngine:
     # ---------------------------------------------------------------- adapters
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
-        """Load a LoRA adapter."""
         if not self._core.takes_adapters:
             raise AdapterError(
                 f"the model was loaded without places for adapters: {adapter.name!r} needs "
@@ -349,7 +328,6 @@ class VLLMEngine:
         self._adapters[adapter] = request
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove a LoRA adapter that no session and no completion uses."""
         self._call(self._core.remove_lora, self._adapters.pop(adapter).lora_int_id)
 
     # ---------------------------------------------------------------- closing
@@ -376,20 +354,14 @@ class VLLMEngine:
         return len(self._sessions) + len(self.completions) + len(self._texts)
 
     def _is_relieved(self, relieve: Callable[[], bool]) -> bool:
-        """Return whether the next steps may compute something: they can, or room has been made.
-
-        They cannot where several have computed nothing since all requests were there.
-        """
+        """Return whether the next steps may compute something: they can, or room has been made."""
         if self._num_empty_steps < _MOST_EMPTY_STEPS:
             return True
         self._num_empty_steps = 0
         return relieve()
 
     def _step(self) -> list[Any]:
-        """Make a step, or wait a little for one; pass on what it has sampled.
-
-        Completions that nobody waits for are stopped before it.
-        """
+        """Make a step, or wait a little for one; pass on what it has sampled."""
         gone = [c for c in self.completions.values() if c.future.cancelled()]
         if gone:
             self.stop(gone)
@@ -474,7 +446,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _values_explained() -> Iterator[None]:
-    """Turn what pydantic says of vLLM's options into an ``OptionError`` that names them."""
+    """Turn pydantic's errors for vLLM's options into an ``OptionError`` that names them."""
     try:
         yield
     except ValidationError as error:

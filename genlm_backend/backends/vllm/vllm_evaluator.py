@@ -30,7 +30,7 @@ _LONGEST_PASS: Final = 2048
 """Tokens of a text that one pass scores, at most: vLLM holds the logits of all of them."""
 
 _MOST_OF_PROMPT: Final = 64
-"""Tokens of a text for each one that is scored, at most, where one pass is the faster way."""
+"""Tokens of a text for each one that is scored, at most, for which one pass is the faster way."""
 
 
 @final
@@ -105,7 +105,7 @@ class VLLMEvaluator(Evaluator):
         return self.planner.evaluate(queries, self.check_wanted)
 
     def _scores(self, scorings: Sequence[Scoring]) -> list[Answer]:
-        """Return the scores of texts, each in a pass of its own where that is the faster way."""
+        """Return the scores of texts, each in a pass of its own if that is the faster way."""
         at_once = [scoring for scoring in scorings if self._is_pass(scoring)]
         found = dict(zip(at_once, self.planner.score(at_once, self.check_wanted), strict=True))
         rest: defaultdict[Beside, list[Scoring]] = defaultdict(list)
@@ -124,11 +124,9 @@ class VLLMEvaluator(Evaluator):
         return stacked(rows)
 
     def _is_pass(self, scoring: Scoring) -> bool:
-        """Return whether a text is scored by one pass, which gives a number for each token.
-
-        The pass knows nothing of ids that no token has, computes the prompt again where vLLM has
-        forgotten it, and holds a table of logits of all tokens at once.
-        """
+        """Return whether one pass scores a text, which gives a number for each token."""
+        # The pass knows nothing of undefined ids, computes the prompt again if vLLM has forgotten
+        # it, and holds the logits of all tokens at once.
         size = len(scoring.text.context)
         return (
             self.engine.scores_texts
@@ -152,11 +150,11 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- what is kept
 
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens a session has; vLLM does not tell of a host."""
+        """Return how many of a context's tokens a session has; vLLM does not report a host tier."""
         return 0 if tier == "host" else self.planner.table.num_shared(query)
 
     def forget(self, query: Query, keep: int) -> None:
-        """Do nothing: vLLM frees a block when another context needs it, and cannot be told to."""
+        """Do nothing: vLLM frees a block when another context needs it, and not before."""
 
     def pin(self, query: Query) -> bool:
         """Refuse: the oldest sessions are ended, whichever they are."""
@@ -174,10 +172,7 @@ class VLLMEvaluator(Evaluator):
         self.engine.add_adapter(adapter, path)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove an adapter, and end all sessions.
-
-        Completions sampled with it end with an ``UnknownAdapterError``, and no others.
-        """
+        """Remove an adapter, end all sessions, and fail the completions sampled with it."""
         sampled = self.samples_of(adapter)
         self.engine.stop(sampled)
         for completion in sampled:
@@ -194,7 +189,7 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- keeping house
 
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of the engine and its planner; vLLM tells no bytes."""
+        """Return the counts of the engine and its planner; vLLM reports no bytes."""
         return EvaluatorCounts(
             num_forwards=self.engine.num_steps,
             tokens_computed=self.planner.tokens_computed,

@@ -36,11 +36,10 @@ class VLLMPictureReader:
 
     @property
     def processor(self) -> Any:
-        """The processor of transformers that vLLM runs; ``None`` where it reads text alone."""
+        """The processor of transformers that vLLM runs; ``None`` if it reads text alone."""
         return None if self._engine.image_token_id is None else self._engine.processor
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
-        """Return the context of a prompt that begins with pictures."""
         processor = self.processor
         if processor is None:
             raise PictureError("the model reads text alone, and takes no pictures")

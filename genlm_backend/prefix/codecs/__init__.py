@@ -27,7 +27,7 @@ _CODECS: Final[dict[KVCacheDtype, type[Codec]]] = {
 
 
 def needs_mean(kept: KVCacheDtype | None) -> bool:
-    """Return whether a number format takes the mean of keys off, which is computed once."""
+    """Return whether a number format needs the mean of keys, which is computed once."""
     return kept is not None and _CODECS[kept].needs_mean
 
 
@@ -38,7 +38,6 @@ def codec_for(
     dtype: torch.dtype,
     mean: torch.Tensor | None = None,
 ) -> Codec:
-    """Return the codec of a number format for rows of vectors."""
     if kept is None or getattr(torch, kept) is dtype:
         return Exact(width, dim, dtype)
     match kept:

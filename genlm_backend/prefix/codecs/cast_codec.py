@@ -16,25 +16,19 @@ class Exact(Codec):
     is_exact: ClassVar[bool] = True
 
     def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """Return one tensor of the rows themselves."""
         return ((self.width, self.dtype),)
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the rows."""
         return (rows,)
 
     def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the rows, the very tensor."""
+        """Return the very tensor of the rows."""
         return codes[0]
 
 
 @final
 class Cast(Codec):
-    """Keeps keys and values in another floating-point type, each element rounded to the nearest.
-
-    What is beyond the range of the type becomes its largest number, so that nothing that was
-    finite becomes infinite.
-    """
+    """Keeps keys and values in another floating-point type, each element rounded to the nearest."""
 
     def __init__(self, width: int, dim: int, dtype: torch.dtype, kept: torch.dtype) -> None:
         super().__init__(width, dim, dtype)
@@ -42,16 +36,15 @@ class Cast(Codec):
         self._largest = torch.finfo(kept).max
 
     def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """Return one tensor of the type that is kept."""
         return ((self.width, self._kept),)
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Round the elements; an infinity stays one, as does a NaN."""
         if self._largest < torch.finfo(self.dtype).max:
+            # Finite numbers beyond the range of the type become its largest, not infinite.
             inside = rows.clamp(-self._largest, self._largest)
             rows = torch.where(rows.isinf(), rows, inside)
         return (rows.to(self._kept),)
 
     def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the elements in the model's type."""
         return codes[0].to(self.dtype)

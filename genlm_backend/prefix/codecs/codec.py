@@ -9,11 +9,7 @@ import torch
 
 
 class Codec(abc.ABC):
-    """A way to keep the keys and values of tokens in one layer: vectors, side by side in a row.
-
-    Rows are coded into rows of a few tensors, and what is attended to is what is decoded of them. A
-    token's codes depend on its own row alone. Codes of zeros decode to finite numbers.
-    """
+    """A way to store keys and values of one layer: ``[n, width]`` rows of vectors, side by side."""
 
     is_exact: ClassVar[bool] = False
     """Whether what is decoded is what was coded, and a view of it."""
@@ -21,6 +17,7 @@ class Codec(abc.ABC):
     needs_mean: ClassVar[bool] = False
     """Whether it takes the mean of rows off, which has to be known before."""
 
+    # A token's codes depend on its own row alone. Codes of zeros decode to finite numbers.
     def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:
         self.width, self.dim, self.dtype = width, dim, dtype
 
@@ -38,5 +35,4 @@ class Codec(abc.ABC):
 
     @property
     def bytes_per_token(self) -> int:
-        """Number of bytes of one token's codes."""
         return sum(width * dtype.itemsize for width, dtype in self.columns())

@@ -15,27 +15,21 @@ _SMALLEST: Final = 1e-30
 
 @final
 class Int8(Codec):
-    """Keeps each vector as integers of eight bits and one scale: ``x ≈ scale * q``.
-
-    ``scale = max|x| / 127`` in float32 and ``q = round(x / scale)``, from -127 to 127: symmetric
-    quantisation by the largest absolute value (Jacob et al., 2018, arXiv:1712.05877, section 2.1,
-    with a zero point of 0), a vector being one head's key or value of one token. A vector with an
-    infinity or a NaN decodes to no finite number.
-    """
+    """Keeps each vector as integers of eight bits and one scale: ``x ≈ scale * q``."""
 
     def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """Return a tensor of integers, and one of scales."""
         return (self.width, torch.int8), (self.width // self.dim, torch.float32)
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Round each vector to multiples of its scale."""
         vectors = rows.reshape(len(rows), -1, self.dim).float()
+        # Symmetric quantisation by the largest absolute value (Jacob et al., 2018,
+        # arXiv:1712.05877, section 2.1, with a zero point of 0), of one head and token each. A
+        # vector with an infinity or a NaN decodes to no finite number.
         scales = vectors.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).div_(_LARGEST)
         integers = vectors.div(scales).round_().to(torch.int8)
         return integers.view(len(rows), -1), scales.squeeze(-1)
 
     def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the integers times their scales."""
         integers, scales = codes
         vectors = integers.view(*scales.shape, self.dim).float()
         vectors *= scales.unsqueeze(-1)

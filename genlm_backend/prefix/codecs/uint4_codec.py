@@ -22,17 +22,14 @@ _SHARES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 @final
 class UInt4(Codec):
-    """Keeps each vector as integers of four bits, in groups of up to 32 with a scale and a zero.
+    """Keeps vectors as integers of four bits, in groups of up to 32 with a scale and a zero."""
 
-    ``x ≈ mean + R (scale * (q + zero))``, ``q`` from 0 to 15 and ``zero`` from -127 to 127, the
-    scale in bfloat16: asymmetric quantisation, token by token (Liu et al., 2024, KIVI,
-    arXiv:2402.02750, section 3). Before it, the mean that the channels have in this model is taken
-    off, and each vector is rotated by a Hadamard matrix ``R``, so that no channel is much larger
-    than the others (QuaRot: Ashkboos et al., 2024, arXiv:2404.00456, section 4). Of several ranges
-    about the middle of a group, the one is taken whose squared error is the least. A vector with an
-    infinity or a NaN decodes to no finite number.
-    """
-
+    # ``x ≈ mean + R (scale * (q + zero))``, ``q`` from 0 to 15, ``zero`` from -127 to 127, the
+    # scale in bfloat16: asymmetric quantisation, token by token (KIVI: Liu et al., 2024,
+    # arXiv:2402.02750, section 3). The mean of each channel is subtracted before, and a Hadamard
+    # matrix ``R`` rotates each vector, so that no channel is much larger than the others (QuaRot:
+    # Ashkboos et al., 2024, arXiv:2404.00456, section 4). A vector with an infinity or a NaN
+    # decodes to no finite number.
     needs_mean: ClassVar[bool] = True
 
     def __init__(
@@ -46,7 +43,6 @@ class UInt4(Codec):
         self._num_groups = width // self._group_size
 
     def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """Return a tensor of pairs of integers, one of scales and one of zeros."""
         num_groups = self._num_groups
         return (
             (self.width // 2, torch.uint8),
@@ -55,7 +51,6 @@ class UInt4(Codec):
         )
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rotate, and round each group to multiples of its scale."""
         rows = rows.float()
         if self._mean is not None:
             rows = rows - self._mean
@@ -66,7 +61,6 @@ class UInt4(Codec):
         return flat[:, :half] | flat[:, half:] << 4, scales, zeros
 
     def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the integers and their zeros times the scales, rotated back."""
         pairs, scales, zeros = codes
         half = self.width // 2
         flat = torch.empty(len(pairs), self.width, dtype=torch.float32, device=pairs.device)
@@ -93,7 +87,7 @@ def _quantised(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     # A little more than the zeros reach, since scales are rounded.
     farthest = torch.maximum(low.abs(), high.abs()) * (1.01 / _FARTHEST_ZERO)
     best: tuple[torch.Tensor, ...] | None = None
-    for share in _SHARES:
+    for share in _SHARES:  # of several ranges about the middle, the least squared error wins
         scales = torch.maximum(2 * share * radius / _LARGEST, farthest).bfloat16()
         inverse = torch.where(scales > 0, 1 / scales.float(), 0)
         zeros = (
