@@ -27,7 +27,7 @@ _LOOK_SECONDS: Final = 0.2
 
 @final
 class Server:
-    """Carries requests of the parent process to the far end, and replies back, one by one."""
+    """Carries requests of the parent process to the evaluator, and replies back, one by one."""
 
     def __init__(self, channel: Channel, rows: SharedRows, parent: int) -> None:
         self._channel, self._rows, self._parent = channel, rows, parent
@@ -48,7 +48,7 @@ class Server:
                 return
 
     def _put(self, rows: list[Row]) -> tuple[None, list[Row]]:
-        """Put as many rows into the shared memory as it takes; return those that are left."""
+        """Put as many rows into the shared memory as fit; return the others."""
         width = len(rows[0].logprobs)
         count = min(len(rows), self._rows.max_rows(width))
         put_rows(rows[:count], self._rows.table(count, width))
@@ -79,7 +79,6 @@ class Server:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve the parent process until it closes the model or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the cell or the shell
     faulthandler.enable()
     descriptor, rows, parent, is_watched = map(int, arguments)

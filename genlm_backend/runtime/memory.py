@@ -14,7 +14,7 @@ CPU_LIMIT: Final = 4 << 30
 
 
 def cpu_budget() -> int:
-    """Return the bytes that one use takes of a machine's memory where nobody says."""
+    """Return the default bytes of one use of a machine's memory."""
     return min(CPU_LIMIT, int(free_memory() * CPU_FRACTION))
 
 
@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Give memory that allocators hold in reserve back: torch's to the device, glibc's to Linux."""
+    """Return memory that allocators hold in reserve: torch's to the device, glibc's to Linux."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
