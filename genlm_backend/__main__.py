@@ -121,12 +121,11 @@ def print_whole(text: str) -> None:
 
 
 def forget_output() -> None:
-    """Print nothing from here on: nobody reads it, and the interpreter flushes at its exit."""
+    """Discard all later output: the reader has gone, and the interpreter flushes at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="python -m genlm_backend",
         description="Awaitable language models for programs that steer them.",
@@ -148,7 +147,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_command(known: argparse.Namespace, rest: list[str]) -> None:
-    """Run the command of a parsed command line."""
     if known.command == "info":
         print_whole(info())
     elif known.command == "demo":
@@ -162,7 +160,6 @@ def run_command(known: argparse.Namespace, rest: list[str]) -> None:
 
 
 def main() -> None:
-    """Parse the command line and do what it says."""
     parser = make_parser()
     known, rest = parser.parse_known_args()
     if known.command is None and not rest:

@@ -137,7 +137,7 @@ class GenerationConfig:
     mm_info: MultiMediaInfo | None = None
 
     def __new__(cls, **fields: Any) -> Self:
-        """Check the names, which ``__init__`` would refuse without a word about others."""
+        """Refuse unknown names and suggest near ones, which ``__init__`` would not."""
         check_fields(cls, fields, GenerationConfigError)
         return super().__new__(cls)
 
@@ -354,6 +354,5 @@ def check_fields(kind: type, names: Iterable[str], error: type[Exception]) -> No
 
 
 def replaced(config: C, fields: Mapping[str, Any], error: type[Exception]) -> C:
-    """Return a dataclass with fields changed."""
     check_fields(type(config), fields, error)
     return dataclasses.replace(config, **fields)  # pyright: ignore[reportArgumentType]

@@ -55,17 +55,14 @@ def check_batch(batch: Any, num_tokens: int) -> Any:
 
 
 def rows_of(batch: Any) -> Any:
-    """Return a checked batch as rows for the CPU, converted at once where it is one array."""
+    """Return a checked batch as rows for the CPU; one array is converted at once."""
     if isinstance(batch, list):
         return [to_numpy(weights) for weights in batch]
     return to_numpy(batch)
 
 
 def to_numpy(weights: Weights) -> NDArray[np.floating]:
-    """Return checked weights as an ordinary array of float32 or float64, copied only if need be.
-
-    Half precision and booleans become float32, integers float64.
-    """
+    """Return checked weights as a plain float32 or float64 array, copied only if need be."""
     if is_tensor(weights):
         torch = sys.modules["torch"]
         if weights.dtype == torch.bfloat16:

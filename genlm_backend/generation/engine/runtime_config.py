@@ -71,7 +71,7 @@ class RuntimeConfig:
     llm_opts: Mapping[str, Any] = field(default_factory=dict)
 
     def __new__(cls, **fields: Any) -> Self:
-        """Check the names, which ``__init__`` would refuse without a word about others."""
+        """Refuse unknown names and suggest near ones, which ``__init__`` would not."""
         check_fields(cls, fields, RuntimeConfigError)
         return super().__new__(cls)
 
@@ -107,7 +107,7 @@ class RuntimeConfig:
     # ---------------------------------------------------------------- for a model
 
     def loading_options(self, backend: str) -> dict[str, Any]:
-        """Return the ``llm_opts`` of ``load_model_by_name`` that this asks for."""
+        """Return the ``llm_opts`` of ``load_model_by_name`` for these fields."""
         shared = {
             "batch_size": self.max_batch,
             "row_cache_bytes": None if self.prefix_cache else 0,
@@ -122,7 +122,7 @@ class RuntimeConfig:
             raise RuntimeConfigError(str(error)) from error
 
     def check_model(self, lm: AsyncLM) -> None:
-        """Check against a model that is loaded."""
+        """Raise an error if a loaded model does not go with these fields."""
         own = type(self).from_model(lm)
         is_there = self.device is None or _is_on(lm.model_device, self.device)
         is_budget = self.kv_cache_bytes in (None, own.kv_cache_bytes)
@@ -141,7 +141,7 @@ class RuntimeConfig:
             raise RuntimeConfigError("llm_opts are for a model that is loaded by its name")
 
     def check_loaded(self, lm: AsyncLM) -> None:
-        """Check what no model can be told when it is loaded."""
+        """Raise an error for fields that no option of loading sets."""
         longest = None if lm.max_length is None else lm.max_length + 1
         if self.max_length is not None and longest is not None and self.max_length > longest:
             raise RuntimeConfigError(
