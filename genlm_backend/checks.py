@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns the value as it is meant, or raises an error that tells why.
+"""Checks of arguments: each returns the value as it is meant, or raises an error with the reason.
 
 A check takes a name and a value, so that a table of checks stands for a constructor's options. An
 integer is what ``operator.index`` takes, NumPy's included; a ``bool`` is neither an integer nor a
@@ -31,7 +31,6 @@ def checked(
     values: Mapping[str, Any],
     error: type[Exception] | None = None,
 ) -> dict[str, Any]:
-    """Return values by name, as their checks return them."""
     try:
         return {n: checks[n](n, value) if n in checks else value for n, value in values.items()}
     except (OptionError, OptionTypeError) as refused:
@@ -64,7 +63,6 @@ def check_option_names(kind: type, given: Iterable[str], library_opts: str = "")
 
 
 def loading_option_names(kind: type) -> set[str]:
-    """Return the names of all options that loading a model by its name takes."""
     return {*_option_names(kind), *_loading_names(kind)}
 
 
@@ -206,7 +204,6 @@ def text(name: str, value: Any) -> str:
 
 
 def one_of(*choices: Any) -> Check[Any]:
-    """Return a check for one of some strings or switches."""
     wanted = ", ".join(map(repr, choices))
 
     def check(name: str, value: Any) -> Any:
@@ -311,10 +308,8 @@ MAX_VOCAB = 1 << 24
 """Largest number of token ids: more than any vocabulary has, and each costs an object."""
 
 byte_count = integer(0, MAX_BYTES)
-"""Check of a number of bytes."""
 
 thread_count = integer(1, MAX_THREADS)
-"""Check of a number of threads."""
 
 _seconds = optional(number(0, is_finite=False))
 

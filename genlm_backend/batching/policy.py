@@ -11,7 +11,7 @@ from genlm_backend.checks import checked, integer, number
 from genlm_backend.errors import OptionError
 
 LOST_SECONDS = 1.0
-"""Seconds without a turn after which a loop is asked for another one."""
+"""Seconds without a turn after which another one is scheduled."""
 
 
 class Decision(enum.Enum):

@@ -1,4 +1,4 @@
-"""Round: queries and their callers side by side, from the first that asks to the last answer."""
+"""Round: queries and their callers, from the first query to the last answer."""
 
 from __future__ import annotations
 
@@ -121,7 +121,6 @@ class Round:
     # ---------------------------------------------------------------- coming and going
 
     def add(self, key: Hashable, query: Any, weight: float, caller: Caller) -> int:
-        """Add a query at the end; return its number."""
         # An interrupt may come between any two lines: a query is there once it has a caller, and
         # parts of one that has none give way to the next.
         index = len(self.callers)
@@ -276,7 +275,6 @@ class Round:
         return self._told(self.evaluated, results)
 
     def refused(self, error: BaseException) -> list[Answers]:
-        """Take all callers off, each with the error."""
         return self._told(range(len(self.callers)), [error] * len(self.callers))
 
     def _taken(self) -> list[Any]:
@@ -309,7 +307,7 @@ Answers: TypeAlias = tuple[Loop, list[Any], Sequence[Any]]
 
 
 def deliver(answers: list[Answers]) -> None:
-    """Settle futures where they live: one wake-up for each event loop."""
+    """Settle futures on their own loops: one wake-up for each event loop."""
     for loop, futures, given in answers:
         if loop is None:
             pairs = zip(futures, given, strict=True)
@@ -395,7 +393,6 @@ def is_error(result: object) -> TypeGuard[Exception]:
 
 
 def has_errors(results: Sequence[Any]) -> bool:
-    """Whether one of the results is an exception, by a look at each type that there is."""
     return any(issubclass(kind, Exception) for kind in set(map(type, results)))
 
 

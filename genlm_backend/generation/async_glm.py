@@ -484,7 +484,7 @@ def _new_tokens(config: GenerationConfig, width: int) -> dict[str, int | None]:
 _SEED = integer(0)
 
 _APART = {"seed": optional(_SEED), "pad_token_id": optional(integer())}
-"""Checks of what is honoured and is not of the configuration."""
+"""Checks of the honoured keys that are no fields of a configuration."""
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -266,7 +266,7 @@ DEFAULT_MAX_NEW_TOKENS: Final = 20
 """Tokens of a text whose length nobody has named, as of ``model.generate`` of transformers."""
 
 _NO_BOUNDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""The values of bounds on what is drawn that bound nothing."""
+"""The bounds on draws that exclude no token."""
 
 _EARLY_STOPPING = "what transformers calls so, how a beam search ends, is beam_early_stopping"
 
@@ -342,7 +342,6 @@ _CHECKS = {
     "beam_early_stopping": one_of(True, False, "never"),
     "mm_info": optional(instance(MultiMediaInfo, "a MultiMediaInfo(images=[…])")),
 }
-"""Checks of the fields by name; what they return is what the field becomes."""
 
 C = TypeVar("C")
 

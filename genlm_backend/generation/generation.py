@@ -1,4 +1,4 @@
-"""generate and stream: texts of a model, token by token, beside whatever else it is asked."""
+"""generate and stream: texts of a model, token by token, batched with its other queries."""
 
 from __future__ import annotations
 
@@ -168,7 +168,6 @@ async def stream(
 async def _generated(
     lm: AsyncLM, prompt: Any, config: GenerationConfig | None, progress: Any, fields: dict[str, Any]
 ) -> tuple[str, Any]:
-    """Return a warning, or ``""``, and what ``generate`` returns."""
     instance(AsyncLM, "an AsyncLM")("lm", lm)
     is_shown = switch("progress", progress)
     given, config = _with_length(make_config(config, fields))

@@ -30,7 +30,7 @@ SHARED_FIELDS = (
 """Fields that mean the same in transformers."""
 
 _HF_TOP_K = 50
-"""The value that transformers takes where it samples and nobody has said."""
+"""The default of transformers when it samples."""
 
 _HONOURED_BESIDE = {"early_stopping", "num_return_sequences"}
 """Keys of transformers that are honoured under another name."""
@@ -50,7 +50,7 @@ _WITHOUT_EFFECT = {
 """Keys of transformers that change no text, whatever their value."""
 
 _OF_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-"""Keys that are read only where tokens are drawn."""
+"""Keys that matter only when tokens are drawn."""
 
 _OF_BEAMS = {"renormalize_logits"}
 """Keys that make a difference only to the scores of beams."""

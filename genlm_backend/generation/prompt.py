@@ -1,4 +1,4 @@
-"""Prompt: a prompt and what a configuration means for it, checked before anything is asked."""
+"""Prompt: a prompt and what a configuration means for it, checked before the model is called."""
 
 from __future__ import annotations
 
@@ -178,7 +178,6 @@ check_texts: Final[Check[tuple[Any, ...]]] = sequence(
     _is_one,
     "a text, a chat's messages, or several of either (token ids go to start_request_ids)",
 )
-"""Check of several texts and chats."""
 
 
 def ids_of(input_ids: Any) -> Any:

@@ -20,7 +20,6 @@ from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_with
 from genlm_backend.model.scoring import Answer, Question
 
 ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
-"""Checks of what ``add_new_lora`` takes."""
 
 
 def check_adapter_name(lora_name: Any) -> None:

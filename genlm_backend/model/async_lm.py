@@ -126,7 +126,7 @@ class AsyncLM(Closing):
     """Number format in which keys and values are kept; ``None`` for the type of the model."""
 
     _own_eos: Collection[int] | None = None
-    """Ids that end a text by the model's generation config; ``None`` where it names none."""
+    """Ids that end a text by the model's generation config; ``None`` if it names none."""
 
     _alphabet: tuple[frozenset[int], Alphabet] | None = None
 
@@ -594,8 +594,6 @@ class AsyncLM(Closing):
         lora_name: str | None,
         beside: Beside,
     ) -> list[torch.Tensor]:
-        """Return the answer to a ``Scoring`` of each text."""
-
         def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
             contexts = [_listed(query.context) for query in queries]
             return self.batch_next_token_logprobs(contexts, lora_name=lora_name)

@@ -69,11 +69,9 @@ class PictureReading(Protocol):
     """Makes contexts of prompts with pictures, by the processor of one model."""
 
     processor: Any
-    """The processor of transformers; ``None`` where there is none."""
+    """The processor of transformers, if there is one."""
 
-    def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
-        """Return the context of a prompt that begins with pictures."""
-        ...
+    def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context: ...
 
 
 class BatchedLM(OfOneProcess, AsyncLM):
@@ -115,7 +113,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
     }
 
     _pictures: PictureReading | None = None
-    """The reader of pictures, of a model that may see them."""
 
     def __init__(
         self,

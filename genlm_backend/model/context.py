@@ -331,7 +331,6 @@ class Contexts:
         return context
 
     def _with_pictures(self, context: Context, pictures: Pictures) -> Context:
-        """Return an unpickled context as one of this model."""
         is_known = pictures.image_token_id == self.image_token_id
         if not is_known or pictures.reader != self.image_reader:
             raise PictureError("the context begins with pictures, and this model sees none like it")

@@ -284,7 +284,7 @@ _NUM_BLOCKS = 256
 
 
 def invert(weights: NDArray[np.float32], point: float) -> int:
-    """Return the index where the cumulative sum of ``weights`` passes ``point`` of the whole."""
+    """Return the index where the cumulative sum of ``weights`` passes ``point`` of the total."""
     return Inversion(weights).index(point)
 
 
@@ -306,7 +306,6 @@ class Inversion:
 
     @property
     def total(self) -> float:
-        """Sum of all weights, as it was searched."""
         return float(self._ends[-1])
 
     def sum_of_weights(self) -> float:
@@ -330,7 +329,7 @@ class Inversion:
         np.cumsum(self._sums, out=self._ends)
 
     def _block(self, block: int) -> tuple[int, NDArray[np.float32]]:
-        """Return where a block begins, and its weights."""
+        """Return the start of a block, and its weights."""
         start = block * self._size
         is_last = block == len(self._sums) - 1
         return start, self._weights[start:] if is_last else self._weights[start:][: self._size]

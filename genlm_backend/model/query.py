@@ -101,7 +101,7 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
 
 
 NO_QUERY: Final = Query([0])
-"""In place of the query of a row that is there."""
+"""Stands for the query of a row that is known."""
 
 
 def check_known_ids(

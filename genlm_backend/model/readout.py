@@ -1,4 +1,4 @@
-"""Readout: a few numbers read off the row behind a context, where the model is."""
+"""Readout: a few numbers read off the row after a context, where the model is."""
 
 from __future__ import annotations
 
@@ -154,7 +154,6 @@ class RowQuestions(NamedTuple):
 
     @property
     def has_own(self) -> bool:
-        """Whether one is a readout of a program's own."""
         return any(is_own(type(question)) for of_row in self.questions for question in of_row)
 
     def packed_answers(self, rows: Sequence[Row]) -> bytes:

@@ -448,7 +448,6 @@ class RowCache(Generic[R]):
             return row
 
     def takes(self, num_bytes: int) -> bool:
-        """Return whether a row of so many bytes would be stored."""
         return num_bytes <= self.budget and self.max_rows != 0
 
     def put(self, key: Hashable, row: R, num_clears: int | None = None) -> None:

@@ -86,7 +86,6 @@ def check_no_others(method: str, others: Iterable[str]) -> None:
 
 
 def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
-    """Return checked options of ``sample`` and ``batch_sample``."""
     given = checked(CHECKS, options)
     check_known_ids("eos_token_ids", given.get("eos_token_ids", ()), vocab_size)
     return given

@@ -145,13 +145,12 @@ NOTHING: Final = Beside()
 
 
 def beside_of(entropy: Any, rank: Any, top: Any, groups: Any, vocab_size: int) -> Beside:
-    """Return the checked numbers that scores of tokens come with."""
     most, masks = integer(0, vocab_size)("top", top), packed_groups(groups, vocab_size)
     return Beside(switch("entropy", entropy), switch("rank", rank), most, masks)
 
 
 TOKENS_PER_ROW: Final = 200
-"""Tokens of a text that is scored that count for as much in a batch as a context does."""
+"""Scored tokens of a text that count for as much in a batch as a context does."""
 
 
 @final

@@ -21,18 +21,15 @@ from genlm_backend.remote.messages import NotKnown, Reply
 from genlm_backend.vision.pictures import Pictures
 
 MAX_CONTEXT_BYTES: Final = 1 << 28
-"""Bytes of contexts that the far end keeps, if no two of them shared anything.
-
-A particle takes two of them, since the context that is extended is used too: there is room for
-1,000 particles behind 32,000 tokens. These share their blocks, and take 4 MB.
-"""
+"""Bytes of contexts that the receiver keeps, counted without sharing."""
+# A particle takes two, one of which the other extends: 1,000 particles fit, after 32,000 tokens.
 MAX_PICTURE_BYTES: Final = 1 << 30
-"""Bytes of pictures that the far end keeps, about."""
+"""Bytes of pictures that the receiver keeps, about."""
 
 _MOST_NEW: Final = 32
-"""Tokens behind a context that is known; behind more, computing costs more than sending."""
+"""Tokens after a known context, at most; with more, computing costs more than sending."""
 _OVERHEAD: Final = 512
-"""Bytes of a context beside its ids, at both ends."""
+"""Bytes of a context without its ids, at both ends."""
 _NOTHING: Final = -1
 
 
@@ -140,7 +137,6 @@ class Sender:
         return _NOTHING, 0
 
     def pictures(self, pictures: Pictures) -> int:
-        """Return the number of pictures, which are sent if they have none yet."""
         number = self._pictures.find(pictures.key)
         if number is None:
             self._num_pictures += 1

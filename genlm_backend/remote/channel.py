@@ -102,6 +102,5 @@ class SharedRows:
         return np.frombuffer(self._memory, np.float32, count).reshape(num_rows, width)
 
     def close(self) -> None:
-        """Let go of the memory; again has no effect."""
         self._memory = None
         self._finalizer()

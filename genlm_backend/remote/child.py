@@ -1,4 +1,4 @@
-"""The process that an evaluator lives in; started by ``ChildProcess`` and by nobody else."""
+"""The process that an evaluator lives in; only ``ChildProcess`` starts it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from genlm_backend.remote.far_end import FarEnd
 from genlm_backend.remote.messages import DROP, PackedError, Reply, Request
 
 _LOOK_SECONDS: Final = 0.2
-"""Seconds between two looks at whether the parent process lives."""
+"""Seconds between two checks that the parent process lives."""
 
 
 @final
@@ -35,7 +35,7 @@ class Server:
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Answer until the parent process says ``close``."""
+        """Answer requests until the parent process sends ``close``."""
         threading.Thread(target=self._read, name="genlm-requests", daemon=True).start()
         while True:
             request = self._requests.get()

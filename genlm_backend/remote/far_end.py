@@ -1,4 +1,4 @@
-"""FarEnd: an evaluator as a process or an actor runs it for whoever asks from elsewhere."""
+"""FarEnd: an evaluator as a process or an actor runs it for callers elsewhere."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.model.evaluator import EvaluatorCounts
 
 DROP: Final = "drop"
-"""The verb that says that nobody waits for the request of that number any more."""
+"""Name of the message that no caller waits any more for the request of a number."""
 
 
 Table: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -50,7 +50,7 @@ class PackedError(NamedTuple):
         return cls(pickle.dumps(EvaluationError(said)), said, where)
 
     def error(self) -> BaseException:
-        """Return the error, with a note of where it was raised."""
+        """Return the error, with a note of its traceback in the other process."""
         try:
             value = pickle.loads(self.packed)
             error = value.error() if isinstance(value, _Parts) else value

@@ -28,13 +28,13 @@ from genlm_backend.remote.remote_evaluator import RemoteEvaluator
 from genlm_backend.runtime.progress import is_watched
 
 _LOOK_SECONDS: Final = 0.05
-"""Seconds between two looks at whether the process lives and whether anybody waits."""
+"""Seconds between two checks that the process lives and that a caller waits."""
 _LAST_LINES: Final = 50
-"""Lines of its output that are kept, for the error that tells how it ended."""
+"""Lines of its output that are kept for the error of its end."""
 _PROGRESS: Final = re.compile(r"\d%\|| \d+(\.\d+)?(it/s|s/it)\b|^\s*$")
-"""Lines that are not: those of a progress bar, and empty ones."""
+"""Lines that are not kept: those of a progress bar, and empty ones."""
 _CLOSING_SECONDS: Final = 0.4
-"""Seconds that the process has to let go of what it holds, before it is killed."""
+"""Seconds that the process has to free its memory, before it is killed."""
 
 
 @final

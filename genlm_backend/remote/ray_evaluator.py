@@ -31,11 +31,11 @@ from genlm_backend.remote.remote_evaluator import RemoteEvaluator
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 0.05
-"""Seconds between two looks at whether anybody waits."""
+"""Seconds between two checks that a caller waits."""
 _RETURN_SECONDS: Final = 60.0
-"""Seconds that Ray has to start an actor again, before another one is asked for."""
+"""Seconds that Ray has to restart an actor, before a new one is made."""
 _PLACE_SECONDS: Final = 15.0
-"""Seconds after which it is said that an actor has no node of the cluster yet."""
+"""Seconds after which a wait for a node of the cluster is reported."""
 _ANSWER_SECONDS: Final = 5.0
 """Seconds that an address has to take a connection."""
 

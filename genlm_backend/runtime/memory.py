@@ -24,7 +24,6 @@ def free_memory() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a device or the machine has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""Progress, which is drawn on standard error only where somebody sees it."""
+"""Progress, which is drawn on standard error only if somebody sees it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_watched() -> bool:
 
 
 def tell(is_watched: bool) -> None:
-    """Set whether somebody sees this process's output, which another process prints."""
+    """Set whether somebody sees the output of this process, printed by its parent."""
     global _told
     _told = is_watched
 

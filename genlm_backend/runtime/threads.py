@@ -20,7 +20,7 @@ _PAUSE_HARD: Final = 2  # omp_pause_hard, OpenMP 5.0, section 2.15.1
 SWITCH_INTERVAL: Final = 2e-5
 
 MANY_QUERIES: Final = 32
-"""Queries of a batch from which on its objects are worth it."""
+"""Smallest batch that changes the threshold of garbage collection."""
 
 OBJECTS_PER_QUERY: Final = 32
 """Objects that are alive for each query of a batch, at most, tasks of its callers included."""

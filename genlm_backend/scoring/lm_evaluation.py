@@ -49,7 +49,7 @@ except ImportError as error:
 _log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 512
-"""Continuations that are scored between two looks at the progress."""
+"""Continuations that are scored between two updates of the progress."""
 
 _UNBOUNDED: Final = 2048
 """The window, in tokens, of a model that nothing bounds, as of the harness's own models."""

@@ -327,7 +327,7 @@ def _next_words(
 
 
 _FEWEST: Final = 64
-"""Tokens that are looked at behind a context at least, however few contexts may still be asked."""
+"""Least number of tokens to query after a context, however few queries are left."""
 
 _LEAST: Final = 1e-6
 """Probability of a token from which on it is looked at whether a word ends in it, at the end."""
@@ -361,7 +361,6 @@ class _Explored:
 
     @property
     def rest(self) -> float:
-        """Probability that has not been explored."""
         return math.fsum(node.rest for node in self._nodes)
 
     def _groups(self, node: _Node) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -606,7 +605,6 @@ class _Ways:
 
 
 def _spans_to_the_end(data: bytes, words: Words) -> tuple[str, list[Span]]:
-    """Return a text, and the spans of its words, of which the last one ends with it."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

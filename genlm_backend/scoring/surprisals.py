@@ -143,7 +143,6 @@ class SurprisalsOfTexts(list[Surprisals]):
 
 
 def _table(values: Sequence[Surprisal]) -> Any:
-    """Return a ``pandas.DataFrame`` with a row for each value."""
     try:
         import pandas  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -299,7 +298,7 @@ def surprisal_sync(
 
 
 _AT_ONCE: Final = 200
-"""Texts that a thread that blocks asks at once, between two looks at its progress."""
+"""Texts that a blocking thread scores at once, between two updates of its progress."""
 
 _CHECKS: Final = {
     "by": one_of("word", "token", "character"),
@@ -345,7 +344,6 @@ class _Asked:
             self.beside["beginnings"] = True
 
     def read(self, texts: Any) -> tuple[bool, list[_Text]]:
-        """Return whether there are several texts, and each text as it is read."""
         if isinstance(texts, str):
             if self._contexts is not None:
                 raise OptionError("contexts is for texts in a list: give a single text its context")
@@ -431,7 +429,6 @@ class _Text:
             self.parts[1].append([ids[0]])
 
     def surprisals(self, scores: Iterable[TokenScores]) -> Surprisals:
-        """Return the surprisals, given the scores of each part."""
         found, ids = [*scores], self._spelling.token_ids
         scale = 1 / math.log(2) if self._asked.unit == "bits" else 1.0
         logprobs, ends = _joined(found, "logprobs") or [], _joined(found, "log_masses")

@@ -21,7 +21,7 @@ from genlm_backend.model.query import TokenIds
 from genlm_backend.tokenization.bos import adds_bos, begins_turns
 
 Span: TypeAlias = tuple[int, int]
-"""Where something begins and ends, in characters of a text."""
+"""Begin and end in characters of a text."""
 
 Words: TypeAlias = str | re.Pattern[str] | Callable[[str], Iterable[Span]]
 """A regular expression of words, or a function from a text to the spans of its words."""
@@ -190,12 +190,11 @@ def spans_of(words: Words, text: str) -> list[Span]:
 
 
 def ends_blank(data: bytes) -> bool:
-    """Return whether the bytes of a token end with a blank."""
     return data.endswith(BLANKS)
 
 
 _masks: Final[weakref.WeakKeyDictionary[Any, PackedMask]] = weakref.WeakKeyDictionary()
-"""Each alphabet of a model has a mask; it is another one where texts end otherwise than before."""
+"""A mask for each alphabet; a model has a new one once its texts end otherwise."""
 
 
 def word_begins(lm: AsyncLM) -> PackedMask:

@@ -19,7 +19,7 @@ Stage = Callable[[Piece], Piece]
 
 
 class UnknownDecoderError(ValueError):
-    """A decoder whose effect on a single token cannot be known; the message says why."""
+    """A decoder whose effect on a single token cannot be known; the message has the reason."""
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -93,7 +93,6 @@ class CompiledDecoder:
 
 
 def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
-    """Compile a decoder's serialised state."""
     flat = _flatten(state)
     kinds = [stage.get("type") for stage in flat]
     stages: list[Stage] = []

@@ -56,7 +56,7 @@ def _check(vocab: ByteVocab, text: str) -> None:
 
 
 def _encode(vocab: ByteVocab, text: str) -> list[int] | None:
-    """Return the ids of ``text``, or ``None`` if an unknown token makes them say nothing."""
+    """Return the ids of ``text``, or ``None`` if one of them is unknown."""
     ids = vocab.encode(text) if vocab.encode is not None else None
     return None if not ids or vocab.unknown_ids.intersection(ids) else ids
 

@@ -19,7 +19,6 @@ from genlm_backend.trie.layout import Int32, TrieLayout
 
 
 def build_layout(decode: Sequence[Any]) -> TrieLayout:
-    """Return the layout of the trie over ``decode``; see ``TokenCharacterTrie``."""
     if not decode:
         raise VocabularyError("a trie needs a vocabulary of at least one token; got none")
     # 1. Runs, as they are found: the words' own, then the branches.

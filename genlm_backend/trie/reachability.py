@@ -33,12 +33,10 @@ class Reachability:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows: one for each branch."""
         return len(self.row_starts) - 1
 
     @property
     def num_columns(self) -> int:
-        """Number of columns: tokens and blocks of tokens."""
         return sum(self.level_sizes)
 
     def rows(self) -> Int64:
@@ -72,7 +70,6 @@ def build_reachability(layout: TrieLayout) -> Reachability:
 
 
 def _largest_by_branch(layout: TrieLayout, ranks: Int64) -> Int64:
-    """Return the largest of the tokens' ranks below each branch."""
     out = np.empty(layout.num_nodes)
     values = np.empty(layout.num_tokens + layout.num_branches)
     totals = np.empty(layout.num_branches + 1)
@@ -109,7 +106,6 @@ def _cover(first: Int64, end: Int64, level_sizes: list[int]) -> tuple[Int64, Int
 def sweep_sum(
     ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
 ) -> None:
-    """Write the sum under each node to ``out``."""
     num_leaves = np.uint64(len(leaf_tokens))
     totals[:] = 0
     for k in range(len(leaf_tokens)):
@@ -180,4 +176,3 @@ def sweep_log_sum(
 Sweep = Callable[..., None]
 
 SWEEPS: dict[str, Sweep] = {"sum": sweep_sum, "max": sweep_max, "log_sum": sweep_log_sum}
-"""The sweep of each operation."""

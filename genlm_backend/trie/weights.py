@@ -73,13 +73,11 @@ def to_numpy(weights: Weights) -> NDArray[np.floating]:
 
 
 def numpy_dtype(dtype: np.dtype) -> type[np.floating]:
-    """Return the dtype that weights of ``dtype`` are computed in."""
     is_single = dtype.kind == "b" or (dtype.kind == "f" and dtype.itemsize <= 4)
     return np.float32 if is_single else np.float64
 
 
 def torch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that weights of ``dtype`` are computed in."""
     import torch
 
     is_single = dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize <= 4)
@@ -127,7 +125,6 @@ def _hint(weights: Any, num_tokens: int) -> str:
 
 
 def widest(rows: Sequence[NDArray[np.floating]]) -> type[np.floating]:
-    """Return float64 if any of the rows is, float32 otherwise."""
     if isinstance(rows, np.ndarray):
         return rows.dtype.type
     return np.float64 if any(row.dtype == np.float64 for row in rows) else np.float32

@@ -76,7 +76,6 @@ class _Entry:
 
 
 Submission: TypeAlias = dict[GenerationRequest, list[_Entry]]
-"""Requests that are let in together."""
 
 
 @final
@@ -119,7 +118,6 @@ class InstalledModel:
         return self._lm
 
     def check_state(self, *allowed: ModelState, to: str) -> None:
-        """Raise a ``ModelStateError`` unless it is in one of some states."""
         if self.state not in allowed:
             wanted = " or ".join(state.value for state in allowed)
             raise ModelStateError(

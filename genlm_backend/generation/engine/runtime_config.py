@@ -30,7 +30,7 @@ _MODES: Final[Mapping[str | None, str]] = {
     "uint4": "uint4",
     **{named: mode for mode, named in VLLM_KV_CACHE_DTYPES.items()},
 }
-"""Number format of a model's keys and values → ``kv_cache_mode``, where it is not the default."""
+"""Number format of a model's keys and values → ``kv_cache_mode``, unless it is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,6 @@ class RuntimeConfig:
             raise RuntimeConfigError(str(error)) from error
 
     def check_model(self, lm: AsyncLM) -> None:
-        """Raise an error if a loaded model does not go with these fields."""
         own = type(self).from_model(lm)
         is_there = self.device is None or _is_on(lm.model_device, self.device)
         is_budget = self.kv_cache_bytes in (None, own.kv_cache_bytes)
@@ -164,7 +163,6 @@ _CHECKS = {
     "backend": optional(text),
     "llm_opts": mapping,
 }
-"""Checks of the fields by name; what they return is what the field becomes."""
 
 
 def _is_on(device: torch.device | None, asked: str) -> bool:

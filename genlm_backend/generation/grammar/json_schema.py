@@ -39,7 +39,7 @@ _KEYWORDS: Final = {
     "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties",
     "multipleOf", "pattern", "required", "type",
 }  # fmt: skip
-"""The keywords that are handed on to llguidance."""
+"""Keywords that llguidance gets."""
 
 _ANNOTATIONS: Final = {
     "$comment", "$id", "$schema", "default", "deprecated", "description", "discriminator",

@@ -1,4 +1,4 @@
-"""AsyncReplicas: one model for callers, several evaluators of it behind it."""
+"""AsyncReplicas: one model for callers, with several evaluators."""
 
 from __future__ import annotations
 

@@ -141,7 +141,6 @@ class Distributor(Batcher[Question, Any]):
         return 0 if self.is_closed else sum(load.is_alive for load in self._router.loads)
 
     def sent_to_all(self, query: Question) -> None:
-        """Note that all replicas have computed a context."""
         with self._lock.here:
             self._router.sent_to_all(query.adapter, _packed(query))
 

@@ -84,7 +84,7 @@ class Replica:
         return self.batcher.call_soon(open_it)
 
     def ask(self, verb: Callable[[Evaluator], Any]) -> concurrent.futures.Future[Any]:
-        """Have its thread call a verb of the evaluator, after the batches already sent."""
+        """Have its thread call a method of the evaluator, after the batches already sent."""
 
         def call() -> Any:
             try:

@@ -10,11 +10,9 @@ from typing import Final, NamedTuple, final
 from genlm_backend.common_prefix import common_length
 
 _PER_REPEATED: Final = 4.0
-"""Weight of a token that is computed on one more replica, beside one that waits.
-
-A compromise, found by simulating 10,000 particles on 64 replicas that are resampled: with less,
-more tokens are computed again and again; with more, replicas wait longer for the slowest.
-"""
+"""Weight of a token that one more replica computes, relative to one that waits."""
+# By simulation of 10,000 resampled particles on 64 replicas: with less, more tokens are computed
+# again; with more, replicas wait longer for the slowest.
 
 
 @final
@@ -103,7 +101,7 @@ class Router:
 
 _ID_BYTES: Final = 4
 _KEPT: Final = 0.8
-"""Part of a replica's tokens that stays when there have become too many."""
+"""Share of a replica's tokens that stays when there are too many."""
 
 
 @final
@@ -152,7 +150,6 @@ class SentTree:
         self.num_tokens = [0] * len(self._capacities)
 
     def matches(self, space: Hashable, packed: bytes) -> list[_Match]:
-        """Return the part of a context that each replica was sent."""
         path = list(self._path(space, packed))
         end = path[-1].start + path[-1].matched if path else 0
         parts = [(len(packed) - end) / _ID_BYTES]  # of what follows each node, from the last one
@@ -215,7 +212,6 @@ class SentTree:
         node.stamps[replica] = stamp
 
     def answered(self, space: Hashable, packed: bytes, replica: int) -> None:
-        """Note that a replica has computed a context."""
         for step in self._path(space, packed):
             step.node.waiting.discard(replica)
 
