@@ -177,7 +177,7 @@ class Round:
         return self.keys[index]
 
     def gone(self, stop: int | None = None) -> list[int]:
-        """Return the numbers of queries whose last caller has left without ``leave``."""
+        """Return the numbers of queries whose last caller has stopped waiting."""
         own = self.callers[:stop]
         if self._are_futures(own) and not any(loop and loop.is_closed() for loop in self.loops):
             gone = [f.done() or getattr(f, "is_gone", False) for f in own]

@@ -453,8 +453,7 @@ def _config_of_kwargs(
     if merged.max_new_tokens is None and merged.max_length is None:
         merged.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     config = GenerationConfig.from_hf(merged)
-    # As in ``model.generate``, a text then ends by its length alone, and padding counts for
-    # lengths.
+    # As in ``model.generate``: no end but the length, for which padding counts.
     if merged.eos_token_id is None:
         ours["eos_token_id"] = ()
     return config.replace(**ours, **_new_tokens(config, width))

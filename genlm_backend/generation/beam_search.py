@@ -39,7 +39,8 @@ class BeamSearch(Draft):
     # best that have not ended. The score of a text that ends is its sum of log-probabilities /
     # length ** ``length_penalty``, without the prompt (Wu et al., 2016, arXiv:1609.08144). The
     # order of operations, in float32, is that of transformers' ``model.generate``, so that the
-    # texts are the same.
+    # texts are the same. The search ends when no beam can become better than the worst of
+    # ``num_beams`` ended texts, by the estimate of ``beam_early_stopping``.
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         super().__init__(lm, prompt, config)
         first = _Beam(list(prompt.token_ids), 0.0)

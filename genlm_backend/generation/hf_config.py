@@ -132,8 +132,8 @@ def _check_neutral(config: Any, given: Mapping[str, Any]) -> None:
     ignored = {*SHARED_FIELDS, *_HONOURED_BESIDE, *_WITHOUT_EFFECT}
     ignored |= set() if is_sampling else _OF_SAMPLING
     ignored |= set() if is_beam_search else _OF_BEAMS
-    # A key in no table is a newer transformers' own, or unknown to it: some checkpoints have such
-    # ones, and ``model.generate`` ignores them.
+    # A key in no table is a newer transformers', and refused; ``model.generate`` ignores those that
+    # are not its own, which some checkpoints have.
     for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):
         value = given[name]
         if value is not None and not _NEUTRAL.get(name, _never)(value):

@@ -22,7 +22,8 @@ from genlm_backend.vision.pictures import Pictures
 
 MAX_CONTEXT_BYTES: Final = 1 << 28
 """Bytes of contexts that the receiver keeps, counted without sharing."""
-# A particle takes two, one of which the other extends: 1,000 particles fit, after 32,000 tokens.
+# A particle takes two, one of which extends the other: room for 1,000 particles after 32,000
+# tokens. Their contexts share blocks, and take 4 MB.
 MAX_PICTURE_BYTES: Final = 1 << 30
 """Bytes of pictures that the receiver keeps, about."""
 

@@ -137,9 +137,9 @@ _threshold = _Setting(
 
 def frequent_switches() -> contextlib.AbstractContextManager[None]:
     """While inside, a thread that computes in Python gives way every few microseconds."""
-    # Each of a pass's thousand small operators gives up the interpreter lock. With the default of 5
-    # ms, beside a thread that computes in Python, a pass of 0.1 s takes 8 s; now it takes about 1
-    # s, and the other threads lose some 15 %.
+    # Each of a pass's thousand operators gives up the interpreter lock, which a thread that
+    # computes in Python keeps for 5 ms by default: a pass of 0.1 s takes 8 s. With this interval
+    # it takes about 1 s, and the other threads lose some 15 %.
     return _interval.changed()
 
 

@@ -301,8 +301,7 @@ class InstalledModel:
 
     def _fits(self, entry: _Entry) -> bool:
         together, lm = [*self._running, entry], self.lm
-        # For the longest texts that all running drafts may become, so that each can go on to its
-        # end.
+        # Room for the longest texts that all drafts may become, so that each can go on to its end.
         if not self._running:
             return True
         if sum(one.draft.width for one in together) > self._max_batch(lm):
@@ -408,7 +407,7 @@ class InstalledModel:
     def _settle(
         self, request: GenerationRequest, status: GenerationStatus, error: Exception | None = None
     ) -> None:
-        """Return all tokens of a request to its caller and end it, whatever its drafts do."""
+        """Deliver all tokens of a request and end it, whatever its drafts do."""
         entries = self._requests.pop(request)
         self._running = [entry for entry in self._running if entry.request is not request]
         held_back: dict[int, str] = {}

@@ -81,8 +81,7 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, lm: AsyncLM) -> None:
-        # None of the model's ends a text for llguidance: its mask has each that the grammar goes on
-        # with.
+        # No token of the model ends a text for llguidance, so that its mask covers all of them.
         self.eos_token_id = len(lm.byte_vocab)
         self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
         self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]

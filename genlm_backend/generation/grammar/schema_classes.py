@@ -37,8 +37,7 @@ def schema_of_class(value: Any) -> dict[str, Any]:
         name = getattr(value, "__name__", value)
         first = str(error).splitlines()[0]
         raise ConstraintError(f"{name} has no JSON schema: {first}") from error
-    # Objects have their class's fields alone, unless it names others, by pydantic's
-    # ``extra="allow"``.
+    # Objects have no fields but their class's, unless it allows others (``extra="allow"``).
     _close(schema, "#")
     return schema
 
