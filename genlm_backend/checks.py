@@ -1,12 +1,8 @@
-"""Checks of arguments: each returns the value as it is meant, or raises an error that tells why.
+"""Checks of arguments: each returns the value as it is meant, or raises an error with the reason.
 
-A check is a function of an argument's name and value, so that a table of them can stand for the
-options of a constructor::
-
-    CHECKS = {"batch_size": integer(least=1), "max_length": optional(integer(least=1))}
-
-One rule holds everywhere: an integer is what ``operator.index`` takes, NumPy's included; a ``bool``
-is neither an integer nor a number, and a ``float`` is no integer, whatever its value.
+A check takes a name and a value, so that a table of checks stands for a constructor's options. An
+integer is what ``operator.index`` takes, NumPy's included; a ``bool`` is neither an integer nor a
+number, and a ``float`` is no integer, whatever its value.
 """
 
 from __future__ import annotations
@@ -35,7 +31,6 @@ def checked(
     values: Mapping[str, Any],
     error: type[Exception] | None = None,
 ) -> dict[str, Any]:
-    """Return values by their names, each as its check returns it."""
     try:
         return {n: checks[n](n, value) if n in checks else value for n, value in values.items()}
     except (OptionError, OptionTypeError) as refused:
@@ -68,12 +63,11 @@ def check_option_names(kind: type, given: Iterable[str], library_opts: str = "")
 
 
 def loading_option_names(kind: type) -> set[str]:
-    """Return the names of all options that loading a model by its name takes."""
     return {*_option_names(kind), *_loading_names(kind)}
 
 
 def _loading_names(kind: type) -> list[str]:
-    """Return the names of the options that loading by a name takes beside the constructor's."""
+    """Return the options that loading by a name takes in addition to the constructor's."""
     from_name = getattr(kind, "from_name", None)
     if from_name is None:
         return []
@@ -131,7 +125,6 @@ def shown(value: object) -> str:
 
 
 def optional(check: Check[T]) -> Check[T | None]:
-    """Return a check that lets ``None`` pass."""
     return lambda name, value: None if value is None else check(name, value)
 
 
@@ -196,14 +189,13 @@ def _float(value: Any) -> float:
 
 
 def switch(name: str, value: Any) -> bool:
-    """Return ``True`` or ``False``, and refuse everything else."""
     if not isinstance(value, bool):
         raise OptionTypeError(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
 def text(name: str, value: Any) -> str:
-    """Return a text of at least one letter, and refuse everything else."""
+    """Return a string of at least one letter, and refuse everything else."""
     if not isinstance(value, str):
         raise OptionTypeError(f"{name} must be a string, got {shown(value)}")
     if not value:
@@ -212,7 +204,6 @@ def text(name: str, value: Any) -> str:
 
 
 def one_of(*choices: Any) -> Check[Any]:
-    """Return a check for one of some strings or switches."""
     wanted = ", ".join(map(repr, choices))
 
     def check(name: str, value: Any) -> Any:
@@ -225,22 +216,18 @@ def one_of(*choices: Any) -> Check[Any]:
 
 
 def mapping(name: str, value: Any) -> Mapping[str, Any]:
-    """Return a mapping from names, and refuse everything else."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise OptionTypeError(f"{name} must be a mapping of options by name, got {shown(value)}")
     return value
 
 
 def function(name: str, value: Any) -> Callable[..., Any]:
-    """Return a value that can be called, and refuse everything else."""
     if not callable(value):
         raise OptionTypeError(f"{name} must be a function, got {shown(value)}")
     return value
 
 
 def instance(kind: type[T] | tuple[type[Any], ...], wanted: str) -> Check[T]:
-    """Return a check for an object of a class."""
-
     def check(name: str, value: Any) -> T:
         if not isinstance(value, kind):
             raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}")
@@ -321,10 +308,8 @@ MAX_VOCAB = 1 << 24
 """Largest number of token ids: more than any vocabulary has, and each costs an object."""
 
 byte_count = integer(0, MAX_BYTES)
-"""Check of a number of bytes."""
 
 thread_count = integer(1, MAX_THREADS)
-"""Check of a number of threads."""
 
 _seconds = optional(number(0, is_finite=False))
 
@@ -336,7 +321,7 @@ def timeout(name: str, value: Any) -> float | None:
 
 
 def absolute_path(name: str, value: Any) -> str:
-    """Return the absolute path of a file that need not be there, behind links and ``~``."""
+    """Return the absolute path of a file, which may not exist, with ``~`` and links resolved."""
     path = instance((str, Path), "a path")(name, value)
     if not str(path):
         raise OptionError(f"{name} must be the path of a file, got {shown(value)}")

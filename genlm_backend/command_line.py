@@ -22,7 +22,6 @@ _AT_ONCE: Final = 200
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to a parser's subparsers."""
     score = _command(commands, "score", _score, "the log-likelihood of each text, in nats")
     _add_context(score)
     words = _command(commands, "surprisal", _surprisal, "the surprisal of each word of each text")
@@ -145,7 +144,7 @@ def _surprisal(options: argparse.Namespace) -> Answer:
 
 
 def _default_context(options: argparse.Namespace, found: Any) -> dict[str, list[int]]:
-    """Return the field that names what a text was read behind where nobody has said it."""
+    """Return the field that names a text's context, if the caller has named none."""
     return {"context_ids": [*found.context]} if options.context is None else {}
 
 

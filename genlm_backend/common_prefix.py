@@ -7,14 +7,9 @@ from typing import Any
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the length of the longest common prefix of two sequences of the same type.
-
-    The sequences are tuples, lists, arrays of the module ``array``, strings or bytes: whatever has
-    slices that ``==`` compares as a whole, which a NumPy array's are not.
-
-    A bisection over slices, which takes time linear in the shorter length; elements are compared
-    without a loop in Python.
-    """
+    """Return the length of the longest common prefix of two sequences of the same type."""
+    # A bisection over slices, linear in the shorter length, compares elements without a loop in
+    # Python. It needs slices that ``==`` compares as a whole, which a NumPy array's are not.
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -15,7 +15,7 @@ class Readable(abc.ABC):  # noqa: B024  (what it lacks is being a dataclass)
     __slots__ = ()
 
     _derived: ClassVar[tuple[str, ...]] = ()
-    """Properties to show beside the fields."""
+    """Properties to show in addition to the fields."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return every number by its name, in plain dictionaries, as for JSON."""

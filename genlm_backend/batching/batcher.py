@@ -302,7 +302,7 @@ class Batcher(Generic[Q, R]):
                 raise self._given_up
 
     def _wake_sleepers(self, is_given_up: bool) -> None:
-        """Wake the loops of those who wait, now and then."""
+        """Wake the loops of waiting callers from time to time."""
         now = time.monotonic()
         if is_given_up or now - self._last_wake >= _WAKE_SECONDS:
             self._last_wake = now
@@ -337,7 +337,7 @@ class Batcher(Generic[Q, R]):
     # ---------------------------------------------------------------- coming and going
 
     def _ask(self, caller: Caller, loop: Loop, queries: Iterable[Q]) -> Sequence[int]:
-        """Put a caller beside its queries; return their numbers."""
+        """Enter a caller's queries; return their numbers."""
         queries = tuple(queries)  # an iterable of its caller's may take long, or ask us
         numbers: Sequence[int] = ()
         with self._lock.here:
@@ -362,7 +362,7 @@ class Batcher(Generic[Q, R]):
         return numbers
 
     def _enter_all(self, caller: Caller, loop: Loop, queries: tuple[Q, ...]) -> Sequence[int]:
-        """Put a caller beside many queries at once; return no numbers where one is not new."""
+        """Enter many queries at once; return no numbers if one of them is not new."""
         key, weight = self._key, self._weight
         keys = cast(list[Hashable], [*queries] if key is None else [key(q) for q in queries])
         if len(set(keys)) < len(keys) or not self._numbers.keys().isdisjoint(keys):
@@ -402,7 +402,7 @@ class Batcher(Generic[Q, R]):
         return running if number - running.first in running.evaluated else None
 
     def _leave(self, caller: Caller, numbers: Iterable[int] | None, error: BaseException) -> None:
-        """Take a caller off its queries, and off the queue those it was the last of."""
+        """Take a caller off its queries, and those that it was the last caller of off the queue."""
         leave(caller.future if type(caller) is Several else caller)
         if isinstance(error, GeneratorExit):
             return  # the garbage collector's, maybe where its thread holds the lock
@@ -414,7 +414,7 @@ class Batcher(Generic[Q, R]):
             self._is_urgent = self._is_urgent and bool(self._waiting)
 
     def _prune(self, numbers: Iterable[int]) -> None:
-        """Take queries off the queue that nobody waits for."""
+        """Take queries that no caller waits for off the queue."""
         for number in numbers:
             self._numbers.pop(self._waiting.forget(number), None)
             self._num_skipped += 1
@@ -461,11 +461,9 @@ class Batcher(Generic[Q, R]):
                 self._fire()
 
     def _fire(self) -> None:
-        """Have the worker take a batch.
-
-        A thread may be interrupted anywhere in here: whoever comes next puts a call that is
-        missing, and one too many finds nothing to do.
-        """
+        """Have the worker take a batch."""
+        # A thread may be interrupted anywhere in here: the next caller puts a call that is missing,
+        # and one too many finds nothing to do.
         try:
             self.check_open()  # which claims the lock, for the thread is here
             self._worker.put(self._run)
@@ -475,7 +473,7 @@ class Batcher(Generic[Q, R]):
             self._is_busy = True
 
     def _refused(self, error: BaseException, begun: Iterable[Round] = ()) -> list[Answers]:
-        """Empty the queue; return whom to tell the error, those of a batch that has begun too."""
+        """Empty the queue; return who gets the error, callers of a batch that has begun too."""
         queue, self._waiting, self._is_urgent = self._waiting, Round(self._waiting.stop), False
         for key in queue.keys:
             self._numbers.pop(key, None)
@@ -490,7 +488,7 @@ class Batcher(Generic[Q, R]):
         return batch
 
     def _size(self) -> int:
-        """Return how many of the oldest queries go: none that was asked after a queued call."""
+        """Return how many of the oldest queries go: none that came after a queued call."""
         size = self._waiting.size(self.policy.max_batch_size, self._computed_with)
         fence = next(iter(self._fences.values()), None)  # the first is the lowest
         return size if fence is None else min(size, max(0, fence - self._waiting.first))
@@ -543,7 +541,7 @@ class Batcher(Generic[Q, R]):
                 self._numbers.pop(key, None)
 
     def _put_back(self, batch: Round) -> None:
-        """Put a batch that is given up back, for those who have come since."""
+        """Return an abandoned batch to the queue, for callers that have come since."""
         self._forget(batch)
         for number, key in enumerate(batch.keys, batch.first):
             if batch.callers[number - batch.first] is not None:
@@ -566,7 +564,7 @@ class Batcher(Generic[Q, R]):
 
 @final
 class _Call(Generic[T]):
-    """A function that the worker thread is to run between two batches."""
+    """A function that the worker thread runs between two batches."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.function, self.is_wanted = function, True

@@ -11,7 +11,7 @@ from genlm_backend.checks import checked, integer, number
 from genlm_backend.errors import OptionError
 
 LOST_SECONDS = 1.0
-"""Seconds without a turn after which a loop is asked for another one."""
+"""Seconds without a turn after which another one is scheduled."""
 
 
 class Decision(enum.Enum):
@@ -27,23 +27,14 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """The state that a decision depends on.
+    """The state that a decision depends on."""
 
-    Attributes:
-        num_pending: Distinct queries that wait for a batch.
-        is_busy: Whether the worker is evaluating a batch.
-        is_urgent: Whether somebody blocks a thread, or asked for a flush.
-        num_passes: Turns of the event loop since the oldest waiting query could have gone.
-        num_quiet_passes: Number of the latest of these that brought no new query.
-        waited: Seconds since the oldest waiting query could have gone.
-    """
-
-    num_pending: int
-    is_busy: bool = False
-    is_urgent: bool = False
-    num_passes: int = 0
-    num_quiet_passes: int = 0
-    waited: float = 0.0
+    num_pending: int  # distinct queries that wait for a batch
+    is_busy: bool = False  # the worker is evaluating a batch
+    is_urgent: bool = False  # a caller blocks a thread, or asked for a flush
+    num_passes: int = 0  # turns of the event loop since the oldest waiting query could go
+    num_quiet_passes: int = 0  # the latest of these that brought no new query
+    waited: float = 0.0  # seconds since the oldest waiting query could go
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +109,15 @@ class Ticker:
         self.start(-1)
 
     def start(self, num_arrived: int) -> None:
-        """Begin to count, with so many queries there have ever been."""
+        """Begin to count; ``num_arrived`` queries have come so far."""
         self._num_turns = self._num_quiet_turns = 0
         self._seen, self._since = num_arrived, time.monotonic()
         self._last = self._since
 
     @property
     def is_coming(self) -> bool:
-        """Whether the loop will take another turn, as far as one can tell.
-
-        An interrupt may have come between the note and the turn. One too many does no harm.
-        """
+        """Whether the loop will take another turn, as far as is known."""
+        # An interrupt may come between the note and the turn; one turn too many does no harm.
         return self.is_scheduled and time.monotonic() - self._last <= LOST_SECONDS
 
     def tick(

@@ -1,4 +1,4 @@
-"""Round: queries and their callers side by side, from the first that asks to the last answer."""
+"""Round: queries and their callers, from the first query to the last answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Loop: TypeAlias = asyncio.AbstractEventLoop | None
 
 @final
 class Several:
-    """The caller of many queries, who waits for all of their results at once."""
+    """The caller of many queries, who awaits all of their results at once."""
 
     __slots__ = ("_num_missing", "_numbers", "_results", "future", "is_settled", "loop")
 
@@ -29,11 +29,11 @@ class Several:
         self._num_missing = 0
 
     def wait_for(self, numbers: Sequence[int]) -> None:
-        """Wait for the queries of these numbers, before any of them is answered."""
+        """Wait for the queries of these numbers; called before any result."""
         self._numbers, self._num_missing = numbers, len(set(numbers))
 
     def told_all(self, first: int, results: Sequence[Any]) -> Any:
-        """Note the results of a batch that is all of its own; return what the future gets by it."""
+        """Note the results of a batch that is all of its own; return its future's result."""
         is_whole = not self.is_settled and self._num_missing == len(results)
         if not is_whole or self._results or has_errors(results):
             return _NOTHING
@@ -43,10 +43,7 @@ class Several:
         return [results[number - first] for number in self._numbers]
 
     def told(self, number: int, result: Any) -> Any:
-        """Note the result of a query, or an error; return what the future gets by it, if anything.
-
-        That is once: all results when the last one has come, or the first error.
-        """
+        """Note a query's result or error; return its future's result, once, or ``_NOTHING``."""
         if self.is_settled:
             return _NOTHING
         self._num_missing -= 1
@@ -68,7 +65,7 @@ Caller: TypeAlias = "asyncio.Future[Any] | Several"
 
 
 def leave(future: Any) -> None:
-    """Wait for a future no more: on any thread, at any moment, without a lock."""
+    """Stop waiting for a future: on any thread, at any moment, without a lock."""
     future.is_gone = True
 
 
@@ -90,12 +87,7 @@ def is_waiting(callers: Any) -> bool:
 
 @final
 class Round:
-    """Queries asked one after another, and numbered so, side by side with their callers.
-
-    It is the queue that callers ask into, the batch that is evaluated, and what results are handed
-    back by. An element of ``callers`` is a caller, a dictionary of them where equal queries were
-    asked, or ``None`` where nobody waits any more.
-    """
+    """Queries numbered in order, with their callers: first the queue, then a batch cut from it."""
 
     __slots__ = (
         "callers",
@@ -112,13 +104,13 @@ class Round:
         self.first, self.num_abandoned = first, 0
         self.keys: list[Hashable] = []
         self.queries: list[Any] = []
-        self.callers: list[Any] = []
+        self.callers: list[Any] = []  # a caller, a dict of them for equal queries, or None
         self.weights: dict[int, float] = {}
         self.loops: set[Loop] = set()
         self.evaluated: Sequence[int] = ()
 
     def __len__(self) -> int:
-        """Return the number of queries that somebody waits for, as far as is known."""
+        """Return the number of queries that have a caller, as far as is known."""
         return len(self.callers) - self.num_abandoned
 
     @property
@@ -129,11 +121,8 @@ class Round:
     # ---------------------------------------------------------------- coming and going
 
     def add(self, key: Hashable, query: Any, weight: float, caller: Caller) -> int:
-        """Add a query at the end; return its number.
-
-        An interrupt may come between any two lines: a query is there as soon as it has a caller,
-        and what is there of one that has none gives way to the next.
-        """
+        # An interrupt may come between any two lines: a query is there once it has a caller, and
+        # parts of one that has none give way to the next.
         index = len(self.callers)
         if not index == len(self.keys) == len(self.queries):
             del self.keys[index:], self.queries[index:]
@@ -181,14 +170,14 @@ class Round:
         return is_last
 
     def forget(self, number: int) -> Hashable:
-        """Note that nobody waits for a query any more; return its key."""
+        """Note that no caller waits for a query any more; return its key."""
         index = number - self.first
         self.num_abandoned += self.callers[index] is not None
         self.callers[index] = None
         return self.keys[index]
 
     def gone(self, stop: int | None = None) -> list[int]:
-        """Return the numbers of queries whose last caller has gone without a word."""
+        """Return the numbers of queries whose last caller has stopped waiting."""
         own = self.callers[:stop]
         if self._are_futures(own) and not any(loop and loop.is_closed() for loop in self.loops):
             gone = [f.done() or getattr(f, "is_gone", False) for f in own]
@@ -204,14 +193,13 @@ class Round:
         return set(map(type, callers)) == {asyncio.Future}
 
     def is_wanted(self) -> bool:
-        """Whether anybody would still see one of the results."""
+        """Whether a caller would still see one of the results."""
         return any(map(is_waiting, self.callers))
 
     # ---------------------------------------------------------------- a batch
 
     @property
     def wanted_queries(self) -> list[Any]:
-        """Queries that are evaluated."""
         if type(self.evaluated) is range:
             return self.queries[: len(self.evaluated)]
         return [self.queries[index] for index in self.evaluated]
@@ -238,7 +226,7 @@ class Round:
         return len(self.callers)
 
     def cut(self, size: int) -> Round:
-        """Take off the oldest queries, which are evaluated as far as they have callers."""
+        """Take off the oldest queries; those with callers are evaluated."""
         batch = Round(self.first)
         batch.loops = self.loops.copy()
         batch.keys, batch.queries = self.keys[:size], self.queries[:size]
@@ -287,7 +275,6 @@ class Round:
         return self._told(self.evaluated, results)
 
     def refused(self, error: BaseException) -> list[Answers]:
-        """Take all callers off, who get an error."""
         return self._told(range(len(self.callers)), [error] * len(self.callers))
 
     def _taken(self) -> list[Any]:
@@ -320,7 +307,7 @@ Answers: TypeAlias = tuple[Loop, list[Any], Sequence[Any]]
 
 
 def deliver(answers: list[Answers]) -> None:
-    """Settle futures where they live: one wake-up for each event loop."""
+    """Settle futures on their own loops: one wake-up for each event loop."""
     for loop, futures, given in answers:
         if loop is None:
             pairs = zip(futures, given, strict=True)
@@ -366,7 +353,6 @@ def call_threadsafe(
 
 
 def as_weight(weight: Any) -> float:
-    """Return the weight of a query as a number."""
     try:
         number = float(weight)
     except (TypeError, ValueError, OverflowError) as error:
@@ -402,17 +388,16 @@ def _results(found: Any, num_queries: int) -> list[Any]:
 
 
 def is_error(result: object) -> TypeGuard[Exception]:
-    """Whether a result is an exception; asks its type alone, as an object may raise when asked."""
+    """Whether a result is an exception, by its type alone: asking the object may raise."""
     return issubclass(type(result), Exception)
 
 
 def has_errors(results: Sequence[Any]) -> bool:
-    """Whether one of the results is an exception, by a look at each type that there is."""
     return any(issubclass(kind, Exception) for kind in set(map(type, results)))
 
 
 def presentable(raised: BaseException) -> BaseException:
-    """An exception that may be set on a future: not one that futures or loops treat specially."""
+    """Return an exception that a future takes: none that futures or loops treat specially."""
     if is_error(raised) and not issubclass(type(raised), StopIteration):
         return raised
     try:

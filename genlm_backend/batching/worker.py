@@ -55,10 +55,7 @@ class Worker:
         self._finalizer: weakref.finalize | None = None
 
     def put(self, call: Callable[[], None]) -> None:
-        """Queue ``call``, which must raise nothing: an exception would end the thread.
-
-        Not to be called by two threads at once.
-        """
+        """Queue ``call``, which must raise nothing; only one thread at a time may call this."""
         if self.is_stopped:
             raise BatcherClosedError(_ENDED)
         if self._thread is None:
@@ -74,11 +71,12 @@ class Worker:
                 raise BatcherClosedError(f"asked while the interpreter exits: {error}") from error
             self._thread = thread
             self._finalizer = weakref.finalize(self, _stop, self._calls, thread)
+        # An exception of the call would end the thread.
         self._calls.add(call)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it takes no more calls: after ``stop()``, or at interpreter exit."""
+        """Whether it takes no more calls: after ``stop()``, and at interpreter exit."""
         return self._calls.is_closed or sys.is_finalizing()
 
     def stop(self) -> None:
@@ -91,7 +89,6 @@ class Worker:
             _join(self._thread, self._calls.thread)
 
     def is_current_thread(self) -> bool:
-        """Whether the current thread is this worker's."""
         return threading.current_thread() is self._calls.thread
 
 

@@ -205,7 +205,6 @@ class AsyncGLM(OfOneProcess):
             raise
 
     def _add(self, task: _Task) -> int:
-        """Keep a task, and return its id; under the lock."""
         task_id, self._next_id = self._next_id, self._next_id + 1
         self._tasks[task_id] = task
         return task_id
@@ -327,7 +326,7 @@ class AsyncGLM(OfOneProcess):
     # ---------------------------------------------------------------- what is asked for
 
     def _pad(self, kwargs: Mapping[str, Any], config: GenerationConfig) -> int:
-        """The token behind shorter texts of a task: as in ``model.generate``, or else 0."""
+        """The token that pads shorter texts of a task, as in ``model.generate``, or else 0."""
         eos = config.eos_token_id
         first = next(iter(eos), None) if isinstance(eos, Sequence) else eos
         found = (kwargs.get("pad_token_id"), self._base.pad_token_id, first)
@@ -374,7 +373,7 @@ def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
 @final
 @dataclass(eq=False)
 class _Task:
-    """A request of an engine for each of some rows, and one result of them all."""
+    """A request of an engine for each row, and one result of all of them."""
 
     rows: torch.Tensor  # [batch, length]
     contexts: list[Context]
@@ -392,7 +391,6 @@ class _Task:
             engine.stop_request(request)
 
     def fail(self, error: BaseException) -> None:
-        """Settle the result, unless it has been."""
         with contextlib.suppress(InvalidStateError):
             self.result.set_exception(error)
 
@@ -439,11 +437,7 @@ HONOURED = (*SHARED_FIELDS, "early_stopping", "num_return_sequences", "pad_token
 def _config_of_kwargs(
     defaults: Any, kwargs: Mapping[str, Any], row: int, width: int = 0
 ) -> GenerationConfig:
-    """Return the configuration of one row of a task, whose random stream is its own.
-
-    As in ``model.generate``, the padding of a row counts for ``max_length`` and ``min_length``,
-    and a text has no end but its length where there is no ``eos_token_id``.
-    """
+    """Return the configuration of one row of a task, which has its own random stream."""
     merged, ours = copy.deepcopy(defaults), {}
     for name, value in kwargs.items():
         if name not in HONOURED:
@@ -459,13 +453,14 @@ def _config_of_kwargs(
     if merged.max_new_tokens is None and merged.max_length is None:
         merged.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     config = GenerationConfig.from_hf(merged)
+    # As in ``model.generate``: no end but the length, for which padding counts.
     if merged.eos_token_id is None:
         ours["eos_token_id"] = ()
     return config.replace(**ours, **_new_tokens(config, width))
 
 
 def _new_tokens(config: GenerationConfig, width: int) -> dict[str, int | None]:
-    """The lengths of a configuration as numbers of new tokens after ``width`` others."""
+    """Return the length bounds of a configuration as numbers of new tokens after ``width``."""
     most, least = config.max_new_tokens, config.min_new_tokens
     if config.max_length is not None:
         most = config.max_length - width
@@ -488,7 +483,7 @@ def _new_tokens(config: GenerationConfig, width: int) -> dict[str, int | None]:
 _SEED = integer(0)
 
 _APART = {"seed": optional(_SEED), "pad_token_id": optional(integer())}
-"""Checks of what is honoured and is not of the configuration."""
+"""Checks of the honoured keys that are no fields of a configuration."""
 
 
 def _plain(name: str, value: Any) -> Any:

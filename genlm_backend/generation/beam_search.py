@@ -33,17 +33,14 @@ class _Beam:
 
 @final
 class BeamSearch(Draft):
-    """``num_beams`` texts at once, of which the ``n`` with the best scores are returned.
+    """``num_beams`` texts at once, of which the ``n`` with the best scores are returned."""
 
-    Every step extends all beams by every token and goes on with the best continuations that have
-    not ended. A text that ends has the score ``sum of log-probabilities / length **
-    length_penalty``, its length without the prompt. The search ends when no beam can become
-    better than the worst of ``num_beams`` texts that have ended, by the estimate that
-    ``beam_early_stopping`` names. The order of operations, in float32, is that of transformers'
-    ``model.generate``, so that the texts are the same. (Beam search: Lowerre, 1976; the length
-    penalty: Wu et al., 2016, arXiv:1609.08144.)
-    """
-
+    # Beam search (Lowerre, 1976): each step extends all beams by all tokens and goes on with the
+    # best that have not ended. The score of a text that ends is its sum of log-probabilities /
+    # length ** ``length_penalty``, without the prompt (Wu et al., 2016, arXiv:1609.08144). The
+    # order of operations, in float32, is that of transformers' ``model.generate``, so that the
+    # texts are the same. The search ends when no beam can become better than the worst of
+    # ``num_beams`` ended texts, by the estimate of ``beam_early_stopping``.
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         super().__init__(lm, prompt, config)
         first = _Beam(list(prompt.token_ids), 0.0)
@@ -54,7 +51,6 @@ class BeamSearch(Draft):
         self._num_candidates = max(2, 1 + len(prompt.eos_token_ids)) * config.num_beams
 
     async def ask(self) -> None:
-        """Await the log-probabilities of every beam."""
         lora = self._config.lora_name
         contexts = self.asked()
         rows = await asyncio.gather(*(self._lm.next_token_logprobs(c, lora) for c in contexts))
@@ -63,7 +59,7 @@ class BeamSearch(Draft):
         self._rows = torch.stack(list(rows))
 
     def choose(self) -> list[GeneratedToken]:
-        """Go one token further; return the texts once the search has ended."""
+        """Extend each beam by a token; return the texts once the search has ended."""
         rows, beams, config = self._rows, self._beams, self._config
         assert rows is not None
         self._rows = None
@@ -91,7 +87,7 @@ class BeamSearch(Draft):
         return self._texts(best)
 
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
-        """Return the ``n`` best texts of a search that is not to go on, ended or not."""
+        """Return the ``n`` best texts so far, ended or not."""
         if self.is_finished:
             return [], {}
         nothing_held_back = dict.fromkeys(range(self._config.n), "")
@@ -104,7 +100,7 @@ class BeamSearch(Draft):
     def _told(
         self, row: torch.Tensor, token_id: int
     ) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """Return a token's log-probability, and the most probable tokens with theirs."""
+        """Return the log-probability of a token, and those of the most probable tokens."""
         top = row.topk(min(self._config.top_logprobs, len(row)))
         pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return float(row[token_id]), pairs
@@ -119,7 +115,7 @@ class BeamSearch(Draft):
         return _Beam(beam.context, float(scale), beam.logprobs)
 
     def _end(self, beams: list[_Beam]) -> None:
-        """Keep the best of the texts that have ended, these among them."""
+        """Keep the best of the ended texts and these."""
         merged = [*self._ended, *map(self._scored, beams)]
         self._ended = sorted(merged, key=lambda beam: -beam.score)[: self.width]
 

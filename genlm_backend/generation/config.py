@@ -137,7 +137,7 @@ class GenerationConfig:
     mm_info: MultiMediaInfo | None = None
 
     def __new__(cls, **fields: Any) -> Self:
-        """Check the names, which ``__init__`` would refuse without a word about others."""
+        """Refuse unknown names and suggest near ones, which ``__init__`` would not."""
         check_fields(cls, fields, GenerationConfigError)
         return super().__new__(cls)
 
@@ -266,7 +266,7 @@ DEFAULT_MAX_NEW_TOKENS: Final = 20
 """Tokens of a text whose length nobody has named, as of ``model.generate`` of transformers."""
 
 _NO_BOUNDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""The values of bounds on what is drawn that bound nothing."""
+"""The bounds on draws that exclude no token."""
 
 _EARLY_STOPPING = "what transformers calls so, how a beam search ends, is beam_early_stopping"
 
@@ -342,7 +342,6 @@ _CHECKS = {
     "beam_early_stopping": one_of(True, False, "never"),
     "mm_info": optional(instance(MultiMediaInfo, "a MultiMediaInfo(images=[…])")),
 }
-"""Checks of the fields by name; what they return is what the field becomes."""
 
 C = TypeVar("C")
 
@@ -354,6 +353,5 @@ def check_fields(kind: type, names: Iterable[str], error: type[Exception]) -> No
 
 
 def replaced(config: C, fields: Mapping[str, Any], error: type[Exception]) -> C:
-    """Return a dataclass with fields changed."""
     check_fields(type(config), fields, error)
     return dataclasses.replace(config, **fields)  # pyright: ignore[reportArgumentType]

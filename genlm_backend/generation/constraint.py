@@ -1,7 +1,6 @@
-"""Constraint: which tokens may come next so that a text keeps to a schema, a pattern or a grammar.
+"""Constraint: the tokens that may come next if a text keeps to a schema, pattern or grammar.
 
-The grammars and the masks are llguidance's (extra ``grammar``); the bytes of the tokens are the
-model's ``byte_vocab``.
+llguidance (extra ``grammar``) makes the masks; the model's ``byte_vocab`` has the tokens' bytes.
 """
 
 from __future__ import annotations
@@ -397,7 +396,6 @@ class Constraint:
         return self.fork()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled."""
         raise NotPicklableError(
             "a Constraint cannot be pickled: fork() copies it here; in another process, make it "
             "anew and advance it by its token_ids"

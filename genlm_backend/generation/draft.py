@@ -35,10 +35,7 @@ from genlm_backend.runtime.together import together
 
 
 class Draft(abc.ABC):
-    """Texts of one prompt in the making: contexts to ask a model, and what its answers add to them.
-
-    Until ``is_finished``: await ``ask()``, then call ``choose()``.
-    """
+    """Texts of one prompt in the making: await ``ask()``, then ``choose()``, until finished."""
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         self._lm, self._prompt, self._config = lm, prompt, config
@@ -66,11 +63,10 @@ class Draft(abc.ABC):
         """Return the tokens that ``choose`` has not returned, and the characters held back."""
 
     def asked(self) -> list[TokenIds]:
-        """Return ``contexts`` as a model is asked them."""
         return [*map(self.asked_of, self.contexts)]
 
     def asked_of(self, context: list[int]) -> TokenIds:
-        """Return a context as a model is asked it, with the pictures that it begins with."""
+        """Return a context for the model, with the pictures that it begins with."""
         begin = self._prompt.context
         return context if begin.pictures is None else begin + context[len(begin) :]
 
@@ -82,13 +78,13 @@ class Draft(abc.ABC):
         return any(tuple(generated[-len(word) :]) == tuple(word) for word in words)
 
     def _is_end(self, token_id: int) -> bool:
-        """Whether a token that has been chosen ends the text, and is none of it."""
+        """Whether a token that has been chosen ends the text, and is no part of it."""
         if self._constraint is not None:
             return self._constraint.is_ended
         return token_id in self._prompt.eos_token_ids
 
     def _bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text: none where it is special."""
+        """The bytes that a token adds to the text: none if it is special."""
         is_silent = token_id in self._lm.special_ids or self._is_end(token_id)
         return b"" if is_silent else self._lm.byte_vocab[token_id].byte_string
 
@@ -141,7 +137,7 @@ class Text:
 
 @final
 class Sample(Draft):
-    """One text: awaits logits, processes them, chooses a token, and knows which is the last."""
+    """One text, whose tokens are drawn by the model, or here after logits are processed."""
 
     def __init__(
         self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int, stream: int
@@ -158,10 +154,7 @@ class Sample(Draft):
         self._top: tuple[tuple[int, float], ...] = ()
 
     async def ask(self) -> None:
-        """Await a token, drawn where the model is, unless its logits are to be processed here.
-
-        The row of a constrained text comes here as well: what is allowed is found out meanwhile.
-        """
+        """Await a token, drawn by the model, unless its logits have to be processed here."""
         context, lora_name = self.asked()[0], self._config.lora_name
         drawing = partial(
             Drawing,
@@ -173,6 +166,7 @@ class Sample(Draft):
         top = partial(Top, k=min(self._config.top_logprobs, len(self._lm.byte_vocab)))
         if self._processors or self._constraint is not None:
             asked = self._lm.next_token_logits(context, lora_name)
+            # The constraint is computed while the model computes the row.
             logits, allowed = await asyncio.gather(asked, self._allowed())
             row = logits.log_softmax(-1)
             processed = self._processed(logits) if self._processors else row
@@ -198,7 +192,6 @@ class Sample(Draft):
         return mask.bits
 
     def choose(self) -> list[GeneratedToken]:
-        """Take the token that has been drawn."""
         drawn, context = self._drawn, self.contexts[0]
         assert drawn is not None
         self._drawn = None
@@ -238,11 +231,8 @@ class Sample(Draft):
 def make_processors(
     config: GenerationConfig, prompt_length: int, eos_token_ids: list[int]
 ) -> LogitsProcessorList:
-    """Return the processors that a configuration asks for, in the order of ``model.generate``.
-
-    Each takes the ids so far ``[1, n]`` and the logits ``[1, vocab]``, and returns logits.
-    """
-    made = LogitsProcessorList()
+    """Return the processors of a configuration, in the order of ``model.generate``."""
+    made = LogitsProcessorList()  # of ids so far [1, n] and logits [1, vocab]
     if config.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
         is_late = config.suppress_repetition_in_generation
@@ -266,7 +256,7 @@ def make_processors(
 
 @final
 class _OfGenerated(LogitsProcessor):
-    """A processor that is shown the generated tokens only, and nothing while there are none."""
+    """A processor that gets the generated tokens only, from the second one on."""
 
     def __init__(self, processor: LogitsProcessor, prompt_length: int) -> None:
         self._processor = processor
@@ -279,10 +269,7 @@ class _OfGenerated(LogitsProcessor):
 
 @final
 class _CountPenalty(LogitsProcessor):
-    """Takes from a logit once for being there before, and once for each time.
-
-    As OpenAI's API defines presence and frequency penalties.
-    """
+    """Presence and frequency penalties, as OpenAI's API defines them."""
 
     def __init__(self, presence: float, frequency: float) -> None:
         self._presence, self._frequency = presence, frequency

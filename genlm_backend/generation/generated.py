@@ -82,7 +82,7 @@ class Generation:
     def of_tokens(
         cls, tokens: list[GeneratedToken], rest: str = "", score: float | None = None
     ) -> Generation:
-        """Put a text together from its tokens, and ``rest`` of a text that was interrupted."""
+        """Join the tokens of a text, and ``rest`` of one that was interrupted."""
         reason = tokens[-1].finish_reason if tokens else None
         return cls(
             token_ids=[token.token_id for token in tokens],

@@ -1,4 +1,4 @@
-"""generate and stream: texts of a model, token by token, beside whatever else it is asked."""
+"""generate and stream: texts of a model, token by token, batched with its other queries."""
 
 from __future__ import annotations
 
@@ -168,7 +168,6 @@ async def stream(
 async def _generated(
     lm: AsyncLM, prompt: Any, config: GenerationConfig | None, progress: Any, fields: dict[str, Any]
 ) -> tuple[str, Any]:
-    """Return a warning, or ``""``, and what ``generate`` returns."""
     instance(AsyncLM, "an AsyncLM")("lm", lm)
     is_shown = switch("progress", progress)
     given, config = _with_length(make_config(config, fields))
@@ -184,7 +183,7 @@ async def _generated(
 
 
 async def _finished(drafts: list[Draft], num_texts: int, bar: Any) -> list[Generation]:
-    """Return the texts of a prompt, whose drafts are asked at the same time until they are done."""
+    """Return the texts of a prompt, whose drafts run at the same time until they are done."""
     texts: dict[int, list[GeneratedToken]] = defaultdict(list)
 
     async def finish(draft: Draft) -> None:
@@ -203,7 +202,7 @@ async def _finished(drafts: list[Draft], num_texts: int, bar: Any) -> list[Gener
 
 
 def _checked(lm: AsyncLM, prompts: list[Any], config: GenerationConfig, many: bool) -> list[Prompt]:
-    """Return prompts that go with a configuration, whose constraint is made once for all."""
+    """Return checked prompts for a configuration, whose constraint is made once for all."""
     checked: list[Prompt] = []
     for number, prompt in enumerate(prompts):
         try:
@@ -220,10 +219,8 @@ def _checked(lm: AsyncLM, prompts: list[Any], config: GenerationConfig, many: bo
 
 
 def _with_length(config: GenerationConfig) -> tuple[bool, GenerationConfig]:
-    """Return whether a configuration has a length, and one that has, or needs none.
-
-    A text with a ``response_format`` ends by itself.
-    """
+    """Return whether a configuration bounds the length, and one that does."""
+    # A text with a ``response_format`` ends by itself.
     lengths = config.max_new_tokens, config.max_length, config.response_format
     if lengths != (None, None, None):
         return True, config
@@ -231,7 +228,7 @@ def _with_length(config: GenerationConfig) -> tuple[bool, GenerationConfig]:
 
 
 def _warning_of_cuts(is_given: bool, ends: Sequence[Generation | GeneratedToken]) -> str:
-    """Return a warning for whoever has named no length, of texts that the default cut off."""
+    """Return a warning of texts that the default length cut off, if there are any."""
     num_cut = sum(end.finish_reason == "length" for end in ends)
     if is_given or not num_cut:
         return ""
@@ -242,13 +239,11 @@ def _warning_of_cuts(is_given: bool, ends: Sequence[Generation | GeneratedToken]
 
 
 def _warn(warning: str) -> None:
-    """Warn the caller of the caller, unless the warning is empty."""
     if warning:
         warnings.warn(warning, stacklevel=3)
 
 
 def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> GenerationConfig:
-    """Return the configuration that a caller means."""
     if config is not None and not isinstance(config, GenerationConfig):
         is_theirs = hasattr(config, "to_diff_dict")
         hint = " of transformers: GenerationConfig.from_hf takes it" if is_theirs else ""
@@ -262,7 +257,7 @@ def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> Gene
 def make_drafts(
     lm: AsyncLM, prompt: Prompt, config: GenerationConfig, stream: int = 0
 ) -> list[Draft]:
-    """Return the drafts that make the texts: one for each, or one beam search."""
+    """Return the drafts of a prompt: one for each text, or one beam search."""
     if config.num_beams > 1:
         return [BeamSearch(lm, prompt, config)]
     return [Sample(lm, prompt, config, number, stream + number) for number in range(config.n)]

@@ -30,7 +30,7 @@ SHARED_FIELDS = (
 """Fields that mean the same in transformers."""
 
 _HF_TOP_K = 50
-"""The value that transformers takes where it samples and nobody has said."""
+"""The default of transformers when it samples."""
 
 _HONOURED_BESIDE = {"early_stopping", "num_return_sequences"}
 """Keys of transformers that are honoured under another name."""
@@ -50,7 +50,7 @@ _WITHOUT_EFFECT = {
 """Keys of transformers that change no text, whatever their value."""
 
 _OF_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-"""Keys that are read only where tokens are drawn."""
+"""Keys that matter only when tokens are drawn."""
 
 _OF_BEAMS = {"renormalize_logits"}
 """Keys that make a difference only to the scores of beams."""
@@ -82,15 +82,13 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
 
 
 def own_config(lm: AsyncLM) -> Any:
-    """Return a model's own ``transformers.GenerationConfig``, or ``None`` where it has none.
-
-    Only models of transformers have one; no attribute of every ``AsyncLM`` tells. Ids that end a
-    text and are outside the vocabulary, which no text has, are left out.
-    """
+    """Return a model's own ``transformers.GenerationConfig``, or ``None`` if it has none."""
+    # Only models of transformers have one; no attribute of every ``AsyncLM`` tells.
     config = getattr(getattr(lm, "model", None), "generation_config", None)
     named = None if config is None else listed_ids(config.eos_token_id)
     if config is None or named is None:
         return config
+    # Ids outside the vocabulary, which no text has, are left out.
     known = [token_id for token_id in named if 0 <= token_id < len(lm.byte_vocab)]
     if len(known) < len(named):
         config = copy.deepcopy(config)
@@ -129,15 +127,13 @@ def _is_beam_search(given: Mapping[str, Any]) -> bool:
 
 
 def _check_neutral(config: Any, given: Mapping[str, Any]) -> None:
-    """Raise a ``GenerationConfigError`` where a key that is not done here changes the text.
-
-    What is in none of the tables is a key of a newer transformers, or none of its own: such ones
-    some checkpoints have, and ``model.generate`` ignores them.
-    """
+    """Raise a ``GenerationConfigError`` if a key that is not supported changes the text."""
     is_sampling, is_beam_search = bool(config.do_sample), _is_beam_search(given)
     ignored = {*SHARED_FIELDS, *_HONOURED_BESIDE, *_WITHOUT_EFFECT}
     ignored |= set() if is_sampling else _OF_SAMPLING
     ignored |= set() if is_beam_search else _OF_BEAMS
+    # A key in no table is a newer transformers', and refused; ``model.generate`` ignores those that
+    # are not its own, which some checkpoints have.
     for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):
         value = given[name]
         if value is not None and not _NEUTRAL.get(name, _never)(value):

@@ -1,4 +1,4 @@
-"""Prompt: a prompt and what a configuration means for it, checked before anything is asked."""
+"""Prompt: a prompt and what a configuration means for it, checked before the model is called."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Chat = Sequence[Mapping[str, Any]]
 @final
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that goes with its model and configuration."""
+    """A prompt that is checked against its model and configuration."""
 
     context: Context
     token_ids: tuple[int, ...]
@@ -107,7 +107,6 @@ def _check_is_one(prompt: Any) -> None:
 
 
 def _encode(lm: AsyncLM, text: str) -> list[int]:
-    """Return the token ids of a text."""
     method = getattr(lm.tokenizer, "encode", None)
     if method is None:
         raise ContextError("the model's tokenizer cannot encode text: pass token ids")
@@ -119,7 +118,7 @@ def _encode(lm: AsyncLM, text: str) -> list[int]:
 
 
 def _encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
-    """Return the token ids of a chat, up to where the answer begins, by the model's template."""
+    """Return the token ids of a chat, up to the start of the answer, by the model's template."""
     _check_roles(messages)
     for message in messages:
         if not isinstance(message.get("content"), str):
@@ -179,11 +178,10 @@ check_texts: Final[Check[tuple[Any, ...]]] = sequence(
     _is_one,
     "a text, a chat's messages, or several of either (token ids go to start_request_ids)",
 )
-"""Check of several texts and chats."""
 
 
 def ids_of(input_ids: Any) -> Any:
-    """Return ``input_ids`` without the batch dimension of one that tokenizers like to add."""
+    """Return ``input_ids`` without the batch dimension that tokenizers add."""
     if getattr(input_ids, "ndim", 1) == 2 and input_ids.shape[0] == 1:
         return input_ids[0]
     return input_ids

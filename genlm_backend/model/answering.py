@@ -20,7 +20,6 @@ from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_with
 from genlm_backend.model.scoring import Answer, Question
 
 ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
-"""Checks of what ``add_new_lora`` takes."""
 
 
 def check_adapter_name(lora_name: Any) -> None:
@@ -30,18 +29,13 @@ def check_adapter_name(lora_name: Any) -> None:
 
 @final
 class AdapterNames:
-    """Adapters that are loaded, by name.
-
-    A name can be used again for another adapter; the number of its load cannot, so that what is
-    asked, cached or waiting is told apart by it. An adapter whose name another one has taken
-    answers what was asked with it until it is removed. Changed by one thread, read by any.
-    """
+    """Loaded adapters by name; one thread changes them, and any thread reads them."""
 
     def __init__(self) -> None:
         # Both are replaced whole, since any thread reads them.
         self._named: Mapping[str, Adapter] = {}
         self._loaded: frozenset[Adapter] = frozenset()
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1)  # a name can be used again, the number of a load cannot
 
     def new(self, name: str) -> Adapter:
         """Return an adapter of that name, which is not loaded yet."""
@@ -50,18 +44,17 @@ class AdapterNames:
 
     def add(self, adapter: Adapter) -> Adapter | None:
         """Bind a name to an adapter that has been loaded; return the one that had the name."""
+        # It still answers the queries that were made with it, until it is removed.
         replaced = self._named.get(adapter.name)
         self._loaded |= {adapter}
         self._named = {**self._named, adapter.name: adapter}
         return replaced
 
     def remove(self, adapter: Adapter) -> None:
-        """Forget an adapter."""
         self._named = {name: a for name, a in self._named.items() if a != adapter}
         self._loaded -= {adapter}
 
     def get(self, name: str) -> Adapter:
-        """Return the adapter of a name."""
         named = self._named
         if name not in named:
             known = ", ".join(map(repr, sorted(named))) or "none are"
@@ -71,13 +64,12 @@ class AdapterNames:
         return named[name]
 
     def check(self, query: Question) -> None:
-        """Raise the error of a query whose adapter has gone since it was asked."""
         error = self.error_of(query)
         if error is not None:
             raise error
 
     def error_of(self, query: Question) -> UnknownAdapterError | None:
-        """Return the error of a query whose adapter has gone since it was asked, or ``None``."""
+        """Return the error of a query whose adapter has gone since it was made, or ``None``."""
         adapter = query.adapter
         if adapter is None or adapter in self._loaded:
             return None
@@ -88,7 +80,7 @@ class AdapterNames:
 
 @final
 class Answering:
-    """Answers of an evaluator: checked, without ids that no token has, and rows kept."""
+    """Calls the evaluator on a batch, checks its answers and caches rows without undefined ids."""
 
     def __init__(self, evaluator: Evaluator, rows: RowCache[Row], adapters: AdapterNames) -> None:
         self._is_bounded, self._reads_out = True, False
@@ -98,13 +90,13 @@ class Answering:
         self._is_to_exclude = False
 
     def set_abilities(self, info: EvaluatorInfo) -> None:
-        """Note the evaluator's abilities, before anything is asked."""
+        """Note the evaluator's abilities, before the first query."""
         self._is_bounded, self._reads_out = info.max_batch_size is not None, info.reads_out
 
     def set_vocabulary(
         self, vocab_size: int, undefined_ids: Collection[int], *, are_omitted: bool = False
     ) -> None:
-        """Say how wide rows are and which ids no token has, before anything is asked."""
+        """Set the width of rows and the ids that no token has, before the first query."""
         self._evaluator.undefined_ids = tuple(sorted(undefined_ids))
         self._is_to_exclude = bool(undefined_ids) and not are_omitted
         self._vocab_size = vocab_size
@@ -115,11 +107,11 @@ class Answering:
         return 1.0 if self._is_bounded else question.weight
 
     def computed_with(self, question: Question) -> Hashable:
-        """Return the question whose answer one is made of: all that is read off one row has one."""
+        """Return a key that all questions share whose answers are read off one row."""
         return question if self._is_bounded else question.computed_with
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
-        """Return one answer, or the error of those who asked, for each question of a batch."""
+        """Return an answer, or an error for its callers, to each question of a batch."""
         num_clears = self._rows.num_clears
         refused = self._refused(questions)
         known = [q for q in questions if q not in refused] if refused else questions
@@ -135,7 +127,6 @@ class Answering:
         return answers_by_rows(self._evaluator.evaluate, questions, undefined_ids)
 
     def _refused(self, questions: Sequence[Question]) -> dict[Question, Exception]:
-        """Return the errors of questions whose adapter has gone."""
         if set(map(_ADAPTER, questions)) == {None}:
             return {}
         errors = {question: self._adapters.error_of(question) for question in questions}
@@ -144,7 +135,7 @@ class Answering:
     def _found(
         self, questions: Sequence[Question], found: Any, num_clears: int
     ) -> list[Answer | Exception]:
-        """Return the evaluator's answers, checked; keep the rows."""
+        """Check the evaluator's answers, and cache the rows among them."""
         if not isinstance(found, Sequence) or len(found) != len(questions):
             what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
             raise EvaluationError(f"{self._verb} returned {what} for {len(questions)} queries")
@@ -163,7 +154,7 @@ class Answering:
         return answers
 
     def _kept(self, queries: Sequence[Any], rows: Sequence[Any], num_clears: int) -> list[Any]:
-        """Return rows without ids that no token has, and put them where rows are kept."""
+        """Return rows without ids that no token has, and cache them."""
         if self._is_to_exclude:
             rows = rows_without(rows, self._undefined)
         if rows and self._rows.takes(rows[0].nbytes):
@@ -176,7 +167,7 @@ class Answering:
         return row.without(self._undefined) if len(self._undefined) else row
 
     def _checked(self, question: Question, answer: Any) -> Answer | Exception:
-        """Return an answer of the evaluator's, or an error in place of what is none."""
+        """Return an answer, or an ``EvaluationError`` if it is none to the question."""
         size = self._vocab_size
         try:
             if isinstance(answer, Exception) or question.is_answered_by(answer, size):

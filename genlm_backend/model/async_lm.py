@@ -126,7 +126,7 @@ class AsyncLM(Closing):
     """Number format in which keys and values are kept; ``None`` for the type of the model."""
 
     _own_eos: Collection[int] | None = None
-    """Ids that end a text by the model's generation config; ``None`` where it names none."""
+    """Ids that end a text by the model's generation config; ``None`` if it names none."""
 
     _alphabet: tuple[frozenset[int], Alphabet] | None = None
 
@@ -581,7 +581,7 @@ class AsyncLM(Closing):
     def _with_beginnings(
         self, beside: Beside, continuations: Any
     ) -> tuple[Beside, list[array[int]]]:
-        """Return the numbers that are told of tokens, with their beginnings, and the tokens."""
+        """Return ``beside`` with the beginnings of all tokens, and each text's tokens as ids."""
         given = listed("continuations", continuations)
         ids = [array("i", self.contexts.packed(own, name="continuation")) for own in given]
         beginnings = beginnings_of(self.alphabet, (i for own in ids for i in own))
@@ -594,8 +594,6 @@ class AsyncLM(Closing):
         lora_name: str | None,
         beside: Beside,
     ) -> list[torch.Tensor]:
-        """Return the answer to a ``Scoring`` of each text."""
-
         def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
             contexts = [_listed(query.context) for query in queries]
             return self.batch_next_token_logprobs(contexts, lora_name=lora_name)
@@ -620,7 +618,6 @@ class AsyncLM(Closing):
     def _scorings(
         self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
     ) -> list[Scoring]:
-        """Return the scorings of texts, once they are checked."""
         self.check_adapter(lora_name)
         return check_scorings(self.contexts, prompts, continuations, self.max_length, beside=beside)
 
@@ -859,7 +856,7 @@ class AsyncLM(Closing):
         return [self.contexts.check(context, self.max_length) for context in contexts]
 
     def _context_of_draws(self, token_ids: TokenIds, lora_name: str | None) -> Context:
-        """Return a context once it and the adapter are checked: before a number is taken."""
+        """Check a context and its adapter before a random number is taken."""
         context = self.contexts.check(token_ids, self.max_length)
         self.check_adapter(lora_name)
         return context
@@ -959,7 +956,7 @@ class AsyncLM(Closing):
     def _check_sampling(
         self, max_tokens: Any, eos_token_ids: Any, **options: Any
     ) -> dict[str, Any]:
-        """Return options of ``sample`` as they are meant, the ends of this model by default."""
+        """Return checked options of ``sample``, the ends of this model by default."""
         ends = self.eos_token_ids if eos_token_ids is None else eos_token_ids
         given = {"max_tokens": max_tokens, "eos_token_ids": ends, **options}
         return check_sampling(len(self.byte_vocab), **given)
@@ -1079,6 +1076,6 @@ class AsyncLM(Closing):
 
 
 def _listed(token_ids: TokenIds) -> TokenIds:
-    """Return the ids of a context for a model that may hand them on to another one."""
+    """Return a context without pictures as a list, which another model takes too."""
     is_plain = isinstance(token_ids, Context) and token_ids.pictures is None
     return list(token_ids) if is_plain else token_ids

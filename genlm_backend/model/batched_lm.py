@@ -66,14 +66,12 @@ DEFAULT_ROW_CACHE_BYTES = 256 << 20
 
 
 class PictureReading(Protocol):
-    """Pictures to contexts, by the processor of one model."""
+    """Makes contexts of prompts with pictures, by the processor of one model."""
 
     processor: Any
-    """The processor of transformers; ``None`` where there is none."""
+    """The processor of transformers, if there is one."""
 
-    def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
-        """Return the context of a prompt that begins with pictures."""
-        ...
+    def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context: ...
 
 
 class BatchedLM(OfOneProcess, AsyncLM):
@@ -115,7 +113,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
     }
 
     _pictures: PictureReading | None = None
-    """The reader of pictures, of a model that may see them."""
 
     def __init__(
         self,
@@ -175,7 +172,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return f"<{name} of {size} token ids{device}, {kept}{states}{died}>"
 
     def _asking(self, policy: BatchPolicy) -> Batcher[Question, Any]:
-        """Make the batcher of questions, once."""
         asked = self._answering
         options = {"weight": asked.weight, "computed_with": asked.computed_with}
         return Batcher(asked.answers, policy, name=type(self).__name__, **options)
@@ -248,7 +244,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return [Query(check(token_ids, max_length), adapter) for token_ids in contexts]
 
     def _known(self, queries: Sequence[Query]) -> tuple[dict[Query, Row], list[Query]]:
-        """Return the rows that are cached, and the distinct queries that have none."""
+        """Return the cached rows, and the distinct queries that have none."""
         distinct = dict.fromkeys(queries)
         rows = {q: row for q in distinct if (row := self._rows.get(q)) is not None}
         return rows, [query for query in distinct if query not in rows]
@@ -298,7 +294,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
 
     def _scores_itself(self, beside: Beside) -> bool:
-        """Return whether the evaluator answers scorings, and what is told beside them."""
+        """Return whether the evaluator answers scorings, and with these numbers."""
         return self._info.scores and (beside == NOTHING or self._info.reads_out)
 
     def _scorings(
@@ -366,7 +362,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def _all_asked(
         self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None
     ) -> tuple[list[Any], dict[int, Any]]:
-        """Return readouts of queries, and by their indices the answers of rows that are cached."""
+        """Return readouts of queries, and by index the answers read off cached rows."""
         queries = self._queries(token_ids_list, lora_name)
         asked, answers = readouts_of(readout, queries), dict[int, Any]()
         if len(self._rows):
@@ -379,7 +375,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def _asked(
         self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None
     ) -> tuple[Any, Row | None]:
-        """Return the readout that a query is made, and the row where it is cached."""
+        """Return the readout of a query, and its row if it is cached."""
         query = self._query(token_ids, lora_name)
         asked, row = readout_of(readout, query), self._rows.get(query)
         if row is None:
@@ -389,11 +385,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
     # ------------------------------------------------------- the worker thread and its queue
 
     def _call(self, verb: Callable[[], T]) -> T:
-        """Have the worker do something after the batches already sent; block for it."""
+        """Run ``verb`` on the worker after the batches already sent, and block for its result."""
         return self._batcher.call(verb)
 
     async def _number_of(self, verb: Callable[[Evaluator], int | None]) -> int:
-        """Return the number that a verb of the evaluator returns, 0 where it returns none."""
+        """Return the number that a method of the evaluator returns, 0 for ``None``."""
         asked = self._batcher.call_soon(partial(verb, self._evaluator))
         return await asyncio.wrap_future(asked) or 0
 
@@ -495,7 +491,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._is_kept(query)
 
     def _of_states(self) -> str:
-        """Return the part of an error about room that is for models with running states."""
+        """Return the part of an error about room that is for models with recurrent states."""
         budget = self._evaluator.counts().state_bytes_budget
         return (
             f", or its running state into what is left of state_cache_bytes={budget}"
@@ -511,7 +507,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._clear_by(self._evaluator.clear)
 
     def _is_kept(self, query: Query) -> None:
-        """Note that a context's keys and values are there now, on whatever thread."""
+        """Note, on any thread, that a context's keys and values are cached now."""
 
     def save_prefix(
         self, token_ids: TokenIds, path: str | Path, lora_name: str | None = None
@@ -574,7 +570,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def _uncached(
         self, token_ids: TokenIds, lora_name: str | None, evaluate_whole: Callable[[Query], Row]
     ) -> torch.Tensor:
-        """Return the row of a context that the worker evaluates past every cache, for callers."""
+        """Return a context's row, as callers get rows, computed without any cache."""
         query = self._query(token_ids, lora_name)
         self._before_wait()
 
@@ -608,7 +604,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._pictures.processor = processor
 
     def _asker(self) -> Callable[[Callable[[Evaluator], Any]], Any]:
-        """Return a function that has the worker call a verb; it does not keep the model alive."""
+        """Return a function that has the worker call a method, without keeping the model alive."""
         before_wait, batcher, evaluator = self._before_wait, self._batcher, self._evaluator
 
         def ask(verb: Callable[[Evaluator], Any]) -> Any:
@@ -662,7 +658,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._call(remove)
 
     def _drain(self, adapter: Adapter) -> None:
-        """Block until everything that was asked with an adapter so far is answered."""
+        """Block until everything asked with an adapter so far is answered."""
         self._batcher.drain()
 
     def _remove(self, adapter: Adapter) -> None:
@@ -723,7 +719,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
 
 def _check_writable(path: Path) -> None:
-    """Raise the error of a file that cannot be written, as far as it can be told before."""
+    """Raise the error of a file that cannot be written, as far as it is known before."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
     if path.is_dir():

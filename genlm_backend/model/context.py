@@ -62,7 +62,6 @@ class Context(Sequence[int]):
     pictures: Pictures | None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Refuse; see the class."""
         raise TypeError("a Context is made by lm.context(token_ids)")
 
     @classmethod
@@ -74,7 +73,7 @@ class Context(Sequence[int]):
         place: Place = NOWHERE,
         pictures: Pictures | None = None,
     ) -> Self:
-        """Return the context of full blocks and of packed ids after them, which are not checked."""
+        """Return the context of full blocks and of packed ids after them, without checks."""
         if len(packed) >= _BLOCK:
             stop = len(packed) - len(packed) % _BLOCK
             starts = range(0, stop, _BLOCK)
@@ -99,13 +98,13 @@ class Context(Sequence[int]):
         return Context.of(contexts, tail, self.blocks, self.place, self.pictures)
 
     def __add__(self, token_ids: Any) -> Context:
-        """Return the context with more tokens, which are checked; it may be none."""
+        """Return the context with more tokens, which are checked."""
         if type(token_ids) is list and len(token_ids) == 1:
             return self.extend(token_ids[0])
         return self.followed_by(self.contexts.packed(token_ids))
 
     def __radd__(self, token_ids: Any) -> Context:
-        """Return the context behind more tokens, which are checked."""
+        """Return the context after more tokens, which are checked."""
         if self.pictures is not None:
             raise PictureError("nothing can be put before the pictures that a context begins with")
         return self.contexts.of(token_ids).followed_by(self.packed().tobytes())
@@ -170,10 +169,8 @@ class Context(Sequence[int]):
         return self.tail[-_ID.size :] or self.blocks[-1][-_ID.size :]
 
     def packed(self, start: int = 0, stop: int | None = None) -> array[int]:
-        """Return the ids from ``start`` to ``stop``, neither negative, as 32-bit integers.
-
-        Parts of pictures have ids of their own, which are negative.
-        """
+        """Return ids from ``start`` to ``stop``, neither negative, as 32-bit integers."""
+        # Parts of pictures have ids of their own, which are negative.
         num_blocks = len(self.blocks)
         first = min(start // TOKENS_PER_BLOCK, num_blocks)
         kept = self.tail if first == num_blocks else b"".join((*self.blocks[first:], self.tail))
@@ -186,7 +183,7 @@ class Context(Sequence[int]):
 
     @property
     def key(self) -> tuple[tuple[bytes, ...], bytes]:
-        """Its blocks and tail: a value that is hashed and compared without a look at each id."""
+        """Blocks and tail: a value that is hashed and compared without a look at each id."""
         return self.blocks, self.tail
 
     def beginning(self, count: int) -> tuple[tuple[bytes, ...], bytes]:
@@ -221,7 +218,7 @@ class Context(Sequence[int]):
 
 
 class _Block(NamedTuple):
-    """Ids that have been checked, as many as a block has."""
+    """Checked ids, as many as a block has."""
 
     ids: list[int]
     packed: bytes
@@ -229,20 +226,15 @@ class _Block(NamedTuple):
 
     @classmethod
     def of(cls, ids: list[int], packed: bytes) -> _Block:
-        """Return a block of plain integers."""
         return cls(ids, packed, tuple([index for index, i in enumerate(ids) if i < 2]))
 
 
 @final
 class _Beginnings:
-    """The blocks that a list most likely begins with: those of one that came before it.
-
-    To compare ids with known ones costs a fraction of what it costs to check and to convert them.
-    A beginning is known once two lists in a row have had it, so that lists that have nothing in
-    common cost nothing more. Any thread may call it.
-    """
+    """Blocks that the next list probably begins with, as those before did; any thread calls it."""
 
     def __init__(self) -> None:
+        # Comparing ids with known ones costs a fraction of checking and converting them.
         self._known: tuple[_Block, ...] = ()
         self._last: tuple[list[Any], tuple[bytes, ...]] = ([], ())
 
@@ -252,6 +244,7 @@ class _Beginnings:
             return ()
         found = _shared(ids, self._known)
         last, packed = self._last
+        # Known once two lists in a row have had it, so that unrelated lists cost nothing more.
         if not found and packed and _begin_alike(ids, last):
             self._known = _blocks(last, packed)
             found = _shared(ids, self._known)
@@ -273,11 +266,8 @@ def _begin_alike(ids: list[Any], others: list[Any]) -> bool:
 
 
 def _are_integers(ids: list[Any]) -> bool:
-    """Whether all values are integers of Python, or bools, of which comparing tells the truth.
-
-    A tensor of eight bits equals every integer that has the same last ones, and the sum of
-    integers and anything else is no integer.
-    """
+    """Return whether all values are ints or bools, which ``==`` compares as numbers."""
+    # A tensor of 8 bits equals each integer with the same last bits; no sum with one is an integer.
     try:
         return type(sum(ids)) is int
     except Exception:  # whatever adding raises: who converts the ids says of which
@@ -296,7 +286,7 @@ def _blocks(ids: list[Any], packed: tuple[bytes, ...]) -> tuple[_Block, ...]:
 
 
 def _shared(ids: list[Any], blocks: tuple[_Block, ...]) -> tuple[bytes, ...]:
-    """Return the packed form of the blocks that ids begin with."""
+    """Return the packed form of the known blocks that ids begin with."""
     found: list[bytes] = []
     start = 0
     for block in blocks:  # one after another, so that each is read from memory once
@@ -312,7 +302,7 @@ def _shared(ids: list[Any], blocks: tuple[_Block, ...]) -> tuple[bytes, ...]:
 
 @final
 class Contexts:
-    """The contexts of one model."""
+    """Makes and checks the contexts of one model."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -321,7 +311,7 @@ class Contexts:
         self._beginnings = _Beginnings()
 
     def of(self, token_ids: Any, name: str = "token_ids") -> Context:
-        """Return token ids as a ``Context`` of this model, without a look at those of one."""
+        """Return token ids as a ``Context`` of this model; one of its own is not checked again."""
         if isinstance(token_ids, Context):
             if token_ids.contexts is self:
                 return token_ids
@@ -341,7 +331,6 @@ class Contexts:
         return context
 
     def _with_pictures(self, context: Context, pictures: Pictures) -> Context:
-        """Return an unpickled context as one of this model."""
         is_known = pictures.image_token_id == self.image_token_id
         if not is_known or pictures.reader != self.image_reader:
             raise PictureError("the context begins with pictures, and this model sees none like it")
@@ -352,7 +341,7 @@ class Contexts:
     def check(
         self, token_ids: Any, max_length: int | None = None, name: str = "token_ids"
     ) -> Context:
-        """Return token ids as a ``Context`` that can be asked."""
+        """Return token ids as a ``Context`` that the model can evaluate."""
         is_own = isinstance(token_ids, Context) and token_ids.contexts is self
         context: Context = token_ids if is_own else self.of(token_ids, name)
         num_tokens = len(context)
@@ -366,7 +355,6 @@ class Contexts:
         return context
 
     def check_id(self, token_id: Any) -> int:
-        """Return one token id as an ``int``."""
         if type(token_id) is not int:
             token_id = _to_int(token_id)
         if not 0 <= token_id < self.vocab_size:
@@ -424,7 +412,7 @@ def of_no_model(token_ids: Any) -> Context:
 
 
 def listed_contexts(name: str, value: Any) -> list[Any]:
-    """Return an iterable of contexts as a list, without a look into them."""
+    """Return an iterable of contexts as a list, without checks of each."""
     contexts = listed(name, value)
     if is_one_context(value, contexts):
         raise OptionTypeError(
@@ -441,7 +429,7 @@ def is_one_context(value: Any, parts: Sequence[Any]) -> bool:
 
 
 def _listed(token_ids: Any, name: str) -> list[Any]:
-    """Return token ids as a list: a list itself, and not a copy of it."""
+    """Return token ids as a list; a list itself is not copied."""
     if hasattr(token_ids, "tolist") and hasattr(token_ids, "ndim"):
         if token_ids.ndim != 1:
             raise ContextTypeError(
@@ -486,7 +474,7 @@ def _num_rows(ids: Any) -> int:
 
 
 def _way_out(ids: Any, name: str) -> str:
-    """Return a hint for token ids in two dimensions, or nothing."""
+    """Return a hint for token ids in two dimensions, or no text."""
     num_rows = _num_rows(ids)
     if num_rows == 1:
         return f": pass {name}[0], which is its one row"

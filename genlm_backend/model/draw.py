@@ -1,7 +1,4 @@
-"""A draw: one token id from a row of log-probabilities, by inverting its cumulative sum.
-
-And masks: which tokens may be drawn.
-"""
+"""Draws: one token id from a row, by inverting its cumulative sum; masks: the allowed tokens."""
 
 from __future__ import annotations
 
@@ -103,7 +100,7 @@ def tempered(
 
 
 def check_possible(score: float, error: type[Exception] = EvaluationError) -> None:
-    """Raise an error if the largest score of a row is none that can be chosen."""
+    """Raise an error if the largest score of a row is not finite."""
     if not math.isfinite(score):
         raise error(f"no token can be chosen from a row whose largest score is {score}")
 
@@ -135,7 +132,6 @@ class PackedMask:
         return f"PackedMask({num_tokens} of {self.vocab_size} tokens)"
 
     def __and__(self, allowed: Allowed) -> PackedMask:
-        """Return the mask of what is allowed by both."""
         other = packed_mask(allowed, self.vocab_size, may_be_empty=True)
         if other is None:
             raise OptionTypeError("a mask cannot be joined with None")
@@ -158,7 +154,7 @@ Allowed: TypeAlias = Mask | Iterable[int]
 def packed_mask(
     allowed: Any, vocab_size: int, may_be_empty: bool = False, name: str = "allowed"
 ) -> bytes | None:
-    """Return the mask of the tokens that may be drawn, a bit for each, once it is checked."""
+    """Return the checked mask of the tokens that may be drawn, one bit for each."""
     if allowed is None:
         return None
     if isinstance(allowed, PackedMask):
@@ -188,7 +184,7 @@ def packed_mask(
 
 
 def _mask_of_ids(name: str, values: Any, vocab_size: int) -> NDArray[np.bool_]:
-    """Return the mask of token ids, once they are checked: bool ``[vocab_size]``."""
+    """Return the mask of checked token ids: bool ``[vocab_size]``."""
     if isinstance(values, np.ndarray):
         is_long = values.dtype.kind in "iu" and values.shape == (vocab_size,) and vocab_size > 2
         if is_long and set(values.tolist()) <= {0, 1}:
@@ -239,7 +235,7 @@ _IDS: Final = sequence(integer(), "an array of bools or a collection of token id
 
 
 def checked_row(row: Any, vocab_size: int) -> NDArray[np.float32]:
-    """Return a row in the memory of the CPU, as float32; it shares memory where it is both."""
+    """Return a checked row in CPU memory as float32; shared if it is both already."""
     if isinstance(row, torch.Tensor):
         is_row = row.is_floating_point() and row.layout is torch.strided and not row.is_meta
     else:
@@ -256,7 +252,7 @@ def checked_row(row: Any, vocab_size: int) -> NDArray[np.float32]:
 
 
 def as_scores(row: AnyRow) -> NDArray[np.float32]:
-    """Return a row in the memory of the CPU, as float32; it shares memory where it is both."""
+    """Return a row in CPU memory as float32; shared if it is both already."""
     if isinstance(row, torch.Tensor):
         return row.detach().cpu().float().numpy()
     with np.errstate(over="ignore"):
@@ -268,7 +264,7 @@ _FRESH: Final = random.SystemRandom()
 
 
 def uniform_of(generator: Any) -> Callable[[], float]:
-    """Return a function that returns random numbers from 0 up to, and not including, 1."""
+    """Return a source of random numbers in [0, 1)."""
     if generator is None:
         return _FRESH.random
     if isinstance(generator, np.random.Generator):
@@ -288,21 +284,17 @@ _NUM_BLOCKS = 256
 
 
 def invert(weights: NDArray[np.float32], point: float) -> int:
-    """Return the index where the cumulative sum of ``weights`` passes ``point`` of the whole."""
+    """Return the index where the cumulative sum of ``weights`` passes ``point`` of the total."""
     return Inversion(weights).index(point)
 
 
 @final
 class Inversion:
-    """The cumulative sum of weights, inverted for one point after another.
-
-    Sums of blocks are searched first and one block after them, because a running sum over a
-    vocabulary takes several times as long as a plain one. All sums are in float64, so that the
-    rarest tokens behind the most probable ones are not rounded away. What weighs nothing is never
-    found, however the sums round.
-    """
+    """A cumulative sum of weights, inverted for several points; no zero weight is ever found."""
 
     def __init__(self, weights: NDArray[np.float32]) -> None:
+        # Sums of blocks are searched first, then one block: a running sum over a vocabulary takes
+        # several times as long as a plain one. In float64, the rarest tokens are not rounded away.
         self._weights, self._size = weights, len(weights) // _NUM_BLOCKS
         whole = self._size * _NUM_BLOCKS if self._size > 1 else 0
         self._sums: NDArray[np.float64] = np.empty(_NUM_BLOCKS + 1 if whole else 1, np.float64)
@@ -314,7 +306,6 @@ class Inversion:
 
     @property
     def total(self) -> float:
-        """Sum of all weights, as it was searched."""
         return float(self._ends[-1])
 
     def sum_of_weights(self) -> float:
@@ -322,7 +313,7 @@ class Inversion:
         return float(self._weights.sum(dtype=np.float64))
 
     def index(self, point: float) -> int:
-        """Return the index where the cumulative sum passes ``point`` of the whole, not zero."""
+        """Return the index where the cumulative sum passes ``point`` of the total, not zero."""
         block = _search(self._ends, self._sums, point)
         # The sum up to here as it was searched: another rounding could lie behind the point.
         begin = self._ends[block - 1] if block else 0.0
@@ -331,14 +322,14 @@ class Inversion:
         return start + _search(np.cumsum(own, dtype=np.float64), own, inside)
 
     def remove(self, index: int) -> None:
-        """Have a weight be zero from now on."""
+        """Set a weight to zero."""
         self._weights[index] = 0
         block = min(index // self._size, len(self._sums) - 1) if self._size else 0
         self._sums[block] = self._block(block)[1].sum(dtype=np.float64)
         np.cumsum(self._sums, out=self._ends)
 
     def _block(self, block: int) -> tuple[int, NDArray[np.float32]]:
-        """Return where a block begins, and its weights."""
+        """Return the start of a block, and its weights."""
         start = block * self._size
         is_last = block == len(self._sums) - 1
         return start, self._weights[start:] if is_last else self._weights[start:][: self._size]

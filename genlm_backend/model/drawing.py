@@ -30,7 +30,7 @@ from genlm_backend.model.row import moved, spare_memory
 
 
 class Cuts(NamedTuple):
-    """Bounds on the tokens that are drawn from, as ``generate`` has them."""
+    """Bounds on the tokens that are drawn from, named as in ``generate``."""
 
     top_k: int = 0
     top_p: float = 1.0
@@ -52,7 +52,7 @@ class Cuts(NamedTuple):
 
 
 def _least_of_nucleus(weights: NDArray[np.float32], share: float) -> np.float32:
-    """Return the least of the largest weights that come to a share of all of them."""
+    """Return the least of the largest weights that sum to a share of all."""
     bound, size = share * weights.sum(dtype=np.float64), _FEW_OF_NUCLEUS
     while True:
         size = min(size, len(weights))
@@ -119,7 +119,7 @@ def _drawn(drawing: Drawing, logprobs: NDArray[np.float32]) -> Draw | Evaluation
 def _pool(
     drawing: Drawing | SeveralDraws, logprobs: NDArray[np.float32]
 ) -> _Pool | Draw | EvaluationError:
-    """Return the tokens of a row to draw from, or the answer where there is none."""
+    """Return the tokens of a row to draw from, or the answer if there is none."""
     scores, ids = logprobs, None
     if drawing.allowed is not None:
         scores, ids = _allowed_scores(logprobs, drawing.allowed)
@@ -138,10 +138,7 @@ def _pool(
 def _allowed_scores(
     logprobs: NDArray[np.float32], allowed: bytes
 ) -> tuple[NDArray[np.float32], NDArray[np.int64] | None]:
-    """Return the log-probabilities of allowed tokens, and their ids; ``None`` for all ids.
-
-    Where most are allowed, all are returned, those that are not as ``-inf``.
-    """
+    """Return scores and ids of the allowed tokens; or all scores, some ``-inf``, and ``None``."""
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(logprobs))
     mask = bits.view(np.bool_)
     if np.count_nonzero(mask) * 2 <= len(logprobs):
@@ -189,7 +186,7 @@ class _Pool:
             self._inversion = Inversion(weights)
 
     def draw(self, point: float) -> Draw:
-        """Return the token that a random number from 0 up to 1 stands for."""
+        """Return the token at a point of the distribution, from 0 up to 1."""
         if self._inversion is None:
             token_id = int(self._scores.argmax())
         else:
@@ -212,7 +209,7 @@ class _Pool:
         return log_mass(total, self._logprobs)
 
     def without(self, token_id: int) -> bool:
-        """Draw no more of a token; return whether another one is left."""
+        """Exclude a token from later draws; return whether another one is left."""
         if self._scores is self._logprobs:
             self._scores = self._scores.copy()
         index = token_id if self._ids is None else int(np.searchsorted(self._ids, token_id))
@@ -230,7 +227,7 @@ class _Pool:
 
 
 _FEW: Final = 1e-3
-"""Sum of what is left of some weights, from which on they are computed anew."""
+"""Sum of the remaining weights below which they are computed anew."""
 
 
 def _draw_of(
@@ -241,7 +238,7 @@ def _draw_of(
     temperature: float,
     total: float,
 ) -> Draw:
-    """Return a draw, given the largest log-probability, and the sum of the weights beside it."""
+    """Return a draw, given the largest log-probability, and the sum of weights relative to it."""
     if temperature == 0:
         log_proposal = 0.0
     elif temperature == 1:
@@ -318,7 +315,7 @@ _NUM_BLOCKS: Final = 256
 
 
 def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw | EvaluationError]:
-    """Return draws from rows on a device, which stay there; see ``Drawing.of_rows``."""
+    """Draw from rows on a device, where they stay; see ``Drawing.of_rows``."""
     device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
     points = np.array([drawing.uniform for drawing in drawings])
     scores, cuts = rows, [_cuts_of(drawing) for drawing in drawings]
@@ -371,7 +368,7 @@ def _drawn_plainly(
 def _sums_to_compare(
     drawings: Sequence[Drawing], rows: torch.Tensor, of_allowed: Sequence[float]
 ) -> list[float]:
-    """Return logarithms of whole rows' sums, where those of what is allowed may be the same."""
+    """Return log-sums of whole rows if those of the allowed tokens may equal them, or NaN."""
     found = [math.nan] * len(drawings)
     near = [
         i
@@ -455,14 +452,11 @@ def _masks(drawings: Sequence[Drawing], rows: torch.Tensor) -> torch.Tensor:
 def _inverted(
     weights: torch.Tensor, points: NDArray[np.float64], values: torch.Tensor
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32]]:
-    """Return where the cumulative sum of each row passes a share of the whole, and that whole.
-
-    A device sums up blocks, and hands over one block of each row; both are searched here, since
-    each of the small steps of a search would take a launch.
-    """
+    """Return each row's index at its share of the sum, that sum, and the value at the index."""
     padding = -weights.shape[1] % _NUM_BLOCKS
     padded = [torch.nn.functional.pad(one, (0, padding)) for one in (weights, values) if padding]
     blocks = [one.unflatten(1, (_NUM_BLOCKS, -1)) for one in padded or (weights, values)]
+    # The device sums blocks and hands over one of each row: each small step is a launch there.
     sums = moved(blocks[0].sum(2, dtype=torch.float64), _HOST).numpy()
     rows, ends = np.arange(len(sums)), sums.cumsum(1)
     totals = ends[:, -1]
@@ -485,7 +479,7 @@ _HOST: Final = torch.device("cpu")
 def _passed(
     ends: NDArray[np.float64], weights: NDArray[np.floating], points: NDArray[np.float64]
 ) -> NDArray[np.int64]:
-    """Return the first interval of each row that ends behind a point: int64 ``[n]``."""
+    """Return the first interval of each row that ends after a point: int64 ``[n]``."""
     # An interval without width ends where the one before it does, and is never the first.
     is_behind = ends > points[:, None]
     found = is_behind.argmax(1)
@@ -505,14 +499,11 @@ def _log_sums(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
-"""The draw where no token is possible: ``token_id`` is -1, which is no token of any model."""
+"""The draw if no token is possible: ``token_id`` is -1, which is no token of any model."""
 
 
 _ROUNDING: Final = 5e-5
-"""Distance from 0 up to which the logarithm of a row's sum is that of one but for rounding.
-
-Rows of up to 151,936 tokens were 6e-7 off here, and those of torch's ``log_softmax`` 2e-5.
-"""
+"""Largest log-sum of a row that rounding explains: here 6e-7, by torch's ``log_softmax`` 2e-5."""
 
 
 _REORDERED: Final = 1e-12
@@ -520,12 +511,9 @@ _REORDERED: Final = 1e-12
 
 
 def log_mass(total: float, row: NDArray[np.floating]) -> float:
-    """Return the logarithm of the probability of some tokens of a row, given their ``log_sum``.
-
-    It is never above 0, nor below the log-probability of one of them, and it is 0 where the row is
-    whole and no token is left out that has a probability: a whole row sums to one but for the
-    rounding of each. What is missing from a row that has been restricted before counts.
-    """
+    """Return the log-probability of some tokens of a row, at most 0, given their ``log_sum``."""
+    # A row sums to 1 but for rounding: its log-mass is 0, unless a token with a probability is
+    # left out or the row has been restricted before.
     is_all = abs(total) < _ROUNDING and abs(total - log_sum(row)) < _REORDERED
     return 0.0 if is_all else min(total, 0.0)
 
@@ -543,7 +531,7 @@ def log_sum(logprobs: NDArray[np.floating]) -> float:
 
 
 Impossible: TypeAlias = Literal["raise", "return"]
-"""Answer to a draw where no token is possible: an error, or a ``Draw`` without a token."""
+"""Answer to a draw if no token is possible: an error, or a ``Draw`` without a token."""
 
 _IMPOSSIBLE: Final = one_of("raise", "return")
 
@@ -557,7 +545,7 @@ _CUTS: Final = {
 
 
 def drawing_of(vocab_size: int, generator: Any, **options: Any) -> Callable[[Query], Drawing]:
-    """Return a maker of drawings, once its options are checked; it has the random number."""
+    """Return a maker of drawings with checked options and one random number."""
     number_of, alike = _drawn_alike(vocab_size, generator, **options)
     return partial(Drawing, uniform=number_of(), **alike)
 
@@ -565,7 +553,7 @@ def drawing_of(vocab_size: int, generator: Any, **options: Any) -> Callable[[Que
 def drawings_of(
     vocab_size: int, generator: Any, num_draws: int, *, allowed: Any, **options: Any
 ) -> Callable[[Query], Drawing]:
-    """Return a maker of as many drawings, one after another, as ``drawing_of`` of one."""
+    """Return a maker of ``num_draws`` drawings, one after another, as ``drawing_of`` of one."""
     dtype = getattr(allowed, "dtype", None)
     is_array = dtype is not None and getattr(allowed, "ndim", 0) == 1
     is_array = is_array and not getattr(dtype, "hasobject", False)
@@ -593,7 +581,7 @@ def drawings_of(
 def _one_by_one(
     numbers: Sequence[tuple[float, bytes | None]], alike: dict[str, Any]
 ) -> Callable[[Query], Drawing]:
-    """Return a maker of a drawing by each random number, with its mask, one after another."""
+    """Return a maker of a drawing for each random number and its mask, one after another."""
     pairs = iter(numbers)
 
     def made(query: Query) -> Drawing:
@@ -606,7 +594,7 @@ def _one_by_one(
 def several_draws_of(
     vocab_size: int, generator: Any, n: Any, distinct: Any, **options: Any
 ) -> Callable[[Query], SeveralDraws]:
-    """Return a maker of several draws, as ``drawing_of`` of one; it has the random numbers."""
+    """Return a maker of several draws, as ``drawing_of`` of one, with their random numbers."""
     count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
     number_of, alike = _drawn_alike(vocab_size, generator, **options)
     uniforms = tuple(number_of() for _ in range(count))

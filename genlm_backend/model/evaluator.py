@@ -79,7 +79,6 @@ class EvaluatorInfo:
     omits_undefined: bool = False
 
     def __post_init__(self) -> None:
-        """Check every field."""
         fields = {name: getattr(self, name) for name in _CHECKS}
         for name, value in checked(_CHECKS, fields).items():
             object.__setattr__(self, name, value)

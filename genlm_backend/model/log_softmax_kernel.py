@@ -1,8 +1,6 @@
-"""Triton kernels: log-softmax of wide rows in any dtype to float32, with the log normalisers.
+"""Triton kernels: log-softmax of wide rows in any dtype to float32, with log normalisers.
 
-Each row is divided into chunks. One launch computes the maximum and the sum of exponentials of each
-chunk. A second one merges them and writes the row, so that logits are read twice and
-log-probabilities written once.
+One launch reduces chunks of a row, a second one merges them and writes it: logits are read twice.
 """
 
 from __future__ import annotations
@@ -52,15 +50,13 @@ def _write(
 
 
 def log_softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities, float32 ``[n, vocab]``, and log normalisers, float32 ``[n]``.
-
-    A row with NaN or positive infinity, or without a finite logit, is NaN with its normaliser.
-    """
+    """Return float32 log-probabilities ``[n, vocab]`` and log normalisers ``[n]``."""
     num_rows, width = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     num_chunks = triton.cdiv(width, _CHUNK)
     parts = torch.empty((2, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    # NaN for a row with NaN or positive infinity, or without a finite logit.
     found = torch.empty((num_rows, width), dtype=torch.float32, device=logits.device)
     normalisers = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     grid, stride = (num_rows, num_chunks), logits.stride(0)

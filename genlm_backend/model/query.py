@@ -61,7 +61,6 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     wanted: ClassVar[str] = "a Row of float32 [{vocab_size}] for each query"
 
     def __new__(cls, token_ids: Iterable[int], adapter: Adapter | None = None) -> Self:
-        """Make a query; see the class."""
         context = token_ids if isinstance(token_ids, Context) else of_no_model(token_ids)
         query = super().__new__(cls, (adapter, context.blocks, context.tail))
         fields = query.__dict__
@@ -102,7 +101,7 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
 
 
 NO_QUERY: Final = Query([0])
-"""In place of the query of a row that is there."""
+"""Stands for the query of a row that is known."""
 
 
 def check_known_ids(

@@ -1,4 +1,4 @@
-"""Readout: a few numbers read off the row behind a context, where the model is."""
+"""Readout: a few numbers read off the row after a context, where the model is."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Readout(abc.ABC):
 
 
 def is_own(kind: type) -> bool:
-    """Return whether a kind of questions is a program's own: it is read off here, from rows."""
+    """Return whether a kind of question is a program's own, which is read off rows here."""
     return not kind.__module__.startswith(_PACKAGE)
 
 
@@ -120,7 +120,7 @@ def answers_by_rows(
     undefined_ids: Sequence[int] = (),
     is_unknown: Callable[[Any], bool] = lambda kind: True,
 ) -> Any:
-    """Return answers to questions, among them readouts, by an evaluator that knows no readouts."""
+    """Return answers to questions, among them readouts, by an evaluator without readouts."""
     kinds = {kind for kind in set(map(type, questions)) if issubclass(kind, Readout)}
     kinds = {kind for kind in kinds if is_unknown(kind)}
     unknown = {i for i, q in enumerate(questions) if type(q) in kinds} if kinds else set[int]()
@@ -144,22 +144,19 @@ def answers_by_rows(
 
 @final
 class RowQuestions(NamedTuple):
-    """Questions of rows, for whoever has the rows, maybe in another process."""
+    """Questions about each row, for the process that has the rows."""
 
     questions: Sequence[Sequence[Any]]
     undefined_ids: tuple[int, ...] = ()
 
     def of(self, indices: Sequence[int]) -> RowQuestions:
-        """Return the questions of some of the rows."""
         return RowQuestions([self.questions[i] for i in indices], self.undefined_ids)
 
     @property
     def has_own(self) -> bool:
-        """Whether one is a readout of a program's own."""
         return any(is_own(type(question)) for of_row in self.questions for question in of_row)
 
     def packed_answers(self, rows: Sequence[Row]) -> bytes:
-        """Return the answers, ``packed``."""
         here = torch.device("cpu")
         answers = [
             [each.to(here) if isinstance(each, Row) else each for each in of_row]
@@ -168,7 +165,7 @@ class RowQuestions(NamedTuple):
         return packed(answers)
 
     def answers(self, rows: Sequence[Row]) -> list[list[Any]]:
-        """Return the answers to what is asked of each row, or the exception for whoever asked."""
+        """Return the answers about each row, with an exception in place of one that failed."""
         answers: list[list[Any]] = [
             [row] * len(own) for row, own in zip(rows, self.questions, strict=True)
         ]
@@ -184,7 +181,7 @@ class RowQuestions(NamedTuple):
 
 
 def packed(value: Any) -> bytes:
-    """Return the bytes of answers, for ``pickle.loads``: fewer than torch makes of a tensor."""
+    """Return the pickled bytes of answers, fewer than torch makes of a tensor."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -193,7 +190,7 @@ def packed(value: Any) -> bytes:
 @final
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """Return how a plain tensor on the processor is made of bytes again."""
+        """Return how a plain CPU tensor is made of bytes again."""
         is_plain = type(obj) is torch.Tensor and obj.is_cpu and obj.layout is torch.strided
         if not is_plain or obj.requires_grad or obj.dtype not in _PLAIN or not obj.numel():
             return NotImplemented
@@ -209,7 +206,7 @@ def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 @torch.inference_mode()
 def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
-    """Return the answer to each readout, given its row, or the exception for whoever asked it."""
+    """Return the answer to each readout, given its row, or its exception."""
     answers: list[Any] = [None] * len(readouts)
     kinds: defaultdict[type[Readout], list[int]] = defaultdict(list)
     for i, (readout, row) in enumerate(zip(readouts, rows, strict=True)):

@@ -110,7 +110,7 @@ class Row:
 
 
 def alone(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with memory of its own for each, of which none keeps a table alive."""
+    """Return rows that own their memory, so that none keeps a table alive."""
     own: list[torch.Tensor] = []
     for _, table in _tables(rows):
         own += map(own_copy, table.numpy()) if table.is_cpu else map(torch.clone, table)
@@ -137,17 +137,14 @@ _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 @torch.no_grad()
 def rows_without(rows: Sequence[Row], token_ids: torch.Tensor) -> list[Row]:
-    """Return rows given that none of some tokens comes: they are ``-inf``, int64 ``[n]``.
-
-    Rows that have been made so already are returned as they are, at the cost of a look at those
-    tokens, a table at a time. Others are copied: an evaluator may have answered with one row twice.
-    """
+    """Return rows given that none of some tokens, int64 ``[n]``, comes: these are ``-inf``."""
     found = list(rows)
     for start, table in _tables(rows):
         ids = token_ids.to(table.device)
         theirs = table.index_select(1, ids)
         shares = theirs.exp().sum(-1).tolist()
         for index, is_done in enumerate((theirs == -torch.inf).all(-1).tolist()):
+            # Copied, since an evaluator may have answered with one row twice.
             if not is_done:
                 found[start + index] = _restricted(rows[start + index], ids, shares[index])
     return found
@@ -180,16 +177,13 @@ def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def stacked(rows: Sequence[Row]) -> torch.Tensor:
-    """Return the log-probabilities of one or more rows of one width, ``[n, vocab]``.
-
-    They are not copied where they lie one after another in a table.
-    """
+    """Return the log-probabilities of rows, ``[n, vocab]``, uncopied if they lie in one table."""
     parts = [table for _, table in _tables(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
-    """Return rows on ``device``, those that are there as they are; a table is moved at once."""
+    """Return rows on ``device``, unchanged if they are there; a table is moved at once."""
     found = list(rows)
     memory = [row.logprobs if row.table is None else row.table for row in rows]
     if all(
@@ -205,7 +199,7 @@ def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
 
 
 def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
-    """Return the log-probabilities of one or more rows, each written once: ``[n, vocab]``."""
+    """Return a copy of the log-probabilities of one or more rows: ``[n, vocab]``."""
     parts = [part for _, part in _tables(rows)]
     if device.type != "cpu":
         if len(parts) == 1:
@@ -326,11 +320,8 @@ def _rows_moved(
 
 
 def moved(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a table on a device; between the processor and a CUDA device through pinned memory.
-
-    33 MB take 0.8 ms so on an H100, and 5 by memory that is not pinned. Torch keeps the memory for
-    the next table. What goes to a device is not waited for.
-    """
+    """Return a table on a device, from CPU to CUDA without waiting."""
+    # By pinned memory, which torch uses again, 33 MB take 0.8 ms on an H100; by other memory, 5.
     if table.nbytes > MAX_PINNED or {table.device.type, device.type} != {"cpu", "cuda"}:
         return table.to(device)
     if table.is_cpu:
@@ -429,17 +420,7 @@ R = TypeVar("R", bound=Any)
 
 @final
 class RowCache(Generic[R]):
-    """Least-recently-used rows within a budget of bytes; safe to use from several threads.
-
-    Rows are stored and handed out as they are: whoever passes one on to be modified copies it.
-    A row should own its memory, since a view would keep its whole batch alive.
-
-    Attributes:
-        num_bytes: Bytes of the rows stored now.
-        num_clears: How often everything was forgotten.
-        num_hits: How often ``get`` has found its row.
-        num_evicted: Rows dropped to stay within the budget.
-    """
+    """Least-recently-used rows within a budget of bytes; any thread may call it."""
 
     def __init__(
         self,
@@ -451,6 +432,7 @@ class RowCache(Generic[R]):
         self.max_rows = optional(integer(0))("max_rows", max_rows)
         self._device: torch.device | None = optional(check_device)("device", device)
         self._lock = ProcessLock()
+        # Stored and returned uncopied. A row should own its memory: a view keeps its batch alive.
         self._rows: OrderedDict[Hashable, R] = OrderedDict()
         self.num_bytes = self.num_clears = self.num_hits = self.num_evicted = 0
 
@@ -466,24 +448,20 @@ class RowCache(Generic[R]):
             return row
 
     def takes(self, num_bytes: int) -> bool:
-        """Return whether a row of so many bytes would be stored."""
         return num_bytes <= self.budget and self.max_rows != 0
 
     def put(self, key: Hashable, row: R, num_clears: int | None = None) -> None:
-        """Store ``row``, dropping the least recently used rows beyond budget and number.
-
-        A row larger than the budget is not stored, nor one that was asked for before the latest
-        ``clear()``, when ``num_clears`` was another.
-        """
+        """Store ``row``, unless it exceeds the budget or was asked for before ``clear()``."""
         self.put_all([(key, row)], num_clears)
 
     def put_all(self, pairs: Iterable[tuple[Hashable, R]], num_clears: int | None = None) -> None:
-        """Store a row for each of many keys, one after another, as ``put`` does."""
+        """Store a row for each of many keys, as ``put`` does."""
         kept = [(key, row, size) for key, row in pairs if self.takes(size := row.nbytes)]
         if self._device is not None:
             kept = [(key, row.to(self._device), size) for key, row, size in kept]
         most = math.inf if self.max_rows is None else self.max_rows
         with self._lock.here:
+            # These were asked for before the latest ``clear()``.
             if num_clears is not None and num_clears != self.num_clears:
                 return
             for key, row, size in kept:

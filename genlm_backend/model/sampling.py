@@ -37,15 +37,12 @@ class Sampled(list[int]):
 
 @final
 class Sampler:
-    """Draws from log-probability rows by inverting their cumulative distribution.
-
-    A draw uses one random number of the sampler's own, so that equal seeds give equal
-    continuations, whatever else is sampled meanwhile.
-    """
+    """Draws from log-probability rows by inverting their cumulative distribution."""
 
     def __init__(self, temperature: float = 1.0, seed: int | None = None, stream: int = 0) -> None:
         given = checked(CHECKS, {"temperature": temperature, "seed": seed, "stream": stream})
         self.temperature: float = given["temperature"]
+        # Its own, so that equal seeds give equal texts, whatever else is sampled meanwhile.
         self._random = np.random.default_rng(entropy_of(given["seed"], given["stream"]))
 
     def draw(self, row: torch.Tensor) -> int:
@@ -53,21 +50,20 @@ class Sampler:
         return draw_token(as_scores(row), self.temperature, self._random.random)
 
     def uniform(self) -> float:
-        """Return the random number of a draw, from 0 up to, and not including, 1."""
+        """Return the random number of a draw, in [0, 1); 0 at temperature 0."""
         return self._random.random() if self.temperature else 0.0
 
     def drawing(self, query: Query) -> Drawing:
-        """Return the question for the token that ``draw`` would return of the context's row."""
+        """Return the question whose answer is the token that ``draw`` would return."""
         return Drawing(query, self.temperature, self.uniform())
 
 
 def entropy_of(seed: int | None, stream: int) -> np.random.SeedSequence:
-    """Return the entropy of a stream of random numbers."""
     return np.random.SeedSequence(None if seed is None else [seed, stream])
 
 
 def seed_of(seed: int | None, stream: int) -> int:
-    """Return a seed of 64 bits for a stream, for whatever takes a single number."""
+    """Return a seed of 64 bits for a stream, for consumers of a single number."""
     return int(entropy_of(seed, stream).generate_state(1, np.uint64)[0])
 
 
@@ -90,7 +86,6 @@ def check_no_others(method: str, others: Iterable[str]) -> None:
 
 
 def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
-    """Return options of ``sample`` and ``batch_sample`` as they are meant."""
     given = checked(CHECKS, options)
     check_known_ids("eos_token_ids", given.get("eos_token_ids", ()), vocab_size)
     return given
@@ -99,7 +94,7 @@ def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
 def default_ends(
     own: Collection[int] | None, tokenizer: Any, is_token: Callable[[int], bool]
 ) -> frozenset[int]:
-    """Return the ids that end a text where a caller names none."""
+    """Return the ids that end a text if the caller names none."""
     of_tokenizer = listed_ids(getattr(tokenizer, "eos_token_id", None))
     found = (frozenset(filter(is_token, ids)) for ids in (own, of_tokenizer) if ids is not None)
     return next(filter(None, found), frozenset())
@@ -115,5 +110,5 @@ def listed_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def ends_of_model(model: Any) -> tuple[int, ...] | None:
-    """Return the ids that the generation config of a model of transformers names, as it is now."""
+    """Return the ids that a transformers model's generation config names now."""
     return listed_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))

@@ -59,7 +59,7 @@ class Beginnings(NamedTuple):
     width: int
 
     def log_masses(self, rows: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-        """Return the logarithms of the probabilities of all tokens that begin as targets do."""
+        """Return log-masses of all tokens that begin as targets do: float64 ``[n, width]``."""
         found = torch.full((len(rows), self.width), -torch.inf, dtype=torch.float64)
         if not self.width:
             return found
@@ -83,7 +83,6 @@ class Beginnings(NamedTuple):
 
 
 def beginnings_of(alphabet: Alphabet, token_ids: Iterable[int]) -> Beginnings:
-    """Return the tokens of an alphabet that begin as some tokens do."""
     own = sorted(set(token_ids))
     bounds = alphabet.intervals(own)
     ids = np.array(own, np.int32).tobytes()
@@ -146,13 +145,12 @@ NOTHING: Final = Beside()
 
 
 def beside_of(entropy: Any, rank: Any, top: Any, groups: Any, vocab_size: int) -> Beside:
-    """Return the numbers that are told of each token, once they are checked."""
     most, masks = integer(0, vocab_size)("top", top), packed_groups(groups, vocab_size)
     return Beside(switch("entropy", entropy), switch("rank", rank), most, masks)
 
 
 TOKENS_PER_ROW: Final = 200
-"""Tokens of a text that is scored that count for as much in a batch as a context does."""
+"""Scored tokens of a text that count for as much in a batch as a context does."""
 
 
 @final
@@ -247,7 +245,7 @@ def check_scorings(
     adapter: Adapter | None = None,
     beside: Beside = NOTHING,
 ) -> list[Scoring]:
-    """Return the scorings of continuations, each behind its own prompt, or all behind one."""
+    """Return the scorings of continuations, each after its own prompt, or all after one."""
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
         prompt = prompts if isinstance(prompts, Context) else before  # an iterator has been read
@@ -269,7 +267,7 @@ def check_scorings(
 
 
 def distinct(scorings: Sequence[Scoring]) -> list[Scoring]:
-    """Return the distinct ones of some scorings that ask for anything."""
+    """Return the distinct scorings that have targets."""
     return [scoring for scoring in dict.fromkeys(scorings) if scoring.num_targets]
 
 
@@ -288,7 +286,7 @@ async def scores_of_rows(
     ask: Callable[[list[Query]], Awaitable[torch.Tensor]],
     chunk_size: int,
 ) -> list[torch.Tensor]:
-    """Return the scores of texts by way of rows, for models that score nothing themselves."""
+    """Return the scores of texts read off rows, for models that score nothing themselves."""
     found = [
         numbers_of_rows(await ask(queries), targets, scorings[0].beside)
         for queries, targets in _chunks(scorings, chunk_size)
@@ -299,7 +297,7 @@ async def scores_of_rows(
 def scores_of_rows_sync(
     scorings: Sequence[Scoring], ask: Callable[[list[Query]], torch.Tensor], chunk_size: int
 ) -> list[torch.Tensor]:
-    """Return the same scores as ``scores_of_rows``, from rows that nobody has to await."""
+    """Do as ``scores_of_rows``, with rows that need no await."""
     found = [
         numbers_of_rows(ask(queries), targets, scorings[0].beside)
         for queries, targets in _chunks(scorings, chunk_size)
@@ -332,7 +330,7 @@ def _parted(scorings: Sequence[Scoring], found: list[torch.Tensor]) -> list[torc
 
 @torch.inference_mode()
 def numbers_of_rows(rows: torch.Tensor, targets: Sequence[int], beside: Beside) -> torch.Tensor:
-    """Return the numbers that are told of tokens, each of a row of its own."""
+    """Return the numbers of each token, read off a row of its own."""
     ids = torch.tensor(targets, dtype=torch.int64, device=rows.device)[:, None]
     logprobs = rows.gather(1, ids).float()
     if beside == NOTHING:
@@ -360,7 +358,7 @@ def numbers_of_rows(rows: torch.Tensor, targets: Sequence[int], beside: Beside) 
 
 
 def _ranks(rows: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Return how many numbers of each row come before one of it: int64 ``[n]``."""
+    """Return how many ids of each row come before one of them: int64 ``[n]``."""
     if rows.is_cpu:  # a row at a time stays in the cache
         pairs = zip(rows.numpy(), ids[:, 0].tolist(), logprobs[:, 0].numpy(), strict=True)
         counts = [

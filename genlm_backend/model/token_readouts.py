@@ -56,7 +56,7 @@ ReadoutOf: TypeAlias = Callable[[Query], Readout]
 
 
 def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
-    """Return the readout that ``make`` makes of a query."""
+    """Return the readout that ``make`` makes of a query, checked."""
     return _checked(function("readout", make)(query), query)
 
 
@@ -90,7 +90,7 @@ def _checked(readout: Any, query: Query) -> Readout:
 @final
 @dataclass(frozen=True, slots=True)
 class Top(Readout):
-    """The ``k`` most probable tokens behind a context; the answer is a ``TopTokens``."""
+    """The ``k`` most probable tokens after a context; the answer is a ``TopTokens``."""
 
     query: Query
     k: int
@@ -99,7 +99,6 @@ class Top(Readout):
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
-        """Return the most probable tokens of each row."""
         if rows.is_cpu:
             pairs = zip(readouts, rows.numpy(), strict=True)
             return [_top_here(readout.k, row) for readout, row in pairs]
@@ -115,7 +114,6 @@ class Top(Readout):
         return answers
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` is a ``TopTokens`` of as many tokens."""
         return (
             isinstance(answer, TopTokens)
             and _is_vector(answer.token_ids, torch.int64, self.k)
@@ -128,7 +126,7 @@ class Top(Readout):
 @final
 @dataclass(frozen=True, slots=True)
 class Chosen(Readout):
-    """The log-probabilities of chosen tokens behind a context: float32 ``[len(token_ids)]``."""
+    """Log-probabilities of chosen tokens after a context: float32 ``[len(token_ids)]``."""
 
     query: Query
     token_ids: tuple[int, ...]
@@ -137,7 +135,6 @@ class Chosen(Readout):
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
-        """Return the log-probabilities of each readout's tokens in its row."""
         sizes = [len(readout.token_ids) for readout in readouts]
         ids = [token_id for readout in readouts for token_id in readout.token_ids]
         columns = torch.tensor(ids, dtype=torch.int64, device=rows.device)
@@ -145,14 +142,13 @@ class Chosen(Readout):
         return [part.clone() for part in rows[own, columns].cpu().split(sizes)]
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` has one log-probability for each token."""
         return _is_vector(answer, torch.float32, len(self.token_ids))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Entropy(Readout):
-    """The entropy of the token behind a context, in nats: a ``float``, summed in float64."""
+    """Entropy of the token after a context, in nats: a ``float``, summed in float64."""
 
     query: Query
     wanted: ClassVar[str] = "a float for an Entropy"
@@ -160,7 +156,6 @@ class Entropy(Readout):
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
-        """Return the entropy of each row."""
         if rows.is_cpu:
             return [_entropy_here(row) for row in rows.numpy()]
         values = _double(rows)
@@ -168,7 +163,6 @@ class Entropy(Readout):
         return (-(values.exp() * values.clamp(min=-1e6)).sum(-1)).tolist()
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` is a ``float``."""
         return isinstance(answer, float)
 
 
@@ -184,7 +178,6 @@ class Masses(Readout):
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
-        """Return the logarithms of each readout's masses in its row."""
         asked = [(row, group) for row, own in enumerate(readouts) for group in own.groups]
         places: defaultdict[bytes, list[int]] = defaultdict(list)
         for place, (_, group) in enumerate(asked):
@@ -205,7 +198,6 @@ class Masses(Readout):
         return [part.clone() for part in found.clamp_(max=0).split(sizes)]
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` has one number for each group."""
         return _is_vector(answer, torch.float64, len(self.groups))
 
 
@@ -214,12 +206,11 @@ def _ids_in(group: bytes, vocab_size: int) -> NDArray[np.int64]:
 
 
 def masses_of(groups: Any, vocab_size: int) -> ReadoutOf:
-    """Return a maker of ``Masses``, once its groups are checked; see ``packed_groups``."""
     return partial(Masses, groups=packed_groups(groups, vocab_size))
 
 
 def packed_groups(groups: Any, vocab_size: int) -> tuple[bytes, ...]:
-    """Return a bit for each token of each group, once they are checked."""
+    """Return each checked group of tokens as a mask of bits."""
     packed = list[bytes]()
     for i, group in enumerate(listed("groups", groups)):
         mask = packed_mask(group, vocab_size, True, f"groups[{i}]")
@@ -230,12 +221,11 @@ def packed_groups(groups: Any, vocab_size: int) -> tuple[bytes, ...]:
 
 
 def top_of(k: Any, vocab_size: int) -> ReadoutOf:
-    """Return a maker of ``Top``, once its number of tokens is checked."""
     return partial(Top, k=integer(1, vocab_size)("k", k))
 
 
 def own_top(found: TopTokens, str_vocab: Sequence[str]) -> TopTokens:
-    """Return top tokens with texts, for a caller to modify: others may have asked the same."""
+    """Return a copy of top tokens with texts, since other callers may have the same answer."""
     top = TopTokens(found.token_ids.clone(), found.logprobs.clone(), found.log_rest)
     ids: list[int] = found.token_ids.tolist()
     top.texts = tuple([str_vocab[i] for i in ids])
@@ -243,7 +233,6 @@ def own_top(found: TopTokens, str_vocab: Sequence[str]) -> TopTokens:
 
 
 def chosen_of(chosen: Any, vocab_size: int) -> ReadoutOf:
-    """Return a maker of ``Chosen``, once its tokens are checked."""
     if isinstance(chosen, Set):
         raise OptionTypeError(f"chosen must be in an order, got a {type(chosen).__name__}")
     values = as_ids_or_bools("chosen", chosen)
@@ -267,13 +256,10 @@ _NUM_BLOCKS: Final = 64
 
 
 def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
-    """Return the most probable tokens of a row.
-
-    The ``k``-th largest number is at least the ``k``-th largest of the maxima of that many parts or
-    more, so that only parts with such a maximum are looked through.
-    """
     width = len(row) // _NUM_BLOCKS
     if k <= width // 2:
+        # The k-th largest number is at least the k-th largest maximum of k or more blocks, so that
+        # only blocks with such a maximum are searched.
         blocks = row[: width * _NUM_BLOCKS].reshape(_NUM_BLOCKS, width)
         largest = np.maximum.reduce(blocks, axis=0)
         least = np.partition(largest, -k)[-k]
@@ -319,7 +305,7 @@ def _entropy_here(row: NDArray[np.float32]) -> float:
 
 
 def _largest(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``k`` largest numbers of each row and where they are, of equal ones the first."""
+    """Return each row's ``k`` largest numbers and their indices, of equal ones the first."""
     values, ids = rows.topk(k, -1)
     least = values[:, -1:]
     for i in ((rows >= least).sum(-1) > k).nonzero()[:, 0].tolist():  # as many are alike
@@ -345,5 +331,5 @@ def log_sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _double(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows in float64, on the processor where the device has no such numbers."""
+    """Return rows in float64, on the CPU if the device has no such numbers."""
     return (rows.cpu() if rows.device.type == "mps" else rows).double()

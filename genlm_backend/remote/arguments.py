@@ -1,10 +1,8 @@
-"""Arguments of a verb, pickled such that a context and a picture cross once.
+"""Pickles the arguments of an evaluator's methods such that contexts and pictures cross once.
 
-The near end gives a number to each context and each picture that it sends, and the far end keeps
-them under these until it is told to forget one. A context crosses as the number of a context that
-it extends and the tokens behind that. Numbers belong to an *epoch* and are never given twice in
-it. With arguments of another epoch, the far end forgets everything; where it does not know a
-number, it says so, and is sent everything again in an epoch of its own.
+The sender numbers them, and the receiver keeps them until it is told to drop one; a context crosses
+as the number of one that it extends and the tokens after it. An *epoch* has each number once; after
+an unknown number, everything is sent again in a new epoch.
 """
 
 from __future__ import annotations
@@ -23,31 +21,29 @@ from genlm_backend.remote.messages import NotKnown, Reply
 from genlm_backend.vision.pictures import Pictures
 
 MAX_CONTEXT_BYTES: Final = 1 << 28
-"""Bytes of contexts that the far end keeps, if no two of them shared anything.
-
-A particle takes two of them, since the context that is extended is used too: there is room for
-1,000 particles behind 32,000 tokens. These share their blocks, and take 4 MB.
-"""
+"""Bytes of contexts that the receiver keeps, counted without sharing."""
+# A particle takes two, one of which extends the other: room for 1,000 particles after 32,000
+# tokens. Their contexts share blocks, and take 4 MB.
 MAX_PICTURE_BYTES: Final = 1 << 30
-"""Bytes of pictures that the far end keeps, about."""
+"""Bytes of pictures that the receiver keeps, about."""
 
 _MOST_NEW: Final = 32
-"""Tokens behind a context that is known; behind more, computing costs more than sending."""
+"""Tokens after a known context, at most; with more, computing costs more than sending."""
 _OVERHEAD: Final = 512
-"""Bytes of a context beside its ids, at both ends."""
+"""Bytes of a context without its ids, at both ends."""
 _NOTHING: Final = -1
 
 
 @final
 class _Kept:
-    """Numbers of what the far end keeps, the one that was used last at the end."""
+    """Numbers of objects that the receiver keeps, the least recently used first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._total = max_bytes, 0
         self._numbers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
 
     def find(self, key: Hashable) -> int | None:
-        """Return the number of what has that key, which is used now, or ``None``."""
+        """Return the number of a key and mark it as used, or ``None``."""
         found = self._numbers.get(key)
         if found is None:
             return None
@@ -55,7 +51,7 @@ class _Kept:
         return found[0]
 
     def add(self, key: Hashable, number: int, size: int) -> list[int]:
-        """Give a number to what is new; return those that are dropped."""
+        """Give a number to a new object; return the numbers that are dropped for it."""
         self._numbers[key] = number, size
         self._total += size
         dropped: list[int] = []
@@ -68,31 +64,27 @@ class _Kept:
 
 @final
 class Sender:
-    """The near end: packs the arguments of one process's or actor's verbs.
-
-    It knows contexts by their ids, so that it does not matter which object, list or model one is
-    of. It has to send all that it packs, in that order, or to ``forget()``.
-    """
+    """Packs arguments for one process or actor; they must be sent, in this order, or forgotten."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin an epoch, in which nothing is known at the far end."""
+        """Begin an epoch, in which the receiver knows nothing."""
         self._epoch = os.urandom(8)
         self._next, self._num_pictures = 0, 0
+        # By their ids, whichever object, list or model a context is of.
         self._contexts, self._pictures = _Kept(MAX_CONTEXT_BYTES), _Kept(MAX_PICTURE_BYTES)
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a message."""
         self._first = self._next
         self._bases, self._counts, self._dropped = array("q"), array("q"), array("q")
         self._tokens: list[bytes] = []
         self._new_pictures: dict[int, bytes] = {}
 
     def asked(self, verb: str, arguments: tuple[Any, ...], ask: Callable[[bytes], Reply]) -> Reply:
-        """Return the reply to a verb."""
+        """Return the reply to a call, sent again in a new epoch if a number is unknown there."""
         if verb == "clear":
             self.forget()
         reply = ask(self.packed(arguments))
@@ -102,7 +94,6 @@ class Sender:
         return reply
 
     def packed(self, arguments: tuple[Any, ...]) -> bytes:
-        """Return arguments as bytes."""
         self._begin()
         buffer = io.BytesIO()
         try:
@@ -124,7 +115,7 @@ class Sender:
         return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
     def context(self, context: Context) -> int:
-        """Return the number of a context's ids, which are sent where they are not known."""
+        """Return the number of a context's ids, which are sent if it has none yet."""
         key = context.key
         number = self._contexts.find(key)
         if number is None:
@@ -147,7 +138,6 @@ class Sender:
         return _NOTHING, 0
 
     def pictures(self, pictures: Pictures) -> int:
-        """Return the number of pictures, which are sent where they are not known."""
         number = self._pictures.find(pictures.key)
         if number is None:
             self._num_pictures += 1
@@ -164,7 +154,7 @@ class _Pickler(pickle.Pickler):
         self._sender = sender
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return the number of a context or of pictures, and beside it a context's own."""
+        """Return the number of a context or of pictures, or a context's with its pictures."""
         if type(obj) is Context:
             number = self._sender.context(obj)
             return number if obj.pictures is None else (number, obj.pictures)
@@ -173,7 +163,7 @@ class _Pickler(pickle.Pickler):
 
 @final
 class Receiver:
-    """The far end: unpacks what one ``Sender`` after another has packed, in the same order."""
+    """Unpacks the arguments of one ``Sender`` after another, in the order of packing."""
 
     def __init__(self) -> None:
         self._epoch = b""
@@ -181,7 +171,7 @@ class Receiver:
         self._known: dict[int, Context | Pictures] = {}
 
     def arguments(self, packed: bytes) -> tuple[Any, ...] | None:
-        """Return the arguments; ``None`` if they refer to what is not known here."""
+        """Return the arguments; ``None`` if they have a number that is unknown here."""
         epoch, first, bases, counts, tokens, pictures, dropped, arguments = pickle.loads(packed)
         if epoch != self._epoch:
             self._epoch, self._known = epoch, {}
@@ -197,7 +187,7 @@ class Receiver:
                 self._known.pop(number, None)
 
     def _learn(self, first: int, bases: array[int], counts: array[int], tokens: bytes) -> None:
-        """Keep the new contexts, each as one that extends another: it shares its blocks."""
+        """Keep each new context as an extension of a known one, whose blocks it shares."""
         known, start = self._known, 0
         for number, base, count in zip(itertools.count(first), bases, counts):
             stop = start + 4 * count
@@ -209,7 +199,7 @@ class Receiver:
 
 
 class _UnknownNumberError(Exception):
-    """A number of nothing that is kept."""
+    """A number of no object that is kept."""
 
 
 _EMPTY: Final = unpickled(b"")
@@ -222,7 +212,6 @@ class _Unpickler(pickle.Unpickler):
         self._known = known
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the context or the pictures that a number stands for."""
         number, pictures = (pid, None) if type(pid) is int else pid
         found = self._known.get(number)
         if found is None:

@@ -33,10 +33,7 @@ class Channel:
         self._received = bytearray()
 
     def send(self, message: bytes, look: Callable[[], None]) -> None:
-        """Send a message.
-
-        What ``look`` raises ends the waiting; the rest of the message goes before the next one.
-        """
+        """Send a message; if ``look`` raises, the rest goes before the next one."""
         self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
         while self._unsent:
             view = self._unsent[0]
@@ -48,10 +45,7 @@ class Channel:
                 self._unsent.popleft()
 
     def receive(self, look: Callable[[], None]) -> bytes:
-        """Return the next message.
-
-        What ``look`` raises ends the waiting; what has come of a message is kept.
-        """
+        """Return the next message; if ``look`` raises, the part that has come is kept."""
         self._fill(_LENGTH.size, look)
         (length,) = _LENGTH.unpack_from(self._received)
         self._fill(_LENGTH.size + length, look)
@@ -72,13 +66,12 @@ class Channel:
 
     @property
     def is_clear(self) -> bool:
-        """Whether all messages have been sent whole."""
         return not self._unsent
 
 
 @final
 class SharedRows:
-    """A table of float32 that two processes have mapped, for rows that are not pickled."""
+    """A table of float32 that two processes map, for rows that are not pickled."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -87,7 +80,7 @@ class SharedRows:
 
     @classmethod
     def new(cls) -> Self:
-        """Return an empty one of this process, for another one to inherit its descriptor."""
+        """Return an empty table, whose descriptor another process inherits."""
         if sys.platform == "linux":
             return cls(os.memfd_create("genlm-rows"))
         with tempfile.TemporaryFile() as file:  # which has lost its name already
@@ -95,11 +88,11 @@ class SharedRows:
 
     @staticmethod
     def max_rows(width: int) -> int:
-        """Return how many rows of a width are handed over at once, at most."""
+        """Return the largest number of rows of a width that go at once."""
         return max(1, MAX_BYTES // (_BYTES_PER_NUMBER * max(1, width)))
 
     def table(self, num_rows: int, width: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the memory as float32 ``[num_rows, width]``; it grows where it has to."""
+        """Return the memory as float32 ``[num_rows, width]``, grown if need be."""
         count = num_rows * width
         size = max(mmap.PAGESIZE, count * _BYTES_PER_NUMBER)
         if self._memory is None or len(self._memory) < size:
@@ -109,6 +102,5 @@ class SharedRows:
         return np.frombuffer(self._memory, np.float32, count).reshape(num_rows, width)
 
     def close(self) -> None:
-        """Let go of the memory; again has no effect."""
         self._memory = None
         self._finalizer()

@@ -1,4 +1,4 @@
-"""The process that an evaluator lives in; started by ``ChildProcess`` and by nobody else."""
+"""The process that an evaluator lives in; only ``ChildProcess`` starts it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from genlm_backend.remote.far_end import FarEnd
 from genlm_backend.remote.messages import DROP, PackedError, Reply, Request
 
 _LOOK_SECONDS: Final = 0.2
-"""Seconds between two looks at whether the parent process lives."""
+"""Seconds between two checks that the parent process lives."""
 
 
 @final
 class Server:
-    """Carries requests of the parent process to the far end, and replies back, one by one."""
+    """Carries requests of the parent process to the evaluator, and replies back, one by one."""
 
     def __init__(self, channel: Channel, rows: SharedRows, parent: int) -> None:
         self._channel, self._rows, self._parent = channel, rows, parent
@@ -35,7 +35,7 @@ class Server:
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Answer until the parent process says ``close``."""
+        """Answer requests until the parent process sends ``close``."""
         threading.Thread(target=self._read, name="genlm-requests", daemon=True).start()
         while True:
             request = self._requests.get()
@@ -48,7 +48,7 @@ class Server:
                 return
 
     def _put(self, rows: list[Row]) -> tuple[None, list[Row]]:
-        """Put as many rows into the shared memory as it takes; return those that are left."""
+        """Put as many rows into the shared memory as fit; return the others."""
         width = len(rows[0].logprobs)
         count = min(len(rows), self._rows.max_rows(width))
         put_rows(rows[:count], self._rows.table(count, width))
@@ -79,7 +79,6 @@ class Server:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve the parent process until it closes the model or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the cell or the shell
     faulthandler.enable()
     descriptor, rows, parent, is_watched = map(int, arguments)

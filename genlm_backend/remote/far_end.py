@@ -1,4 +1,4 @@
-"""FarEnd: an evaluator as a process or an actor runs it for whoever asks from elsewhere."""
+"""FarEnd: an evaluator as a process or an actor runs it for callers elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Carry: TypeAlias = Callable[[list[Row]], tuple[Table | None, list[Row]]]
 
 @final
 class FarEnd:
-    """Makes an evaluator when it is told to, and carries out its verbs, one at a time."""
+    """Makes an evaluator on request, and calls its methods one at a time."""
 
     def __init__(self, carry: Carry, told: type[BaseException] = Exception) -> None:
         self._carry, self._told = carry, told
@@ -45,7 +45,6 @@ class FarEnd:
         self._reads_out = self._omits_undefined = False
 
     def reply(self, request: Request) -> Reply:
-        """Carry out a request."""
         self._current = request.number
         value, error, table = None, None, None
         try:
@@ -60,7 +59,7 @@ class FarEnd:
         return Reply(request.number, value, error, counts, table)
 
     def drop(self, number: int) -> None:
-        """Take note, on whatever thread, that nobody waits any more for the request of a number."""
+        """Note, on any thread, that no caller waits for a request any more."""
         self._dropped = max(self._dropped, number)
 
     def _check_wanted(self) -> None:
@@ -120,7 +119,7 @@ class FarEnd:
         return answers_by_rows(evaluator.evaluate, questions, undefined_ids)
 
     def _answers(self, evaluator: Evaluator, questions: Sequence[Question]) -> Any:
-        """Return answers without their rows, which are beside them."""
+        """Return answers without their rows, which go separately."""
         found = self._evaluated(evaluator, questions)
         if not isinstance(found, Sequence) or len(found) != len(questions):
             return found  # for whoever asked to refuse
@@ -136,7 +135,6 @@ class FarEnd:
 
 
 def library_version() -> str:
-    """Return the version of this library that is installed."""
     from importlib.metadata import version
 
     return version("genlm-backend")
@@ -152,7 +150,7 @@ def is_row(answer: Any) -> bool:
 
 
 def sendable(answer: Any) -> Any:
-    """Return an answer that is not in the table, as it is to be pickled."""
+    """Return an answer that is not in the table, ready to be pickled."""
     if isinstance(answer, torch.Tensor):  # scores: a view would take what it is of along
         return answer.detach().cpu().clone()
     return PackedError.of(answer) if isinstance(answer, BaseException) else answer

@@ -13,7 +13,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.model.evaluator import EvaluatorCounts
 
 DROP: Final = "drop"
-"""The verb that says that nobody waits for the request of that number any more."""
+"""Name of the message that no caller waits any more for the request of a number."""
 
 
 Table: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -23,7 +23,7 @@ _NOTHING: Final = pickle.dumps(())
 
 
 class Request(NamedTuple):
-    """A verb of an evaluator and what it is given."""
+    """A method of an evaluator, with its packed arguments."""
 
     number: int
     verb: str
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class PackedError(NamedTuple):
-    """An error that arrives as what it is."""
+    """An error that is raised as itself in another process."""
 
     packed: bytes
     said: str
@@ -39,7 +39,7 @@ class PackedError(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """Pack an error. One that cannot be pickled is an ``EvaluationError`` with its message."""
+        """Pack an error; one that cannot be pickled becomes an ``EvaluationError``."""
         kind, where = type(error), "".join(traceback.format_exception(error)).rstrip()
         said = f"{kind.__name__}: {error}"
         for value in (error, _Parts(kind, error.args, vars(error))):
@@ -50,7 +50,7 @@ class PackedError(NamedTuple):
         return cls(pickle.dumps(EvaluationError(said)), said, where)
 
     def error(self) -> BaseException:
-        """Return the error, with a note of where it was raised."""
+        """Return the error, with a note of its traceback in the other process."""
         try:
             value = pickle.loads(self.packed)
             error = value.error() if isinstance(value, _Parts) else value
@@ -61,7 +61,7 @@ class PackedError(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The parts of an error whose constructor takes something else than its arguments."""
+    """The parts of an error whose constructor does not take its ``args``."""
 
     kind: type[BaseException]
     arguments: tuple[Any, ...]
@@ -74,8 +74,6 @@ class _Parts(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The result of a verb, or the error that it has raised."""
-
     number: int
     value: Any
     error: PackedError | None
@@ -84,7 +82,7 @@ class Reply(NamedTuple):
 
 
 class NotKnown(NamedTuple):
-    """The reply to arguments that refer to something that is not known there."""
+    """The reply to arguments that have a number unknown there."""
 
 
 class InTable(NamedTuple):
@@ -94,7 +92,5 @@ class InTable(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """The answers to a batch."""
-
     answers: list[Any]
     width: int

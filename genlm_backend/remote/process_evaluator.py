@@ -28,13 +28,13 @@ from genlm_backend.remote.remote_evaluator import RemoteEvaluator
 from genlm_backend.runtime.progress import is_watched
 
 _LOOK_SECONDS: Final = 0.05
-"""Seconds between two looks at whether the process lives and whether anybody waits."""
+"""Seconds between two checks that the process lives and that a caller waits."""
 _LAST_LINES: Final = 50
-"""Lines of its output that are kept, for the error that tells how it ended."""
+"""Lines of its output that are kept for the error of its end."""
 _PROGRESS: Final = re.compile(r"\d%\|| \d+(\.\d+)?(it/s|s/it)\b|^\s*$")
-"""Lines that are not: those of a progress bar, and empty ones."""
+"""Lines that are not kept: those of a progress bar, and empty ones."""
 _CLOSING_SECONDS: Final = 0.4
-"""Seconds that the process has to let go of what it holds, before it is killed."""
+"""Seconds that the process has to free its memory, before it is killed."""
 
 
 @final
@@ -91,7 +91,7 @@ class ProcessEvaluator(RemoteEvaluator):
             child.end(_CLOSING_SECONDS if is_kind else 0)
 
     def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
-        """Copy rows out of the shared memory, as many at once as it has."""
+        """Yield copies of rows in the shared memory, as many at once as it holds."""
         assert self._child is not None
         most = self._child.rows.max_rows(width)
         for start in range(0, num_rows, most):
@@ -101,7 +101,7 @@ class ProcessEvaluator(RemoteEvaluator):
 
 
 def pickled(name: str, value: Any) -> bytes:
-    """Return a value as bytes for another process."""
+    """Return a value pickled for another process, or raise an error that names it."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever an object's own way of pickling raises
@@ -110,7 +110,7 @@ def pickled(name: str, value: Any) -> bytes:
 
 @final
 class ChildProcess:
-    """A process that is asked by one thread at a time, and ends with whoever has started it."""
+    """A process that one thread at a time calls, and that ends with its parent."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -148,16 +148,13 @@ class ChildProcess:
 
     @property
     def process_id(self) -> int:
-        """Number of the process."""
         return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is no more."""
         return self._process.poll() is not None
 
     def ask(self, verb: str, packed: bytes, check_wanted: Callable[[], None]) -> Reply:
-        """Return the reply to a request."""
         self._number += 1
 
         def look() -> None:
@@ -184,7 +181,7 @@ class ChildProcess:
             raise self.how_it_ended() from None
 
     def how_it_ended(self) -> EngineDiedError:
-        """Return the error that tells how the process has ended, which it has."""
+        """Return an error with the cause of the process's end."""
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
@@ -205,7 +202,7 @@ class ChildProcess:
         )
 
     def end(self, seconds: float) -> None:
-        """End the process: by itself if it does so within some seconds. Again has no effect."""
+        """End the process: by itself if it does so within ``seconds``. Again has no effect."""
         if self._process.poll() is None and seconds > 0 and self._channel.is_clear:
             with contextlib.suppress(OSError, EOFError):
                 self._channel.send(_message(Request(self._number + 1, "close")), _give_up)
@@ -237,12 +234,12 @@ def _command(*descriptors: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, and where it finds modules."""
+    """Return this process's environment, with its module search path."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
 
 
 def _relay(reader: int, output: deque[str]) -> None:
-    """Print what comes out of a pipe on standard error, until its other end is closed."""
+    """Print a pipe's output on standard error until its other end is closed."""
     with open(reader, encoding="utf-8", errors="replace", newline="", buffering=1) as lines:
         while text := lines.readline():
             if not _PROGRESS.search(text):

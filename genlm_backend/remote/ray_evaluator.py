@@ -31,28 +31,27 @@ from genlm_backend.remote.remote_evaluator import RemoteEvaluator
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 0.05
-"""Seconds between two looks at whether anybody waits."""
+"""Seconds between two checks that a caller waits."""
 _RETURN_SECONDS: Final = 60.0
-"""Seconds that Ray has to start an actor again, before another one is asked for."""
+"""Seconds that Ray has to restart an actor, before a new one is made."""
 _PLACE_SECONDS: Final = 15.0
-"""Seconds after which it is said that an actor has no node of the cluster yet."""
+"""Seconds after which a wait for a node of the cluster is reported."""
 _ANSWER_SECONDS: Final = 5.0
 """Seconds that an address has to take a connection."""
 
 
 @final
 class EvaluatorActor:
-    """Carries out requests at the far end; rows go with the reply, through Ray's object store."""
+    """Carries out requests; rows go with the reply, through Ray's object store."""
 
     def __init__(self) -> None:
         self._end = FarEnd(_with_reply)
 
     def ask(self, number: int, verb: str, packed: bytes) -> Reply:
-        """Carry out a verb with what it is given, packed."""
         return self._end.reply(Request(number, verb, packed))
 
     def drop(self, number: int) -> None:
-        """Take note that nobody waits any more for the request of that number."""
+        """Note that no caller waits for a request any more."""
         self._end.drop(number)
 
 
@@ -144,7 +143,7 @@ class RayEvaluator(RemoteEvaluator):
         return ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job
 
     def _wait_for_place(self) -> None:
-        """Wait until Ray has placed a new actor, and say so where that takes long."""
+        """Wait until Ray has placed a new actor, and report a long wait."""
         import ray
 
         placed = self._actor.drop.options(concurrency_group="dropping").remote(-1)
@@ -229,7 +228,7 @@ def connect(address: Any = None) -> None:
 
 
 def _check_answers(address: str | None) -> None:
-    """Raise an ``OSError`` at once where nobody listens, which Ray takes long to find out."""
+    """Raise an ``OSError`` at once if nobody listens, which Ray takes long to find out."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), _ANSWER_SECONDS).close()

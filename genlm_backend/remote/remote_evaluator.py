@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteEvaluator(RestartableEvaluator):
-    """Hands verbs on to an evaluator that may end by itself."""
+    """Forwards calls to an evaluator that may end by itself."""
 
     def __init__(self) -> None:
         self.adapters: Mapping[Adapter, str] = {}
@@ -42,7 +42,6 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """Return the result of a method of the evaluator over there."""
         self._check_alive()
         reply = self._sender.asked(verb, arguments, lambda packed: self._reply(verb, packed))
         self._counts = reply.counts or self._counts
@@ -74,7 +73,6 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def open(self) -> EvaluatorInfo:
-        """Have the evaluator made over there; return what it is able to do."""
         self._sent_ids, self._sender = (), Sender()
         try:
             info = self._started()
@@ -88,7 +86,6 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def restart(self) -> EvaluatorInfo:
-        """End it, whatever it is doing, have it made again, and load its adapters."""
         self._end(False)
         info = self.open()
         self._loaded.clear()
@@ -98,7 +95,6 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def close(self) -> None:
-        """End it; again has no effect."""
         self._end(True)
         self._counts = replace(self._counts, kv_bytes_used=0, kv_bytes_budget=0)
 
@@ -106,7 +102,6 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
-        """Return one answer to each query, scoring or drawing."""
         if self._sent_ids != self.undefined_ids:
             self.ask("undefined_ids", self.undefined_ids)
             self._sent_ids = self.undefined_ids
@@ -136,44 +131,37 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def evaluate_whole(self, query: Query) -> Row:
-        """Return the row of a context run whole and alone over there, past every cache."""
         return self.ask("evaluate_whole", query)
 
     @final
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
     ) -> PictureRules:
-        """Have it found out where text goes on behind the pictures of a context."""
         return self.ask("picture_rules", list(token_ids), dict(inputs))
 
     # ---------------------------------------------------------------- what is kept
 
     @final
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens need not be computed if it is asked now."""
         return 0 if query.adapter in self._lost else self.ask("num_cached", query, tier)
 
     @final
     def save_prefix(self, query: Query, path: str) -> None:
-        """Compute a context and have its keys and values written into a file over there."""
         self._check_adapter(query.adapter)
         self.ask("save_prefix", query, path)
 
     @final
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
-        """Have the keys and values of a file kept over there; return their tokens."""
         self._check_adapter(adapter)
         return self.ask("load_prefix", path, adapter)
 
     @final
     def forget(self, query: Query, keep: int) -> None:
-        """Free the keys and values of a context beyond its first ``keep`` tokens."""
         with contextlib.suppress(EngineDiedError):  # they have gone with it
             self.ask("forget", query, keep)
 
     @final
     def pin(self, query: Query) -> bool:
-        """Compute a context and keep its keys and values; return whether there was room."""
         self._check_adapter(query.adapter)
         return self.ask("pin", query)
 
@@ -183,7 +171,6 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def clear(self) -> None:
-        """Free all keys and values."""
         with contextlib.suppress(EngineDiedError):
             self.ask("clear")
 
@@ -199,14 +186,13 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove an adapter, be it there or not."""
         self.adapters = {own: path for own, path in self.adapters.items() if own != adapter}
         with contextlib.suppress(EngineDiedError):
             self.load_adapters()
 
     @final
     def load_adapters(self) -> None:
-        """Load those of ``adapters`` that are not there, and remove what is there beside them."""
+        """Load those of ``adapters`` that are not there, and remove all others."""
         wanted = self.adapters
         self._lost = {adapter: why for adapter, why in self._lost.items() if adapter in wanted}
         for adapter in self._loaded - wanted.keys():
@@ -222,7 +208,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of the evaluator when it last answered."""
+        """Return the counts that came with the latest reply."""
         return self._counts
 
 
@@ -233,6 +219,6 @@ def _unpacked(answer: Any, rows: Iterator[Row]) -> Any:
 
 
 def _known_here(device: str | None) -> str | None:
-    """Return a device's name where this process has one of it too."""
+    """Return a device's name if this process has the device too."""
     is_there = device is None or not device.startswith("cuda") or torch.cuda.is_available()
     return device if is_there else None

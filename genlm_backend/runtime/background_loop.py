@@ -42,7 +42,7 @@ class BackgroundLoop:
                 raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop; return a future of its result, cancelled where that ends."""
+        """Run a coroutine on the loop; its future is cancelled if the loop ends."""
         with self._lock.here:  # so that what is begun is begun before the loop is told to stop
             if not self.is_closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

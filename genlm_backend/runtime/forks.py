@@ -30,7 +30,6 @@ class OfOneProcess(abc.ABC):  # noqa: B024
     """An object with threads, which live in the process that made it: it is not pickled."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled or copied."""
         raise NotPicklableError(
             f"{type(self).__name__} cannot be pickled or copied, since its threads live in one "
             f"process: {_MAKE_IT_THERE}"
@@ -39,10 +38,7 @@ class OfOneProcess(abc.ABC):  # noqa: B024
 
 @final
 class ProcessLock:
-    """A lock of the process that claims it; taken in a fork of that process it raises instead.
-
-    What no process has claimed works in a fork. It is taken by ``with lock.here:``.
-    """
+    """A lock of the process that claims it; taking it, ``with lock.here:``, in a fork raises."""
 
     __slots__ = ("_is_claimed", "_lock", "_make", "_owner")
 
@@ -52,11 +48,8 @@ class ProcessLock:
 
     @property
     def here(self) -> threading.Lock | threading.RLock:
-        """The lock itself, for an interrupt in an ``__enter__`` of our own would leave it locked.
-
-        Raises:
-            ForkedError: In a fork of the process that has claimed it.
-        """
+        """The lock itself; raises a ``ForkedError`` in a fork of the process that claimed it."""
+        # An interrupt in an ``__enter__`` of our own would leave the lock locked.
         if self._owner != _process:
             if self._is_claimed:
                 raise ForkedError(

@@ -14,7 +14,7 @@ CPU_LIMIT: Final = 4 << 30
 
 
 def cpu_budget() -> int:
-    """Return the bytes that one use takes of a machine's memory where nobody says."""
+    """Return the default bytes of one use of a machine's memory."""
     return min(CPU_LIMIT, int(free_memory() * CPU_FRACTION))
 
 
@@ -24,14 +24,13 @@ def free_memory() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a device or the machine has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def release_cached_memory() -> None:
-    """Give memory that allocators hold in reserve back: torch's to the device, glibc's to Linux."""
+    """Return memory that allocators hold in reserve: torch's to the device, glibc's to Linux."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

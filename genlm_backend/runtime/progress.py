@@ -1,4 +1,4 @@
-"""Progress, which is drawn on standard error only where somebody sees it."""
+"""Progress, which is drawn on standard error only if somebody sees it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def is_watched() -> bool:
 
 
 def tell(is_watched: bool) -> None:
-    """Say for this process whether somebody sees what another one prints for it."""
+    """Set whether somebody sees the output of this process, printed by its parent."""
     global _told
     _told = is_watched
 
 
 @contextlib.contextmanager
 def bars_where_seen() -> Iterator[None]:
-    """Turn the progress bars of transformers and of the hub off where nobody sees them."""
+    """Turn the progress bars of transformers and of the hub off if nobody sees them."""
     from transformers.utils import logging
 
     if is_watched() or not logging.is_progress_bar_enabled():
@@ -38,7 +38,7 @@ def bars_where_seen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stage(what: str) -> Iterator[None]:
-    """Name a stage of long work while it lasts, on standard error, where somebody sees it."""
+    """Name a stage of long work while it lasts, on standard error, if somebody sees it."""
     if not is_watched():
         yield
         return
@@ -51,7 +51,7 @@ def stage(what: str) -> Iterator[None]:
 
 
 def progress_bar(total: int, is_shown: bool, what: str = "sampling") -> Any:
-    """Return a bar for what is done with ``total`` texts, which shows nothing unless it is to."""
+    """Return a bar for ``total`` texts, which shows nothing unless ``is_shown``."""
     from tqdm.auto import tqdm
 
     is_hidden = not (is_shown and is_watched())

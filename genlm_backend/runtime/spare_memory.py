@@ -14,18 +14,13 @@ Shape = tuple[int, ...]
 
 @final
 class SpareMemory:
-    """Makes arrays, and keeps the memory of those that are no longer referenced for later ones.
-
-    Fresh memory costs more than what is computed into it: the system clears every page when it
-    is first touched, and takes large blocks back as soon as they are freed. A program that asks
-    step after step for megabytes of results, and drops them, would pay that at every step.
-
-    Arrays may be dropped on any thread, and at any moment.
-    """
+    """Makes arrays of the memory of earlier ones, which any thread may drop at any moment."""
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
+        # Fresh memory costs more than computing into it: the system clears each page when it is
+        # first touched, and takes large blocks back as soon as they are freed.
         self._unused: dict[tuple[Shape, np.dtype], list[NDArray[Any]]] = {}
         self._lock = threading.Lock()
 
@@ -46,10 +41,8 @@ class SpareMemory:
         return np.asarray(_Lease(memory, self)) if math.prod(shape) else memory
 
     def give(self, memory: NDArray[Any]) -> None:
-        """Keep ``memory`` for later arrays, or free it.
-
-        The garbage collector calls it, perhaps from within ``take``: it never waits.
-        """
+        """Keep ``memory`` for later arrays, or free it."""
+        # The garbage collector calls this, perhaps from within ``take``: it never waits.
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -61,7 +54,6 @@ class SpareMemory:
             self._lock.release()
 
     def clear(self) -> None:
-        """Free the memory that is kept."""
         if self._lock.acquire(timeout=1.0):  # in a fork it may never be free
             try:
                 self._drop_until(0)

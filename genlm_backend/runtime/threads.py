@@ -1,27 +1,4 @@
-"""Keep other threads from slowing down the worker's forward passes.
-
-**OpenMP.** torch's CPU operators run on OpenMP, which keeps one team of threads for *each*
-thread that has used them. When a caller's thread (it loaded the model, or took ``row.exp()`` of a
-wide row) and the worker have a team each, libgomp counts more threads than cores and makes all of
-them sleep between operators instead of spinning, and a forward pass of many small operators takes
-about 1.4 times as long. So a caller's idle team is released before it waits for a row; OpenMP
-makes it again when the caller next needs one.
-
-Where other *processes* hold the cores, each operator of a team waits for its last thread to get a
-turn. A few passes of a small model take several times as long then as on one thread.
-
-**The interpreter lock.** A forward pass is a thousand small operators, each of which gives the
-lock up and takes it back. A thread that computes in Python meanwhile (a grammar, a sampler) keeps
-it for ``sys.getswitchinterval()`` each time, five milliseconds by default, and a pass of 0.1
-seconds takes eight. So the interval is shortened while a batch is evaluated: that pass takes about
-one second then, and the other threads lose some fifteen per cent.
-
-**Garbage.** A batch of a thousand queries is some twenty thousand objects that are gone when it is
-answered. Python would count them as old and look through all objects of the process: an eighth of
-a second each time if torch and transformers are loaded. So the worker raises the threshold of
-young garbage with the batch. With a forward pass that is free, 256 queries a step took a third
-less of the host's work, and 1,024 up to three quarters less.
-"""
+"""Keep other threads and garbage from slowing down the worker's forward passes."""
 
 from __future__ import annotations
 
@@ -43,7 +20,7 @@ _PAUSE_HARD: Final = 2  # omp_pause_hard, OpenMP 5.0, section 2.15.1
 SWITCH_INTERVAL: Final = 2e-5
 
 MANY_QUERIES: Final = 32
-"""Queries of a batch from which on its objects are worth it."""
+"""Smallest batch that changes the threshold of garbage collection."""
 
 OBJECTS_PER_QUERY: Final = 32
 """Objects that are alive for each query of a batch, at most, tasks of its callers included."""
@@ -70,11 +47,9 @@ def _pause_function() -> Callable[[int], int] | None:
 
 
 def use_num_threads(count: int) -> int:
-    """Let the calling thread's operators use ``count`` threads; return how many they used before.
-
-    ``torch.set_num_threads`` sets a number for the calling thread, and another one for threads
-    that have not used an operator yet, which is put back.
-    """
+    """Let the calling thread's operators use ``count`` threads; return the number before."""
+    # ``torch.set_num_threads`` also sets another number, for threads that have not used an operator
+    # yet, which is put back.
     import torch
 
     with _numbers.here, ThreadPoolExecutor(1) as other:
@@ -88,6 +63,8 @@ def use_num_threads(count: int) -> int:
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """While inside, the calling thread's operators use no other threads; the others keep theirs."""
+    # If other processes hold the cores, each operator of a team waits for its last thread to get a
+    # turn, and passes of a small model take several times as long as on one thread.
     before = use_num_threads(1)
     try:
         yield
@@ -97,6 +74,9 @@ def one_thread() -> Iterator[None]:
 
 def release_idle_threads() -> None:
     """End the calling thread's idle OpenMP team, if it has one; about a microsecond if not."""
+    # OpenMP keeps a team for each thread that has used operators. If callers have idle ones,
+    # libgomp counts more threads than cores and makes all sleep between operators instead of
+    # spinning: a pass of many small operators takes 1.4 times as long.
     pause = _pause_function()
     if pause is not None:
         pause(_PAUSE_HARD)
@@ -104,10 +84,7 @@ def release_idle_threads() -> None:
 
 @final
 class _Setting:
-    """A setting of the process that threads change while they are inside.
-
-    The last one to leave puts it back, unless somebody else has set it meanwhile.
-    """
+    """A setting of the process that threads change while inside; the last one out restores it."""
 
     def __init__(
         self,
@@ -135,13 +112,14 @@ class _Setting:
         if not self._amount:
             self._before = self._ours = self._read()
         self._amount += amount
+        # Or somebody else has set it meanwhile, and it stays.
         if self._read() == self._ours:
             value = self._changed(self._before, self._amount) if self._amount else self._before
             self._write(value)
             self._ours = self._read()
 
     def _renew(self) -> None:
-        """Put it back in a fork, where no thread is that was inside."""
+        """Restore it in a fork, which has none of the threads that were inside."""
         self._lock = threading.Lock()
         self._add(-self._amount)
 
@@ -159,11 +137,17 @@ _threshold = _Setting(
 
 def frequent_switches() -> contextlib.AbstractContextManager[None]:
     """While inside, a thread that computes in Python gives way every few microseconds."""
+    # Each of a pass's thousand operators gives up the interpreter lock, which a thread that
+    # computes in Python keeps for 5 ms by default: a pass of 0.1 s takes 8 s. With this interval
+    # it takes about 1 s, and the other threads lose some 15 %.
     return _interval.changed()
 
 
 def fewer_collections(num_queries: int) -> contextlib.AbstractContextManager[None]:
     """While inside, Python waits for the objects of a batch before it looks for young garbage."""
+    # A batch of 1,024 queries makes some 20,000 objects, for which Python would search all old
+    # ones: 1/8 s each time with transformers loaded. This saves up to 3/4 of the host's work at
+    # 1,024 queries a step, and 1/3 at 256, if the forward pass is free.
     if num_queries < MANY_QUERIES:
         return contextlib.nullcontext()
     return _threshold.changed(num_queries * OBJECTS_PER_QUERY)

@@ -12,22 +12,19 @@ T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await coroutines at the same time and return their results in order.
-
-    When one fails, the others are cancelled and waited for, and its exception is raised as it is:
-    a caller who makes one mistake gets that error, not a group of one.
-    """
+    """Await coroutines at the same time; return their results in order."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
+        # One failure cancels the others and is raised as it is, not as a group of one.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def in_threads(work: Callable[[slice], object], count: int, num_threads: int) -> None:
-    """Call ``work`` with consecutive slices of ``range(count)``, one in each of the threads."""
+    """Call ``work`` with consecutive slices of ``range(count)``, one in each thread."""
     bounds = [count * i // num_threads for i in range(num_threads + 1)]
     parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
     errors: list[BaseException] = []

@@ -49,7 +49,7 @@ except ImportError as error:
 _log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 512
-"""Continuations that are scored between two looks at the progress."""
+"""Continuations that are scored between two updates of the progress."""
 
 _UNBOUNDED: Final = 2048
 """The window, in tokens, of a model that nothing bounds, as of the harness's own models."""
@@ -58,8 +58,6 @@ _OF_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p")
 
 
 class _Asked(NamedTuple):
-    """A text to be generated."""
-
     prompt: list[int]
     config: GenerationConfig
     until: list[str]
@@ -163,7 +161,7 @@ class HarnessLM(TemplateLM):
         return integer(0, len(self.lm.byte_vocab) - 1)("prefix_token_id", given)
 
     def _missing_begin(self) -> list[int]:
-        """Return the token that begins texts where the tokenizer itself puts none there."""
+        """Return the token that begins texts if the tokenizer itself puts none there."""
         begin = self.tokenizer.bos_token_id
         if begin is None:
             raise OptionError("add_bos_token must be left out: the tokenizer names no such token")
@@ -173,38 +171,30 @@ class HarnessLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int | None:
-        """The id of the token that ends a text, as the tokenizer names it."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The id of the token that texts without a context are read behind."""
+        """Id of the token before texts without a context."""
         if self._begins_by_default:
             return default_beginning(self.lm, "prefix_token_id")
         return self._prefix_token_id
 
     @property
     def max_length(self) -> int:
-        """The longest context that the model takes, in tokens."""
         return self.lm.max_length or _UNBOUNDED
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of the tokenizer, by which the harness keeps what it has made of requests."""
+        """Name of the tokenizer, by which the harness caches prepared requests."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **others: Any
     ) -> list[int]:
-        """Return the token ids of a text.
-
-        Args:
-            string: The text.
-            add_special_tokens: Whether it begins with the tokenizer's special tokens; ``None``
-                leaves that to ``add_bos_token``, and adds none where they are spelt out already.
-            **others: No options; the harness may pass some.
-        """
+        """Return token ids; ``None`` adds special tokens by ``add_bos_token``."""
         if add_special_tokens is None:
+            # None are added if they are spelt out already.
             begins = string.startswith(self._prefix)
             add_special_tokens = False if begins else self._add_bos_token
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
@@ -214,10 +204,7 @@ class HarnessLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of a chat by the tokenizer's template.
-
-        Messages of a system are left out where the template does not take them.
-        """
+        """Return the text of a chat, without system messages if the template has none."""
         options = {
             "tokenize": False,
             "add_generation_prompt": add_generation_prompt,
@@ -249,13 +236,10 @@ class HarnessLM(TemplateLM):
         return [found[i] for i in range(len(pairs))]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text, in nats, read behind the prefix token.
-
-        A text that is longer than the model takes is divided into windows that have one token in
-        common, as the harness's own models divide it.
-        """
+        """Return the log-likelihood of each text, in nats, after the prefix token."""
         pairs, owners = list[tuple[list[int], list[int]]](), list[int]()
         for owner, request in enumerate(requests):
+            # As the harness's own models: longer texts have windows with one token in common.
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
@@ -276,10 +260,7 @@ class HarnessLM(TemplateLM):
     def _scored(
         self, pairs: Sequence[tuple[list[int], list[int]]], is_shown: bool
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Yield the log-likelihoods of continuations, and whether each is the greedy one.
-
-        Each comes with its place among the pairs, and those that have most in common together.
-        """
+        """Yield the index of each pair with its log-likelihood and whether it is the greedy one."""
         cut = [self._cut(context, continuation) for context, continuation in pairs]
         # Neighbours have the longest beginnings in common, which are in the cache then.
         order = sorted(range(len(cut)), key=lambda i: cut[i][0] + cut[i][1])
@@ -297,7 +278,7 @@ class HarnessLM(TemplateLM):
                 bar.update(len(some))
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Return a context and its continuation, without what is too much on the left."""
+        """Return a context and its continuation, cut on the left to the model's length."""
         if not 0 < len(continuation) <= self.max_length:
             raise ContextError(
                 f"a continuation must have 1 to {self.max_length} tokens, got {len(continuation)}: "
@@ -312,12 +293,7 @@ class HarnessLM(TemplateLM):
     # ---------------------------------------------------------------- texts
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Return a text behind the context of each request, greedy unless its task says otherwise.
-
-        Raises:
-            GenerationConfigError: (``ValueError``) If a task has an argument that is not known.
-            OptionError: (``ValueError``) If the model has no room for the text that a task wants.
-        """
+        """Return a text after each request's context, greedy unless the task sets otherwise."""
         asked = [self._asked(*request.args) for request in requests]
         loop = BackgroundLoop("lm-eval")
         try:
@@ -342,7 +318,7 @@ class HarnessLM(TemplateLM):
         return await together(map(finished, requests, asked))
 
     def _asked(self, context: str, arguments: Mapping[str, Any]) -> _Asked:
-        """Return the text that a task asks for behind a context, by its arguments."""
+        """Return the text that a task requests after a context, by its arguments."""
         fields = dict(model_utils.normalize_gen_kwargs({**arguments}, self._max_gen_toks))
         max_new_tokens = fields.pop("max_gen_toks")
         eos = [] if self.eot_token_id is None else [self.tokenizer.decode(self.eot_token_id)]
@@ -373,7 +349,7 @@ class HarnessLM(TemplateLM):
 
 
 def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
-    """Return the option of a batch size that somebody has chosen."""
+    """Return the option of a batch size that the caller has chosen."""
     if batch_size in (None, 1, "1") or str(batch_size).startswith("auto"):
         return {}
     if isinstance(batch_size, str) and batch_size.isdecimal():
@@ -384,7 +360,7 @@ def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
 def _loaded(
     pretrained: str, backend: str | None, options: dict[str, Any], device: str | None
 ) -> AsyncLM:
-    """Load a model by the options of its backend, those of others within them."""
+    """Load a model with its backend's options; others go to its library."""
     kind, _ = check_loading(
         pretrained, backend, {n: v for n, v in options.items() if n == "replicas"}
     )

@@ -263,7 +263,7 @@ def _checked(lm: Any, **options: Any) -> dict[str, Any]:
 
 
 async def _searched(lm: AsyncLM, search: Search[T], lora_name: str | None) -> T:
-    """Return the result of a search, whose waves of questions are awaited one after another."""
+    """Return the result of a search, whose waves of questions are awaited in turn."""
     answers: Any = None
     try:
         while True:
@@ -284,7 +284,7 @@ def _searched_sync(lm: AsyncLM, search: Search[T], lora_name: str | None) -> T:
 
 
 def _asked(questions: Sequence[Question]) -> tuple[list[Context], ReadoutOf]:
-    """Return the contexts of questions, and a maker of their readouts one after another."""
+    """Return the contexts of questions, and a maker of their readouts in turn."""
     makers = iter([make for _, make in questions])
 
     def readout(query: Query) -> Readout:
@@ -294,12 +294,12 @@ def _asked(questions: Sequence[Question]) -> tuple[list[Context], ReadoutOf]:
 
 
 def _decoded(data: bytes, is_all: bool) -> str:
-    """Return the characters of some bytes, of which the last may be a part of a character."""
+    """Return bytes as text; the last may be a part of a character."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data, is_all)
 
 
 def _word_ends(lm: AsyncLM) -> NDArray[np.bool_]:
-    """Return the tokens in whose place a word before them, or the text, has ended."""
+    """Return the tokens before which a word, or the text, has ended."""
     return word_begins(lm).unpacked().numpy() | lm.alphabet.ends
 
 
@@ -327,7 +327,7 @@ def _next_words(
 
 
 _FEWEST: Final = 64
-"""Tokens that are looked at behind a context at least, however few contexts may still be asked."""
+"""Least number of tokens to query after a context, however few queries are left."""
 
 _LEAST: Final = 1e-6
 """Probability of a token from which on it is looked at whether a word ends in it, at the end."""
@@ -335,7 +335,7 @@ _LEAST: Final = 1e-6
 
 @final
 class _Node:
-    """The first tokens of a continuation, with its next tokens, the most probable first."""
+    """The first tokens of a continuation, and its next tokens, the most probable first."""
 
     def __init__(self, context: Context, data: bytes, probability: float, is_word: bool) -> None:
         self.context, self.data, self.is_word = context, data, is_word
@@ -346,7 +346,7 @@ class _Node:
 
 @final
 class _Explored:
-    """The beginnings of what may come, and the words that have been found."""
+    """Beginnings of continuations, and the words that have been found."""
 
     def __init__(self, lm: AsyncLM, words: Words, begin: Context, is_between: bool) -> None:
         self._lm, self._words, self._alphabet = lm, words, lm.alphabet
@@ -361,7 +361,6 @@ class _Explored:
 
     @property
     def rest(self) -> float:
-        """The probability that has not been explored."""
         return math.fsum(node.rest for node in self._nodes)
 
     def _groups(self, node: _Node) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -374,13 +373,12 @@ class _Explored:
         return alphabet.ends, alphabet.others
 
     def questions(self, node: _Node, num_tokens: int) -> list[Question]:
-        """Return the questions of a node: how probable both kinds of tokens are, and which."""
+        """Return the questions about a node: the mass of both groups, and the top tokens."""
         size = len(self._lm.byte_vocab)
         readouts = masses_of(self._groups(node), size), top_of(num_tokens, size)
         return [(node.context, readout) for readout in readouts]
 
     def read(self, node: _Node, answers: Iterator[Any]) -> None:
-        """Take the answers to the questions of a node."""
         ending, going_on = next(answers).exp().tolist()
         top, scale = next(answers), node.probability
         if node is self.begin and self._is_within:  # given that the word before has ended
@@ -398,13 +396,13 @@ class _Explored:
         self._push(node, 0)
 
     def _push(self, node: _Node, index: int) -> None:
-        """Put a node's token among those that are followed next; its others come after it."""
+        """Queue a node's token; its less probable ones come after it."""
         if index < len(node.token_ids):
             item = -node.probabilities[index], next(self._order), node, index
             heapq.heappush(self._next, item)
 
     def follow(self, size: float, least: float = 0.0) -> list[_Node]:
-        """Follow the most probable tokens, and return at most ``size`` nodes to ask about next."""
+        """Follow the most probable tokens; return at most ``size`` nodes to query next."""
         found, max_length = list[_Node](), self._lm.max_length
         while self._next and len(found) < size and -self._next[0][0] >= least:
             _, _, parent, index = heapq.heappop(self._next)
@@ -432,7 +430,6 @@ class _Explored:
         return text[start:stop], is_all or stop < len(text)
 
     def best(self, n: int) -> Continuations:
-        """Return the ``n`` most probable words that have been found."""
         order = sorted(self._found.items(), key=lambda pair: (-pair[1], pair[0]))
         order = [(text, own) for text, own in order if own > 0]
         probabilities = [*(own for _, own in order[: n + 1]), 0.0]
@@ -455,7 +452,7 @@ def _log(probability: float) -> float:
 
 
 class _Path(NamedTuple):
-    """Tokens that spell a beginning of what is looked for."""
+    """Tokens that spell a beginning of the text."""
 
     logprob: float
     spelt: bytes
@@ -521,11 +518,9 @@ def _bytes_of(text: Any, word_ends: bool) -> bytes:
 def _most_promising(
     paths: list[_Path], best: NDArray[np.float64], log_share: float, size: int
 ) -> tuple[list[_Path], list[_Path]]:
-    """Return the paths to follow next, and the others.
-
-    A path is compared with the most probable of those that have come as far or farther: by its
-    probability alone, short ones would all come first, and the end of a long text last.
-    """
+    """Return the paths to follow next, and the others."""
+    # A path is compared with the most probable of those that have come as far or farther: by its
+    # probability alone, short ones would all come first, and the end of a long text last.
     ahead = np.maximum.accumulate(best[::-1])[::-1].tolist()
 
     def promise(path: _Path) -> tuple[bool, float]:
@@ -541,7 +536,7 @@ def _most_promising(
 
 @final
 class _Ways:
-    """The ways of tokens to a text, or to a text whose last word ends."""
+    """Token sequences that spell a text, or a text whose last word ends."""
 
     def __init__(
         self, lm: AsyncLM, data: bytes, word_ends: bool, words: Words, is_within: bool
@@ -559,7 +554,7 @@ class _Ways:
         self._steps: Final = cache(self._steps_after)
 
     def _steps_after(self, spelt: bytes) -> tuple[list[tuple[int, bytes]], list[ReadoutOf]]:
-        """Return the tokens that go on after some bytes with what they spell, and the readouts."""
+        """Return the next tokens after some bytes with their spellings, and the readouts."""
         alphabet, size = self._alphabet, len(self._byte_vocab)
         rests = [own[len(spelt) :] for own in self._wanted if own.startswith(spelt)]
         parts = {r[:i] for r in rests for i in range(1, min(alphabet.longest + 1, len(r)))}
@@ -588,14 +583,13 @@ class _Ways:
         return tokens, readouts
 
     def _has_ended(self, spelt: bytes, is_all: bool = False) -> bool | None:
-        """Return whether the caller's last word has ended in some bytes; ``None`` for no more."""
+        """Return whether the text's last word has ended in some bytes; ``None`` if unknown yet."""
         text = _decoded(spelt, is_all)
         if text == self._text and not is_all:
             return None
         return spans_of(self._words, text)[: len(self._spans)] == self._spans
 
     def questions(self, path: _Path) -> list[Question]:
-        """Return the questions that are asked after a path."""
         return [(path.context, readout) for readout in self._steps(path.spelt)[1]]
 
     def followed(self, path: _Path, answers: Iterator[Any]) -> tuple[float, list[_Path]]:
@@ -611,7 +605,6 @@ class _Ways:
 
 
 def _spans_to_the_end(data: bytes, words: Words) -> tuple[str, list[Span]]:
-    """Return a text, and the spans of its words, of which the last one ends with it."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

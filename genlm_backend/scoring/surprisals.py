@@ -143,7 +143,6 @@ class SurprisalsOfTexts(list[Surprisals]):
 
 
 def _table(values: Sequence[Surprisal]) -> Any:
-    """Return a ``pandas.DataFrame`` with a row for each value."""
     try:
         import pandas  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -299,7 +298,7 @@ def surprisal_sync(
 
 
 _AT_ONCE: Final = 200
-"""Texts that a thread that blocks asks at once, between two looks at its progress."""
+"""Texts that a blocking thread scores at once, between two updates of its progress."""
 
 _CHECKS: Final = {
     "by": one_of("word", "token", "character"),
@@ -314,7 +313,7 @@ _CHECKS: Final = {
 
 @final
 class _Asked:
-    """The options of a call, checked, and what a model is asked by them."""
+    """Checked options of a call, and the questions to a model that they need."""
 
     def __init__(self, lm: AsyncLM, options: SurprisalOptions) -> None:
         instance(AsyncLM, "an AsyncLM")("lm", lm)
@@ -345,7 +344,6 @@ class _Asked:
             self.beside["beginnings"] = True
 
     def read(self, texts: Any) -> tuple[bool, list[_Text]]:
-        """Return whether there are several texts, and how each is read."""
         if isinstance(texts, str):
             if self._contexts is not None:
                 raise OptionError("contexts is for texts in a list: give a single text its context")
@@ -368,7 +366,7 @@ class _Asked:
         return [self._begin_of(own, f"contexts[{i}]") for i, own in enumerate(contexts)]
 
     def _begin_of(self, context: Any, name: str) -> tuple[list[int], bool]:
-        """Return the context of a text, and whether no word has to end where the text begins."""
+        """Return the context of a text, and whether no word has to end at its begin."""
         ids = context_ids(self.lm, context, name)
         # None has begun before, or it has ended.
         return ids, context is None or is_between_words(self.lm, ids)
@@ -376,7 +374,7 @@ class _Asked:
 
 @final
 class _Text:
-    """A text, its parts that a model scores one by one, and its surprisals once they are."""
+    """A text, its parts that a model scores one by one, and then its surprisals."""
 
     def __init__(
         self, asked: _Asked, text: str, name: str, context: list[int], is_between: bool
@@ -395,7 +393,7 @@ class _Text:
         self._divide(asked.lm.max_length, asked.stride)
 
     def _divide(self, max_length: int | None, stride: int | None) -> None:
-        """Divide the text into parts, of which all but the first are scored behind a window."""
+        """Divide the text into parts, all but the first of which are scored after a window."""
         ids, begin = self._spelling.token_ids, self._context
         most = len(ids) if max_length is None else max_length - len(begin) + 1
         if most < 1:
@@ -431,7 +429,6 @@ class _Text:
             self.parts[1].append([ids[0]])
 
     def surprisals(self, scores: Iterable[TokenScores]) -> Surprisals:
-        """Return the surprisals, given the scores of each part."""
         found, ids = [*scores], self._spelling.token_ids
         scale = 1 / math.log(2) if self._asked.unit == "bits" else 1.0
         logprobs, ends = _joined(found, "logprobs") or [], _joined(found, "log_masses")
@@ -472,18 +469,16 @@ class _Text:
         return total + self._end(region.last, ends) - self._end(region.first, ends)
 
     def _end(self, index: int, ends: list[float]) -> float:
-        """Return the log-probability that the word before a token ends, given all before it.
-
-        It is 0 if that is known, and before a token that begins no word: one that has a part of a
-        blank, say, whose rest comes with the next token.
-        """
+        """Return the log-probability that the word before a token ends, given all before it."""
         begins = cast(list[bool], self._begins)
+        # It is 0 if that is known, and before a token that begins no word, such as one with a part
+        # of a blank whose rest comes with the next token.
         is_known = self._spelling.ends_blank[index - 1] if index else self._is_between
         is_asked = index == len(begins) or begins[index]
         return ends[index] if is_asked and not is_known else 0.0
 
     def _of_characters(self, logprobs: list[float], beginnings: list[list[float]]) -> list[float]:
-        """Return the log-probability of each character, of which tokens may have parts."""
+        """Return each character's log-probability; a token may have a part of one."""
         found = [list[float]() for _ in self._spelling.text]
         parts = zip(self._spelling.portions, logprobs, beginnings, strict=True)
         for portions, logprob, begun in parts:
@@ -497,7 +492,7 @@ class _Text:
 
 
 def _joined(scores: Sequence[TokenScores], name: str) -> list[Any] | None:
-    """Return the numbers of all tokens in one list; ``None`` where they are not told."""
+    """Return the numbers of all tokens in one list; ``None`` if there are none."""
     columns = [own for each in scores if (own := getattr(each, name)) is not None]
     if name == "log_masses":
         columns = [own[:, 0] for own in columns]

@@ -21,7 +21,7 @@ from genlm_backend.model.query import TokenIds
 from genlm_backend.tokenization.bos import adds_bos, begins_turns
 
 Span: TypeAlias = tuple[int, int]
-"""Where something begins and ends, in characters of a text."""
+"""Begin and end in characters of a text."""
 
 Words: TypeAlias = str | re.Pattern[str] | Callable[[str], Iterable[Span]]
 """A regular expression of words, or a function from a text to the spans of its words."""
@@ -35,7 +35,7 @@ BLANKS: Final = tuple(char.encode() for char in map(chr, range(0x3001)) if char.
 
 @final
 class Region(NamedTuple):
-    """A part of a text that has a surprisal of its own."""
+    """A part of a text with a surprisal of its own."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ class Region(NamedTuple):
 
 @final
 class Spelling:
-    """The tokens of a text, as the model's own tokenizer has them."""
+    """The tokens of a text by the model's own tokenizer."""
 
     def __init__(self, lm: AsyncLM, text: str, name: str = "texts") -> None:
         self.text = text
@@ -79,7 +79,7 @@ class Spelling:
 
     @property
     def tokens(self) -> list[Region]:
-        """Each token; a character that several have parts of is of each of them."""
+        """Each token; a character of which several have parts is of each."""
         found = list[Region]()
         for i, (begin, end) in enumerate(itertools.pairwise(self._places)):
             first = bisect_right(self._chars, max(begin, 0)) - 1
@@ -89,13 +89,11 @@ class Spelling:
 
     @property
     def portions(self) -> list[list[tuple[int, int]]]:
-        """Each token's characters, with the number of its bytes up to the end of its part of them.
-
-        A blank that the tokenizer begins every text with is of the first character, and a token
-        without bytes is of the character behind it, or the last one.
-        """
+        """Each token's characters, with its number of bytes up to the end of its part of each."""
         found = list[list[tuple[int, int]]]()
         for begin, end in itertools.pairwise(self._places):
+            # A blank that the tokenizer adds before a text is of the first character; a token
+            # without bytes is of the character after it, or the last one.
             first = bisect_right(self._chars, max(begin, 0)) - 1
             stops = [*self._chars[first + 1 : bisect_left(self._chars, end)], end]
             found.append([(char, stop - begin) for char, stop in enumerate(stops, first)])
@@ -111,11 +109,9 @@ class Spelling:
         return [Region(i, i + 1, own[0], own[-1] + 1) for i, own in enumerate(tokens)]
 
     def words(self, words: Words = NOT_BLANK) -> list[Region]:
-        """Return the words of the text; what lies between two belongs to the second.
-
-        Words that have a token in common are one. What comes behind the last word belongs to none,
-        and a text without a word is one.
-        """
+        """Return the words of the text; text between two words belongs to the second."""
+        # Words with a token in common are one. Text after the last word belongs to none; a text
+        # without a word is one.
         spans = spans_of(words, self.text) or [(0, len(self.text))]
         starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
         found, last_word = list[Region](), -1
@@ -136,7 +132,7 @@ class Spelling:
 def _spelling_part(
     data: bytes, spelt: Sequence[bytes], are_special: Sequence[bool]
 ) -> tuple[int, int]:
-    """Return the part of some tokens that spells a text, without special ones around it."""
+    """Return the part of some tokens that spells a text, without special ones around."""
     size = len(spelt)
     most = next((i for i, is_special in enumerate(are_special) if not is_special), size)
     least = next((size - i for i, own in enumerate(reversed(are_special)) if not own), 0)
@@ -151,7 +147,7 @@ def _spells(spelt: Sequence[bytes], data: bytes) -> bool:
 
 
 def check_words(words: Words) -> re.Pattern[str] | Callable[[str], Iterable[Span]]:
-    """Return the expression or function that finds words, once it is checked."""
+    """Return the checked expression or function that finds words."""
     if isinstance(words, str):
         try:
             return re.compile(words)
@@ -194,23 +190,19 @@ def spans_of(words: Words, text: str) -> list[Span]:
 
 
 def ends_blank(data: bytes) -> bool:
-    """Return whether the bytes of a token end with a blank."""
     return data.endswith(BLANKS)
 
 
 _masks: Final[weakref.WeakKeyDictionary[Any, PackedMask]] = weakref.WeakKeyDictionary()
-"""Each alphabet of a model has a mask; it is another one where texts end otherwise than before."""
+"""A mask for each alphabet; a model has a new one once its texts end otherwise."""
 
 
 def word_begins(lm: AsyncLM) -> PackedMask:
-    """Return the tokens that end the word before them: those that begin with a blank, or end texts.
-
-    Special tokens are among them. A token that begins with a part of a blank, of one that has
-    several bytes, is not.
-    """
+    """Return the tokens that end the word before them: they begin with a blank, or end texts."""
     alphabet = lm.alphabet
     mask = _masks.get(alphabet)
     if mask is None:
+        # With special tokens; without those that begin with a part of a blank of several bytes.
         begins: list[Any] = [token.byte_string.startswith(BLANKS) for token in lm.byte_vocab]
         bools = np.array(begins, np.bool_)
         bools[[*lm.special_ids, *lm.eos_token_ids]] = True
@@ -220,7 +212,7 @@ def word_begins(lm: AsyncLM) -> PackedMask:
 
 
 def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "context") -> list[int]:
-    """Return the token ids that texts are read behind, one at least."""
+    """Return the token ids that texts are read after, at least one."""
     has_bos = getattr(lm.tokenizer, "bos_token_id", None) is not None
     if context is None or (has_bos and context == ""):
         if not has_bos:
@@ -247,7 +239,7 @@ _begun: Final[weakref.WeakSet[AsyncLM]] = weakref.WeakSet()
 
 
 def default_beginning(lm: AsyncLM, option: str = "context") -> int:
-    """Return the tokenizer's BOS; warn, once for a model, of one that begins turns of chats."""
+    """Return the tokenizer's BOS; warn, once a model, if it begins turns of chats."""
     if lm not in _begun:
         _begun.add(lm)
         if begins_turns(lm.tokenizer):

@@ -1,4 +1,4 @@
-"""Alphabet: tokens in the order of their bytes, where those with a prefix are an interval."""
+"""Alphabet: tokens in the order of their bytes; those with one prefix are an interval."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A tokenizer's declared decoder, compiled to "the bytes one token contributes mid-text".
 
-The stages and their rules are those of the ``decoders`` module of Hugging Face's tokenizers
-library. A stage that only concerns the first or last token of a text is left out, since no
-single id contributes it.
+The stages are those of the ``decoders`` module of Hugging Face's tokenizers library, without those
+that concern only the first or last token of a text.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ Stage = Callable[[Piece], Piece]
 
 
 class UnknownDecoderError(ValueError):
-    """A decoder whose effect on a single token cannot be known; the message says why."""
+    """A decoder whose effect on a single token cannot be known; the message has the reason."""
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Return the 256 characters that byte-level BPE writes bytes with, and the byte of each.
-
-    GPT-2's table (Radford et al., 2019): a byte that is a printable Latin-1 character other
-    than the space stands for itself; the other 68, in order, are written as U+0100 onwards.
-    """
+    """Return the byte of each of the 256 characters of byte-level BPE."""
+    # GPT-2's table (Radford et al., 2019): a printable Latin-1 character but the space is its own
+    # byte; the other 68 bytes, in order, are U+0100 onwards.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
@@ -44,10 +41,7 @@ _BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
 
 
 def decode_byte_level(strings: Sequence[str]) -> list[bytes]:
-    """Return the bytes of byte-level tokens, all at once.
-
-    A token with a character outside the alphabet is its own UTF-8.
-    """
+    """Return the bytes of byte-level tokens; one with another character is its own UTF-8."""
     points = np.frombuffer("".join(strings).encode("utf-32-le", "surrogatepass"), dtype="<u4")
     codes = _CODES[np.minimum(points, len(_CODES) - 1)]
     ends = np.cumsum(np.fromiter(map(len, strings), dtype=np.int64, count=len(strings)))
@@ -62,7 +56,6 @@ def decode_byte_level(strings: Sequence[str]) -> list[bytes]:
 
 
 def to_utf8(piece: Piece) -> bytes:
-    """Return bytes as they are and text as UTF-8."""
     return piece if isinstance(piece, bytes) else piece.encode("utf-8", "surrogatepass")
 
 
@@ -76,7 +69,6 @@ class CompiledDecoder:
     keeps_spaces: bool = True
 
     def decode(self, strings: Sequence[str]) -> list[bytes]:
-        """Return the bytes that each token contributes."""
         if self.is_byte_level:
             return decode_byte_level(strings)
         pieces: list[Piece] = list(strings)
@@ -101,7 +93,6 @@ class CompiledDecoder:
 
 
 def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
-    """Compile a decoder's serialised state."""
     flat = _flatten(state)
     kinds = [stage.get("type") for stage in flat]
     stages: list[Stage] = []
@@ -225,7 +216,7 @@ def _replace_regex(pattern: str, new: str) -> Stage:
 
 
 def is_byte_token(piece: str) -> bool:
-    """Whether a token of this spelling stands for a byte where there is byte fallback."""
+    """Whether a token of this spelling stands for a byte if there is byte fallback."""
     return _BYTE_TOKEN.match(piece) is not None
 
 

@@ -193,7 +193,7 @@ def _read_table(tokenizer: Any, table: Mapping[int, bytes], name: str) -> ByteVo
 
 
 def _plain_encode(tokenizer: Any) -> Callable[[str], list[int]] | None:
-    """Return a tokenizer's function from texts to ids, without those that begin and end texts."""
+    """Return a tokenizer's ``encode`` without tokens that begin and end texts."""
     encode = getattr(tokenizer, "encode", None)
     if encode is not None and "add_special_tokens" in inspect.signature(encode).parameters:
         return partial(encode, add_special_tokens=False)
@@ -213,14 +213,10 @@ def _read_slow(
     tokenizer: Any,
     name: str,
     to_bytes: Callable[[str], bytes],
-    decode: Callable[[list[str]], str] | None = None,
-    is_of_model: Callable[[str], bool] = lambda token: False,
+    decode: Callable[[list[str]], str] | None = None,  # in place of convert_tokens_to_string
+    is_of_model: Callable[[str], bool] = lambda token: False,  # that the model has too
 ) -> ByteVocab:
-    """A tokenizer class written in Python: its tokens, spelt by ``to_bytes``.
-
-    ``decode`` is what it makes a text of tokens with, unless ``convert_tokens_to_string`` is.
-    ``is_of_model`` tells of an added token whether the model has it too.
-    """
+    """Read a tokenizer class written in Python, whose tokens ``to_bytes`` spells."""
     to_text = decode or tokenizer.convert_tokens_to_string
     added = tokenizer.added_tokens_decoder
     size = max([*tokenizer.get_vocab().values(), *added]) + 1

@@ -84,7 +84,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
 
 
 def _encoder(rust: Any) -> Callable[[str], list[int] | None]:
-    """Return a function from a text to its ids, or ``None`` where the Rust side has none."""
+    """Return a function from a text to its ids, or to ``None`` if the Rust side has none."""
 
     def encode(text: str) -> list[int] | None:
         try:
@@ -128,13 +128,11 @@ def _added_texts(
 
 
 def _encode(rust: Any, text: str) -> list[int]:
-    """The ids of a whole text, whatever is set for truncation and padding.
-
-    A call of transformers leaves both set. What truncation cuts off is in further windows, each of
-    which begins (or, if the left is cut off, ends) with the tokens that two have in common.
-    """
+    """Return the ids of an entire text, whatever truncation and padding are set."""
     first = rust.encode(text, add_special_tokens=False)
     truncation = rust.truncation
+    # A call of transformers leaves both set. What truncation cuts off is in further windows, which
+    # begin (or, if the left is cut off, end) with the tokens that two have in common.
     if truncation is None and rust.padding is None:
         return first.ids
     windows = [first, *first.overflowing]
@@ -160,10 +158,8 @@ def _spellings(rust: Any) -> list[str | None]:
 def _unheard_of(
     encode: Callable[[str], list[int] | None], spellings: Sequence[str | None]
 ) -> tuple[str, list[int]]:
-    """A character that no token has, and the ids that it comes out as.
-
-    The rarest of the ideographs that Unicode has had for long: nothing normalises or drops them.
-    """
+    """Return a character that no token has, and its ids."""
+    # The rarest of the ideographs that Unicode has long had: nothing normalises or drops them.
     for character in map(chr, range(0x2A6D6, 0x20000, -1)):
         ids = encode(character) or []
         if not any(character in (spellings[token_id] or "") for token_id in ids):
@@ -172,23 +168,20 @@ def _unheard_of(
 
 
 def _special_ids(tokenizer: Any, added_tokens: Mapping[int, Any]) -> set[int]:
-    """Ids of special tokens.
-
-    transformers lists the user-defined pieces of a SentencePiece model that it has converted
-    among the special tokens; they are not, unless one has a name such as ``eos_token``.
-    """
     named = set(getattr(tokenizer, "special_tokens_map", {}).values())
     special_ids: set[int] = set(getattr(tokenizer, "all_special_ids", ()))
     for token_id, added in added_tokens.items():
         if added.special:
             special_ids.add(token_id)
+        # transformers lists a SentencePiece model's user-defined pieces, converted, as special;
+        # they are not, unless one has a name such as ``eos_token``.
         elif added.content not in named:
             special_ids.discard(token_id)
     return special_ids
 
 
 def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
-    """The declared decoder, or one inferred, with what the model does and it does not say."""
+    """Return the declared decoder, or one inferred, with the model's own settings."""
     settings = ("end_of_word_suffix", "continuing_subword_prefix", "byte_fallback")
     model = {setting: getattr(rust.model, setting, None) for setting in settings}
     if rust.decoder is not None:
@@ -234,7 +227,7 @@ def _state(part: Any) -> dict[str, Any]:
 
 @final
 class _Texts:
-    """Texts as a tokenizer hands them to its model, and the texts that are to come back."""
+    """Texts as a tokenizer passes them to its model, and the texts to compare with."""
 
     def __init__(self, rust: Any, decoder: CompiledDecoder) -> None:
         self.decoder, self.normalizer = decoder, rust.normalizer

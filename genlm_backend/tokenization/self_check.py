@@ -27,13 +27,7 @@ PROBES: Final = (
 
 
 def check_byte_vocab(vocab: ByteVocab) -> None:
-    """Encode probe texts and compare each with the bytes of its tokens.
-
-    The texts reach tokens of every class: words in several scripts, runs of white space, bytes,
-    and added tokens that are not special. A text with an unknown token says nothing. Tokenizers
-    of the Rust library change white space at will, so that theirs is compared with the text that
-    the declared decoder prints.
-    """
+    """Encode probe texts and compare each with the bytes of its tokens."""
     for text in PROBES:
         _check(vocab, text)
     added = [f"a{text}b" for text in vocab.added_texts]
@@ -62,7 +56,7 @@ def _check(vocab: ByteVocab, text: str) -> None:
 
 
 def _encode(vocab: ByteVocab, text: str) -> list[int] | None:
-    """The ids of ``text``, or ``None`` where they say nothing of the vocabulary."""
+    """Return the ids of ``text``, or ``None`` if one of them is unknown."""
     ids = vocab.encode(text) if vocab.encode is not None else None
     return None if not ids or vocab.unknown_ids.intersection(ids) else ids
 
@@ -71,6 +65,7 @@ def _check_printed(vocab: ByteVocab, text: str, ids: list[int] | None) -> None:
     """Compare what the declared decoder prints for ``ids`` with their bytes."""
     if vocab.prints is None or not ids:
         return
+    # Tokenizers of the Rust library change white space at will: the decoder's text is compared too.
     kept, printed = vocab.prints(ids)
     if _is_printed(vocab, kept, printed):
         return

@@ -45,7 +45,6 @@ class Token(bytes):
     token_id: int
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Token:
-        """Check and make a token; see the class."""
         token_id = integer()("token_id", token_id)
         self = super().__new__(cls, instance(bytes, "bytes")("byte_string", byte_string))
         self.token_id = token_id

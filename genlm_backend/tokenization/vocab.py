@@ -36,7 +36,6 @@ class Vocabulary(tuple[list[Token], list[str]]):
         special_ids: frozenset[int] = frozenset(),
         undefined_ids: frozenset[int] = frozenset(),
     ) -> Vocabulary:
-        """Make the pair; see the class."""
         self = super().__new__(cls, (byte_vocab, str_vocab))
         self.special_ids, self.undefined_ids = special_ids, undefined_ids
         return self

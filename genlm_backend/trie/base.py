@@ -335,7 +335,7 @@ class VocabularyTrie(abc.ABC):
 
 @final
 class _PerNode(Sequence[Any]):
-    """A value for each node, made when it is first asked for and kept."""
+    """A value for each node, made at its first use and then kept."""
 
     def __init__(self, num_nodes: int, make: Callable[[int], Any]) -> None:
         self._nodes, self._make = range(num_nodes), make

@@ -1,8 +1,7 @@
 """build_layout: from a vocabulary to the arrays of its trie.
 
-The entries are sorted, and each is compared with the one before it. One pass over the lengths that
-neighbours share finds the runs (Kasai et al., 2001: the intervals of longest common prefixes); all
-else is arithmetic on whole arrays. No recursion, whatever the length of a token.
+One pass over the lengths that sorted neighbours share finds the runs (Kasai et al., 2001: intervals
+of longest common prefixes); the rest is arithmetic on whole arrays, without recursion.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from genlm_backend.trie.layout import Int32, TrieLayout
 
 
 def build_layout(decode: Sequence[Any]) -> TrieLayout:
-    """Return the layout of the trie over ``decode``; see ``TokenCharacterTrie``."""
     if not decode:
         raise VocabularyError("a trie needs a vocabulary of at least one token; got none")
     # 1. Runs, as they are found: the words' own, then the branches.
@@ -117,10 +115,8 @@ def _shared_lengths(codes, lengths):
 
 @compiled
 def _find_runs(lengths, shared):
-    """Return parent, depth of the bottom, and first word of each run: ``[num_runs]``.
-
-    Run k ends in the leaf of word k, one letter below it; branches follow as they are found.
-    """
+    """Return each run's parent, depth of its bottom, and first word: ``[num_runs]``."""
+    # Run k ends in the leaf of word k, one letter below it; branches follow as they are found.
     num_words = len(lengths)
     parents = np.full(2 * num_words, -1, np.int64)
     bottoms = np.zeros(2 * num_words, np.int64)
@@ -158,11 +154,8 @@ def _levels(parents, preorder):
 
 
 def spell(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
-    """Return each entry as bytes, four for the code of each letter, and the letter of each code.
-
-    The order of the bytes is that of the codes. Letters are numbered as they come, after the
-    bytes, so that a byte is its own code.
-    """
+    """Return each entry as bytes, four for the code of each letter, and the letter of each code."""
+    # Letters are numbered as they come, after the bytes, so that a byte is its own code.
     code_of: dict[Hashable, int] = {letter: letter for letter in range(256)}
     words = []
     for position, item in enumerate(decode):
@@ -173,7 +166,7 @@ def spell(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
                 f"decode[{position}] is {item!r}: every entry of a vocabulary is an iterable of "
                 f"hashable letters, such as bytes or a string ({error})"
             ) from error
-        words.append(np.array(codes, ">u4").tobytes())
+        words.append(np.array(codes, ">u4").tobytes())  # in the order of the codes
     return words, list(code_of)
 
 
@@ -185,7 +178,7 @@ def keys_of(decode: Iterable[Any]) -> list[Hashable]:
 
 
 def check_unique(decode: Sequence[Any]) -> None:
-    """Raise a ``VocabularyError`` where two entries have the same key."""
+    """Raise a ``VocabularyError`` if two entries have the same key."""
     is_ordinary = all(type(item) is Token for item in decode)
     if is_ordinary and len({item.token_id for item in decode}) == len(decode):
         return  # without making a key of each token

@@ -1,14 +1,11 @@
 """TrieLayout: a vocabulary's trie as a few flat arrays.
 
-A *run* is a longest chain of nodes with one child each, with the leaf or the branching node that
-it ends in; a run that ends in a branching node is a *branch*. All nodes of a run have the same
-tokens beneath them, hence the same weights, so that only branches have to be computed: 60,000 in
-a vocabulary of 130,000 tokens and 400,000 nodes.
-
-Runs are numbered breadth-first from the deepest level up, alphabetically within a level, and the
-nodes of a run are numbered one after another from its bottom up. Hence children come before
-parents, the root is the last node, and the children of run 0, 1, 2, … follow one another without
-gaps. The vocabulary a, abc, b::
+A *run* is a longest chain of nodes with one child each, with the leaf or the branching node (then
+it is a *branch*) that it ends in. Its nodes have the same tokens beneath them, so that only
+branches are computed: 60,000 for 130,000 tokens and 400,000 nodes. Runs are numbered breadth-first
+from the deepest level up, alphabetically within a level, and the nodes of a run from its bottom up:
+children come before parents, and the children of run 0, 1, 2, … follow one another. The vocabulary
+a, abc, b::
 
     node 7, the root                  run 4: [7]
     ├─ a: node 4                      run 2: [4]
@@ -61,15 +58,12 @@ class TrieLayout:
 
     @property
     def sweep_arrays(self) -> tuple[NDArray[np.uint32], ...]:
-        """Arrays that the sweeps of ``reachability.py`` take last, in their order; uint32.
-
-        They are unsigned because compiled code then has no negative index to handle.
-        """
+        """Last arguments of the sweeps of ``reachability.py``, in their order; uint32."""
         arrays = (self.leaf_tokens, self.leaf_parents, self.branch_parents, self.node_sources)
+        # Unsigned, so that compiled code has no negative index to handle.
         return tuple(array.view(np.uint32) for array in arrays)
 
     def run(self, node: int) -> int:
-        """Return the run of ``node``."""
         source = int(self.node_sources[node])
         if source < self.num_tokens:
             return int(self.leaf_runs[source])

@@ -92,11 +92,9 @@ _LATEST: Final[weakref.WeakKeyDictionary[VocabularyTrie, tuple[list[Token], Any]
 
 
 def _indices(trie: VocabularyTrie, byte_vocab: list[Token]) -> dict[str, Any] | None:
-    """Return the ids of the entries, by device; ``None`` if the trie has all tokens in order.
-
-    Entries are compared with a model's vocabulary once for each change of model.
-    """
+    """Return the ids of the entries, by device; ``None`` if the trie has all tokens in order."""
     vocab, indices = _LATEST.get(trie, (None, None))
+    # Compared once for each change of model.
     if vocab is not byte_vocab:
         ids = _token_ids(trie.decode, byte_vocab)
         indices = None if ids == list(range(len(byte_vocab))) else {"cpu": np.array(ids)}

@@ -66,12 +66,10 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         self._matrices: dict[torch.dtype, Tensor] = {}
 
     def evaluate_batch(self, operation: Operation, batch: Weights) -> Any:
-        """Return the result of ``operation`` at each node: ``[len(batch), num_nodes]``."""
         result = self._evaluate(operation, batch)
         return result if self.as_tensor else result.cpu().numpy()
 
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
-        """Return the rows of ``evaluate_batch``, each of which owns its memory."""
         tensors = [self._to_device(weights) for weights in batch]
         rows: list[Any] = [None] * len(batch)
         for dtype in {tensor.dtype for tensor in tensors}:  # each row in its own precision
@@ -127,7 +125,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         return table.index_select(1, self._node_sources)
 
     def _fill_blocks(self, columns: Tensor, reduce: Callable[..., Tensor]) -> None:
-        """Write the blocks of every level behind the tokens: ``[batch, num_columns]``."""
+        """Write the blocks of every level after the tokens: ``[batch, num_columns]``."""
         start, end = 0, self._level_sizes[0]
         for size in self._level_sizes[1:]:
             level = columns[:, start : start + size * RADIX].unflatten(1, (size, RADIX))
@@ -180,7 +178,6 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
 
 
 def cuda_is_available() -> bool:
-    """Whether torch sees a CUDA device."""
     return torch.cuda.is_available()
 
 

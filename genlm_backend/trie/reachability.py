@@ -1,11 +1,8 @@
 """Reachability: which tokens lie below which branch, as a sparse matrix with short rows.
 
-In alphabetical order the tokens below a node are consecutive. A column of the matrix is a token
-in that order, or a *block*: ``RADIX`` consecutive tokens, or ``RADIX`` consecutive blocks of the
-level below. An interval needs fewer than ``2 * RADIX`` columns of each level (Bentley's segment
-tree), so that no row is long: the root of 131,072 tokens has 32 stored ones instead of 131,072.
-Short rows are quick to sum in parallel, and accurate in float32: nothing is added up one after
-another a hundred thousand times.
+A column is a token in alphabetical order, or a block: ``RADIX`` tokens, or blocks of the level
+below. An interval needs fewer than ``2 * RADIX`` columns of each level (Bentley's segment tree):
+32 for the root of 131,072 tokens. Short sums are quick in parallel, and accurate in float32.
 """
 
 from __future__ import annotations
@@ -36,12 +33,10 @@ class Reachability:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows: one for each branch."""
         return len(self.row_starts) - 1
 
     @property
     def num_columns(self) -> int:
-        """Number of columns: tokens and blocks of tokens."""
         return sum(self.level_sizes)
 
     def rows(self) -> Int64:
@@ -49,13 +44,12 @@ class Reachability:
         return np.repeat(np.arange(self.num_rows), np.diff(self.row_starts))
 
     def table_sources(self) -> Int64:
-        """Return where each node's weight is behind all columns and, next, all rows: int64."""
+        """Return the index of each node's weight in all columns, then all rows: int64."""
         sources, num_tokens = self.node_sources, self.level_sizes[0]
         return np.where(sources < num_tokens, sources, sources - num_tokens + self.num_columns)
 
 
 def build_reachability(layout: TrieLayout) -> Reachability:
-    """Return the reachability of the branches of ``layout``."""
     num_tokens = layout.num_tokens
     rank = np.empty(num_tokens, np.int64)
     rank[layout.sorted_tokens] = np.arange(num_tokens)
@@ -76,7 +70,6 @@ def build_reachability(layout: TrieLayout) -> Reachability:
 
 
 def _largest_by_branch(layout: TrieLayout, ranks: Int64) -> Int64:
-    """Return the largest of the tokens' ranks below each branch."""
     out = np.empty(layout.num_nodes)
     values = np.empty(layout.num_tokens + layout.num_branches)
     totals = np.empty(layout.num_branches + 1)
@@ -113,7 +106,6 @@ def _cover(first: Int64, end: Int64, level_sizes: list[int]) -> tuple[Int64, Int
 def sweep_sum(
     ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
 ) -> None:
-    """Write the sum under each node to ``out``."""
     num_leaves = np.uint64(len(leaf_tokens))
     totals[:] = 0
     for k in range(len(leaf_tokens)):
@@ -184,4 +176,3 @@ def sweep_log_sum(
 Sweep = Callable[..., None]
 
 SWEEPS: dict[str, Sweep] = {"sum": sweep_sum, "max": sweep_max, "log_sum": sweep_log_sum}
-"""The sweep of each operation."""

@@ -63,7 +63,6 @@ class TokenCharacterTrie(VocabularyTrie):
         self._spare = SpareMemory(spare_bytes)
 
     def evaluate_batch(self, operation: Operation, batch: Weights) -> NDArray[np.floating]:
-        """Return the result of ``operation`` at each node: ``[len(batch), num_nodes]``."""
         rows = rows_of(batch)
         dtype = widest(rows)
         if isinstance(rows, list):
@@ -73,14 +72,12 @@ class TokenCharacterTrie(VocabularyTrie):
         return out
 
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Values]:
-        """Return the rows of ``evaluate_batch``, each of which owns its memory."""
         rows = rows_of(batch)
         out = [self._spare.take((self.num_nodes,), row.dtype.type) for row in rows]
         self._sweep(operation, rows, out)
         return out
 
     def release(self) -> None:
-        """Free the memory that is kept for later results."""
         self._spare.clear()
 
     def _sweep(self, operation: Operation, rows: Any, out: Any) -> None:

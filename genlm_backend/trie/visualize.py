@@ -104,7 +104,7 @@ def draw(
 
 
 def spell(letters: list[Any]) -> str:
-    """Return letters as text, quoted as Python would: bytes as UTF-8 where they are."""
+    """Return letters as text, quoted as Python would, bytes as UTF-8 if they are."""
     if all(isinstance(letter, int) and 0 <= letter < 256 for letter in letters):
         # Not 'replace': two prefixes that differ should look different.
         return repr(bytes(letters).decode("utf-8", "backslashreplace")).replace("\\\\x", "\\x")

@@ -55,17 +55,14 @@ def check_batch(batch: Any, num_tokens: int) -> Any:
 
 
 def rows_of(batch: Any) -> Any:
-    """Return a checked batch as rows for the CPU, converted at once where it is one array."""
+    """Return a checked batch as rows for the CPU; one array is converted at once."""
     if isinstance(batch, list):
         return [to_numpy(weights) for weights in batch]
     return to_numpy(batch)
 
 
 def to_numpy(weights: Weights) -> NDArray[np.floating]:
-    """Return checked weights as an ordinary array of float32 or float64, copied only if need be.
-
-    Half precision and booleans become float32, integers float64.
-    """
+    """Return checked weights as a plain float32 or float64 array, copied only if need be."""
     if is_tensor(weights):
         torch = sys.modules["torch"]
         if weights.dtype == torch.bfloat16:
@@ -76,13 +73,11 @@ def to_numpy(weights: Weights) -> NDArray[np.floating]:
 
 
 def numpy_dtype(dtype: np.dtype) -> type[np.floating]:
-    """Return the dtype that weights of ``dtype`` are computed in."""
     is_single = dtype.kind == "b" or (dtype.kind == "f" and dtype.itemsize <= 4)
     return np.float32 if is_single else np.float64
 
 
 def torch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that weights of ``dtype`` are computed in."""
     import torch
 
     is_single = dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize <= 4)
@@ -130,7 +125,6 @@ def _hint(weights: Any, num_tokens: int) -> str:
 
 
 def widest(rows: Sequence[NDArray[np.floating]]) -> type[np.floating]:
-    """Return float64 if any of the rows is, float32 otherwise."""
     if isinstance(rows, np.ndarray):
         return rows.dtype.type
     return np.float64 if any(row.dtype == np.float64 for row in rows) else np.float32

@@ -70,24 +70,17 @@ class _Entry:
 
     @property
     def num_new(self) -> int:
-        """Tokens that the draft can add to memory; nobody asks for the last one of a text."""
+        """Tokens that the draft can add to memory; the last one of a text is never evaluated."""
         draft = self.draft
         return draft.width * (draft.max_length - 1 - len(self.request.prompt_token_ids))
 
 
 Submission: TypeAlias = dict[GenerationRequest, list[_Entry]]
-"""Requests that are let in together."""
 
 
 @final
 class InstalledModel:
-    """A model of an engine: the only ways from one state to another, and who runs.
-
-    One transition at a time; they may take long, and requests for other models do not wait.
-    Drafts begin in the order of arrival, as soon as a batch has rows and memory has room for the
-    longest texts that all who run may become. So whoever has begun goes on to the end. ``_lock``
-    guards the entries and every token that is chosen; tasks live on the engine's loop.
-    """
+    """A model of an engine: its states, and the drafts that run."""
 
     def __init__(
         self, name: str, source: AsyncLM | str, config: RuntimeConfig, loop: BackgroundLoop
@@ -104,8 +97,8 @@ class InstalledModel:
         self._source: AsyncLM | str | None = source
         self._config, self._loop = config, loop
         self._lm: AsyncLM | None = None
-        self._transition = threading.Lock()
-        self._lock = ProcessLock(is_reentrant=True)
+        self._transition = threading.Lock()  # one at a time; it may take long
+        self._lock = ProcessLock(is_reentrant=True)  # of entries and of each token chosen
         self._lock.claim()  # whoever works at it lives here
         self._room = Signal()
         self._is_open = False
@@ -120,13 +113,11 @@ class InstalledModel:
 
     @property
     def lm(self) -> AsyncLM:
-        """The model, until it is released."""
         if self._lm is None:
             raise ModelStateError(f"model {self.name!r} has been released")
         return self._lm
 
     def check_state(self, *allowed: ModelState, to: str) -> None:
-        """Raise a ``ModelStateError`` unless it is in one of some states."""
         if self.state not in allowed:
             wanted = " or ".join(state.value for state in allowed)
             raise ModelStateError(
@@ -144,7 +135,7 @@ class InstalledModel:
             self.state = ModelState.RUNNING
 
     def shut(self) -> None:
-        """Let no more requests in, and tell whoever waits for room; the others go on."""
+        """Let no more requests in, and wake callers that wait for room; the others go on."""
         with self._lock.here:
             self._is_open = False
             self._room.notify()
@@ -156,7 +147,6 @@ class InstalledModel:
             self._stop()
 
     def release(self) -> None:
-        """Return its memory."""
         with self._transition:
             self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="release")
             self._release()
@@ -246,7 +236,7 @@ class InstalledModel:
             raise self._full()
 
     async def asubmit(self, requests: Submission, timeout: float | None) -> None:
-        """Do as ``submit``, leaving the event loop free."""
+        """Do as ``submit``, without blocking the event loop."""
         try:
             async with asyncio.timeout(timeout):
                 await await_for(partial(self._try_submit, requests))
@@ -259,7 +249,7 @@ class InstalledModel:
         )
 
     def _try_submit(self, requests: Submission) -> Literal[True] | Future[None]:
-        """Take requests, or return what tells when to try again."""
+        """Take requests, or return a future that is done when to try again."""
         with self._lock.here:
             if not self._is_open:
                 raise ModelStateError(
@@ -285,7 +275,6 @@ class InstalledModel:
 
     @property
     def num_running(self) -> int:
-        """Number of drafts under way."""
         with self._lock.here:
             return len(self._running)
 
@@ -297,7 +286,7 @@ class InstalledModel:
             return len(waiting - {self._last_begun})
 
     def _admit(self) -> None:
-        """Let the oldest begin that have room; under the lock. Nobody overtakes."""
+        """Let the oldest begin that have room; under the lock. No draft overtakes another."""
         while self._waiting:
             entry = self._waiting[0]
             is_wanted = entry.request in self._requests
@@ -312,6 +301,7 @@ class InstalledModel:
 
     def _fits(self, entry: _Entry) -> bool:
         together, lm = [*self._running, entry], self.lm
+        # Room for the longest texts that all drafts may become, so that each can go on to its end.
         if not self._running:
             return True
         if sum(one.draft.width for one in together) > self._max_batch(lm):
@@ -321,7 +311,7 @@ class InstalledModel:
     # ---------------------------------------------------------------- working at a draft
 
     def _start(self, entry: _Entry) -> None:
-        """Give a draft its task; on the loop, as is the next one."""
+        """Give a draft its task, on the loop."""
         if entry.request in self._requests:
             entry.task = asyncio.get_running_loop().create_task(self._work(entry))
             self._tasks.add(entry.task)
@@ -383,7 +373,7 @@ class InstalledModel:
                     self._admit()
 
     async def _forget(self, entry: _Entry, contexts: list[list[int]]) -> None:
-        """Without a prefix cache, forget what a draft has asked for and nobody else is at."""
+        """Without a prefix cache, free what this draft alone has asked for."""
         if self._config.prefix_cache:
             return
         lora_name = entry.draft.lora_name
@@ -406,7 +396,7 @@ class InstalledModel:
         status: GenerationStatus = GenerationStatus.INTERRUPTED,
         error: Exception | None = None,
     ) -> None:
-        """End a request; one whose drafts are all complete, or that has ended, stays as it is."""
+        """End a request, unless all its drafts are complete or it has ended."""
         with self._lock.here:
             entries = self._requests.get(request, [])
             if not all(entry.draft.is_finished for entry in entries):
@@ -417,7 +407,7 @@ class InstalledModel:
     def _settle(
         self, request: GenerationRequest, status: GenerationStatus, error: Exception | None = None
     ) -> None:
-        """Hand out what there is of a request and end it, whatever its drafts do."""
+        """Deliver all tokens of a request and end it, whatever its drafts do."""
         entries = self._requests.pop(request)
         self._running = [entry for entry in self._running if entry.request is not request]
         held_back: dict[int, str] = {}
@@ -434,13 +424,13 @@ class InstalledModel:
 
 
 def _num_tokens(entries: Sequence[_Entry]) -> int:
-    """Return how many tokens texts may come to, the prompt of each request counted once."""
+    """Return the largest number of tokens of some texts, with each request's prompt once."""
     prompts = {entry.request: len(entry.request.prompt_token_ids) for entry in entries}
     return sum(prompts.values()) + sum(entry.num_new for entry in entries)
 
 
 def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:
-    """Ask for the longest context and the largest batch there can be."""
+    """Evaluate the longest context and the largest batch that requests can have."""
     bounds = [None if max_length is None else max_length - 1, lm.max_length]
     known = [bound for bound in bounds if bound is not None]
     unusable = {*lm.undefined_ids, lm.contexts.image_token_id}

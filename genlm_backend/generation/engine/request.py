@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 @final
 class Signal:
-    """Wakes everybody who waits for a change of something that a lock guards.
-
-    Both methods are called under that lock; ``wait_for`` and ``await_for`` wait without it.
-    """
+    """Wakes all waiters of a change; both methods are called under the lock of the state."""
 
     def __init__(self) -> None:
         self._waiters: list[Future[None]] = []
@@ -42,7 +39,6 @@ class Signal:
         return self._waiters[-1]
 
     def notify(self) -> None:
-        """Wake whoever waits."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
@@ -50,7 +46,7 @@ class Signal:
 
 
 def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> T | None:
-    """Return the result of a function that is no waiter, blocking for each waiter before."""
+    """Return the first result that is no future, blocking for each future before it."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while isinstance(found := attempt(), Future):
         try:
@@ -62,7 +58,7 @@ def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> 
 
 
 async def await_for(attempt: Callable[[], T | Future[None]]) -> T:
-    """Do as ``wait_for``, leaving the event loop free meanwhile."""
+    """Do as ``wait_for``, without blocking the event loop."""
     while isinstance(found := attempt(), Future):
         await asyncio.wrap_future(found)
     return found
@@ -71,7 +67,7 @@ async def await_for(attempt: Callable[[], T | Future[None]]) -> T:
 @final
 @dataclass(slots=True)
 class _Text:
-    """A text so far, and how far it has been handed out."""
+    """A text so far, and the number of tokens that its caller has read."""
 
     tokens: list[GeneratedToken] = field(default_factory=list)
     held_back: str = ""
@@ -177,14 +173,14 @@ class ResultQueue:
         return sum(len(text.tokens) for text in self._texts)
 
     def _next(self) -> GeneratedElements | Future[None] | None:
-        """Hand out what is new, ``None`` at the end, or what tells when to try again."""
+        """Return what is new, ``None`` at the end, or a future that is done when to try again."""
         with self._lock.here:
             found = self._take()
             is_over = found is not None or self._status.is_final
             return found if is_over else self._changed.waiter()
 
     def _take(self) -> GeneratedElements | None:
-        """Hand out the news of the text that has most of them; under the lock."""
+        """Return the new tokens of the text that has most of them; under the lock."""
         news = [(len(t.tokens) - t.num_read, -i) for i, t in enumerate(self._texts) if t.has_news()]
         if not news:
             if self._error is not None:
@@ -213,11 +209,11 @@ class ResultQueue:
     # ---------------------------------------------------------------- for the request
 
     def wait_for_end(self, timeout: float | None) -> bool:
-        """Block until nothing can follow; return whether it came to that in ``timeout`` seconds."""
+        """Block until nothing can follow; return whether ``timeout`` was enough."""
         return bool(wait_for(self._end, timeout))
 
     async def await_end(self) -> None:
-        """Wait until nothing can follow, leaving the event loop free."""
+        """Wait until nothing can follow, without blocking the event loop."""
         await await_for(self._end)
 
     def _end(self) -> bool | Future[None]:
@@ -241,7 +237,7 @@ class ResultQueue:
     # ---------------------------------------------------------------- writing
 
     def begin(self) -> None:
-        """Note that the model is being asked; once."""
+        """Note that the model has begun with the request; once."""
         with self._lock.here:
             if self._begun is None:
                 self._begun = time.monotonic()
@@ -256,7 +252,6 @@ class ResultQueue:
                 self._changed.notify()
 
     def put(self, tokens: list[GeneratedToken]) -> None:
-        """Add tokens of any of the texts."""
         if not tokens:
             return
         with self._lock.here:
@@ -276,7 +271,7 @@ class ResultQueue:
         scores: dict[int, float] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Settle the request, once: what comes later has no effect."""
+        """Settle the request; later calls have no effect."""
         with self._lock.here:
             if self._status.is_final:
                 return
@@ -290,7 +285,6 @@ class ResultQueue:
             self._changed.notify()
 
     def drop(self) -> None:
-        """Forget what was generated."""
         with self._lock.here:
             self._texts = [_Text() for _ in self._texts]
             self._error = None

@@ -30,7 +30,7 @@ _MODES: Final[Mapping[str | None, str]] = {
     "uint4": "uint4",
     **{named: mode for mode, named in VLLM_KV_CACHE_DTYPES.items()},
 }
-"""Number format of a model's keys and values → ``kv_cache_mode``, where it is not the default."""
+"""Number format of a model's keys and values → ``kv_cache_mode``, unless it is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class RuntimeConfig:
     llm_opts: Mapping[str, Any] = field(default_factory=dict)
 
     def __new__(cls, **fields: Any) -> Self:
-        """Check the names, which ``__init__`` would refuse without a word about others."""
+        """Refuse unknown names and suggest near ones, which ``__init__`` would not."""
         check_fields(cls, fields, RuntimeConfigError)
         return super().__new__(cls)
 
@@ -107,7 +107,7 @@ class RuntimeConfig:
     # ---------------------------------------------------------------- for a model
 
     def loading_options(self, backend: str) -> dict[str, Any]:
-        """Return the ``llm_opts`` of ``load_model_by_name`` that this asks for."""
+        """Return the ``llm_opts`` of ``load_model_by_name`` for these fields."""
         shared = {
             "batch_size": self.max_batch,
             "row_cache_bytes": None if self.prefix_cache else 0,
@@ -122,7 +122,6 @@ class RuntimeConfig:
             raise RuntimeConfigError(str(error)) from error
 
     def check_model(self, lm: AsyncLM) -> None:
-        """Check against a model that is loaded."""
         own = type(self).from_model(lm)
         is_there = self.device is None or _is_on(lm.model_device, self.device)
         is_budget = self.kv_cache_bytes in (None, own.kv_cache_bytes)
@@ -141,7 +140,7 @@ class RuntimeConfig:
             raise RuntimeConfigError("llm_opts are for a model that is loaded by its name")
 
     def check_loaded(self, lm: AsyncLM) -> None:
-        """Check what no model can be told when it is loaded."""
+        """Raise an error for fields that no option of loading sets."""
         longest = None if lm.max_length is None else lm.max_length + 1
         if self.max_length is not None and longest is not None and self.max_length > longest:
             raise RuntimeConfigError(
@@ -164,7 +163,6 @@ _CHECKS = {
     "backend": optional(text),
     "llm_opts": mapping,
 }
-"""Checks of the fields by name; what they return is what the field becomes."""
 
 
 def _is_on(device: torch.device | None, asked: str) -> bool:

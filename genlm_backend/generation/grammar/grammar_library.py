@@ -15,7 +15,6 @@ _vocabularies: Final[weakref.WeakKeyDictionary[AsyncLM, Any]] = weakref.WeakKeyD
 
 
 def vocabulary_of(lm: AsyncLM) -> Any:
-    """Return the ``LLTokenizer`` of a model's vocabulary."""
     if lm not in _vocabularies:
         _vocabularies[lm] = _tokenizer(_Vocabulary(lm))
     return _vocabularies[lm]
@@ -28,7 +27,6 @@ def _tokenizer(vocabulary: _Vocabulary | _Bytes) -> Any:
 
 
 def load_library() -> Any:
-    """Return llguidance."""
     try:
         import llguidance
     except ImportError as error:
@@ -40,13 +38,13 @@ def load_library() -> Any:
 
 @cache
 def executor_of(process_id: int) -> Any:
-    """Return the ``LLExecutor`` of this process, whose threads make masks."""
+    """Return the ``LLExecutor`` of this process, whose threads compute masks."""
     return load_library().LLExecutor()
 
 
 @cache
 def is_beginning(grammar: str, text: str) -> bool:
-    """Tell whether a text begins one of a grammar, by the installed release of llguidance."""
+    """Return whether a text begins one of a grammar, by the installed llguidance."""
     token_ids = _Bytes()(text)
     return _matcher_of_bytes(grammar).validate_tokens(token_ids) == len(token_ids)
 
@@ -65,7 +63,7 @@ def _matcher_of_bytes(grammar: str) -> Any:
 
 @final
 class _Bytes:
-    """The bytes as a vocabulary, in the form that llguidance asks for."""
+    """The bytes as a vocabulary, in the form of llguidance's tokenizers."""
 
     bos_token_id = None
     eos_token_id = 256
@@ -78,15 +76,12 @@ class _Bytes:
 
 @final
 class _Vocabulary:
-    """A model's tokens in the form that llguidance asks for, and one more, which ends a text.
-
-    None of the model's own ends a text for llguidance, so that it says of each whether the grammar
-    goes on with it.
-    """
+    """A model's tokens as llguidance takes them, and one more, which ends a text."""
 
     bos_token_id = None
 
     def __init__(self, lm: AsyncLM) -> None:
+        # No token of the model ends a text for llguidance, so that its mask covers all of them.
         self.eos_token_id = len(lm.byte_vocab)
         self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
         self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]
@@ -95,7 +90,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Divide a text greedily; which of the possible divisions it is does not matter."""
+        """Split a text greedily; any of the possible splits would do."""
         rest = text.encode() if isinstance(text, str) else text
         found = []
         while rest:

@@ -1,7 +1,6 @@
-"""JSON schemas for llguidance: one walk that refuses keywords and values it does not keep to.
+"""JSON schemas for llguidance: ``SchemaWalk`` writes a copy that llguidance keeps to.
 
-llguidance refuses many schemas itself. It passes over others in silence, such as numbers that are
-no doubles; `SchemaWalk` refuses those, and writes a copy of the schema for llguidance.
+It refuses what llguidance ignores in silence, such as numbers that are no doubles.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _KEYWORDS: Final = {
     "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties",
     "multipleOf", "pattern", "required", "type",
 }  # fmt: skip
-"""The keywords that are handed on to llguidance."""
+"""Keywords that llguidance gets."""
 
 _ANNOTATIONS: Final = {
     "$comment", "$id", "$schema", "default", "deprecated", "description", "discriminator",
@@ -116,7 +115,7 @@ def _listed(names: Any) -> str:
 
 @final
 class SchemaWalk:
-    """A JSON schema as llguidance gets it, and all schemas in it by their JSON pointers."""
+    """A JSON schema written for llguidance, and all schemas in it by their JSON pointers."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._is_old = not re.search("2020-12|^$", str(root.get("$schema", "")))
@@ -132,13 +131,12 @@ class SchemaWalk:
         self._check_merged_numbers()
 
     def grammar(self, whitespace: str) -> str:
-        """Return the grammar of the schema, in Lark's syntax."""
         if is_beginning(_grammar({"properties": {"a": False}}, ""), '{"\\u'):
             self._refuse_escaped_keys()
         return _grammar(self._root, whitespace)
 
     def fault(self, whitespace: str, message: str) -> str:
-        """Return llguidance's message, with the innermost schema that it says the same of."""
+        """Return llguidance's message, with the innermost schema that has the same fault."""
         fault = fault_of_generated(message)
         for pointer, part in reversed([*self._schemas()]):
             alone = _grammar(_without_references(part), whitespace)
@@ -188,7 +186,7 @@ class SchemaWalk:
         return written
 
     def _check_annotation(self, keyword: str, value: Any, pointer: str) -> None:
-        """Refuse keywords that llguidance refuses or passes over."""
+        """Refuse keywords that llguidance refuses or ignores."""
         if keyword == "$id" and pointer != "#":
             raise ConstraintError(
                 f"no constraint keeps to $id at {pointer}: leave it out, and refer to '#/$defs/…'"
@@ -206,7 +204,7 @@ class SchemaWalk:
         )
 
     def _check_neighbours(self, schema: dict[str, Any], pointer: str) -> None:
-        """Refuse keywords that mean something else beside another one."""
+        """Refuse keywords whose meaning another one changes."""
         is_tuple = isinstance(schema.get("items"), list)
         if "prefixItems" in schema and (is_tuple or self._is_old):
             raise ConstraintError(
@@ -231,7 +229,7 @@ class SchemaWalk:
             )
 
     def _check_values(self, schema: dict[str, Any], pointer: str) -> None:
-        """Refuse numbers that llguidance takes for others, and texts that it cannot write."""
+        """Refuse numbers that llguidance misreads, and texts that it cannot write."""
         for name in (*_LOWER, *_UPPER):
             if _is_number(bound := schema.get(name)) and not _is_exact(bound):
                 raise ConstraintError(
@@ -311,10 +309,7 @@ class SchemaWalk:
     # ---------------------------------------------------------------- oneOf
 
     def _write_one_of(self, schema: dict[str, Any], pointer: str) -> None:
-        """Write ``oneOf`` as ``anyOf`` if no value fits two of its options, and refuse others.
-
-        A property that tells options apart is required from then on.
-        """
+        """Write ``oneOf`` as ``anyOf`` if no value fits two of its options, or refuse it."""
         options = schema["oneOf"]
         if not isinstance(options, list):
             return  # a fault that llguidance names
@@ -326,6 +321,7 @@ class SchemaWalk:
             tagged: list[dict[str, Any]] = []
             kinds = [self._kinds(option, name, tagged) for option in options]
             if all(_are_apart(one, other) for one, other in combinations(kinds, 2)):
+                # The property that tells options apart is required from here on.
                 for part in tagged:
                     part["required"] = [*dict.fromkeys([*_list(part, "required"), name])]
                 either = {"anyOf": schema.pop("oneOf")}
@@ -485,7 +481,7 @@ def _are_apart(one: set[tuple[str, str]], other: set[tuple[str, str]]) -> bool:
 
 
 def _merges(schema: dict[str, Any]) -> bool:
-    """Tell whether one value may be kept to several schemas by way of this one."""
+    """Return whether this schema may apply several schemas to one value."""
     is_in_place = bool({"$ref", *_IN_PLACE} & schema.keys())
     num_rules = len(schema.keys() - {"$anchor", "$defs", "definitions"})
     return "allOf" in schema or (is_in_place and num_rules > 1) or "patternProperties" in schema
@@ -499,10 +495,8 @@ def _is_number(value: Any) -> TypeGuard[int | Decimal]:
 
 
 def _is_exact(number: int | Decimal) -> bool:
-    """Tell whether llguidance reads a number as it is written.
-
-    It rounds once for the digits and once for the exponent, so both have to be doubles.
-    """
+    """Return whether llguidance reads a number as it is written."""
+    # It rounds once for the digits and once for the exponent, so both have to be doubles.
     if isinstance(number, int):
         return abs(number) < _MOST
     digits, exponent = number.as_tuple().digits, int(number.as_tuple().exponent)
@@ -515,7 +509,7 @@ def _is_exact(number: int | Decimal) -> bool:
 
 
 def _is_factor(divisor: int | Decimal) -> bool:
-    """Tell whether llguidance keeps to a ``multipleOf``, which it multiplies by ten as a double."""
+    """Return whether llguidance keeps to a ``multipleOf``, which it scales by ten as a double."""
     if divisor <= 0 or not _is_exact(divisor):
         return False
     value, exponent = float(divisor), 0

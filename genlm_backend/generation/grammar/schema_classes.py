@@ -13,17 +13,13 @@ from genlm_backend.errors import ConstraintError, MissingExtraError
 
 
 def is_class_with_schema(value: Any) -> bool:
-    """Return whether a JSON schema is made of a value: of a class, or of pydantic's adapter."""
+    """Return whether a value is a class with a JSON schema, or pydantic's adapter."""
     is_adapter = hasattr(value, "json_schema") and hasattr(value, "validate_json")
     return is_adapter or (isinstance(value, type) and _is_of_fields(value))
 
 
 def schema_of_class(value: Any) -> dict[str, Any]:
-    """Return the JSON schema of the values that a class parses.
-
-    Objects have the fields of their class and no others, unless the class itself says of others
-    what they may be, as pydantic's ``extra="allow"`` does.
-    """
+    """Return the JSON schema of the values that a class parses."""
     try:
         import pydantic
     except ImportError as error:
@@ -41,6 +37,7 @@ def schema_of_class(value: Any) -> dict[str, Any]:
         name = getattr(value, "__name__", value)
         first = str(error).splitlines()[0]
         raise ConstraintError(f"{name} has no JSON schema: {first}") from error
+    # Objects have no fields but their class's, unless it allows others (``extra="allow"``).
     _close(schema, "#")
     return schema
 
@@ -69,7 +66,7 @@ def _close(schema: Any, pointer: str) -> None:
 
 
 def check_is_no_instance(value: Any) -> None:
-    """Raise a ``ConstraintError`` for an object of a class whose schema is wanted."""
+    """Raise a ``ConstraintError`` for an object in place of its class."""
     kind: Any = type(value)
     if not isinstance(value, Mapping) and _is_of_fields(kind):
         raise ConstraintError(
@@ -175,7 +172,7 @@ def _weaker(core: dict[str, Any], schema: dict[str, Any], config: Any) -> str | 
 
 
 def _validator(core: Any) -> str:
-    """Return the name of the function that validates what pydantic's core schema is of."""
+    """Return the name of the function that validates by a core schema of pydantic."""
     function = core.get("function")
     function = function.get("function") if isinstance(function, dict) else function
     return getattr(getattr(function, "func", function), "__qualname__", "")

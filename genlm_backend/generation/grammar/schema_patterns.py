@@ -2,9 +2,6 @@ r"""Patterns of JSON schemas as Rust's ``regex`` gets them, and formats as patte
 
 A pattern is written so that it matches no text that ECMA 262 or Python's ``re`` denies: ``\d`` is
 the digits of ASCII, as by ECMA 262, and ``[^\d]`` leaves out those of all scripts, as by Python.
-
-Strings are written without control characters, but for those with a short escape. llguidance 1.9
-takes a set that has them all to have ``"`` and a backslash too, so no set is handed on with them.
 """
 
 from __future__ import annotations
@@ -16,6 +13,8 @@ from typing import Final
 from genlm_backend.checks import shown
 from genlm_backend.errors import ConstraintError
 
+# Control characters without a short escape. llguidance 1.9 takes a set with all of them to have
+# ``"`` and a backslash too, so no set has them.
 _NEVER: Final = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 _SPACE: Final = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 _FEW: Final = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACE, ".": r"\n\r\x{2028}\x{2029}"}
@@ -36,7 +35,7 @@ _RUST_ALONE = re.compile(r"\\[AzU]|\\[xu]\{.*|\\[pP][^{]?|\(\?(?![:=!<]|P<).*", 
 
 
 def portable(pattern: str, pointer: str, *, is_wide: bool = False) -> str:
-    """Return a pattern that matches what every reading matches; or what any does, if wide."""
+    """Return a pattern of the texts that every reading matches; if wide, that any does."""
     written, before = [], ""
     for part, is_inside, is_negated in _parts(pattern):
         letter = part[1:]
@@ -66,7 +65,7 @@ def portable(pattern: str, pointer: str, *, is_wide: bool = False) -> str:
 
 
 def _is_odd(part: str, before: str, is_inside: bool) -> bool:
-    """Tell whether a part of a pattern means something else in another language."""
+    """Return whether a part of a pattern means something else in another language."""
     if is_inside:
         return part[0] == "[" or part in ("&&", "--", "~~")
     is_quantifier = bool(_QUANTIFIER.fullmatch(part))

@@ -1,4 +1,4 @@
-"""AsyncReplicas: one model for callers, several evaluators of it behind it."""
+"""AsyncReplicas: one model for callers, with several evaluators."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class AsyncReplicas(BatchedLM):
         self._pictures = ModelPictures(processor, self.contexts, token_id, self._asker())
 
     def _asking(self, policy: BatchPolicy) -> Distributor:
-        """Make the replicas' threads; return what sends questions to them."""
+        """Make the replicas and the batcher that sends questions to them."""
         replicas = self._set.begin(self._rows, self._adapters, policy)
         self._distributor = Distributor(replicas, policy, type(self).__name__, self._is_back)
         self._set.cleared = self._distributor.cleared

@@ -21,15 +21,13 @@ _MOST_DEATHS: Final = 3
 
 
 class _Sent(NamedTuple):
-    """A question, and where it was sent."""
-
     query: Question
     choice: Choice
 
 
 @final
 class Distributor(Batcher[Question, Any]):
-    """Sends each question to the replica that answers it soonest, by what ``Router`` knows."""
+    """Sends each question to the replica that answers it soonest, as ``Router`` estimates."""
 
     def __init__(
         self,
@@ -49,14 +47,13 @@ class Distributor(Batcher[Question, Any]):
             replica.has_died, replica.is_back = self.died, self.back
 
     def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
-        """Begin to send questions to replicas that keep so many tokens."""
+        """Begin to send questions to replicas, which cache ``info.num_slots`` tokens each."""
         capacities = [info.num_slots or 0 for info in infos]  # nothing is where none are kept
         self._router = Router(capacities, self.policy.max_batch_size, per_forward)
 
     # ---------------------------------------------------------------- asking
 
     async def submit(self, query: Question) -> Any:
-        """Return the answer to ``query``; see ``Batcher``."""
         num_deaths = 0
         while True:
             choice = self._send(query)
@@ -80,11 +77,9 @@ class Distributor(Batcher[Question, Any]):
                 return answer
 
     async def submit_all(self, queries: Iterable[Question]) -> list[Any]:
-        """Return the answers to ``queries``, in order, or raise the first error."""
         return await together(map(self.submit, queries))
 
     def submit_sync(self, queries: Iterable[Question]) -> list[Any]:
-        """Return the answers to ``queries``, blocking this thread; see ``Batcher``."""
         with self._lock.here:
             self.check_open()
             self._loop = loop = self._loop or BackgroundLoop(self._name)
@@ -115,7 +110,7 @@ class Distributor(Batcher[Question, Any]):
             self._note_left()
 
     def _note_left(self) -> None:
-        """Take note of those who wait no more."""
+        """Take questions that no caller waits for any more off the loads."""
         while self._left:
             query, choice = self._left.popleft()
             own, count = self._asked.get(query, (None, 0))
@@ -130,36 +125,33 @@ class Distributor(Batcher[Question, Any]):
     # ---------------------------------------------------------------- dying
 
     def died(self, replica: Replica, error: EngineDiedError) -> None:
-        """Take note that a replica has died, before it refuses anybody."""
+        """Note that a replica has died, before it refuses any question."""
         with self._lock.here:
             self._router.lost(replica.number)
             self._last_death = f"no replica is alive; the last one: {error}"
 
     def back(self, number: int, info: EvaluatorInfo) -> None:
-        """Take note that a replica has been restarted."""
         with self._lock.here:
             self._router.back(number)
         self._is_back(number, info)
 
     @property
     def num_alive(self) -> int:
-        """Number of replicas that answer; none once it is closed."""
+        """Number of replicas that answer; 0 once it is closed."""
         return 0 if self.is_closed else sum(load.is_alive for load in self._router.loads)
 
     def sent_to_all(self, query: Question) -> None:
-        """Take note that all replicas have computed a context."""
         with self._lock.here:
             self._router.sent_to_all(query.adapter, _packed(query))
 
     def cleared(self) -> None:
-        """Take note that no replica has keys and values of anything."""
+        """Note that no replica caches anything any more."""
         with self._lock.here:
             self._router.cleared()
 
     # ---------------------------------------------------------------- as a Batcher
 
     def set_policy(self, **fields: Any) -> None:
-        """Replace fields of the policy of every replica."""
         policy = replace(self.policy, **fields)
         for replica in self._replicas:
             replica.batcher.set_policy(**fields)
@@ -167,25 +159,20 @@ class Distributor(Batcher[Question, Any]):
             self.policy, self._router.batch_size = policy, policy.max_batch_size
 
     def flush(self) -> None:
-        """Let everything that waits go now, on every replica."""
         for replica in self._replicas:
             replica.batcher.flush()
 
     def drain(self) -> None:
-        """Block until every replica has answered what it has been asked so far."""
         for replica in self._replicas:
             replica.batcher.drain()
 
     def drop(self, reason: str | Exception = "the query was dropped before it was answered") -> int:
-        """Settle every waiter with a ``QueryDroppedError``; return how many there were."""
         return sum(replica.batcher.drop(reason) for replica in self._replicas)
 
     def statistics(self) -> BatcherStatistics:
-        """Return the counts of all replicas."""
         return BatcherStatistics.sum([replica.batcher.statistics() for replica in self._replicas])
 
     def close(self) -> None:
-        """Drop everybody and end; again has no effect."""
         for replica in self._replicas:
             replica.batcher.close()
         with self._lock.here:

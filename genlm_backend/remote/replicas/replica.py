@@ -26,12 +26,12 @@ _PAUSES: Final = (0.0, 1.0, 5.0, 20.0)
 
 @final
 class NotAskedError(EngineDiedError):
-    """A replica had died before it was asked; for nobody but who asks another one then."""
+    """A replica died before the question reached it; the distributor asks another one."""
 
 
 @final
 class Replica:
-    """An evaluator, the thread that calls it, and what waits for it."""
+    """An evaluator, the thread that calls it, and its queue."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Replica:
         evaluator.check_wanted = self.batcher.check_wanted
 
     def _checked(self, question: Question) -> Question:
-        """Return a question that may wait here; under the lock of the queue."""
+        """Return the question unless the replica is dead; under the lock of the queue."""
         if self.is_dead:
             raise NotAskedError(self._death)
         return question
@@ -84,7 +84,7 @@ class Replica:
         return self.batcher.call_soon(open_it)
 
     def ask(self, verb: Callable[[Evaluator], Any]) -> concurrent.futures.Future[Any]:
-        """Have its thread call a verb of the evaluator, after the batches already sent."""
+        """Have its thread call a method of the evaluator, after the batches already sent."""
 
         def call() -> Any:
             try:
@@ -111,7 +111,7 @@ class Replica:
         added: Mapping[Adapter, str],
         without: Adapter | None = None,
     ) -> concurrent.futures.Future[Any]:
-        """Call a verb that changes the adapters, or take note of them where it is dead."""
+        """Call a method that changes the adapters, or note them if the replica is dead."""
 
         def change(evaluator: Evaluator) -> None:
             try:
@@ -128,7 +128,7 @@ class Replica:
         return _done()
 
     def _note(self, added: Mapping[Adapter, str], without: Adapter | None = None) -> None:
-        """Take note of what adapters the evaluator is to have once it is back."""
+        """Note the adapters that the evaluator loads once it is back."""
         evaluator = self.evaluator
         if isinstance(evaluator, RestartableEvaluator):
             wanted = {**evaluator.adapters, **added}
@@ -137,10 +137,7 @@ class Replica:
     # ---------------------------------------------------------------- dying
 
     def _dies(self, error: EngineDiedError) -> None:
-        """Take note of what it has died of, on its thread, and have it restarted if that can be.
-
-        Who waits for it gets a ``NotAskedError`` at once, and so does who asks before it is back.
-        """
+        """Note its death, on its thread, refuse its waiters, and have it restarted if possible."""
         if self.is_dead:
             return
         self.has_died(self, error)  # first, or who is refused would be sent here again and again
@@ -187,7 +184,7 @@ class Replica:
         self.is_back(self.number, info)
 
     def close(self) -> None:
-        """Let go of what the evaluator holds, once its thread has ended."""
+        """Close the evaluator once its thread has ended."""
         self.batcher.close()
         self.evaluator.close()
 

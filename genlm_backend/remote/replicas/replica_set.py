@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @final
 class ReplicaSet(Evaluator):
-    """Several evaluators of the same model, as far as they are asked for anything but answers."""
+    """Several evaluators of one model, for all calls but those for answers."""
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
         if not evaluators:
@@ -47,7 +47,7 @@ class ReplicaSet(Evaluator):
     def begin(
         self, rows: RowCache[Row], adapters: AdapterNames, policy: BatchPolicy
     ) -> list[Replica]:
-        """Make the replicas, whose threads begin when they are asked; see ``Replica``."""
+        """Make the replicas, whose threads begin with their first call."""
         self.replicas.extend(
             Replica(number, evaluator, rows, adapters, policy)
             for number, evaluator in enumerate(self.evaluators)
@@ -55,7 +55,7 @@ class ReplicaSet(Evaluator):
         return self.replicas
 
     def open(self) -> EvaluatorInfo:
-        """Open all replicas at once, each on its thread; return what they all are able to do."""
+        """Open all replicas at once, each on its thread; return their common abilities."""
         self.infos = _results([replica.open() for replica in self.replicas])
         for info in self.infos:
             if not isinstance(info, EvaluatorInfo):
@@ -68,7 +68,7 @@ class ReplicaSet(Evaluator):
         return self.info_of_all()
 
     def info_of_all(self) -> EvaluatorInfo:
-        """Return the abilities of every replica, and the number of slots and states in all."""
+        """Return the abilities that all replicas have, and their slots and states in all."""
         slots = [info.num_slots for info in self.infos]
         states = [info.num_states for info in self.infos]
         host_slots = [info.num_host_slots for info in self.infos]
@@ -87,7 +87,7 @@ class ReplicaSet(Evaluator):
         )
 
     def _of_living(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
-        """Return the result of a verb on each living replica; others are found dead by it."""
+        """Return a method's result on each living replica; a failing call marks others dead."""
         asked = self._asked(verb)
         concurrent.futures.wait(asked)
         return _results([f for f in asked if not isinstance(f.exception(), EngineDiedError)])
@@ -96,11 +96,8 @@ class ReplicaSet(Evaluator):
         return [replica.ask(verb) for replica in self.replicas if not replica.is_dead]
 
     async def largest(self, verb: Callable[[Evaluator], int | None]) -> int:
-        """Return the largest number that a verb returns on a replica that is alive, 0 for none.
-
-        They are asked by the thread that calls this, and not by one that comes to it later, so
-        that what each is asked from then on comes after it.
-        """
+        """Return the largest number that a method returns on a living replica, 0 for none."""
+        # On the calling thread, so that its later calls reach each replica later too.
         asked = map(asyncio.wrap_future, self._asked(verb))
         numbers = []
         for number in await asyncio.gather(*asked, return_exceptions=True):
@@ -112,7 +109,6 @@ class ReplicaSet(Evaluator):
         return max(numbers, default=0)
 
     def _of_one(self, what: str, verb: Callable[[Evaluator], Any]) -> Any:
-        """Return the result of a verb on some replica that is alive."""
         for replica in self.replicas:
             if not replica.is_dead:
                 try:
@@ -124,11 +120,11 @@ class ReplicaSet(Evaluator):
     # ---------------------------------------------------------------- dying
 
     def find_dead(self) -> None:
-        """Ask every replica something, by which those that have died are found dead."""
+        """Call every replica, so that those that have died are marked dead."""
         self.num_cached(Query([0]))
 
     def restart(self) -> None:
-        """Restart the replicas that were found dead; blocks the thread."""
+        """Restart the replicas that are marked dead; blocks the thread."""
         asked = []
         for replica in self.replicas:
             if replica.is_dead:
@@ -144,19 +140,15 @@ class ReplicaSet(Evaluator):
     # ---------------------------------------------------------------- verbs
 
     def evaluate(self, questions: Sequence[Any], /) -> NoReturn:
-        """Refuse: each replica answers what it is sent."""
         raise NotImplementedError("questions go to replicas one by one")
 
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens some replica need not compute."""
         return max(self._of_living(lambda e: e.num_cached(query, tier)), default=0)
 
     def forget(self, query: Query, keep: int) -> None:
-        """Free the keys and values of a context wherever they are."""
         self._of_living(lambda e: e.forget(query, keep))
 
     def pin(self, query: Query) -> bool:
-        """Compute a context everywhere and keep it; return whether there was room everywhere."""
         pinned = self._of_living(lambda e: e.pin(query))
         if not pinned:
             raise EngineDiedError("no replica is alive")
@@ -165,27 +157,23 @@ class ReplicaSet(Evaluator):
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
     ) -> PictureRules:
-        """Have it found out by some replica that is alive what the model does with pictures."""
         return self._of_one("see pictures", lambda e: e.picture_rules(token_ids, inputs))
 
     def save_prefix(self, query: Query, path: str) -> None:
-        """Have some replica that is alive write a file."""
         self._of_one("save a prefix", lambda e: e.save_prefix(query, path))
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
-        """Have all replicas read a file."""
         found = self._of_living(lambda e: e.load_prefix(path, adapter))
         if not found:
             raise EngineDiedError("no replica is alive that could load a prefix")
         return found[0]
 
     def clear(self) -> None:
-        """Free all keys and values."""
         self._of_living(lambda e: e.clear())
         self.cleared()
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
-        """Load an adapter everywhere; where that fails for one, no other has it."""
+        """Load an adapter on all replicas, or on none if that fails for one."""
         asked = {replica: replica.add_adapter(adapter, path) for replica in self.replicas}
         try:
             _results(asked.values())
@@ -197,12 +185,10 @@ class ReplicaSet(Evaluator):
             raise
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove an adapter everywhere."""
         _results([replica.remove_adapter(adapter) for replica in self.replicas])
         self.cleared()
 
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of all replicas."""
         counts = [replica.evaluator.counts() for replica in self.replicas]
         names = [field.name for field in fields(EvaluatorCounts)]
         return EvaluatorCounts(**{n: sum(getattr(c, n) for c in counts) for n in names})

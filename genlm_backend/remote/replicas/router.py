@@ -10,11 +10,9 @@ from typing import Final, NamedTuple, final
 from genlm_backend.common_prefix import common_length
 
 _PER_REPEATED: Final = 4.0
-"""Weight of a token that is computed on one more replica, beside one that waits.
-
-A compromise, found by simulating 10,000 particles on 64 replicas that are resampled: with less,
-more tokens are computed again and again; with more, replicas wait longer for the slowest.
-"""
+"""Weight of a token that one more replica computes, relative to one that waits."""
+# By simulation of 10,000 resampled particles on 64 replicas: with less, more tokens are computed
+# again; with more, replicas wait longer for the slowest.
 
 
 @final
@@ -30,8 +28,6 @@ class Load:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """A replica for a context."""
-
     replica: int
     num_new: int
     load: Load
@@ -41,16 +37,7 @@ class Choice:
 
 @final
 class Router:
-    """Sends each context to the replica that answers it soonest.
-
-    The time is counted in tokens: those that wait at the replica, those of the context that it was
-    not sent before, and ``per_forward`` for each forward pass until the answer, which takes
-    ``batch_size`` contexts. What a replica was not sent counts ``_PER_REPEATED`` times, since
-    others wait for it too that come later; and tokens that many contexts share, a prompt's, are an
-    expense that each has a part in. So contexts go on where their prefixes are, unless much more
-    waits there than elsewhere; and a group that has one prompt is parted once the queue in front of
-    it costs more than its part in computing the prompt a second time.
-    """
+    """Sends each context to the replica that answers it soonest, with time counted in tokens."""
 
     def __init__(
         self, capacities: Sequence[int | None], batch_size: int = 20, per_forward: float = 8.0
@@ -61,12 +48,15 @@ class Router:
 
     @property
     def is_alive(self) -> bool:
-        """Whether any replica is."""
         return any(load.is_alive for load in self.loads)
 
     def choose(self, space: Hashable, packed: bytes) -> Choice:
         """Send a context, 32-bit token ids, to a replica; at least one has to be alive."""
         matches = self._sent.matches(space, packed)
+        # Tokens that wait there, and those that it was not sent, weighted since later contexts wait
+        # for them too. Contexts share the cost of common tokens, so that they stay where their
+        # prefixes are, until the queue there costs more than their part in computing a prompt a
+        # second time.
         costs = [
             (self._wait(load, match) + _PER_REPEATED * match.part, replica)
             for replica, (load, match) in enumerate(zip(self.loads, matches, strict=True))
@@ -86,40 +76,37 @@ class Router:
         return load.num_tokens - match.num_waiting + self._per_forward * num_passes
 
     def ended(self, choice: Choice) -> None:
-        """Take note that a context that was sent has been answered, or is waited for no more."""
+        """Note that a context has been answered, or that no caller waits for it any more."""
         choice.load.num_contexts -= 1
         choice.load.num_tokens -= choice.num_new
         self._sent.answered(choice.space, choice.packed, choice.replica)
 
     def lost(self, replica: int) -> None:
-        """Send nothing to a replica any more, which has nothing any more."""
+        """Send nothing more to a replica, which has lost its cache."""
         self.loads[replica] = Load(is_alive=False)
         self._sent.forget(replica)
 
     def back(self, replica: int) -> None:
-        """Send contexts to a replica again."""
         self.loads[replica].is_alive = True
 
     def sent_to_all(self, space: Hashable, packed: bytes) -> None:
-        """Take note that all replicas have computed a context."""
         for replica, load in enumerate(self.loads):
             if load.is_alive:
                 self._sent.add(space, packed, replica)
                 self._sent.answered(space, packed, replica)
 
     def cleared(self) -> None:
-        """Take note that no replica has anything."""
         self._sent.clear()
 
 
 _ID_BYTES: Final = 4
 _KEPT: Final = 0.8
-"""Part of a replica's tokens that stays when there have become too many."""
+"""Share of a replica's tokens that stays when there are too many."""
 
 
 @final
 class _Node:
-    """A node of the radix tree; its label is the tokens behind those of its parent."""
+    """A node of the radix tree; its label is the tokens after those of its parent."""
 
     __slots__ = ("children", "label", "parent", "stamps", "waiting")
 
@@ -139,8 +126,6 @@ class _Node:
 
 
 class _PathNode(NamedTuple):
-    """A node on the path of a context."""
-
     node: _Node
     start: int
     matched: int
@@ -165,7 +150,6 @@ class SentTree:
         self.num_tokens = [0] * len(self._capacities)
 
     def matches(self, space: Hashable, packed: bytes) -> list[_Match]:
-        """Return the part of a context that each replica was sent."""
         path = list(self._path(space, packed))
         end = path[-1].start + path[-1].matched if path else 0
         parts = [(len(packed) - end) / _ID_BYTES]  # of what follows each node, from the last one
@@ -197,7 +181,6 @@ class SentTree:
             depth += matched
 
     def add(self, space: Hashable, packed: bytes, replica: int) -> None:
-        """Remember that a replica was sent a context."""
         stamp, depth = next(self._clock), 0
         node = self._roots.setdefault(space, _Node(b"", None, {}, set()))
         while depth < len(packed):
@@ -229,18 +212,15 @@ class SentTree:
         node.stamps[replica] = stamp
 
     def answered(self, space: Hashable, packed: bytes, replica: int) -> None:
-        """Take note that a replica has computed a context."""
         for step in self._path(space, packed):
             step.node.waiting.discard(replica)
 
     # ---------------------------------------------------------------- forgetting
 
     def forget(self, replica: int) -> None:
-        """Forget what a replica was sent."""
         self._evict(replica, 0)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._roots.clear()
         self.num_tokens = [0] * len(self._capacities)
 
@@ -269,7 +249,7 @@ def _matched(label: bytes, packed: bytes, depth: int) -> int:
 
 
 def _split(node: _Node, matched: int) -> _Node:
-    """Part a node in two; return the first, which stands for it now."""
+    """Split a node in two; return the first, which replaces it."""
     parent = node.parent
     assert parent is not None
     first = _Node(node.label[:matched], parent, dict(node.stamps), set(node.waiting))
