@@ -17,7 +17,7 @@ import numpy as np
 
 from genlm_backend import load_model_by_name
 from genlm_backend.backends.llama_cpp.binding import library, log_caught
-from genlm_backend.backends.llama_cpp.gguf_file import resolve_file
+from genlm_backend.backends.llama_cpp.gguf_model import resolve_file
 
 NUM_PARTICLES, NUM_TOKENS, SIZES = 20, 16, (51, 512, 4096)
 NUM_CELLS = 16384

@@ -12,7 +12,13 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar, cast, final
 
-from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Ticker
+from genlm_backend.batching.policy import (
+    BatcherStatistics,
+    BatchPolicy,
+    BatchState,
+    Decision,
+    Ticker,
+)
 from genlm_backend.batching.round import (
     Answers,
     Caller,
@@ -28,7 +34,6 @@ from genlm_backend.batching.round import (
     leave,
     presentable,
 )
-from genlm_backend.batching.statistics import BatcherStatistics
 from genlm_backend.batching.worker import Worker
 from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import BatcherClosedError, OptionTypeError, QueryDroppedError

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from genlm_backend.errors import OptionError
 from genlm_backend.prefix import KV_CACHE_DTYPES, KVLayout, LayerLayout
-from genlm_backend.prefix.codecs import codec_for, uint4_codec
-from genlm_backend.prefix.codecs.uint4_codec import hadamard
+from genlm_backend.prefix.codecs import codec_for, formats
+from genlm_backend.prefix.codecs.formats import hadamard
 
 FLOAT32 = torch.float32
 
@@ -74,7 +74,7 @@ def test_uint4_cuts_the_farthest_elements_where_the_others_gain_by_it(monkeypatc
         return float((rounded(codec, rows) - rows).square().mean())
 
     chosen = error()
-    monkeypatch.setattr(uint4_codec, "_SHARES", (1.0,))
+    monkeypatch.setattr(formats, "_SHARES", (1.0,))
     assert chosen < 0.95 * error()
 
 

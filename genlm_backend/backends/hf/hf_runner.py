@@ -12,7 +12,6 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf import fused_residuals
-from genlm_backend.backends.hf.fused_norms import fuse_norms
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
 from genlm_backend.backends.hf.lora import adapters_of, layers_of_peft, put_adapter
 from genlm_backend.backends.hf.merged_linear import merge_linear_layers
@@ -151,7 +150,7 @@ class HFRunner(Runner):
         """Give a twin what passes need in addition to its weights."""
         self.packed.place(twin.copies)
         if self._fuses:
-            fuse_norms(twin.copies)
+            fused_residuals.fuse_norms(twin.copies)
             if self.merges:
                 merge_linear_layers(twin.copies)
             fused_residuals.fuse_residuals(twin.copies)

@@ -11,7 +11,7 @@ import torch
 
 from genlm_backend.backends.bundled import BOS_TOKEN, BUNDLED
 from genlm_backend.backends.llama_cpp.binding import library
-from genlm_backend.backends.llama_cpp.gguf_file import resolve_file
+from genlm_backend.backends.llama_cpp.gguf_model import resolve_file
 from genlm_backend.checks import (
     Check,
     byte_count,

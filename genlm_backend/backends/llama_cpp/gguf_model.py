@@ -8,7 +8,10 @@ import weakref
 from pathlib import Path
 from typing import Any, Final, final
 
+from genlm_backend.backends.bundled import BUNDLED, bundled_file, is_bundled
 from genlm_backend.backends.llama_cpp.binding import library, log_caught
+from genlm_backend.backends.loading import check_name
+from genlm_backend.checks import near_names, shown
 from genlm_backend.errors import (
     AdapterError,
     ModelNotFoundError,
@@ -187,3 +190,29 @@ def _free(pointer: Any) -> None:
 
 def _said(errors: list[str]) -> str:
     return "; ".join(errors) or "it does not say why"
+
+
+def resolve_file(name: str | Path) -> str:
+    named = check_name(name)
+    path = Path(named)
+    if path.is_file():
+        return named
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        first = [file for file in files if "-00001-of-" in file.name]
+        if len(found := first or files) == 1:
+            return str(found[0])
+        names = shown([file.name for file in files])
+        raise ModelNotFoundError(
+            f"the directory {named!r} holds {len(files)} GGUF files: {names}; name one of them"
+            if files
+            else f"the directory {named!r} holds no GGUF file"
+        )
+    if is_bundled(named):
+        return str(bundled_file(named))
+    others = [str(file) for file in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
+    raise ModelNotFoundError(
+        f"there is no file {named!r} (what is on the Hugging Face hub is fetched by "
+        "huggingface_hub.hf_hub_download(repository, file))"
+        f"{near_names(named, [*others, *BUNDLED], quoted=True)}"
+    )

@@ -6,10 +6,8 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import torch
 
-from genlm_backend.prefix.codecs.cast_codec import Cast, Exact
 from genlm_backend.prefix.codecs.codec import Codec
-from genlm_backend.prefix.codecs.int8_codec import Int8
-from genlm_backend.prefix.codecs.uint4_codec import UInt4
+from genlm_backend.prefix.codecs.formats import Cast, Exact, Int8, UInt4
 
 KVCacheDtype: TypeAlias = Literal["bfloat16", "float16", "int8", "uint4"]
 """Name of a number format of keys and values."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from genlm_backend.backends.hf.fused_norms import fuse_norms
+from genlm_backend.backends.hf.fused_residuals import fuse_norms
 from genlm_backend.backends.hf.twin import Twin
 from tests.llm import families
 

@@ -520,7 +520,7 @@ def test_ends_and_chats_are_those_of_the_tokenizer_of_transformers(smollm2):
 def test_rows_are_those_of_one_sequence_alone(smollm2):
     llama_cpp = importlib.import_module("llama_cpp")
 
-    from genlm_backend.backends.llama_cpp.gguf_file import resolve_file
+    from genlm_backend.backends.llama_cpp.gguf_model import resolve_file
 
     alone = llama_cpp.Llama(
         resolve_file("smollm2"), n_ctx=512, n_batch=512, logits_all=True, verbose=False, n_threads=2

@@ -1,4 +1,4 @@
-"""UInt4: four bits for each element, and a scale and a zero point for each group of a vector."""
+"""Number formats of keys and values: as computed, in another type, in eight and in four bits."""
 
 from __future__ import annotations
 
@@ -120,3 +120,72 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (matrix / math.sqrt(size)).to(device)
+
+
+_LARGEST_INT8: Final = 127
+_SMALLEST: Final = 1e-30
+"""Least that a vector's largest element counts as, so that zeros are not divided by zero."""
+
+
+@final
+class Int8(Codec):
+    """Keeps each vector as integers of eight bits and one scale: ``x ≈ scale * q``."""
+
+    def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
+        return (self.width, torch.int8), (self.width // self.dim, torch.float32)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        vectors = rows.reshape(len(rows), -1, self.dim).float()
+        # Symmetric quantisation by the largest absolute value (Jacob et al., 2018,
+        # arXiv:1712.05877, section 2.1, with a zero point of 0), of one head and token each. A
+        # vector with an infinity or a NaN decodes to no finite number.
+        scales = vectors.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).div_(_LARGEST_INT8)
+        integers = vectors.div(scales).round_().to(torch.int8)
+        return integers.view(len(rows), -1), scales.squeeze(-1)
+
+    def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        integers, scales = codes
+        vectors = integers.view(*scales.shape, self.dim).float()
+        vectors *= scales.unsqueeze(-1)
+        return vectors.to(self.dtype).view(integers.shape)
+
+
+@final
+class Exact(Codec):
+    """Keeps keys and values as the model computes them."""
+
+    is_exact: ClassVar[bool] = True
+
+    def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
+        return ((self.width, self.dtype),)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (rows,)
+
+    def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the very tensor of the rows."""
+        return codes[0]
+
+
+@final
+class Cast(Codec):
+    """Keeps keys and values in another floating-point type, each element rounded to the nearest."""
+
+    def __init__(self, width: int, dim: int, dtype: torch.dtype, kept: torch.dtype) -> None:
+        super().__init__(width, dim, dtype)
+        self._kept = kept
+        self._largest = torch.finfo(kept).max
+
+    def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
+        return ((self.width, self._kept),)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Round the elements; an infinity stays one, as does a NaN."""
+        if self._largest < torch.finfo(self.dtype).max:
+            # Finite numbers beyond the range of the type become its largest, not infinite.
+            inside = rows.clamp(-self._largest, self._largest)
+            rows = torch.where(rows.isinf(), rows, inside)
+        return (rows.to(self._kept),)
+
+    def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return codes[0].to(self.dtype)
