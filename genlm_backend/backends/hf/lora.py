@@ -223,7 +223,12 @@ def _are_alike(row: torch.Tensor, other: torch.Tensor) -> bool:
 
 def base_of(model: Any) -> Any:
     """Return the model that PEFT's wrapper is around, or the one that is given."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(model, "get_base_model"):
+        return model
+    try:
+        return model.get_base_model()
+    except KeyError:  # its active adapter has been deleted
+        return model.base_model.model
 
 
 def own_layer(layer: Any) -> Any:

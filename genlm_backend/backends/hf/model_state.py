@@ -118,8 +118,9 @@ class ModelSnapshot:
         for name, config, _ in self._configs:
             found |= {f"{name}.{key}": value for key, value in _settings(config).items()}
         layers, adapters = layers_of_peft(self._model), adapters_of(self._model)
-        for name in self._adapters:
-            found[f"adapter {name}"] = (id(adapters.get(name)),)  # of equal ones, too
+        for name in self._adapters:  # one that is added again has other modules, or parameters
+            own = [m for path, m in self._model.named_modules() if name in path.split(".")]
+            found[f"adapter {name}"] = (id(adapters.get(name)), *own)
         found["merged adapters"] = sorted({n for layer in layers for n in layer.merged_adapters})
         if not self._is_apart:
             found["adapters"] = [(one.active_adapters, one.disable_adapters) for one in layers]

@@ -181,6 +181,36 @@ def test_a_model_of_peft_keeps_its_keys_and_values(model):
         assert lm.statistics().tokens_reused > 0
 
 
+def _delete(model):
+    model.delete_adapter("default")
+
+
+def _add_again(model):
+    config = model.peft_config["default"]
+    model.delete_adapter("default")
+    model.add_adapter("default", config)
+    model.set_adapter("default")
+
+
+def _replace_a_part(model):
+    layer = model.base_model.model.model.layers[1].self_attn.q_proj
+    layer.lora_B["default"] = torch.nn.Linear(8, 32, bias=False)
+
+
+@pytest.mark.parametrize("change", [_delete, _add_again, _replace_a_part])
+def test_an_adapter_that_its_owner_replaces_is_refused_by_its_name(model, change):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    with AsyncTransformer(adapted, word_tokenizer(), row_cache_bytes=0) as lm:
+        lm.next_token_logprobs_sync([1, 2, 3])
+        change(adapted)
+        for _ in range(2):
+            with pytest.raises(ModelStateError, match=r"adapter default.*wrap the model again"):
+                lm.next_token_logprobs_sync([1, 2, 3])
+        lm._batcher.call(lambda: None)  # the worker lives
+
+
 def test_frequencies_that_a_model_replaces_itself_are_no_change():
     config = families._config(
         "LlamaConfig",
