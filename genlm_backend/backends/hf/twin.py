@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
@@ -29,6 +30,15 @@ logger = logging.getLogger(__name__)
 _TRAINING: Final = ("training", "gradient_checkpointing")
 """Attributes of modules that are true in training alone."""
 
+_HOOKS: Final = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+"""Dictionaries of a module's hooks."""
+
+_CAPTURING: Final = "_output_capturing_hooks_installed"
+"""Attribute of models of transformers that have hooks which capture hidden states."""
+
 _LONG: Final = 64
 """Tokens of a pass in which somebody may lose patience."""
 
@@ -40,9 +50,9 @@ AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 class Twin:
     """A copy of each module of a model, with the same parameters and buffers."""
 
-    # Modules, configs and bound attributes are the twin's own; all other attributes, hooks
-    # included, are shared. Compiled code runs as it is written: passes differ in shape, and attend
-    # by functions that a compiler cannot see through.
+    # Modules, configs, hooks and bound attributes are the twin's own; all other attributes are
+    # shared. Compiled code runs as it is written: passes differ in shape, and attend by functions
+    # that a compiler cannot see through.
     def __init__(self, model: Any, *, names_ours: bool = False, is_apart: bool = True) -> None:
         self._model: Any = model
         self._names_ours = names_ours
@@ -85,12 +95,19 @@ class Twin:
         self.undress()
 
     def undress(self) -> None:
-        """Give modules the class and the ``forward`` that they were made with."""
-        for own, (kind, attributes) in self._bare.items():
+        """Give modules the class and ``forward`` they were made with, and the model's hooks."""
+        for module, own in self.copies.items():
+            kind, attributes = self._bare[own]
             own.__class__ = kind
-            vars(own).pop("forward", None)
+            for name in ("forward", _CAPTURING):
+                vars(own).pop(name, None)
             if "forward" in attributes:
                 vars(own)["forward"] = attributes["forward"]
+            if _CAPTURING in vars(module):
+                vars(own)[_CAPTURING] = vars(module)[_CAPTURING]
+            for name in _HOOKS:
+                hooks = [*vars(module)[name].items()]
+                vars(own)[name] = OrderedDict((key, self._rebound(hook)) for key, hook in hooks)
 
     def _rebound(self, value: Any) -> Any:
         """Return the twin's attribute, or a part of it, in the place of the module's own."""

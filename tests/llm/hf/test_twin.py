@@ -210,12 +210,29 @@ def test_a_closed_model_keeps_no_parameter_until_garbage_is_collected():
 
 def test_hooks_of_the_model_run_in_its_twin_whenever_they_are_registered():
     model, called = families.make("llama"), []
-    twin = twin_of(model, IDS)
     layer = model.model.layers[0]
-    layer.register_forward_pre_hook(lambda module, _: called.append(module))
-    logits(twin.module)
-    logits(model)
-    assert called == [twin.module.model.layers[0], layer]
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        lm.next_token_logprobs_sync([1, 2, 3])
+        handle = layer.register_forward_pre_hook(lambda module, _: called.append(module))
+        lm.next_token_logprobs_sync([4])
+        logits(model)
+        assert called == [lm._evaluator._runner.twin.module.model.layers[0], layer]
+        handle.remove()
+        lm.next_token_logprobs_sync([5])
+        assert len(called) == 2
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_hidden_states_are_captured_once_in_a_model_and_in_its_twin(is_first):
+    model = families.make("llama")
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        twin = lm._evaluator._runner.twin.module
+        for one in [twin, model, twin] if is_first else [model, twin, model]:
+            lm.clear_cache()
+            lm.next_token_logprobs_sync([1, 2, 3])
+            with torch.no_grad():
+                found = one(input_ids=IDS, output_hidden_states=True).hidden_states
+            assert len(found) == 1 + len(model.model.layers)
 
 
 # -------------------------------------------------------------------- what its owner does
