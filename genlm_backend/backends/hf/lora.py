@@ -262,7 +262,7 @@ def layers_of_peft(model: Any) -> list[Any]:
 
 
 def _is_of_peft(layer: Any) -> bool:
-    if "peft" not in sys.modules:
+    if "peft.tuners.tuners_utils" not in sys.modules:  # there is no such layer
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
