@@ -100,7 +100,6 @@ class Rest:
     def advanced(
         self, rows: NDArray[np.int64], slots: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> Rest:
-        """Return the rest of rows that go on from ``rows``, with a token more each."""
         return Rest(
             self.num_columns + 1,
             self.is_padded[rows] if self.num_columns else np.zeros(len(rows), np.bool_),

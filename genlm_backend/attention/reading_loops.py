@@ -33,7 +33,6 @@ def divide(
 
 @compiled
 def _climb(parent: Any, depth: Any, nodes: Any, numbers: Any) -> Any:
-    """Number the tokens of all rows."""
     most = 0
     for row in range(len(nodes)):
         most += depth[nodes[row]]

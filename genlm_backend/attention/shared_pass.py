@@ -59,7 +59,6 @@ class PartIndices(Generic[A]):
         return cls(rows, slots[None], len(part))
 
     def between(self, start: int, stop: int) -> A | slice:
-        """Return the slots of some of its tokens."""
         slots = self.slots
         if isinstance(slots, slice):
             return slice(slots.start + start, slots.start + stop)

@@ -176,7 +176,6 @@ _CHECKS = {"max_bytes": optional(byte_count), "move_to_cpu": switch}
 
 
 def cache_opts(name: str, value: Any) -> dict[str, Any]:
-    """Return checked ``cache_opts``; a check."""
     options = mapping(name, value)
     check_names(options, _CHECKS, f"option of {name}")
     return checked(_CHECKS, options)

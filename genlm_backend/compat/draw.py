@@ -191,7 +191,6 @@ _REDUCTIONS: dict[Any, Callable[[Sequence[_Entry]], Sequence[Any]]] = {
 
 
 def _tensor_of(row: LogWeights) -> tuple[torch.Tensor, Hashable]:
-    """Return a row as a tensor, and the place of the rows that are computed with it."""
     import numpy as np
     import torch
 

@@ -407,7 +407,6 @@ def unpickled(packed: bytes, pictures: Pictures | None = None) -> Context:
 
 
 def of_no_model(token_ids: Any) -> Context:
-    """Return token ids as a ``Context`` of no model; one that is a ``Context`` stays as it is."""
     return token_ids if isinstance(token_ids, Context) else _NOBODYS.of(token_ids)
 
 

@@ -184,7 +184,6 @@ def packed_mask(
 
 
 def _mask_of_ids(name: str, values: Any, vocab_size: int) -> NDArray[np.bool_]:
-    """Return the mask of checked token ids: bool ``[vocab_size]``."""
     if isinstance(values, np.ndarray):
         is_long = values.dtype.kind in "iu" and values.shape == (vocab_size,) and vocab_size > 2
         if is_long and set(values.tolist()) <= {0, 1}:

@@ -52,7 +52,6 @@ class Cuts(NamedTuple):
 
 
 def _least_of_nucleus(weights: NDArray[np.float32], share: float) -> np.float32:
-    """Return the least of the largest weights that sum to a share of all."""
     bound, size = share * weights.sum(dtype=np.float64), _FEW_OF_NUCLEUS
     while True:
         size = min(size, len(weights))
@@ -186,7 +185,6 @@ class _Pool:
             self._inversion = Inversion(weights)
 
     def draw(self, point: float) -> Draw:
-        """Return the token at a point of the distribution, from 0 up to 1."""
         if self._inversion is None:
             token_id = int(self._scores.argmax())
         else:
@@ -519,7 +517,6 @@ def log_mass(total: float, row: NDArray[np.floating]) -> float:
 
 
 def log_sum(logprobs: NDArray[np.floating]) -> float:
-    """Return the logarithm of the sum of probabilities, in float64."""
     largest = logprobs.max()
     if largest == -np.inf:
         return -math.inf

@@ -238,7 +238,6 @@ _MANY_BYTES: Final = 1 << 21
 
 
 def own_copy(row: _Numbers) -> torch.Tensor:
-    """Return a copy of a row as a tensor: float32 ``[n]``."""
     if row.nbytes <= _SMALL:
         return torch.frombuffer(bytearray(row.data), dtype=torch.float32)
     own = spare_memory.take(row.shape, np.float32)

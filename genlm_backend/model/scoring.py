@@ -267,7 +267,6 @@ def check_scorings(
 
 
 def distinct(scorings: Sequence[Scoring]) -> list[Scoring]:
-    """Return the distinct scorings that have targets."""
     return [scoring for scoring in dict.fromkeys(scorings) if scoring.num_targets]
 
 

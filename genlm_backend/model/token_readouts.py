@@ -56,7 +56,6 @@ ReadoutOf: TypeAlias = Callable[[Query], Readout]
 
 
 def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
-    """Return the readout that ``make`` makes of a query, checked."""
     return _checked(function("readout", make)(query), query)
 
 

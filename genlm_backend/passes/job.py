@@ -50,7 +50,6 @@ class Job:
 
     @classmethod
     def of(cls, question: Question, node: int = 0, start: int = 0) -> Self:
-        """Return the job of a question that is computed for itself."""
         return cls(
             question.context, node, start, question.targets, beside=question.beside or NOTHING
         )

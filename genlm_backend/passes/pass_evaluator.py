@@ -79,7 +79,6 @@ class PassEvaluator(Evaluator):
         return answers
 
     def _by_adapter(self, questions: Sequence[Question]) -> list[Answer | Exception]:
-        """Return one answer to each query or scoring, adapter by adapter."""
         if len(set(map(_ADAPTER, questions))) == 1:  # as a rule
             return self._of_adapter(list(questions))
         indices: defaultdict[Adapter | None, list[int]] = defaultdict(list)

@@ -43,7 +43,6 @@ class _Kept:
         self._numbers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
 
     def find(self, key: Hashable) -> int | None:
-        """Return the number of a key and mark it as used, or ``None``."""
         found = self._numbers.get(key)
         if found is None:
             return None

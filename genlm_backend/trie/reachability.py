@@ -40,7 +40,6 @@ class Reachability:
         return sum(self.level_sizes)
 
     def rows(self) -> Int64:
-        """Return the row of each stored one, int64 ``[num_stored]``."""
         return np.repeat(np.arange(self.num_rows), np.diff(self.row_starts))
 
     def table_sources(self) -> Int64:

@@ -165,7 +165,6 @@ def _rounded_rows(number: int) -> int:
 
 
 def _runs(slots: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive slots: the first one and the number of each."""
     breaks = np.flatnonzero(np.diff(slots) != 1) + 1
     if not len(breaks):
         return [(int(slots[0]), len(slots))]

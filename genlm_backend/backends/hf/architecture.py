@@ -58,7 +58,6 @@ def _mapping(task: str) -> Mapping[str, Any]:
 
 
 def _architectures_of(task: str | None) -> Iterator[str]:
-    """Return the architectures of one task, ``""`` for none, or of all for ``None``."""
     if task is None:
         from transformers.models.auto import modeling_auto
 

@@ -28,7 +28,6 @@ class _Tokens(NamedTuple):
 
     @classmethod
     def of(cls, batch: PackedBatch) -> _Tokens:
-        """Return the tokens of a batch without padding."""
         is_new = np.arange(batch.input_ids.shape[1]) < batch.num_new[:, None]
         has_output = np.zeros(is_new.shape, np.int8)
         has_output[batch.output_rows.numpy(), batch.output_columns.numpy()] = 1

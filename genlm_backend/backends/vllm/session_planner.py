@@ -54,7 +54,6 @@ class SessionPlanner:
     def _run_part(
         self, indices: list[int], placements: list[Placement], wanted: RowQuestions | None
     ) -> dict[int, Any]:
-        """Return the rows of a part of a batch, by the indices of its queries."""
         for placement in placements:
             self._engine.add(placement)
         sessions = [placement.session for placement in placements]

@@ -194,7 +194,6 @@ class VLLMEngine:
         return dict(zip(computed, found, strict=True))
 
     def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
-        """Return the scores of texts, each computed in one pass."""
         found = self._scored(texts, relieve, is_fresh=False)
         # vLLM computes no logits of cached tokens: texts with cached targets run again from the
         # start.

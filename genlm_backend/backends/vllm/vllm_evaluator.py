@@ -183,7 +183,6 @@ class VLLMEvaluator(Evaluator):
         self.engine.remove_adapter(adapter)
 
     def samples_of(self, adapter: Adapter) -> list[Completion]:
-        """Return the completions under way that are sampled with an adapter."""
         return [c for c in self.engine.completions.values() if c.prompt.adapter == adapter]
 
     # ---------------------------------------------------------------- keeping house

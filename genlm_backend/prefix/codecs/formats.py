@@ -163,7 +163,6 @@ class Exact(Codec):
         return (rows,)
 
     def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the very tensor of the rows."""
         return codes[0]
 
 

@@ -96,7 +96,6 @@ class ReplicaSet(Evaluator):
         return [replica.ask(verb) for replica in self.replicas if not replica.is_dead]
 
     async def largest(self, verb: Callable[[Evaluator], int | None]) -> int:
-        """Return the largest number that a method returns on a living replica, 0 for none."""
         # On the calling thread, so that its later calls reach each replica later too.
         asked = map(asyncio.wrap_future, self._asked(verb))
         numbers = []
