@@ -102,12 +102,14 @@ def choosing(repeats: int) -> Numbers:
             tree.use(nodes)
             slots = tree.allocate(NUM_PARTICLES, nodes)
             assert slots is not None
-            before, nodes = nodes, tree.link(tree.grow(nodes, tokens, slots))
-            needed = np.zeros(NUM_PARTICLES, np.int64)
+            new = tree.grow(nodes, tokens, slots)
             began = time.perf_counter()
-            tree.states.go_on_from(before)
-            tree.states.give(nodes, needed)
-            times.append(1e3 * (time.perf_counter() - began))
+            tree.states.go_on_from(nodes)
+            noted = time.perf_counter()
+            nodes = tree.link(new)
+            linked = time.perf_counter()
+            tree.states.give(nodes, np.zeros(NUM_PARTICLES, np.int64))
+            times.append(1e3 * (time.perf_counter() - linked + noted - began))
         numbers[f"{num_states:,} {'taken' if is_full else 'free'}_ms"] = times[num_before:]
     return numbers
 

@@ -91,6 +91,8 @@ class DecodeSteps:
         except BaseException:
             tree.drop(new)
             raise
+        if states is not None:
+            tree.states.go_on_from(nodes)
         if is_sound.all():
             kept = tree.link(new)
         else:
@@ -99,7 +101,6 @@ class DecodeSteps:
             tree.drop(new[~is_sound])
             reading = None
         if states is not None:
-            tree.states.go_on_from(nodes)
             cache.keep_states(kept, np.zeros(len(kept), np.int64), states)
         if reading is not None:
             handles = tree.nodes.handles(kept)

@@ -25,6 +25,9 @@ from genlm_backend.prefix.tiers import Moves
 _FEWEST_TO_MOVE: Final = 32
 """Tokens after another state from which on one is copied to the host: a guess, not measured."""
 
+_NUM_RECENT: Final = 4
+"""Batches in which particles may be asked in turn, so that the latest are the last asked again."""
+
 NO_STATE: Final = 0
 """The number that stands for no state: of a context that begins, or that is not kept."""
 
@@ -117,7 +120,7 @@ class StateStore:
 
 @final
 class States:
-    """The running states of nodes, by number, within a fixed budget; the least recently used go."""
+    """The running states of nodes, by number, within a fixed budget."""
 
     def __init__(
         self, nodes: Nodes, num_states: int, num_on_host: int = 0, moves: Moves | None = None
@@ -211,17 +214,22 @@ class States:
         return True
 
     def go_on_from(self, nodes: Ints) -> None:
-        """Note that rows of this batch go on from nodes."""
-        np.add.at(self._num_rows, self._numbers(nodes), 1)
+        """Note that rows of this batch go on from nodes, whose new tokens are not linked yet."""
+        numbers = self._numbers(nodes)
+        np.add.at(self._num_rows, numbers, 1)
+        # A context's end is the first to go once its only row leaves it.
+        is_left = (self._nodes.num_children[nodes] == 0) & (self._num_rows[numbers] == 1)
+        self._stamp[numbers[is_left]] = -_NUM_RECENT
 
     def give(self, nodes: Ints, num_needed: Ints) -> Ints:
         """Return numbers of states for nodes without one: negative on the host, 0 without room."""
         numbers = np.zeros(len(nodes), np.int64)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
         is_needed = num_needed[asked] > 0
-        asked = asked[np.argsort(~is_needed, kind="stable")]
-        # Held and pinned states stay. If none is free, the least recently used goes, in the end one
-        # that a single row of this batch has gone on from; for nodes that others need, any.
+        # Nodes that are near a state which several contexts share are the last to get one.
+        before = self._numbers(self.last(self._nodes.parent[nodes]))
+        is_near = (before > NO_STATE) & (self._num_rows[before] > 1)
+        asked = asked[np.lexsort((is_near[asked], ~is_needed))]
         free = self._taken(len(asked), int(is_needed.sum()))
         asked, rest = asked[: len(free)], asked[len(free) :]
         numbers[asked] = free
@@ -254,7 +262,7 @@ class States:
         """Return free states, up to so many, for which others may have gone."""
         free = self._unused(count)
         if len(free) < count:
-            gone = self._least_recent(count - len(free), num_needed - len(free))
+            gone = self._next_to_go(count - len(free), num_needed - len(free))
             self._let_go(gone)
             free = np.concatenate([free, gone])
         return free
@@ -270,7 +278,7 @@ class States:
         self._num_handed_out += len(found)
         return found
 
-    def _least_recent(self, count: int, num_needed: int) -> Ints:
+    def _next_to_go(self, count: int, num_needed: int) -> Ints:
         """Return states that may go for others, the first ones first."""
         can_go = np.flatnonzero(self._is_used() & (self._num_held == 0) & ~self._is_pinned)
         num_rows = self._num_rows[can_go]
@@ -285,12 +293,16 @@ class States:
 
     def _in_order(self, numbers: Ints, count: int) -> Ints:
         """Return so many states by their last use; then by the tokens to compute again."""
+        stamps, now = self._stamp[numbers], self._now
+        # The least recent first; but of the last batches the most recent, those of this one last.
+        ranks = np.where(stamps < now - _NUM_RECENT, stamps, 2 * now - stamps)
+        ranks[stamps == now] += _NUM_RECENT
         if len(numbers) > count > 0:
-            stamps = self._stamp[numbers]
-            numbers = numbers[stamps <= np.partition(stamps, count - 1)[count - 1]]
+            is_next = ranks <= np.partition(ranks, count - 1)[count - 1]
+            numbers, ranks = numbers[is_next], ranks[is_next]
         owners = self._owner[numbers]
         is_end = self._nodes.num_children[owners] == 0
-        order = np.lexsort((is_end, self._num_tokens(owners), self._stamp[numbers]))
+        order = np.lexsort((is_end, self._num_tokens(owners), ranks))
         return numbers[order[: max(count, 0)]]
 
     def _let_go(self, gone: Ints) -> None:

@@ -1,5 +1,6 @@
 """Running states of a prefix tree, against a plain dictionary of whose state each one is."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,9 @@ from genlm_backend.prefix import PrefixTree, Slots, States
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 namespaces = st.sampled_from([None, None, "adapter"])
+
+NUM_RECENT = 4
+"""Batches of which the most recent states go first, and not the oldest."""
 
 
 class Copies:
@@ -131,13 +135,25 @@ class History(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- giving
 
-    def give(self, nodes, keys, num_needed, before):
+    def go_on_from(self, nodes, keys):
+        """Rows go on from the nodes of contexts; an end that a single row leaves goes first."""
+        for node, key in zip(nodes.tolist(), keys, strict=True):
+            is_end = self.tree.nodes.num_children[node] == 0
+            if is_end and nodes.tolist().count(node) == 1:
+                self.used[key] = -NUM_RECENT
+        self.states.go_on_from(nodes)
+
+    def rank(self, key):
+        """The least recent ones go first; of the last batches, the most recent ones."""
+        age = self.batch - self.used[key]
+        return NUM_RECENT - age if age > NUM_RECENT else age
+
+    def give(self, nodes, keys, num_needed):
         """Give states; check who has had to go for them."""
         others = {key: number for key, number in self.has.items() if number > 0}
         can_go = {k for k in others if k not in self.held and k not in self.pinned}
         old = {k for k in can_go if self.used[k] < self.batch}
         num_evicted = self.states.num_evicted
-        self.states.go_on_from(before)
         numbers = self.states.give(nodes, np.array(num_needed))
         assert not self.num_on_host or all(numbers[i] >= 0 for i, n in enumerate(num_needed) if n)
         given = [n for n in numbers.tolist() if n]
@@ -150,10 +166,8 @@ class History(RuleBasedStateMachine):
         if not self.num_on_host:
             assert nowhere == gone
         left = old - gone
-        if left:  # of what earlier batches have used, the oldest
-            assert max((self.used[k] for k in gone & old), default=0) <= min(
-                map(self.used.get, left)
-            )
+        if left:
+            assert max(map(self.rank, gone & old), default=-math.inf) <= min(map(self.rank, left))
             pairs = zip(numbers, keys, strict=True)
             assert all(number or key in others for number, key in pairs)
         for number, count, key in zip(numbers, num_needed, keys, strict=True):
@@ -205,7 +219,8 @@ class History(RuleBasedStateMachine):
         self.states.hold(befores)
         self.states.release(befores)
         keys, needed = [key for key, *_ in grown], num_needed[: len(grown)]
-        numbers = self.give(ends, keys, needed, befores)
+        self.go_on_from(befores, starts)
+        numbers = self.give(ends, keys, needed)
         new = np.concatenate([new for _, new, _ in grown])
         if not is_sound:
             self.tree.drop(new)
@@ -237,12 +252,13 @@ class History(RuleBasedStateMachine):
         if slots is None:
             return
         new = self.tree.grow(nodes, ints(*(token for _, token in rows)), slots)
+        self.go_on_from(nodes, [key for key, _ in rows])
         kept = self.tree.link(new)
         own, first = np.unique(kept, return_index=True)
         keys = [(rows[i][0][0], (*rows[i][0][1], rows[i][1])) for i in first.tolist()]
         for key in keys:
             self.used[key] = self.batch
-        numbers = self.give(own, keys, [0] * len(own), nodes[first])
+        numbers = self.give(own, keys, [0] * len(own))
         for key, number in zip(keys, numbers, strict=True):
             if number:
                 self.has[key] = number
@@ -268,7 +284,8 @@ class History(RuleBasedStateMachine):
         if grown is None:
             return
         new, before = grown
-        self.give(new[-1:], [key], [1], ints(before))
+        self.go_on_from(ints(before), [(key[0], key[1][: -len(new)])])
+        self.give(new[-1:], [key], [1])
         self.states.release(nodes)
         self.tree.drop(new)
         self.held.clear()
@@ -300,8 +317,9 @@ class History(RuleBasedStateMachine):
         if grown is None:
             return
         new, before = grown
+        self.go_on_from(ints(before), [(key[0], key[1][: -len(new)])])
         end = self.tree.link(new)[-1:]
-        (number,) = self.give(end, [key], [0], ints(before))
+        (number,) = self.give(end, [key], [0])
         if number:
             with pytest.raises(MemoryError), self.states.filling(end):
                 raise MemoryError
@@ -392,8 +410,9 @@ def add(tree, context, num_needed=0):
     node = tree.states.last(ints(tree.nodes.walk(root, ints(*context))))
     tree.use(node)
     rest = ints(*context[tree.nodes.depth[node[0]] :])
-    new = tree.link(tree.grow_chain(int(node[0]), rest, tree.allocate(len(rest), node)))
+    new = tree.grow_chain(int(node[0]), rest, tree.allocate(len(rest), node))
     tree.states.go_on_from(node)
+    tree.link(new)
     return tree.states.give(new[-1:], np.array([num_needed])).tolist()
 
 
@@ -402,6 +421,8 @@ def test_the_oldest_go_and_of_them_the_cheapest_to_compute_again():
     tree.begin()
     for context in ([1, 2, 3], [4, 5]):  # at one time; the third is older
         tree.use(ints(tree.nodes.walk(tree.root(None), ints(*context))))
+    for _ in range(NUM_RECENT):
+        tree.begin()
     add(tree, [7, 7])
     assert [tree.num_cached(c) for c in ([1, 2, 3], [4, 5], [6], [7, 7])] == [3, 2, 0, 2]
     add(tree, [8])
@@ -417,8 +438,9 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         tree.begin(5)
         nodes = np.repeat(prompt, 5)
         tree.use(nodes)
-        new = tree.link(tree.grow(nodes, ints(*range(5)), tree.allocate(5, nodes)))
+        new = tree.grow(nodes, ints(*range(5)), tree.allocate(5, nodes))
         tree.states.go_on_from(nodes)
+        new = tree.link(new)
         numbers = tree.states.give(new, np.zeros(5, np.int64))
         assert tree.nodes.state[prompt] > 0
     (row,) = np.flatnonzero(tree.nodes.state[new])
@@ -427,10 +449,9 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         tree.begin()
         tree.use(prompt)
         tree.use(new[row : row + 1])
-        end = tree.link(
-            tree.grow(new[row : row + 1], ints(5), tree.allocate(1, new[row : row + 1]))
-        )
+        end = tree.grow(new[row : row + 1], ints(5), tree.allocate(1, new[row : row + 1]))
         tree.states.go_on_from(new[row : row + 1])
+        tree.link(end)
         assert tree.states.give(end, np.zeros(1, np.int64)).all()
         assert tree.nodes.state[prompt] > 0
         assert tree.num_cached([1] * 9 + [int(row)] + [5] * (number + 1)) == 11 + number
