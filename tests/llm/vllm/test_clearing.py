@@ -19,7 +19,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["0", "1"], ids=["here", "in a process of its own"])
+@pytest.fixture(
+    scope="module",
+    params=["0", pytest.param("1", marks=pytest.mark.slow)],
+    ids=["here", "in a process of its own"],
+)
 def lm(request):
     real.close_tiny_engine()
     with pytest.MonkeyPatch.context() as patch:

@@ -28,6 +28,7 @@ async def check(lm, contexts):
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 async def test_replicas_of_vllm_answer_and_come_back():
     load = VLLMLoader(real.tiny_folder(), real.TINY_OPTIONS)
     evaluators = [ProcessEvaluator(load) for _ in range(2)]

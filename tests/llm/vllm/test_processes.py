@@ -32,7 +32,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.slow)],
+    ids=["one worker", "two workers"],
+)
 def lm(request):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == 1:

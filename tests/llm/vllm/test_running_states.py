@@ -26,7 +26,11 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("is_apart", ["0", "1"], ids=["here", "in a process of its own"])
+@pytest.mark.parametrize(
+    "is_apart",
+    ["0", pytest.param("1", marks=pytest.mark.slow)],
+    ids=["here", "in a process of its own"],
+)
 def test_a_model_with_running_states_is_refused(monkeypatch, tmp_path, family, is_apart):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", is_apart)
     families.make(family).save_pretrained(tmp_path)
