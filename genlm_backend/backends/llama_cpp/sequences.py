@@ -142,5 +142,5 @@ class Sequences:
         window = self._context.model.window
         if window and len(holders):
             firsts = np.array([self._context.first_position(i) for i in holders.tolist()])
-            holders = holders[firsts <= max(0, size - window + 1)]
+            holders = holders[(firsts >= 0) & (firsts <= max(0, size - window + 1))]  # -1: of none
         return holders
