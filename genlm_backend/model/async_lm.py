@@ -215,7 +215,7 @@ class AsyncLM(Closing):
         """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``.
 
         Awaited together with whatever else is being asked; at most ``batch_size`` distinct
-        contexts go through the model at once. Equal contexts are computed once, and the keys and
+        contexts are one batch. Equal contexts are computed once, and the keys and
         values of every prefix seen are reused, so that one more token costs one token.
 
         Raises:

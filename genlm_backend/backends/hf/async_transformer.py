@@ -39,7 +39,8 @@ class AsyncTransformer(BatchedLM):
         hf_model: A causal language model, on whatever device; it is put into evaluation mode. Or
             an evaluator of one that lives in another process, as ``from_name`` makes it.
         hf_tokenizer: Its tokenizer.
-        batch_size: Distinct contexts in one forward pass, at most.
+        batch_size: Distinct contexts in one batch, at most, which takes one forward pass or
+            several.
         timeout: Seconds that the first query of a batch may wait for others, at most.
         kv_cache_bytes: Bytes of keys and values to keep; 0 keeps none. Default: half of a CUDA
             device's free memory, or a quarter of the machine's, 4 GiB at most.
