@@ -48,5 +48,4 @@ class Way:
 
     over: Callable[[Any], Attend[Any]]
     probing: Callable[[Any], Attend[Any]]
-    copies: bool = False
     is_called: bool = False

@@ -250,11 +250,6 @@ class PrefixTree:
     # ---------------------------------------------------------------- counting
 
     @property
-    def now(self) -> int:
-        """Number of the batch under way, which ``begin`` counts."""
-        return self._now
-
-    @property
     def num_slots(self) -> int:
         return self.slots.num_slots
 

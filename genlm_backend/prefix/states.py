@@ -26,7 +26,10 @@ _FEWEST_TO_MOVE: Final = 32
 """Tokens after another state from which on one is copied to the host: a guess, not measured."""
 
 _NUM_RECENT: Final = 4
-"""Batches in which particles may be asked in turn, so that the latest are the last asked again."""
+"""Batches in which particles may be asked in turn; those of the latest batch are asked last."""
+
+_LONG_AGO: Final = 1 << 40
+"""More batches than there will be."""
 
 NO_STATE: Final = 0
 """The number that stands for no state: of a context that begins, or that is not kept."""
@@ -219,7 +222,7 @@ class States:
         np.add.at(self._num_rows, numbers, 1)
         # A context's end is the first to go once its only row leaves it.
         is_left = (self._nodes.num_children[nodes] == 0) & (self._num_rows[numbers] == 1)
-        self._stamp[numbers[is_left]] = -_NUM_RECENT
+        self._stamp[numbers[is_left]] = self._now - _LONG_AGO
 
     def give(self, nodes: Ints, num_needed: Ints) -> Ints:
         """Return numbers of states for nodes without one: negative on the host, 0 without room."""
@@ -294,12 +297,13 @@ class States:
     def _in_order(self, numbers: Ints, count: int) -> Ints:
         """Return so many states by their last use; then by the tokens to compute again."""
         stamps, now = self._stamp[numbers], self._now
+        if len(numbers) > count > 0:
+            newest = np.partition(stamps, count - 1)[count - 1]
+            if newest < now - _NUM_RECENT:  # as a rule; all others are as many as a few batches use
+                numbers, stamps = numbers[stamps <= newest], stamps[stamps <= newest]
         # The least recent first; but of the last batches the most recent, those of this one last.
         ranks = np.where(stamps < now - _NUM_RECENT, stamps, 2 * now - stamps)
         ranks[stamps == now] += _NUM_RECENT
-        if len(numbers) > count > 0:
-            is_next = ranks <= np.partition(ranks, count - 1)[count - 1]
-            numbers, ranks = numbers[is_next], ranks[is_next]
         owners = self._owner[numbers]
         is_end = self._nodes.num_children[owners] == 0
         order = np.lexsort((is_end, self._num_tokens(owners), ranks))

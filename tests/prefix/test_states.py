@@ -140,7 +140,7 @@ class History(RuleBasedStateMachine):
         for node, key in zip(nodes.tolist(), keys, strict=True):
             is_end = self.tree.nodes.num_children[node] == 0
             if is_end and nodes.tolist().count(node) == 1:
-                self.used[key] = -NUM_RECENT
+                self.used[key] = self.batch - 1_000_000
         self.states.go_on_from(nodes)
 
     def rank(self, key):

@@ -13,11 +13,11 @@ from genlm_backend.attention.mlx.mlx_row_states import (
 from genlm_backend.attention.mlx.mlx_shared import MlxSharedAttend
 
 _BY_GROUP = partial(MlxGatherAttend, by_group=True)
-GATHERED = Way(MlxGatherAttend, MlxGatherAttend, copies=True)
+GATHERED = Way(MlxGatherAttend, MlxGatherAttend)
 WAYS = (
     Way(MlxSharedAttend, lambda store: MlxSharedAttend(store, 0, True), is_called=True),
     GATHERED,
-    Way(_BY_GROUP, _BY_GROUP, copies=True),
+    Way(_BY_GROUP, _BY_GROUP),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""
 

@@ -6,7 +6,7 @@ from genlm_backend.attention.torch.torch_row_states import TorchRowStates
 
 WAYS = (
     Way(SharedAttend, lambda store: SharedAttend(store, 4), is_called=True),
-    Way(GatherAttend, GatherAttend, copies=True),
+    Way(GatherAttend, GatherAttend),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""
 

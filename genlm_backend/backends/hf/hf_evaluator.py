@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,8 +34,6 @@ from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.prefix import KVCacheDtype
 from genlm_backend.runtime.threads import use_num_threads
 from genlm_backend.vision.pictures import PictureRules
-
-logger = logging.getLogger(__name__)
 
 
 @final
