@@ -214,31 +214,3 @@ class Nodes:
         nodes = (handles & ((1 << _NODE_BITS) - 1)).astype(np.int32)
         is_there = self.num_uses[nodes] == handles >> _NODE_BITS
         return np.where(is_there & (self.root[nodes] == root), nodes, 0).astype(np.int32)
-
-    def check(self, linked: Ints) -> None:
-        """Check that the arrays of nodes agree with each other."""
-        size, parents = self._num_made, self.parent[linked]
-        num_children = np.bincount(parents, minlength=size)
-        num_on_device = np.bincount(parents[self.slot[linked] > 0], minlength=size)
-        if (num_children != self.num_children[:size]).any():
-            raise CacheError("nodes do not have as many children as they say")
-        if (num_on_device != self.num_on_device[:size]).any():
-            raise CacheError("nodes do not have as many children on the device as they say")
-        if (self.depth[linked] != self.depth[parents] + 1).any():
-            raise CacheError("a node is not one token longer than its parent")
-        if (self.root[linked] != self.root[parents]).any():
-            raise CacheError("a node is below another root than its parent")
-        if ((self.slot[parents] < 0) & (self.slot[linked] > 0)).any():
-            raise CacheError("a node of the device comes after one of the host")
-        for node in linked.tolist():
-            place = self.parent, self.token, self.table
-            if node_loops.child_of(*place, self.parent[node], self.token[node]) != node:
-                raise CacheError("a node is not found where its parent and token say")
-        first = self.first[:size]
-        if (self.parent[first[first > 0]] != np.flatnonzero(first)).any():
-            raise CacheError("the first child of a node is another one's")
-        if len(linked) != len(set(linked.tolist())) or np.isin(linked, self._free_nodes()).any():
-            raise CacheError("a node is linked twice, or is free")
-
-    def _free_nodes(self) -> Ints:
-        return self._free[: self._num_free]

@@ -253,11 +253,6 @@ class PrefixTree:
     def num_slots(self) -> int:
         return self.slots.num_slots
 
-    @property
-    def num_used(self) -> int:
-        """Number of slots that hold tokens, or that have been allocated."""
-        return self.slots.num_used
-
     def _num_evictable(self, enough: int) -> int:
         """Return how many slots ``evict`` could free; a lower number if that is enough."""
         depths = self.nodes.depth
@@ -269,18 +264,6 @@ class PrefixTree:
         slots = self.nodes.slot
         num_kept = node_loops.count_paths(self.nodes.parent, depths, slots, kept, is_seen)
         return self._num_linked - int(num_kept)
-
-    def check_integrity(self, held: Sequence[int] = ()) -> None:
-        """Count slots and nodes; ``held`` are slots allocated whose nodes are not linked."""
-        nodes = self.nodes
-        linked = np.sort(nodes.table[nodes.table > 0])
-        own = nodes.slot[linked]
-        _check_slots(self.slots, [*own[own > 0].tolist(), *held])
-        _check_slots(self.host_slots, (-own[own < 0]).tolist())
-        nodes.check(linked)
-        self.states.check(linked)
-        if self._num_linked != (own > 0).sum():
-            raise CacheError(f"{(own > 0).sum()} tokens are linked, and not {self._num_linked}")
 
     # ---------------------------------------------------------------- tiers
 
@@ -422,11 +405,3 @@ class _Leaves:
         leaves = np.flatnonzero(is_leaf & (stamps < now)).astype(np.int32)
         order = np.argsort(stamps[leaves], kind="stable")
         self._queue, self._stamps = leaves[order], stamps[leaves[order]]
-
-
-def _check_slots(slots: Slots, owned: Sequence[int]) -> None:
-    found = sorted([*owned, *slots.recycled()])
-    if found != [*range(1, slots.num_touched + 1)]:
-        raise CacheError(f"not every slot of {slots.num_touched} has one owner")
-    if slots.num_used != len(owned):
-        raise CacheError(f"{len(owned)} slots are used, and not {slots.num_used}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Sequence
 from typing import Any, Final, final
 
@@ -99,20 +98,3 @@ class Slots:
     def _remove(self, start: int, stop: int) -> None:
         del self._stops[start], self._starts[stop]
         del self._by_size[bisect.bisect_left(self._by_size, (stop - start, start))]
-
-    @property
-    def num_touched(self) -> int:
-        """Number of slots handed out at least once: those numbered 1 to this."""
-        return self._next_unused - 1
-
-    def recycled(self) -> set[int]:
-        """Return the slots handed out and returned; those never handed out are free too."""
-        stretches = [range(start, stop) for start, stop in self._stops.items()]
-        free = set(itertools.chain.from_iterable(stretches))
-        if len(free) != sum(map(len, stretches)):
-            raise CacheError("a slot is free twice")
-        if sorted(self._by_size) != sorted((len(s), s.start) for s in stretches):
-            raise CacheError("a free stretch is not where it is looked for")
-        if free and not (min(free) > PADDING_SLOT and max(free) < self._next_unused):
-            raise CacheError("a slot is free that was never handed out")
-        return free

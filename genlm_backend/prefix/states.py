@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.errors import CacheError
 from genlm_backend.prefix import node_loops
 from genlm_backend.prefix.nodes import Ints, Nodes
 from genlm_backend.prefix.tiers import Moves
@@ -359,21 +358,6 @@ class States:
             node, number = nodes[i], int(numbers[i])
             if state[node] == NO_STATE or state[node] < 0 < number:
                 state[node], owners[int(number < 0)][abs(number)] = number, node
-
-    def check(self, linked: Ints) -> None:
-        """Check that nodes and states agree with each other."""
-        states = self._nodes.state[linked]
-        for of_tier, owner, num_used in (
-            (states, self._owner, self.num_used),
-            (-states, self.host.owner, self.host.num_used),
-        ):
-            own = of_tier[of_tier > NO_STATE]
-            if len(np.unique(own)) != len(own):
-                raise CacheError("two nodes have one state")
-            if (owner[own] != linked[of_tier > NO_STATE]).any():
-                raise CacheError("a state is another node's")
-            if len(own) != num_used:
-                raise CacheError(f"{num_used} states are used, and {len(own)} can be found")
 
 
 @final

@@ -17,6 +17,7 @@ from genlm_backend.generation import (
 )
 from tests.generation.serving import GatedLM, alone, same, serve
 from tests.llm.conftest import word_tokenizer
+from tests.tree_integrity import check_integrity
 
 
 def test_so_many_at_once_and_the_rest_in_order(engine, gated):
@@ -121,7 +122,7 @@ def test_short_of_memory_texts_wait_and_nothing_is_computed_twice(engine, model,
     prompts = [[generator.randrange(96) for _ in range(generator.randint(2, 9))] for _ in range(8)]
     with AsyncTransformer(model, word_tokenizer()) as big:
         expected = [alone(big, prompt, max_new_tokens=30) for prompt in prompts]
-        slot = big.statistics().kv_bytes_used // big._evaluator.passes.tree.num_used
+        slot = big.statistics().kv_bytes_used // big._evaluator.passes.tree.slots.num_used
     with AsyncTransformer(
         model, word_tokenizer(), kv_cache_bytes=slot * (num_slots + 1), row_cache_bytes=0
     ) as lm:
@@ -200,7 +201,7 @@ def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
         served = engine._models["m"]
         engine.loop.submit(served._join()).result(30)
         assert lm.statistics().kv_bytes_used == 0
-        lm._evaluator.passes.tree.check_integrity()
+        check_integrity(lm._evaluator.passes.tree)
 
         stopped = engine.start_request_ids("m", [7, 8], max_new_tokens=80, **fields)
         while not stopped.status().is_final and lm.statistics().kv_bytes_used == 0:

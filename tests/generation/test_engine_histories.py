@@ -11,6 +11,7 @@ from genlm_backend.errors import ContextError, RequestQueueFullError
 from genlm_backend.generation import Engine
 from tests.generation.serving import serve
 from tests.llm.conftest import word_tokenizer
+from tests.tree_integrity import check_integrity
 
 EXPECTED = (ZeroDivisionError, RequestQueueFullError, ContextError)
 
@@ -116,4 +117,4 @@ def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed)
         assert not served._requests
         assert not served._tasks
         assert has_prefix_cache or lm.statistics().kv_bytes_used == 0
-        lm._evaluator.passes.tree.check_integrity()
+        check_integrity(lm._evaluator.passes.tree)

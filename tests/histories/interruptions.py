@@ -11,6 +11,7 @@ from genlm_backend import Engine
 from tests.histories import late, say
 from tests.histories.holders import tiny
 from tests.llm.conftest import fresh_row
+from tests.tree_integrity import check_integrity
 
 
 class Interrupting:
@@ -68,7 +69,7 @@ def interrupt():
     interrupting.is_noticed.set()
     row = lm.next_token_logprobs_sync(PROMPT)
     torch.testing.assert_close(row, fresh_row(lm.model, PROMPT), rtol=0, atol=2e-5)
-    lm._evaluator.passes.tree.check_integrity()
+    check_integrity(lm._evaluator.passes.tree)
 
     late.append(lambda: say("exit passes", interrupting.num_passes))
     lm.clear_cache()

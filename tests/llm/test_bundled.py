@@ -12,6 +12,7 @@ from genlm_backend import AsyncTransformer, load_model_by_name, surprisal_sync
 from genlm_backend.backends import bundled
 from genlm_backend.errors import MissingExtraError
 from genlm_backend.runtime.progress import bars_where_seen
+from tests.tree_integrity import check_integrity
 
 pytestmark = pytest.mark.real
 
@@ -43,7 +44,7 @@ async def test_sampled_particles_agree_with_the_model_run_whole(lm):
             rtol=0,
             atol=2e-4,
         )
-    lm._evaluator.passes.tree.check_integrity()
+    check_integrity(lm._evaluator.passes.tree)
 
 
 def test_a_text_begins_as_in_training_and_a_chat_as_its_template_writes_it(lm):

@@ -18,6 +18,7 @@ from genlm_backend.errors import (
 from tests.llm.conftest import random_contexts
 from tests.llm.families import VOCAB
 from tests.llm.test_contract_refusals import BAD
+from tests.tree_integrity import check_integrity
 
 
 def expected(backend, prompt, continuation):
@@ -319,5 +320,5 @@ def test_no_history_of_texts_and_rows_changes_a_score(backend, close, steps):
     with backend.make(batch_size=4) as lm:
         asyncio.run(main(lm))
         if hasattr(lm._evaluator, "passes"):
-            lm._evaluator.passes.tree.check_integrity()
+            check_integrity(lm._evaluator.passes.tree)
         lm.clear_cache()

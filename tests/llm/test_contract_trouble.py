@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from genlm_backend.errors import BatcherClosedError, QueryDroppedError
 from tests.llm.conftest import random_contexts
+from tests.tree_integrity import check_integrity
 
 
 async def test_cancelled_and_timed_out_callers_leave_the_others(lm, backend, close):
@@ -158,4 +159,4 @@ def test_no_history_of_particles_changes_an_answer(backend, close, steps):
     with backend.make(batch_size=4) as lm:
         asyncio.run(main(lm))
         if hasattr(lm._evaluator, "passes"):
-            lm._evaluator.passes.tree.check_integrity()
+            check_integrity(lm._evaluator.passes.tree)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix import NOWHERE, PrefixTree, Slots
 from genlm_backend.prefix.nodes import Nodes
+from tests.tree_integrity import check_integrity, check_nodes
 
 
 def make(num_slots):
@@ -49,7 +50,7 @@ def test_a_place_stays_where_it_is_while_the_tree_changes_around_it():
         assert recalled(cache, place, [1, 2, 3, 4, 5, 6, 7]) == (4, longer)
         assert recalled(cache, place, [1, 2, 3]) == (3, own[:3])
         assert recalled(cache, place, [1, 2, 3, 4, 9]) == (4, own)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_place_is_nothing_once_its_token_has_gone():
@@ -72,10 +73,10 @@ def test_eviction_frees_no_more_than_it_must_and_nothing_in_vain():
     fill(cache, [7, 8, 9])
     fill(cache, [1, 2, 3, 4, 5, 6])
     assert cache.allocate(5) is None  # six are in use: not even evicting all others helps
-    assert cache.num_used == 9
+    assert cache.slots.num_used == 9
     slots = cache.allocate(3)
-    assert cache.num_used == 6 + 1 + 3
-    cache.check_integrity(slots.tolist())
+    assert cache.slots.num_used == 6 + 1 + 3
+    check_integrity(cache, slots.tolist())
 
 
 def test_what_is_forgotten_is_what_nobody_else_has():
@@ -90,8 +91,8 @@ def test_what_is_forgotten_is_what_nobody_else_has():
     cache.clear()
     fill(cache, [1, 2, 9])
     assert cache.forget([1, 2, 9]) == 3
-    assert cache.num_used == cache.num_evicted == 0
-    cache.check_integrity()
+    assert cache.slots.num_used == cache.num_evicted == 0
+    check_integrity(cache)
 
 
 def test_a_token_that_was_computed_twice_has_one_slot():
@@ -104,9 +105,9 @@ def test_a_token_that_was_computed_twice_has_one_slot():
     ]
     found = cache.link(np.concatenate(chains)).tolist()
     assert found[0] == found[2]
-    assert cache.num_used == 5
+    assert cache.slots.num_used == 5
     assert slots_of(cache, found[3])[2] == slots_of(cache, found[1])[2] == first[0]
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_clearing_frees_what_is_pinned():
@@ -122,31 +123,23 @@ def test_clearing_frees_what_is_pinned():
     cache.begin()
     assert cache.evict(10) == 2
     cache.clear()
-    assert (cache.num_used, cache.num_cached([1, 2, 3])) == (0, 0)
-    cache.check_integrity()
+    assert (cache.slots.num_used, cache.num_cached([1, 2, 3])) == (0, 0)
+    check_integrity(cache)
 
 
 def test_integrity_really_counts():
     cache = make(10)
     node = fill(cache, [1, 2, 3])
-    cache.nodes.num_children[node] += 1
-    with pytest.raises(CacheError, match="children"):
-        cache.check_integrity()
-    cache.nodes.num_children[node] -= 1
-    slot = cache.nodes.slot[node]
-    cache.nodes.slot[node] = 1
-    with pytest.raises(CacheError, match="one owner"):
-        cache.check_integrity()
-    cache.nodes.slot[node] = slot
-    cache.slots.num_used -= 1
-    with pytest.raises(CacheError, match="3 slots are used, and not 2"):
-        cache.check_integrity()
-    cache.slots.num_used += 1
-    cache.nodes.depth[node] += 1
-    with pytest.raises(CacheError, match="one token longer"):
-        cache.check_integrity()
-    cache.nodes.depth[node] -= 1
-    cache.check_integrity()
+    for array, changed, said in (
+        (cache.nodes.num_children, 1, "children"),
+        (cache.nodes.slot, 1, "one owner"),
+        (cache.nodes.depth, 4, "one token longer"),
+    ):
+        before, array[node] = array[node], changed
+        with pytest.raises(AssertionError, match=said):
+            check_integrity(cache)
+        array[node] = before
+    check_integrity(cache)
 
 
 def test_a_tree_without_slots_keeps_the_protocol():
@@ -155,8 +148,8 @@ def test_a_tree_without_slots_keeps_the_protocol():
     assert (cache.nodes.depth[node], cache.allocate(1), len(cache.allocate(0))) == (0, None, 0)
     assert (cache.evict(5), cache.num_cached([1]), cache.forget([1])) == (0, 0, 0)
     cache.clear()
-    cache.check_integrity()
-    assert (cache.num_slots, cache.num_used) == (0, 0)
+    check_integrity(cache)
+    assert (cache.num_slots, cache.slots.num_used) == (0, 0)
 
 
 def test_a_large_tree_is_what_a_small_one_was():
@@ -167,7 +160,7 @@ def test_a_large_tree_is_what_a_small_one_was():
         context = (*seen[random.integers(len(seen))], *random.integers(0, 3, 12).tolist())
         fill(cache, context)
         seen.append(context[:200])
-    cache.check_integrity()
+    check_integrity(cache)
     assert all(cache.num_cached(context) == len(context) for context in seen)
 
 
@@ -196,5 +189,5 @@ def test_long_contexts_are_found_however_their_nodes_are_numbered(history):
         if size < len(token_ids):
             nodes.link(nodes.grow_chain(node, wanted[size:], np.ones(len(wanted) - size), 1))
         known.update(tuple(token_ids[:n]) for n in range(len(token_ids) + 1))
-        nodes.check(nodes.table[nodes.table > 0])
+        check_nodes(nodes, nodes.table[nodes.table > 0])
     assert (nodes.table > 0).sum() == len(known) - 1

@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix import NOWHERE, PrefixTree, Slots
+from tests.tree_integrity import check_integrity
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
 namespaces = st.sampled_from([None, None, "adapter"])
@@ -73,7 +74,7 @@ class Tree(RuleBasedStateMachine):
 
     @property
     def num_used(self):
-        return self.cache.num_used + self.cache.host_slots.num_used
+        return self.cache.slots.num_used + self.cache.host_slots.num_used
 
     @rule()
     def begin(self):
@@ -106,7 +107,7 @@ class Tree(RuleBasedStateMachine):
             return self.remembered(node), token_ids[:start], namespace
         assert self.num_on_host(node) == 0
         chain = self.cache.grow_chain(node, np.array(token_ids[start:], np.int32), slots)
-        self.cache.check_integrity(slots.tolist())
+        check_integrity(self.cache, slots.tolist())
         for index, each in enumerate(chain.tolist()):
             self.write(each, token_ids[: start + index + 1], namespace)
         if not is_kept:
@@ -143,7 +144,7 @@ class Tree(RuleBasedStateMachine):
         new = self.cache.grow(nodes, tokens, slots)
         for node, (_, token_ids, namespace) in zip(new.tolist(), rows, strict=True):
             self.write(node, token_ids, namespace)
-        self.cache.check_integrity(slots.tolist())
+        check_integrity(self.cache, slots.tolist())
         if not keep:
             self.cache.drop(new)
             return
@@ -181,29 +182,29 @@ class Tree(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 4) | st.integers(0, 30))
     def evict(self, count):
-        used, both = self.cache.num_used, self.num_used
+        used, both = self.cache.slots.num_used, self.num_used
         moved, evicted = self.cache.num_to_host, self.cache.num_evicted
         freed = self.cache.evict(count)
         assert freed <= count
-        assert self.cache.num_used == used - freed
+        assert self.cache.slots.num_used == used - freed
         assert self.cache.num_evicted - evicted == both - self.num_used
         assert self.cache.num_to_host - moved <= freed
 
     @rule(count=st.integers(1, 30))
     def evict_in_vain(self, count):
         """What has been moved nobody knows where is not found."""
-        used, moved = self.cache.num_used, self.cache.num_to_host
+        used, moved = self.cache.slots.num_used, self.cache.num_to_host
         self.copies.is_broken = True
         both, evicted = self.num_used, self.cache.num_evicted
         try:
             freed = self.cache.evict(count)
         except RuntimeError:
-            freed = used - self.cache.num_used
+            freed = used - self.cache.slots.num_used
             assert freed > 0
         finally:
             self.copies.is_broken = False
         assert self.cache.num_to_host == moved
-        assert self.cache.num_used == used - freed
+        assert self.cache.slots.num_used == used - freed
         assert self.cache.num_evicted - evicted == both - self.num_used
 
     @precondition(lambda self: self.used)
@@ -256,7 +257,7 @@ class Tree(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self):
-        self.cache.check_integrity()
+        check_integrity(self.cache)
 
     @invariant()
     def what_is_used_stays(self):
@@ -308,7 +309,7 @@ def test_the_least_recently_used_go_first(sizes):
                 chosen = [(random.randint(0, 99), random.randint(0, 10), random.randint(0, 2))]
                 tree.step(chosen * 2, True) if tree.seen else None
             tree.what_is_used_stays()
-            tree.cache.check_integrity()
+            check_integrity(tree.cache)
     assert not sizes[1] or num_on_host > 5
 
 

@@ -7,6 +7,7 @@ import torch
 
 from genlm_backend.llm import ProcessEvaluator
 from tests.llm.elsewhere import over_there
+from tests.tree_integrity import check_integrity
 
 
 def make_fresh(folder, kv_cache_bytes):
@@ -26,7 +27,7 @@ def make_fresh(folder, kv_cache_bytes):
         passes.tree.num_evicted = 0
 
     def check():
-        evaluator.passes.tree.check_integrity()
+        check_integrity(evaluator.passes.tree)
 
     evaluator.renew, evaluator.check = renew, check
     return evaluator

@@ -5,16 +5,17 @@ import asyncio
 import torch
 
 from tests.llm.families import VOCAB
+from tests.tree_integrity import check_integrity
 
 
 def tokens(generator, count):
     return generator.choices(range(3, VOCAB), k=count)
 
 
-def check_integrity(lm):
+def check_tree(lm):
     tree = lm._evaluator.passes.tree
-    lm._batcher.call(tree.check_integrity)
-    assert tree.states is None or tree.states.num_used <= tree.states.num_states
+    lm._batcher.call(lambda: check_integrity(tree))
+    assert tree.states.num_used <= tree.states.num_states
 
 
 class History:
@@ -76,7 +77,7 @@ class History:
         for (found,), (text, start) in zip(of_texts, scored, strict=True):
             ends = range(start, len(text))
             self.check(found, torch.stack([self.row(tuple(text[:e]), None)[text[e]] for e in ends]))
-        check_integrity(lm)
+        check_tree(lm)
 
     def check(self, found, wanted):
         torch.testing.assert_close(found, wanted, rtol=0, atol=self.atol)

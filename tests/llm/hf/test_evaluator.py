@@ -13,6 +13,7 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.errors import CacheError, OptionError, QueryDroppedError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.tree_integrity import check_integrity
 
 SLOT = 2 * 2 * 2 * 8 * 4
 PROMPT = [random.Random(1).randrange(families.VOCAB) for _ in range(51)]
@@ -29,7 +30,7 @@ def make(tiny_llama):
 
     yield make
     for lm in models:
-        lm._evaluator.passes.tree.check_integrity()
+        check_integrity(lm._evaluator.passes.tree)
         lm.close()
 
 
@@ -86,7 +87,7 @@ def test_whatever_fits_the_answers_are_right(make, capacity):
     particles = [[*PROMPT, i] for i in range(8)]
     for _ in range(6):
         check(lm, particles)
-        lm._evaluator.passes.tree.check_integrity()
+        check_integrity(lm._evaluator.passes.tree)
         assert lm.statistics().kv_bytes_used <= capacity * SLOT
         particles = [[*generator.choice(particles), generator.randrange(96)] for _ in particles]
 
@@ -135,7 +136,7 @@ def test_clearing_while_a_batch_is_evaluated_comes_after_it(make):
     assert lm.statistics().kv_bytes_used == 0
     lm._evaluator.passes.runner.forward = forward
     check(lm, [[*PROMPT, i] for i in range(2, 6)])
-    lm._evaluator.passes.tree.check_integrity()
+    check_integrity(lm._evaluator.passes.tree)
     lm.clear_cache()
     assert lm.statistics().kv_bytes_used == 0
 
@@ -243,7 +244,7 @@ async def test_a_context_that_nobody_waits_for_ends_between_two_passes(chunked):
     assert await chunked.num_cached_tokens(PROMPT) == 4  # what was computed is kept
     check(chunked, [PROMPT, PROMPT[:20]])
     assert chunked.statistics().tokens_reused == 2 * 4
-    chunked._evaluator.passes.tree.check_integrity()
+    check_integrity(chunked._evaluator.passes.tree)
 
 
 async def test_a_context_that_others_wait_for_goes_on(chunked):
@@ -282,4 +283,4 @@ async def test_keys_that_have_overflown_are_not_kept_of_a_context_given_up(chunk
     chunked._batcher.call(lambda: None)  # comes behind it
     hook.remove()
     assert await chunked.num_cached_tokens(PROMPT) == 0
-    chunked._evaluator.passes.tree.check_integrity()
+    check_integrity(chunked._evaluator.passes.tree)

@@ -14,6 +14,7 @@ from genlm_backend.prefix import Mover
 from tests.generation.serving import serve
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.tree_integrity import check_integrity
 
 pytestmark = pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")
 
@@ -39,7 +40,7 @@ def tiered(num_slots, num_host_slots, model=MODEL, per_slot=None, **options):
 
 
 def check(lm):
-    lm._evaluator.passes.tree.check_integrity()
+    check_integrity(lm._evaluator.passes.tree)
 
 
 def check_rows(rows, contexts, model=MODEL):

@@ -11,6 +11,7 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.errors import QueryDroppedError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.tree_integrity import check_integrity
 
 LONG = [random.Random(3).randrange(families.VOCAB) for _ in range(90)]
 
@@ -24,7 +25,7 @@ def lm(request):
         model = families.make(name)
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         yield lm
-        lm._evaluator.passes.tree.check_integrity()
+        check_integrity(lm._evaluator.passes.tree)
 
 
 def check(lm, context):
@@ -51,7 +52,7 @@ def test_a_pass_may_end_before_any_of_its_layers(lm):
             evaluator.check_wanted = ended
             with pytest.raises(QueryDroppedError, match="by the test"):
                 lm.next_token_logprobs_sync(LONG)
-            lm._evaluator.passes.tree.check_integrity()
+            check_integrity(lm._evaluator.passes.tree)
             evaluator.check_wanted = real
             for context in (LONG, LONG[:50], [*LONG[:50], 1], LONG):
                 check(lm, context)

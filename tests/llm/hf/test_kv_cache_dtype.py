@@ -15,6 +15,7 @@ from genlm_backend.prefix import KV_CACHE_DTYPES
 from genlm_backend.prefix.codecs import codec_for
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.tree_integrity import check_integrity
 
 
 class Rounding(DynamicLayer):
@@ -127,7 +128,7 @@ def test_no_history_changes_a_row(kept, batches, num_slots):
                 if kept in ROUNDS:
                     expected = rounded_row(model, context, ROUNDS[kept])
                     torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
-        lm._evaluator.passes.tree.check_integrity()
+        check_integrity(lm._evaluator.passes.tree)
 
 
 _DOUBLE = families.make("llama").double()

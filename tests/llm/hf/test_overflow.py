@@ -20,6 +20,7 @@ from tests.llm.hf.fake_runner import (
     rows_of,
     splits,
 )
+from tests.tree_integrity import check_integrity
 
 
 class OverflowingRunner(FakeRunner):
@@ -68,7 +69,7 @@ def check(passes, asked):
                     assert score == pytest.approx(
                         float(logprobs_of(text[:end])[text[end]]), abs=1e-6
                     )
-    passes.tree.check_integrity()
+    check_integrity(passes.tree)
 
 
 def logprobs_of(context):

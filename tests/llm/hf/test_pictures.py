@@ -26,6 +26,7 @@ from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.hf.pictured import MANY, close, family, over, plain_row, prompt_of
 from tests.llm.picture_families import FAMILIES, inputs, marker, picture
+from tests.tree_integrity import check_integrity
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -63,7 +64,7 @@ def test_forks_beside_texts_and_other_pictures(name):
             forks = [generator.choice(grown) for _ in range(7)]
             new = [generator.choices(range(3, size), k=generator.randint(1, 3)) for _ in forks]
             grown = [(c + n, p, [*m, *n]) for (c, p, m), n in zip(forks, new, strict=True)]
-        lm._hf.passes.tree.check_integrity()
+        check_integrity(lm._hf.passes.tree)
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "gemma3"])
@@ -116,7 +117,7 @@ def test_what_has_to_go_is_computed_again():
                 lm.batch_next_token_logprobs_sync(asked), chosen, more, strict=True
             ):
                 close(row, plain_row(name, *prompts[i], m))
-            lm._hf.passes.tree.check_integrity()
+            check_integrity(lm._hf.passes.tree)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])

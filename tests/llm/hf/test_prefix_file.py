@@ -24,6 +24,7 @@ from genlm_backend.errors import (
 )
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.tree_integrity import check_integrity
 
 PROMPT = [random.Random(0).randrange(families.VOCAB) for _ in range(50)]
 
@@ -70,7 +71,7 @@ def test_what_is_loaded_is_not_computed_and_gives_the_same_rows(name, kept, path
             for row, context in zip(rows, contexts, strict=True):
                 expected_row = fresh_row(model, context)
                 torch.testing.assert_close(row, expected_row, atol=2e-5, rtol=1e-4)
-        lm._evaluator.passes.tree.check_integrity()
+        check_integrity(lm._evaluator.passes.tree)
 
 
 def test_what_is_there_already_stays(saved):
@@ -94,14 +95,14 @@ def test_room_is_made_as_for_any_other(saved):
         for start in range(3):
             lm.next_token_logprobs_sync([start, *PROMPT[:30]])
         lm.load_prefix(saved)
-        lm._evaluator.passes.tree.check_integrity()
+        check_integrity(lm._evaluator.passes.tree)
         assert asyncio.run(lm.num_cached_tokens([*PROMPT, 1])) == 50
     with over(model_of(), kv_cache_bytes=40 * per_slot) as lm:
         with pytest.raises(CacheError, match=r"50 tokens of .* do not fit"):
             lm.load_prefix(saved)
         with pytest.raises(CacheError, match="50 tokens does not fit"):
             lm.save_prefix(PROMPT, saved)
-        lm._evaluator.passes.tree.check_integrity()
+        check_integrity(lm._evaluator.passes.tree)
 
 
 # ---------------------------------------------------------------- what is refused

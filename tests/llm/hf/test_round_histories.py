@@ -19,6 +19,7 @@ from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix import KVLayout, KVStore, PrefixTree, Slots
 from tests.llm.hf.fake_runner import VOCAB, FakeRunner, logprobs_after, passes_over
 from tests.llm.hf.paths_of import read_by_row
+from tests.tree_integrity import check_integrity
 
 BAD = VOCAB - 1
 """A token behind which everything is NaN."""
@@ -128,7 +129,7 @@ def ask(passes, contexts, adapter=None):
     for context, row in zip(contexts, rows, strict=True):
         expected = wanted_row(tuple(context))
         torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6, equal_nan=True)
-    passes.tree.check_integrity()
+    check_integrity(passes.tree)
     return rows
 
 
@@ -293,11 +294,11 @@ class Histories(RuleBasedStateMachine):
     def clear(self):
         self.passes.tree.clear()
         self.is_pinned = False
-        assert self.passes.tree.num_used == 0
+        assert self.passes.tree.slots.num_used == 0
 
     @invariant()
     def adds_up(self):
-        self.passes.tree.check_integrity()
+        check_integrity(self.passes.tree)
         nodes = self.passes.tree.nodes
         linked = nodes.table[nodes.table > 0]
         assert not (nodes.token[linked] == BAD).any()  # nothing is kept behind a NaN
@@ -357,21 +358,21 @@ def test_rows_that_are_nan_beside_others_and_sound_alone_are_those_of_alone():
     for row, context in zip(rows, asked, strict=True):
         expected = logprobs_after(tuple(context))
         torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6)
-    passes.tree.check_integrity()
+    check_integrity(passes.tree)
     assert [passes.tree.num_cached(c) - len(c) for c in longer] == [-1, 0, -1]
 
 
 def test_a_child_that_is_asked_twice_is_kept_once():
     """Whoever evaluates asks no context twice; a batch that does is right all the same."""
     passes, contexts = started(3)
-    used = passes.tree.num_used
+    used = passes.tree.slots.num_used
     longer = [contexts[i].extend(token) for i, token in [(0, 1), (0, 2), (1, 1), (0, 1), (1, 1)]]
     ask(passes, longer)
-    assert passes.tree.num_used == used + 3
+    assert passes.tree.slots.num_used == used + 3
     ask(passes, [context.extend(0) for context in longer])  # each of which knows its place
     assert passes.runner.num_steps == 2
     ask(passes, longer)  # what is cached of them is their last tokens too
-    assert passes.tree.num_used == used + 3 + 3
+    assert passes.tree.slots.num_used == used + 3 + 3
 
 
 @pytest.mark.parametrize("num_contexts", [1, 6])
@@ -382,7 +383,7 @@ def test_no_slot_is_lost_where_there_is_no_memory_for_nodes(num_contexts, monkey
         ask(
             passes, contexts := [context.extend(1) for context in contexts[: size - nodes.num_made]]
         )
-    used = passes.tree.num_used
+    used = passes.tree.slots.num_used
 
     def no_memory(shape, *given):
         if isinstance(shape, int) and shape > size:
@@ -395,8 +396,8 @@ def test_no_slot_is_lost_where_there_is_no_memory_for_nodes(num_contexts, monkey
         for asked in (longer, [*longer, of_no_model([2, 1, 2])]):
             with pytest.raises(MemoryError):
                 ask(passes, asked)
-            passes.tree.check_integrity()
-    assert passes.tree.num_used == used
+            check_integrity(passes.tree)
+    assert passes.tree.slots.num_used == used
     ask(passes, longer)
 
 

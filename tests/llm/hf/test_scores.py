@@ -16,6 +16,7 @@ from genlm_backend.errors import ContextError
 from genlm_backend.llm import BatchedLM
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.tree_integrity import check_integrity
 
 LOOK_AHEAD = {"cpmant"}
 SLOT = 2 * 2 * 2 * 8 * 4
@@ -86,7 +87,7 @@ async def test_a_text_is_one_pass_over_its_tokens_and_stays_cached(tiny_llama):
         # What is cached before the first score is reused, and nothing behind it.
         check(await lm.score(text[:50], text[50:]), fresh_scores(tiny_llama, text, 50))
         assert lm.statistics().tokens_computed == 60 + 10
-        lm._evaluator.passes.tree.check_integrity()
+        check_integrity(lm._evaluator.passes.tree)
         assert lm.statistics().kv_bytes_used == 60 * SLOT
 
 

@@ -27,7 +27,7 @@ from genlm_backend.errors import (
 )
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
-from tests.llm.hf.histories import History, check_integrity, tokens
+from tests.llm.hf.histories import History, check_tree, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels
 
@@ -95,7 +95,7 @@ async def check(lm, name, contexts):
     rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
     for row, context in zip(rows, contexts, strict=True):
         torch.testing.assert_close(row, expected(name, tuple(context)), rtol=0, atol=CLOSE)
-    check_integrity(lm)
+    check_tree(lm)
 
 
 # ---------------------------------------------------------------- families
@@ -499,7 +499,7 @@ async def _times_computed(name, **options):
             particles = [[*p, generator.randrange(4)] for p in particles]
             if step % 4 == 3:
                 particles = generator.choices(particles, k=20)
-        check_integrity(lm)
+        check_tree(lm)
         return lm.statistics().tokens_computed / len(seen)
 
 
@@ -526,7 +526,7 @@ async def test_a_nan_stays_in_its_own_row(name):
             assert all(row.isnan().any() for row in rows[3:])
             assert await lm.num_cached_tokens([*sound[0], 91, 5]) <= len(sound[0])
             assert await lm.num_cached_tokens([91, 5]) == 0
-            check_integrity(lm)
+            check_tree(lm)
             sound = [[*context, *generator.choices(range(3, 80), k=1)] for context in sound]
         states = lm._evaluator.passes.cache.state_store
         numbers = lm._evaluator.passes.tree.nodes.state
@@ -574,7 +574,7 @@ async def test_what_nobody_waits_for_any_more_is_kept_as_far_as_it_came(name):
             await lm.next_token_logprobs(context)
         passes.forwards.check_wanted = wanted
         assert await lm.num_cached_tokens(context) == 24
-        check_integrity(lm)
+        check_tree(lm)
         await check(lm, name, [context, context[:24], context[:25]])
 
 
@@ -598,7 +598,7 @@ async def leaving(name, count, size):
                 wanted = expected(name, tuple(context))
                 torch.testing.assert_close(row, wanted, rtol=0, atol=CLOSE)
             contexts = [c if len(c) < 40 else c[:10] for c in grown[:8]]
-            check_integrity(lm)
+            check_tree(lm)
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -12,6 +12,7 @@ from genlm_backend.errors import ModelStateError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 from tests.llm.mlx import converted, sharpened
+from tests.tree_integrity import check_integrity
 
 pytestmark = [
     pytest.mark.mlx,
@@ -92,7 +93,7 @@ def test_rows_of_forks_are_those_of_contexts_run_whole(name, few_tokens):
                 whole = lm.next_token_logprobs_uncached(context)
                 torch.testing.assert_close(row, whole, atol=5e-5, rtol=0)
             contexts = [list(generator.choice(contexts)) for _ in contexts]
-        lm._mlx.passes.tree.check_integrity()
+        check_integrity(lm._mlx.passes.tree)
 
 
 def test_what_is_shared_is_read_once(monkeypatch):
@@ -163,7 +164,7 @@ def test_a_model_that_has_come_to_attend_otherwise_says_so():
         for i, found in enumerate(rows):
             whole = lm.next_token_logprobs_uncached([*prompt, i])
             torch.testing.assert_close(found, whole, atol=5e-5, rtol=0)
-        lm._mlx.passes.tree.check_integrity()
+        check_integrity(lm._mlx.passes.tree)
         assert row.shape == (families.VOCAB,)
 
 

@@ -25,6 +25,7 @@ from genlm_backend.errors import (
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 from tests.llm.mlx import converted, over, sharpened
+from tests.tree_integrity import check_integrity
 
 pytestmark = [pytest.mark.mlx, pytest.mark.filterwarnings("ignore")]
 needs_mlx = pytest.mark.skipif(not present.is_present(), reason="needs MLX")
@@ -79,7 +80,7 @@ def test_rows_of_any_history_are_those_of_transformers(name):
                 torch.testing.assert_close(row, expected, atol=TOLERANCES[name], rtol=0)
             longer = [[*c, *generator.choices(range(families.VOCAB), k=2)] for c in contexts]
             contexts = [*longer, [*contexts[0], 1], contexts[1][:1]]
-        lm._mlx.passes.tree.check_integrity()
+        check_integrity(lm._mlx.passes.tree)
 
 
 @needs_mlx
@@ -183,7 +184,7 @@ def test_a_tiny_budget_changes_no_row():
             rows = lm.batch_next_token_logprobs_sync(contexts)
             for row, context in zip(rows, contexts, strict=True):
                 torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
-        lm._mlx.passes.tree.check_integrity()
+        check_integrity(lm._mlx.passes.tree)
 
 
 @needs_mlx

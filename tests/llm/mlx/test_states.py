@@ -17,6 +17,7 @@ from genlm_backend.errors import CacheError, OptionError
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.mlx import converted, state_models
+from tests.tree_integrity import check_integrity
 
 pytestmark = [
     pytest.mark.mlx,
@@ -103,7 +104,7 @@ def test_rows_of_forks_are_those_of_contexts_run_whole(name):
             check(name, lm.batch_next_token_logprobs_sync(asked), asked)
             contexts = [list(generator.choice(contexts)) for _ in contexts]
         assert lm.statistics().num_evicted_states == 0
-        lm._mlx.passes.tree.check_integrity()
+        check_integrity(lm._mlx.passes.tree)
 
 
 @kept_families
@@ -177,7 +178,7 @@ def test_no_history_changes_a_row(name, operations, num_states, seed):
                     lm.clear_kv_cache()
             else:
                 lm.clear_kv_cache()
-            lm._mlx.passes.tree.check_integrity()
+            check_integrity(lm._mlx.passes.tree)
 
 
 _size_of = functools.cache(size_of)
