@@ -67,40 +67,34 @@ class Forwards:
         spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
         before = np.array([segment.before for segment in segments], np.int32)
         logits = self.runner.forward(pack(spans, Paths.of(nodes, before), states), attend)
-        wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
-        if any(job.targets for jobs in wanted for job in jobs):
-            self._hand_out_scores(segments, logits)
-        indices = [i for i, jobs in enumerate(wanted) if not all(job.targets for job in jobs)]
-        if indices:
-            rows = self.finish(logits if len(indices) == len(wanted) else logits[indices])
-            for i, row in zip(indices, rows, strict=True):
-                for job in wanted[i]:
-                    job.row = None if job.targets else row
+        outputs = (output for segment in segments for output in segment.outputs.items())
+        wanted = [
+            (index, job, position) for index, (position, jobs) in enumerate(outputs) for job in jobs
+        ]
+        self._hand_out(logits, wanted)
 
     def alone(self, job: Job, span: Span, attend: Any, start: int = 0) -> None:
         """Run tokens of one context in a pass of their own, and hand the job its outputs."""
         self.check_wanted()
         logits = self.runner.forward([span], attend)
-        if not job.targets:
-            job.row = next(iter(self.finish(logits)), None) if len(span.outputs) else None
-            return
-        wanted = [start + position - job.first for position in span.outputs]
-        if wanted:
-            self._put_scores(logits, [(row, job, i) for row, i in enumerate(wanted)])
+        wanted = [(row, job, start + position) for row, position in enumerate(span.outputs)]
+        self._hand_out(logits, wanted)
 
-    def _hand_out_scores(self, segments: Sequence[Segment], logits: torch.Tensor) -> None:
-        outputs = [output for segment in segments for output in segment.outputs.items()]
-        wanted = [
-            (index, job, position - job.first)
-            for index, (position, jobs) in enumerate(outputs)
-            for job in jobs
-            if job.targets
-        ]
-        indices = sorted({index for index, _, _ in wanted})
-        if len(indices) < len(outputs):
-            logits = logits[indices]
-        rows = {index: row for row, index in enumerate(indices)}
-        self._put_scores(logits, [(rows[index], job, i) for index, job, i in wanted])
+    def _hand_out(self, logits: torch.Tensor, wanted: Sequence[tuple[int, Job, int]]) -> None:
+        """Give jobs what is made of the logits after positions: scores first, and then rows."""
+        scored = [(index, job, at - job.first) for index, job, at in wanted if job.targets]
+        if scored:
+            indices = sorted({index for index, _, _ in scored})
+            of_scores = logits if len(indices) == len(logits) else logits[indices]
+            row_of = {index: row for row, index in enumerate(indices)}
+            self._put_scores(of_scores, [(row_of[index], job, i) for index, job, i in scored])
+        indices = sorted({index for index, job, _ in wanted if not job.targets})
+        if indices:
+            own = self.finish(logits if len(indices) == len(logits) else logits[indices])
+            rows = dict(zip(indices, own, strict=True))
+            for index, job, _ in wanted:
+                if not job.targets:
+                    job.row = rows[index]
 
     def _put_scores(self, logits: torch.Tensor, wanted: Sequence[tuple[int, Job, int]]) -> None:
         """Put the scores of targets into their jobs."""

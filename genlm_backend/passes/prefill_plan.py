@@ -328,14 +328,8 @@ def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int
                 -(-num_outputs // max(cost.max_outputs, len(rows))),
                 -(-len(rows) // cost.max_rows),
             )
-            options.append(
-                (
-                    best[start][0]
-                    + cost.of(len(rows), num_new, num_past)
-                    + (num_passes - 1) * cost.per_forward,
-                    start,
-                )
-            )
+            total = best[start][0] + cost.of(len(rows), num_new, num_past)
+            options.append((total + (num_passes - 1) * cost.per_forward, start))
         best.append(min(options))
     groups: list[list[int]] = []
     end = len(cuts) - 1
