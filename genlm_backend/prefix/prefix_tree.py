@@ -60,12 +60,7 @@ class PrefixTree:
             root = self._roots[namespace] = self.nodes.new_root()
         return root
 
-    def match(
-        self,
-        token_ids: Any,
-        namespace: Hashable = None,
-        place: Place = NOWHERE,
-    ) -> int:
+    def match(self, token_ids: Any, namespace: Hashable = None, place: Place = NOWHERE) -> int:
         """Return the node of the longest cached prefix, which is not evicted before ``begin``."""
         tokens = np.asarray(token_ids, np.int32)
         sizes = np.array([len(tokens)], np.int32)
@@ -376,16 +371,9 @@ class _Leaves:
             is_new = not len(self._queue)
             if is_new:
                 self._fill(nodes, now)
+            own = nodes.parent, nodes.depth, nodes.slot, nodes.stamp, num_below
             found, num_done = node_loops.take_leaves(
-                nodes.parent,
-                nodes.depth,
-                nodes.slot,
-                nodes.stamp,
-                num_below,
-                self._queue,
-                self._stamps,
-                taken[num_taken:],
-                self._is_on_device,
+                *own, self._queue, self._stamps, taken[num_taken:], self._is_on_device
             )
             num_taken += found
             self._queue, self._stamps = self._queue[num_done:], self._stamps[num_done:]

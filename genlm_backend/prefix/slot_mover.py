@@ -35,42 +35,25 @@ class Mover:
     def _copy(
         self, source: Kept, from_slots: Sequence[int], to: Kept, to_slots: Sequence[int]
     ) -> None:
-        if self._first:
-            from_slots, to_slots = (
-                [slot - self._first for slot in slots] for slots in (from_slots, to_slots)
-            )
-        _copy(source, from_slots, to, to_slots)
-
-
-def _copy(source: Kept, from_slots: Sequence[int], to: Kept, to_slots: Sequence[int]) -> None:
-    stretches = _stretches(from_slots, to_slots)
-    if len(from_slots) >= LONG_STRETCH * len(stretches):
-        _copy_stretches(source, to, stretches)
-        return
-    wanted, places = (
-        torch.tensor(list(slots), dtype=torch.int64) for slots in (from_slots, to_slots)
-    )
-    for old, new in zip(source.codes, to.codes, strict=True):
-        for codes, kept in zip(old, new, strict=True):
-            # What the processor reads and writes has to be there, so that this waits for copies.
-            _wait_for(codes, kept)
-            found = codes.index_select(0, wanted.to(codes.device)).to(kept.device)
-            kept.index_copy_(0, places.to(kept.device), found)
-
-
-def _copy_stretches(source: Kept, to: Kept, stretches: list[tuple[int, int, int]]) -> None:
-    for old, new in zip(source.codes, to.codes, strict=True):
-        for codes, kept in zip(old, new, strict=True):
-            waits_not = codes.is_cuda or kept.is_cuda
-            for start, first, size in stretches:
-                part = kept[first : first + size]
-                part.copy_(codes[start : start + size], non_blocking=waits_not)
-
-
-def _wait_for(*tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
+        wanted, places = (
+            torch.tensor(slots, dtype=torch.int64) - self._first for slots in (from_slots, to_slots)
+        )
+        stretches = _stretches(wanted.tolist(), places.tolist())
+        is_long = len(from_slots) >= LONG_STRETCH * len(stretches)
+        for old, new in zip(source.codes, to.codes, strict=True):
+            for codes, kept in zip(old, new, strict=True):
+                if is_long:
+                    waits_not = codes.is_cuda or kept.is_cuda
+                    for start, first, size in stretches:
+                        part = kept[first : first + size]
+                        part.copy_(codes[start : start + size], non_blocking=waits_not)
+                    continue
+                # What the processor reads and writes has to be there: this waits for copies.
+                for tensor in (codes, kept):
+                    if tensor.is_cuda:
+                        torch.cuda.current_stream(tensor.device).synchronize()
+                found = codes.index_select(0, wanted.to(codes.device)).to(kept.device)
+                kept.index_copy_(0, places.to(kept.device), found)
 
 
 def _stretches(from_slots: Sequence[int], to_slots: Sequence[int]) -> list[tuple[int, int, int]]:

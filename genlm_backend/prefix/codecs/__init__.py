@@ -7,7 +7,7 @@ from typing import Final, Literal, TypeAlias, get_args
 import torch
 
 from genlm_backend.prefix.codecs.codec import Codec
-from genlm_backend.prefix.codecs.formats import Cast, Exact, Int8, UInt4
+from genlm_backend.prefix.codecs.formats import Cast, Int8, UInt4
 
 KVCacheDtype: TypeAlias = Literal["bfloat16", "float16", "int8", "uint4"]
 """Name of a number format of keys and values."""
@@ -16,17 +16,9 @@ KV_CACHE_DTYPES: Final[tuple[KVCacheDtype, ...]] = get_args(KVCacheDtype)
 """All of them, from the most exact to the smallest."""
 
 
-_CODECS: Final[dict[KVCacheDtype, type[Codec]]] = {
-    "bfloat16": Cast,
-    "float16": Cast,
-    "int8": Int8,
-    "uint4": UInt4,
-}
-
-
 def needs_mean(kept: KVCacheDtype | None) -> bool:
     """Return whether a number format needs the mean of keys, which is computed once."""
-    return kept is not None and _CODECS[kept].needs_mean
+    return kept == "uint4"
 
 
 def codec_for(
@@ -36,15 +28,13 @@ def codec_for(
     dtype: torch.dtype,
     mean: torch.Tensor | None = None,
 ) -> Codec:
-    if kept is None or getattr(torch, kept) is dtype:
-        return Exact(width, dim, dtype)
     match kept:
         case "int8":
             return Int8(width, dim, dtype)
         case "uint4":
             return UInt4(width, dim, dtype, mean)
-        case "bfloat16" | "float16":
-            return Cast(width, dim, dtype, getattr(torch, kept))
+        case _:
+            return Cast(width, dim, dtype, dtype if kept is None else getattr(torch, kept))
 
 
 __all__ = ["KV_CACHE_DTYPES", "Codec", "KVCacheDtype", "codec_for", "needs_mean"]

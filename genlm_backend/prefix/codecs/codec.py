@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
 
 import torch
 
@@ -11,11 +10,8 @@ import torch
 class Codec(abc.ABC):
     """A way to store keys and values of one layer: ``[n, width]`` rows of vectors, side by side."""
 
-    is_exact: ClassVar[bool] = False
+    is_exact = False
     """Whether what is decoded is what was coded, and a view of it."""
-
-    needs_mean: ClassVar[bool] = False
-    """Whether it takes the mean of rows off, which has to be known before."""
 
     # A token's codes depend on its own row alone. Codes of zeros decode to finite numbers.
     def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import ClassVar, Final, final
+from typing import Final, final
 
 import torch
 
@@ -30,8 +30,6 @@ class UInt4(Codec):
     # matrix ``R`` rotates each vector, so that no channel is much larger than the others (QuaRot:
     # Ashkboos et al., 2024, arXiv:2404.00456, section 4). A vector with an infinity or a NaN
     # decodes to no finite number.
-    needs_mean: ClassVar[bool] = True
-
     def __init__(
         self, width: int, dim: int, dtype: torch.dtype, mean: torch.Tensor | None = None
     ) -> None:
@@ -151,35 +149,21 @@ class Int8(Codec):
 
 
 @final
-class Exact(Codec):
-    """Keeps keys and values as the model computes them."""
-
-    is_exact: ClassVar[bool] = True
-
-    def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
-        return ((self.width, self.dtype),)
-
-    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (rows,)
-
-    def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return codes[0]
-
-
-@final
 class Cast(Codec):
-    """Keeps keys and values in another floating-point type, each element rounded to the nearest."""
+    """Keeps keys and values as they are computed, or rounded to another floating-point type."""
 
     def __init__(self, width: int, dim: int, dtype: torch.dtype, kept: torch.dtype) -> None:
         super().__init__(width, dim, dtype)
-        self._kept = kept
+        self._kept, self.is_exact = kept, kept is dtype
         self._largest = torch.finfo(kept).max
 
     def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
         return ((self.width, self._kept),)
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Round the elements; an infinity stays one, as does a NaN."""
+        """Round the elements to the nearest; an infinity stays one, as does a NaN."""
+        if self.is_exact:
+            return (rows,)
         if self._largest < torch.finfo(self.dtype).max:
             # Finite numbers beyond the range of the type become its largest, not infinite.
             inside = rows.clamp(-self._largest, self._largest)
@@ -187,4 +171,4 @@ class Cast(Codec):
         return (rows.to(self._kept),)
 
     def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return codes[0].to(self.dtype)
+        return codes[0] if self.is_exact else codes[0].to(self.dtype)
