@@ -29,16 +29,13 @@ class Attend(abc.ABC, Generic[Given]):
     def attending(self, batch: PackedBatch, model: Any) -> AbstractContextManager[Given]:
         """Prepare one forward pass, which is made within the context.
 
-        With the pass, or with ``keep``, the keys and values of the batch's new tokens go to the
-        slots that it names.
+        With the pass, or after it, the keys and values of the batch's new tokens go to the slots
+        that it names.
 
         Returns:
             A context of what the model takes beside token ids and positions: of transformers a
             dictionary, of mlx-lm a list of caches or ``None`` for its own.
         """
-
-    def keep(self, batch: PackedBatch, given: Given) -> None:
-        """Keep the keys and values that an evaluated pass has left; none by default."""
 
 
 @final

@@ -35,11 +35,11 @@ class Attended(Generic[A]):
         operators, values, logsumexp = self.operators, self.values, self.logsumexp
         if rows is not None:
             values, logsumexp = values[rows], logsumexp[rows]
-        share = operators.sigmoid(other.logsumexp - logsumexp)
+        share = operators.lib.sigmoid(other.logsumexp - logsumexp)
         # A query that attends to nothing in either block would have a share of NaN.
         share = operators.fill_(share, other.logsumexp == -math.inf, 0)[..., None]
         values = operators.lerp(values, other.values, operators.as_type_of(share, values))
-        logsumexp = operators.logaddexp(logsumexp, other.logsumexp)
+        logsumexp = operators.lib.logaddexp(logsumexp, other.logsumexp)
         if rows is None:
             self.values, self.logsumexp = values, logsumexp
         else:
@@ -49,7 +49,7 @@ class Attended(Generic[A]):
         """Return the values with one more score for each query, which has no value."""
         operators = self.operators
         sums = self.logsumexp - operators.as_type_of(sinks, self.logsumexp)
-        share = operators.sigmoid(sums)[..., None]
+        share = operators.lib.sigmoid(sums)[..., None]
         return self.values * operators.as_type_of(share, self.values)
 
     def apart(self, num_rows: int) -> Attended[A]:
@@ -102,7 +102,7 @@ class Block(Generic[A]):
             part = slice(start, start + size)
             own = None if mask is None else mask[:, :, part]
             found.append(self._attend(query[:, :, part], keys, values, own))
-        concat = self.operators.concat
+        concat = self.operators.lib.concatenate
         return Attended(
             self.operators,
             concat([one.values for one in found], 2),
@@ -124,7 +124,7 @@ class Block(Generic[A]):
         scores -= largest
         weights = operators.exp_(scores)
         total = operators.total(weights)
-        largest += operators.log(total)
+        largest += operators.lib.log(total)
         logsumexp = largest[..., 0]
         if mask is not None:
             total = operators.at_least_(total, _TINIEST)

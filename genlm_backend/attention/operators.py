@@ -17,18 +17,14 @@ A = TypeVar("A", bound=Any)
 class Operators(Generic[A]):
     """The operators of one library; those that end in ``_`` may overwrite their first argument."""
 
+    lib: Any  # has ``concatenate``, ``log``, ``logaddexp``, ``sigmoid`` and ``zeros_like``
     put: Callable[[torch.Tensor, Any], A]
     device_of: Callable[[A], Any]
-    concat: Callable[[list[A], int], A]
-    zeros_like: Callable[[A], A]
     as_type_of: Callable[[A, A], A]
     fill_: Callable[[A, A, float], A]
     at_least_: Callable[[A, float], A]
     exp_: Callable[[A], A]
     tanh_: Callable[[A], A]
-    log: Callable[[A], A]
-    logaddexp: Callable[[A, A], A]
-    sigmoid: Callable[[A], A]
     lerp: Callable[[A, A, A], A]
     largest: Callable[[A], A]
     total: Callable[[A], A]

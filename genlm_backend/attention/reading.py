@@ -110,24 +110,6 @@ class Rest:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Wear:
-    """How far a reading is from one that would be made anew."""
-
-    num_columns: int
-    num_tokens: int
-    origins: NDArray[np.int64]  # [B] int64
-    num_repeated: int = 0
-
-    def advanced(self, rows: NDArray[np.int64]) -> Wear:
-        """Return that of a reading whose rows go on from ``rows``."""
-        origins = self.origins[rows]
-        num_others = len(rows) - int(np.count_nonzero(np.bincount(origins)))
-        num_repeated = self.num_repeated + num_others * self.num_columns
-        return Wear(self.num_columns, self.num_tokens, origins, num_repeated)
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
 class Advance:
     """The way from a reading to that of the next decode step."""
 
@@ -149,7 +131,11 @@ class Reading:
     parts: tuple[Part, ...]
     rest: Rest
     num_past: NDArray[np.int64]  # [B] int64
-    wear: Wear
+    # How far it is from one that would be made anew: what was read to make it, and its rows then.
+    num_columns: int
+    num_tokens: int
+    origins: NDArray[np.int64]  # [B] int64
+    num_repeated: int = 0
     advance: Advance | None = None
     identity: object = field(default_factory=object)
 
@@ -168,19 +154,16 @@ class Reading:
             own = shared[start:stop]
             first, size = starts[own[0]], num_rows[own[0]]
             parts.append(Part(np.sort(order[first : first + size]), positions[own], slots[own]))
-        num_columns = rest[0].shape[1]
-        wear = Wear(num_columns, len(shared) + rest[0].size, np.arange(len(past.nodes)))
-        return cls(tuple(parts), Rest.of(*rest), past.num_tokens, wear)
+        wear = rest[0].shape[1], len(shared) + rest[0].size, np.arange(len(past.nodes))
+        return cls(tuple(parts), Rest.of(*rest), past.num_tokens, *wear)
 
     @property
     def is_worn(self) -> bool:
         """Whether the next step should make a new reading instead of advancing this one."""
         # Tokens that rows have come to share since are copied for each row. A new one pays once the
         # rest is twice as wide, or once as many tokens were copied in vain as making one takes.
-        wear = self.wear
-        num_added = self.rest.num_columns - wear.num_columns
-        most = max(MIN_ADDED, wear.num_columns)
-        return num_added > most or wear.num_repeated > wear.num_tokens
+        num_added = self.rest.num_columns - self.num_columns
+        return num_added > max(MIN_ADDED, self.num_columns) or self.num_repeated > self.num_tokens
 
     def advanced(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Reading:
         """Return the reading of the next decode step, each of whose rows has a token more."""
@@ -200,11 +183,15 @@ class Reading:
             if len(own):
                 parts.append(Part(own, part.positions, part.slots))
                 numbers.append(number)
-        num_past = self.num_past[rows]
+        num_past, origins = self.num_past[rows], self.origins[rows]
+        num_others = len(rows) - int(np.count_nonzero(np.bincount(origins)))
         return Reading(
             tuple(parts),
             self.rest.advanced(rows, slots, num_past),
             num_past + 1,
-            self.wear.advanced(rows),
+            self.num_columns,
+            self.num_tokens,
+            origins,
+            self.num_repeated + num_others * self.num_columns,
             Advance(self.identity, rows, slots, tuple(numbers)),
         )

@@ -101,14 +101,14 @@ class Indices(Generic[A]):
         for number, part in zip(advance.parts, reading.parts, strict=True):
             own = _rows_of(operators, part, num_rows, device)
             parts.append(PartIndices(own, self.parts[number].slots, len(part)))
-        rest = operators.concat([self.rest[rows], slots[:, None]], 1)
+        rest = operators.lib.concatenate([self.rest[rows], slots[:, None]], 1)
         return Indices(operators, device, rest, tuple(parts))
 
     def beside(self, store: Stored[A], layer: int, keys: A, values: A) -> tuple[A, A]:
         """Return new keys and values after each row's own past: ``[B, heads, P + Q, dim]``."""
         if not self.rest.shape[1]:
             return keys, values
-        concat, past = self.operators.concat, store.read_by_head(layer, self.rest)
+        concat, past = self.operators.lib.concatenate, store.read_by_head(layer, self.rest)
         return concat([past[0], keys], 2), concat([past[1], values], 2)
 
 
@@ -182,7 +182,7 @@ class PassMasks(Generic[A]):
             rest = None  # the rows that had padding are gone
         if rest is not None:
             own = rest[operators.put(torch.from_numpy(advance.rows), device)]
-            rest = operators.concat([own, operators.zeros_like(own[..., :1])], 3)
+            rest = operators.lib.concatenate([own, operators.lib.zeros_like(own[..., :1])], 3)
         num_parts = len(reading.parts)
         nothing, everything = (None,) * num_parts, (True,) * num_parts
         return PassMasks(operators, device, rest, nothing, everything, False)
@@ -214,11 +214,7 @@ class SharedPass(abc.ABC, Generic[A]):
     operators: Operators[A]
 
     def __init__(
-        self,
-        store: Stored[A],
-        batch: PackedBatch,
-        reading: Reading,
-        last: LastArrays | None,
+        self, store: Stored[A], batch: PackedBatch, reading: Reading, last: LastArrays | None
     ) -> None:
         self._store, self._batch, self._reading = store, batch, reading
         self.num_past = int(batch.num_past.max())
@@ -255,11 +251,12 @@ class SharedPass(abc.ABC, Generic[A]):
         """Whether so many layers have attended, and none has yet to."""
         return self._new is None and self.num_attended == num_layers
 
-    def take(self, layer: int, keys: A, values: A) -> None:
-        """Take new keys and values of a layer, ``[B, key_heads, Q, dim]``, before its query."""
+    def take(self, layer: int, keys: A, values: A) -> tuple[A, A]:
+        """Take and return new keys and values of a layer, ``[B, key_heads, Q, dim]``."""
         if self._new is not None:
             raise self.attends_otherwise("a layer has attended elsewhere")
         self._new = layer, keys, values
+        return keys, values
 
     def attend(
         self,

@@ -169,7 +169,7 @@ class PassEvaluator(Evaluator):
             node = self.passes.computed(query)
         return node is not None and self.passes.cache.pin(node)
 
-    def _counted(self) -> EvaluatorCounts:
+    def counts(self) -> EvaluatorCounts:
         runner, tree, cache = self.passes.runner, self.passes.tree, self.passes.cache
         states, per_state = tree.states, cache.state_store.layout.bytes_per_state
         per_slot = cache.store.bytes_per_slot

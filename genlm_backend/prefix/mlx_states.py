@@ -11,7 +11,9 @@ import mlx.core as mx
 import numpy as np
 
 from genlm_backend.errors import ModelStateError
+from genlm_backend.prefix.mlx_store import make_room
 from genlm_backend.prefix.nodes import Ints
+from genlm_backend.prefix.states import StateLayout
 
 _FIRST_STATES: Final = 16
 
@@ -21,7 +23,7 @@ _FIRST_STATES: Final = 16
 class StateArray:
     """One array of the running state after one token."""
 
-    cache: int
+    layer: int
     index: int
     shape: tuple[int, ...]
     dtype: Any
@@ -32,29 +34,15 @@ class StateArray:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class MlxStateLayout:
-    """The running states of all layers; none if a model has no such layer."""
-
-    arrays: tuple[StateArray, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.arrays)
-
-    @property
-    def bytes_per_state(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
-
-
-@final
 class MlxStateStore:
     """Running states by number, as in ``StateStore``; number 0 stands for none."""
 
-    def __init__(self, layout: MlxStateLayout, num_states: int) -> None:
+    def __init__(self, layout: StateLayout, num_states: int) -> None:
         self.layout, self.num_states = layout, num_states
+        self._arrays: Any = layout.tensors
         # The arrays grow as states are first written, so that an unused budget takes no memory.
         rows = min(_FIRST_STATES, num_states + 1)
-        self._kept = [mx.zeros((rows, *array.shape), array.dtype) for array in layout.arrays]
+        self._kept = [mx.zeros((rows, *array.shape), array.dtype) for array in self._arrays]
 
     def read(self, numbers: Ints) -> list[mx.array]:
         """Return copies of states, ``[n, *shape]`` each, in the order of the layout."""
@@ -65,11 +53,11 @@ class MlxStateStore:
         """Fill states with arrays as ``read`` returns them."""
         if len(numbers) == 0:
             return
-        self._make_room(int(np.max(numbers)) + 1)
+        make_room(self._kept, int(np.max(numbers)) + 1, self.num_states + 1, axis=0)
         is_stretch = bool((np.diff(numbers) == 1).all())  # which is written at once
         first, last = int(numbers[0]), int(numbers[-1])
         places: Any = slice(first, last + 1) if is_stretch else _index(numbers)
-        for i, (array, new) in enumerate(zip(self.layout.arrays, states, strict=True)):
+        for i, (array, new) in enumerate(zip(self._arrays, states, strict=True)):
             if new.shape != (len(numbers), *array.shape):  # or it would be made to fit
                 raise ModelStateError(
                     f"the running state of some layer has the shape {new.shape[1:]}, and had "
@@ -83,16 +71,6 @@ class MlxStateStore:
         return len(numbers) == 0 or all(
             bool(mx.isfinite(state).all().item()) for state in self.read(numbers)
         )
-
-    def _make_room(self, num_rows: int) -> None:
-        present = self._kept[0].shape[0]
-        if num_rows <= present:
-            return
-        more = min(self.num_states + 1, max(num_rows, 2 * present)) - present
-        for i, array in enumerate(self.layout.arrays):  # one by one, so that little is there twice
-            added = mx.zeros((more, *array.shape), array.dtype)
-            self._kept[i] = mx.concatenate([self._kept[i], added])
-            mx.eval(self._kept[i])
 
 
 def _index(numbers: Ints) -> mx.array:

@@ -45,7 +45,8 @@ class MlxStore:
         # Heads come first, so that a stretch of slots is read in place.
         rows = min(_FIRST_SLOTS, self._num_rows)
         self._kept = [
-            [_zeros(rows, shape, of_keys) for of_keys in (True, False)] for shape in shapes
+            [mx.zeros((s.num_heads, rows, dim), s.dtype) for dim in (s.key_dim, s.value_dim)]
+            for s in self.shapes
         ]
 
     def read_by_head(self, layer: int, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
@@ -56,9 +57,8 @@ class MlxStore:
         return kept[0].swapaxes(0, 1), kept[1].swapaxes(0, 1)
 
     def write(self, slots: np.ndarray, new: Sequence[tuple[mx.array, mx.array]]) -> None:
-        if not self.shapes:  # of a model with running states alone
-            return
-        self._make_room(int(slots.max()) + 1)
+        for kept in self._kept:
+            make_room(kept, int(slots.max()) + 1, self._num_rows, axis=1)
         is_stretch = bool((np.diff(slots) == 1).all())
         places: Any = slice(int(slots[0]), int(slots[-1]) + 1) if is_stretch else mx.array(slots)
         for kept, rows in zip(self._kept, new, strict=True):
@@ -73,17 +73,14 @@ class MlxStore:
             bool(mx.isfinite(part[:, places]).all().item()) for kept in self._kept for part in kept
         )
 
-    def _make_room(self, num_rows: int) -> None:
-        present = self._kept[0][0].shape[1]
-        if num_rows <= present:
-            return
-        more = min(self._num_rows, max(num_rows, 2 * present)) - present
-        for kept, shape in zip(self._kept, self.shapes, strict=True):
-            for number in (0, 1):  # one by one, so that little is there twice
-                kept[number] = mx.concatenate([kept[number], _zeros(more, shape, number == 0)], 1)
-                mx.eval(kept[number])
 
-
-def _zeros(num_rows: int, shape: LayerShape, of_keys: bool) -> mx.array:
-    dim = shape.key_dim if of_keys else shape.value_dim
-    return mx.zeros((shape.num_heads, num_rows, dim), shape.dtype)
+def make_room(kept: list[mx.array], num_rows: int, most: int, axis: int) -> None:
+    """Have arrays grow along an axis if they have fewer rows, one by one: little is there twice."""
+    present = kept[0].shape[axis]
+    if num_rows <= present:
+        return
+    for i in range(len(kept)):
+        shape = list(kept[i].shape)
+        shape[axis] = min(most, max(num_rows, 2 * present)) - present
+        kept[i] = mx.concatenate([kept[i], mx.zeros(shape, kept[i].dtype)], axis)
+        mx.eval(kept[i])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections.abc import Iterator
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +15,9 @@ from genlm_backend.attention.mlx.mlx_row_states import caches_of, leaves
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.prefix.mlx_store import MlxStore
 
+if TYPE_CHECKING:
+    from genlm_backend.attention.mlx.mlx_shared import MlxPass
+
 Caches: TypeAlias = list[Any] | None
 """Stand-ins for a model's caches, one for each; ``None`` for none."""
 
@@ -23,22 +25,26 @@ MlxAttend: TypeAlias = Attend[Caches]
 """A way for the new tokens of a forward pass of MLX to attend to those before them."""
 
 
-class MlxSlotLayer(abc.ABC):
+class MlxSlotLayer:
     """A stand-in for one of a model's caches, for one forward pass."""
 
-    def __init__(self, number: int, offset: int | mx.array) -> None:
-        self.number, self.offset = number, offset
+    def __init__(
+        self, store: MlxStore, number: int, offset: int | mx.array, of_pass: _Past | MlxPass
+    ) -> None:
+        self.store, self._number, self.offset, self.of_pass = store, number, offset, of_pass
         self.new: tuple[mx.array, mx.array] | None = None
 
-    @abc.abstractmethod
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Any:
         """Return the attention mask; the names are those of mlx-lm's caches."""
+        return self.of_pass.mask(N, window_size, return_array)
 
-    @abc.abstractmethod
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take new keys and values, ``[B, heads, Q, dim]``; return what is attended to."""
+        found = self.of_pass.take(self._number, keys, values)
+        self.new = keys, values
+        return found
 
     def taken(self, columns: mx.array | None) -> tuple[mx.array, mx.array]:
         """Return the new tokens' keys and values, ``[heads, n, dim]`` each, without the padding."""
@@ -51,13 +57,15 @@ class MlxSlotLayer(abc.ABC):
         return found[0], found[1]
 
 
-def keep_new(store: MlxStore, batch: PackedBatch, layers: Caches) -> None:
+def keep_new(batch: PackedBatch, layers: Caches) -> None:
     """Write the keys and values that layers have taken into the slots that the batch names."""
-    columns = None if batch.new_columns is None else mx.array(batch.new_columns.numpy())
     own = [layer for layer in leaves(layers or ()) if isinstance(layer, MlxSlotLayer)]
+    if not own:
+        return
+    columns = None if batch.new_columns is None else mx.array(batch.new_columns.numpy())
     new = [layer.taken(columns) for layer in own]
     mx.eval(new)
-    store.write(batch.new_slots.numpy(), new)
+    own[0].store.write(batch.new_slots.numpy(), new)
 
 
 def offset_of(batch: PackedBatch) -> int | mx.array:
@@ -87,26 +95,24 @@ class MlxGatherAttend(Attend[Caches]):
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
         own: list[Any] = []
         if self._store.shapes:
-            past, offset = _Past(batch, self._by_group), offset_of(batch)
+            past, offset = _Past(self._store, batch, self._by_group), offset_of(batch)
             numbers = range(len(self._store.shapes))
-            own = [_MlxGatheredLayer(self._store, number, past, offset) for number in numbers]
+            own = [MlxSlotLayer(self._store, number, offset, past) for number in numbers]
         states: Any = batch.states
         yield caches_of(model, own, states)
-
-    def keep(self, batch: PackedBatch, given: Caches) -> None:
-        keep_new(self._store, batch, given)
 
 
 @final
 class _Past:
     """The tokens before the new ones of a batch: where they are, and which rows see them."""
 
-    def __init__(self, batch: PackedBatch, by_group: bool) -> None:
+    def __init__(self, store: MlxStore, batch: PackedBatch, by_group: bool) -> None:
+        self._store = store
         self._longest = int(batch.num_past.max())
         self._num_padding = self._longest - batch.num_past
         self._by_group = by_group
         slots = batch.past.columns(self._longest)
-        self.slots = mx.array(slots.astype(np.int32)) if self._longest else None
+        self._slots = mx.array(slots.astype(np.int32)) if self._longest else None
         self._masks: dict[tuple[int, int | None, bool], Any] = {}
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
@@ -128,25 +134,10 @@ class _Past:
         visible: Any = np.expand_dims(seen, (1, 2) if self._by_group else 1)
         return mx.array(visible)
 
-
-@final
-class _MlxGatheredLayer(MlxSlotLayer):
-    """One layer: keys and values of the tokens before come out with the new ones."""
-
-    def __init__(self, store: MlxStore, number: int, past: _Past, offset: int | mx.array) -> None:
-        super().__init__(number, offset)
-        self._store, self._past = store, past
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
-    ) -> Any:
-        return self._past.mask(N, window_size, return_array)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def take(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the keys and values of cached and new tokens: ``[B, heads, P + Q, dim]``."""
-        self.new = keys, values
-        if self._past.slots is None:
+        if self._slots is None:
             return keys, values
-        before = self._store.read_by_head(self.number, self._past.slots)
-        joined = [mx.concatenate([*pair], 2) for pair in zip(before, self.new, strict=True)]
+        before = self._store.read_by_head(number, self._slots)
+        joined = [mx.concatenate([*pair], 2) for pair in zip(before, (keys, values), strict=True)]
         return joined[0], joined[1]

@@ -10,8 +10,8 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from genlm_backend.attention.packing import RowStates
-from genlm_backend.prefix.mlx_states import MlxStateLayout
 from genlm_backend.prefix.nodes import Ints
+from genlm_backend.prefix.states import StateLayout
 
 
 def caches_of(model: Any, attending: Iterable[Any], states: MlxRowStates | None) -> list[Any]:
@@ -46,7 +46,7 @@ def state_caches(caches: Iterable[Any]) -> list[ArraysCache]:
 class MlxRowStates(RowStates):
     """The running states of the rows of one pass, before and after it."""
 
-    def __init__(self, layout: MlxStateLayout, before: Sequence[mx.array] | None) -> None:
+    def __init__(self, layout: StateLayout, before: Sequence[mx.array] | None) -> None:
         self._layout, self._before = layout, before
         self._caches: list[ArraysCache] = []
 
@@ -55,13 +55,13 @@ class MlxRowStates(RowStates):
         self._caches = state_caches(caches)
         if self._before is None:
             return
-        for array, state in zip(self._layout.arrays, self._before, strict=True):
-            self._caches[array.cache][array.index] = state
+        for array, state in zip(self._layout.tensors, self._before, strict=True):
+            self._caches[array.layer][array.index] = state
         self._before = None
 
     def behind(self, rows: Ints) -> list[mx.array]:
         """Return the states after the last tokens of rows, ``[len(rows), *shape]`` each."""
-        found = [self._caches[array.cache][array.index] for array in self._layout.arrays]
+        found = [self._caches[array.layer][array.index] for array in self._layout.tensors]
         if all(len(state) == len(rows) for state in found):
             return found
         index = mx.array(rows.astype(np.int32))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final, final
 
 import mlx.core as mx
@@ -17,14 +18,8 @@ import torch
 from mlx_lm.models import base
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.mlx.mlx_attend import (
-    Caches,
-    MlxGatherAttend,
-    MlxSlotLayer,
-    keep_new,
-    offset_of,
-)
+from genlm_backend.attention.attend import Attend, Way
+from genlm_backend.attention.mlx.mlx_attend import Caches, MlxGatherAttend, MlxSlotLayer, offset_of
 from genlm_backend.attention.mlx.mlx_row_states import caches_of
 from genlm_backend.attention.operators import Operators
 from genlm_backend.attention.packing import PackedBatch
@@ -40,36 +35,24 @@ def _put(tensor: torch.Tensor, device: Any) -> mx.array:
     return made.astype(mx.int32) if made.dtype == mx.int64 else made
 
 
-def _lerp(first: mx.array, second: mx.array, share: mx.array) -> mx.array:
-    return first + share * (second - first)
-
-
 def _products(query: mx.array, keys: mx.array, scaling: float) -> mx.array:
     return (query.astype(mx.float32) * scaling) @ keys.astype(mx.float32).swapaxes(2, 3)
 
 
-def _means(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
-    return (weights @ values.astype(mx.float32)) / total
-
-
 MLX: Final[Operators[mx.array]] = Operators(
+    lib=mx,
     put=_put,
     device_of=lambda array: None,  # all devices have one memory
-    concat=mx.concatenate,
-    zeros_like=mx.zeros_like,
     as_type_of=lambda array, other: array.astype(other.dtype),
     fill_=lambda array, mask, value: mx.where(mask, value, array),
     at_least_=mx.maximum,
     exp_=mx.exp,
     tanh_=mx.tanh,
-    log=mx.log,
-    logaddexp=mx.logaddexp,
-    sigmoid=mx.sigmoid,
-    lerp=_lerp,
+    lerp=lambda first, second, share: first + share * (second - first),
     largest=lambda scores: scores.max(-1, keepdims=True),
     total=lambda weights: weights.sum(-1, keepdims=True),
     products=_products,
-    means_=_means,
+    means_=lambda weights, total, values: weights @ values.astype(mx.float32) / total,
     # MLX's own attention does not tell the sums that blocks are merged by.
     fused=lambda *_: None,
     fused_causally=lambda *_: None,
@@ -159,16 +142,13 @@ class MlxSharedAttend(Attend[Caches]):
             self._dispatch = model, Dispatch(model)
         shared = MlxPass(self._store, batch, reading, last, self._makes_arrays)
         offset = offset_of(batch)
-        own = [_SharedLayer(i, offset, shared) for i in range(len(self._store.shapes))]
+        own = [_SharedLayer(self._store, i, offset, shared) for i in range(len(self._store.shapes))]
         states: Any = batch.states
         with self._dispatch[1].in_place():
             yield caches_of(model, own, states)
         if not shared.is_complete(len(own)):
             raise attends_otherwise("not every layer has called mlx-lm's attention function")
         self._last = shared.for_later()
-
-    def keep(self, batch: PackedBatch, given: Caches) -> None:
-        keep_new(self._store, batch, given)
 
 
 @final
@@ -189,6 +169,7 @@ class MlxPass(SharedPass[mx.array]):
         super().__init__(store, batch, reading, last)
         self._makes_arrays = makes_arrays
         self._given: dict[int | None, mx.array] = {}
+        self._numbers: set[int] = set()  # of the layers whose keys and values have come
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
         """Return the mask over all positions: an array, or a word for it."""
@@ -207,27 +188,17 @@ class MlxPass(SharedPass[mx.array]):
             self._allowed[id(made)] = made, None if window is None else allowed
         return self._given[window]
 
+    def take(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the new tokens' keys and values, ``[B, heads, Q, dim]``, as they are."""
+        if number in self._numbers:
+            raise attends_otherwise("a layer has more than one set of keys and values")
+        self._numbers.add(number)
+        return super().take(number, keys, values)
+
 
 @final
 class _SharedLayer(MlxSlotLayer):
-    """One layer: new keys and values come out as they are, and it attends by itself."""
-
-    def __init__(self, number: int, offset: int | mx.array, shared: MlxPass) -> None:
-        super().__init__(number, offset)
-        self._shared = shared
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
-    ) -> Any:
-        return self._shared.mask(N, window_size, return_array)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the new tokens' keys and values, ``[B, heads, Q, dim]``, as they are."""
-        if self.new is not None:
-            raise attends_otherwise("a layer has more than one set of keys and values")
-        self._shared.take(self.number, keys, values)
-        self.new = keys, values
-        return keys, values
+    """One layer, which attends by itself."""
 
     def attended(
         self,
@@ -239,6 +210,17 @@ class _SharedLayer(MlxSlotLayer):
         sinks: Any,
     ) -> mx.array:
         """Return the outputs of attention: ``[B, heads, Q, value_dim]``."""
+        assert isinstance(self.of_pass, MlxPass)
         given = None if isinstance(mask, str) and mask == "causal" else mask
-        found = self._shared.attend(queries, keys, values, given, scale, sinks=sinks)
+        found = self.of_pass.attend(queries, keys, values, given, scale, sinks=sinks)
         return found.astype(queries.dtype)
+
+
+GATHERED: Final = Way(MlxGatherAttend, MlxGatherAttend)
+_BY_GROUP: Final = partial(MlxGatherAttend, by_group=True)
+WAYS: Final = (
+    Way(MlxSharedAttend, lambda store: MlxSharedAttend(store, 0, True), is_called=True),
+    GATHERED,
+    Way(_BY_GROUP, _BY_GROUP),
+)
+"""Ways to attend to keys and values in slots; the first is taken that suits a model."""

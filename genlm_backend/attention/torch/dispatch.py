@@ -13,9 +13,10 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -27,6 +28,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from genlm_backend.attention.shared_pass import SharedPass, new_positions
 from genlm_backend.attention.torch.torch_operators import TORCH
 from genlm_backend.errors import ModelStateError
+
+if TYPE_CHECKING:
+    from genlm_backend.attention.torch.step_pass import StepPass
 
 PREFIX: Final = "genlm_backend-"
 
@@ -59,15 +63,15 @@ HARMLESS: Final = frozenset(
 
 
 @final
-class TorchPass(SharedPass[torch.Tensor]):
+class TorchPass(SharedPass[Tensor]):
     """The attention of one forward pass, as the layers of a model of transformers call it."""
 
     operators = TORCH
     attends_otherwise = staticmethod(attends_otherwise)
 
     def mask(
-        self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
-    ) -> torch.Tensor | None:
+        self, allows: Callable[..., Tensor], is_causal: bool, window: int | None
+    ) -> Tensor | None:
         """Return the mask that layers of one kind pass to ``attended``."""
         num_rows, num_new = self._batch.input_ids.shape
         length = self.num_past + num_new
@@ -84,17 +88,17 @@ class TorchPass(SharedPass[torch.Tensor]):
 
     def attended(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
         *,
         scaling: float | None = None,
         softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
+        s_aux: Tensor | None = None,
         is_causal: bool | None = None,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the outputs of attention of the new tokens: ``[B, Q, heads, value_dim]``."""
         unknown = {name for name, value in options.items() if value is not None} - HARMLESS
         if unknown or is_causal is False:
@@ -104,39 +108,18 @@ class TorchPass(SharedPass[torch.Tensor]):
         return found.transpose(1, 2).contiguous()
 
 
-class PassAttention(Protocol):
-    """The attention of a pass, as layers of a model of transformers call it."""
-
-    def mask(
-        self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
-    ) -> torch.Tensor | None:
-        """Return the mask that layers of one kind are given; see ``TorchPass.mask``."""
-        ...
-
-    def attended(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Return the outputs of attention; see ``TorchPass.attended``."""
-        ...
-
-
 @final
 class _Current(threading.local):
     """The attention of the pass that runs on this thread, if one of ours does."""
 
-    attention: PassAttention | None = None
+    attention: TorchPass | StepPass | None = None
 
 
 _current = _Current()
 
 
 @contextlib.contextmanager
-def dispatched_to(attention: PassAttention) -> Iterator[None]:
+def dispatched_to(attention: TorchPass | StepPass) -> Iterator[None]:
     """Have layers whose configs name our functions call ``attention``, on this thread."""
     _current.attention = attention
     try:
@@ -167,12 +150,12 @@ def _name_of(former: str) -> str:
 def _attention(
     former: str,
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend as the pass of this thread does, or as the model would without one."""
     if former in ALL_ATTENTION_FUNCTIONS:
         function = ALL_ATTENTION_FUNCTIONS[former]
@@ -191,7 +174,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _mask(former: str, **given: Any) -> torch.Tensor | None:
+def _mask(former: str, **given: Any) -> Tensor | None:
     """Make a mask as the pass of this thread does, or as the model would without one."""
     attention = _current.attention
     if attention is None:
@@ -206,9 +189,7 @@ def _mask(former: str, **given: Any) -> torch.Tensor | None:
     return attention.mask(allows, is_causal, window if is_bare else None)
 
 
-def _allowed(
-    allows: Callable[..., torch.Tensor], device: Any, *positions: torch.Tensor
-) -> torch.Tensor:
+def _allowed(allows: Callable[..., Tensor], device: Any, *positions: Tensor) -> Tensor:
     """Return the result of a model's mask function for positions on the processor."""
     try:
         return allows(*positions)

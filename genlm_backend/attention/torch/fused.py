@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ _aten: Final = torch.ops.aten
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2}
 _DEFAULT_ROUNDING: Final = 3e-2
 
-Found: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Found: TypeAlias = tuple[Tensor, Tensor]
 """Weighted means of values ``[N, heads, M, dim]``, and float32 logarithms ``[N, heads, M]``."""
 
 
@@ -31,37 +32,24 @@ Found: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 class FusedOperator:
     """An operator of attention, and what it can do."""
 
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], Found]
-    attend_with: (
-        Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor], Found] | None
-    ) = None
+    attend: Callable[[Tensor, Tensor, Tensor, float, bool], Found]
+    attend_with: Callable[[Tensor, Tensor, Tensor, float, Tensor], Found] | None = None
     is_parted: bool = False
 
 
 def _on_processor(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, is_causal: bool
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | bool
 ) -> Found:
+    """The operator of the processor, with a mask, or causally or not."""
+    added = mask if isinstance(mask, Tensor) else None
+    if added is not None and query.dtype is torch.float64:
+        added = added.double()
     return _aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, is_causal=is_causal, scale=scale
+        query, keys, values, is_causal=mask is True, attn_mask=added, scale=scale
     )
 
 
-def _on_processor_with(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor,
-) -> Found:
-    added = mask.double() if query.dtype is torch.float64 else mask
-    return _aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, attn_mask=added, scale=scale
-    )
-
-
-def _flash(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, is_causal: bool
-) -> Found:
+def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, is_causal: bool) -> Found:
     """FlashAttention-2 (Dao, 2023, arXiv:2307.08691): float16 and bfloat16."""
     found = _aten._scaled_dot_product_flash_attention(
         query, keys, values, 0.0, is_causal, False, scale=scale
@@ -70,38 +58,23 @@ def _flash(
 
 
 def _efficient(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, is_causal: bool
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | bool
 ) -> Found:
-    """Attention of xFormers, for float32 too; its sums are padded."""
+    """Attention of xFormers, for float32 too, with a mask, or causally or not."""
+    bias = None
+    if isinstance(mask, Tensor):  # whose rows have to begin at multiples of 16 bytes
+        num_keys = mask.shape[3]
+        aligned = torch.nn.functional.pad(mask.to(query.dtype), (0, -num_keys % 16))
+        bias = aligned[..., :num_keys].expand(-1, query.shape[1], -1, -1)
     found = _aten._scaled_dot_product_efficient_attention(
-        query, keys, values, None, True, 0.0, is_causal, scale=scale
+        query, keys, values, bias, True, 0.0, mask is True, scale=scale
     )
-    return found[0], found[1][:, :, : query.shape[2]]
-
-
-def _efficient_with(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor,
-) -> Found:
-    """The same with a mask, whose rows have to begin at multiples of 16 bytes."""
-    num_keys = mask.shape[3]
-    aligned = torch.nn.functional.pad(mask.to(query.dtype), (0, -num_keys % 16))
-    bias = aligned[..., :num_keys].expand(-1, query.shape[1], -1, -1)
-    found = _aten._scaled_dot_product_efficient_attention(
-        query, keys, values, bias, True, 0.0, False, scale=scale
-    )
-    return found[0], found[1][:, :, : query.shape[2]]
+    return found[0], found[1][:, :, : query.shape[2]]  # its sums are padded
 
 
 OPERATORS: Final[dict[str, tuple[FusedOperator, ...]]] = {
-    "cpu": (FusedOperator(_on_processor, _on_processor_with, is_parted=True),),
-    "cuda": (
-        FusedOperator(_flash, _efficient_with),
-        FusedOperator(_efficient, _efficient_with),
-    ),
+    "cpu": (FusedOperator(_on_processor, _on_processor, is_parted=True),),
+    "cuda": (FusedOperator(_flash, _efficient), FusedOperator(_efficient, _efficient)),
 }
 """Operators that there may be, by the kind of a device; the first is taken that is right."""
 
@@ -189,7 +162,7 @@ def _distance(
     return float(torch.stack(differences).nan_to_num(torch.inf).max())
 
 
-def _by_head(kept: torch.Tensor, num_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_head(kept: Tensor, num_heads: int, dim: int) -> tuple[Tensor, Tensor]:
     """From rows of keys and values ``[N, n, width]`` to ``[N, heads, n, dim]`` each, as views."""
     keys, values = (
         part.unflatten(2, (num_heads, dim)).transpose(1, 2) for part in kept.chunk(2, -1)

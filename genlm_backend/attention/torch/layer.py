@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import abc
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.prefix import KVStore
+from genlm_backend.prefix.codecs import Codec
 
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Pair: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values."""
 
 
@@ -21,18 +23,16 @@ class SlotLayer(CacheLayerMixin):
     # Even if the model has windows: masks are made for all positions.
     is_sliding = False
 
-    def __init__(self, num_past: int) -> None:
+    def __init__(self, num_past: int, take: Callable[[Tensor, Tensor], Pair]) -> None:
         super().__init__()
-        self.num_past = num_past
+        self.num_past, self._take = num_past, take
         self.is_initialized = True
 
-    @abc.abstractmethod
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Pair:
-        """Store new keys and values, ``[B, heads, Q, dim]``; return what is to be attended to."""
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Have new keys and values taken, ``[B, heads, Q, dim]``; return what is attended to."""
+        return self._take(key_states, value_states)
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the slots exist."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -46,18 +46,14 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
-def write_new(
-    store: KVStore, layer: int, batch: PackedBatch, keys: torch.Tensor, values: torch.Tensor
-) -> Pair:
+def write_new(store: KVStore, layer: int, batch: PackedBatch, keys: Tensor, values: Tensor) -> Pair:
     """Store new keys and values of a layer, ``[B, heads, Q, dim]``, without the padding."""
     slots, columns = batch.new_on(store.layout.layers[layer].device)
     rows = store.write(layer, slots, by_token(keys, values, columns))
     return (keys, values) if store.is_exact else by_head(rows, columns, keys, values)
 
 
-def by_token(
-    keys: torch.Tensor, values: torch.Tensor, columns: torch.Tensor | None
-) -> torch.Tensor:
+def by_token(keys: Tensor, values: Tensor, columns: Tensor | None) -> Tensor:
     """From ``[B, heads, Q, dim]`` each to rows of both, ``[num_new, width]``, without padding."""
     states = [keys.transpose(1, 2), values.transpose(1, 2)]  # [B, Q, heads, dim]
     if keys.shape[3] != values.shape[3]:
@@ -66,9 +62,7 @@ def by_token(
     return rows if columns is None else rows.index_select(0, columns)
 
 
-def by_head(
-    rows: torch.Tensor, columns: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
-) -> Pair:
+def by_head(rows: Tensor, columns: Tensor | None, keys: Tensor, values: Tensor) -> Pair:
     """From rows back to keys and values in the shapes of those given, the padding zeros."""
     num_rows, num_heads, num_new, dim = keys.shape
     if columns is not None:
@@ -80,3 +74,9 @@ def by_head(
         for part, states in zip(found, (keys, values), strict=True)
     ]
     return kept[0], kept[1]
+
+
+def as_read(codec: Codec, keys: Tensor, values: Tensor) -> Pair:
+    """Return keys and values, ``[B, heads, Q, dim]``, as they would be read from a store."""
+    codes = codec.encode(by_token(keys, values, None))
+    return by_head(codec.decode(codes), None, keys, values)

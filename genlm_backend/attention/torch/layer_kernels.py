@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
 
 _HEADS: Final = 8
 """Heads of a program."""
@@ -72,9 +73,7 @@ def _rotate(
         )  # fmt: skip
 
 
-def rotate(
-    query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``x * cos + rotate_half(x) * sin`` of queries and keys, bit for bit as torch does."""
     num_rows, num_heads, num_tokens, dim = query.shape
     num_key_heads = keys.shape[1]
@@ -126,7 +125,7 @@ def _silu_and_mul(both, row_stride, found, width, BLOCK: tl.constexpr):
     tl.store(found + row * width + column, (silu * up).to(found.dtype.element_ty), mask=is_there)
 
 
-def silu_and_mul(both: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(both: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` (arXiv:1702.03118) of ``[..., 2 * width]``, the gates first."""
     width = both.shape[-1] // 2
     rows = both.reshape(-1, 2 * width)
@@ -157,8 +156,8 @@ def _fused_add_rms_norm(
 
 
 def fused_add_rms_norm(
-    given: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    given: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return ``given + residual`` and its norm (arXiv:1910.07467), ``[..., width]`` each."""
     width, shape = given.shape[-1], given.shape
     rows, others = (

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.torch.layer import Pair, SlotLayer, by_head, by_token
+from genlm_backend.attention.torch.layer import Pair, SlotLayer, as_read, by_token
 from genlm_backend.attention.torch.torch_row_states import cache_of
-from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
+from genlm_backend.prefix import KVLayout, KVStore
 from genlm_backend.vision.pictures import Pictures
 
 
@@ -31,13 +33,21 @@ class OpeningAttend(Attend[dict[str, Any]]):
         stop: int = 0,
         goes_on: bool = False,
     ) -> None:
-        self._pictures, self._layout = pictures, layout
-        self._layers: list[Any] = [
-            _OpeningLayer(layer, store, i, slots, stop) for i, layer in enumerate(layout.layers)
-        ]
-        is_own = self._layers or layout.states or not goes_on
-        self._cache = cache_of(self._layers, layout.states, None) if is_own else DynamicCache()
-        self._is_used = bool(self._layers or goes_on)
+        self._pictures = pictures
+
+        def take(number: int, keys: Tensor, values: Tensor) -> Pair:
+            """Return keys and values as they will be read; those that have slots are written."""
+            if store is not None and slots:
+                rows = by_token(keys, values, None)
+                places = torch.tensor(slots, dtype=torch.int64, device=rows.device)
+                store.write(number, places, rows[stop - len(slots) : stop])
+            layer = layout.layers[number]
+            return (keys, values) if layer.kept is None else as_read(layer.codec(), keys, values)
+
+        layers = [_OpeningLayer(0, partial(take, i)) for i in range(len(layout.layers))]
+        is_own = layers or layout.states or not goes_on
+        self._cache = cache_of(layers, layout.states, None) if is_own else DynamicCache()
+        self._is_used = bool(layers or goes_on)
         self._is_first = True
 
     @contextlib.contextmanager
@@ -66,48 +76,22 @@ class OpeningAttend(Attend[dict[str, Any]]):
 
 @final
 class _OpeningLayer(SlotLayer):
-    """One layer: new keys and values come out as they will be read, and some go into slots."""
+    """One layer, which has its own tokens before those of a second pass."""
 
-    def __init__(
-        self,
-        layout: LayerLayout,
-        store: KVStore | None,
-        number: int,
-        slots: Sequence[int],
-        stop: int,
-    ) -> None:
-        super().__init__(0)
-        self._layout, self._store, self._number = layout, store, number
-        self._slots, self._stop = slots, stop
-        self._past: Pair | None = None
+    _past: Pair | None = None
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Pair:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Return ``[1, heads, num_past + Q, dim]``, keys and values."""
-        new = self._as_read(key_states, value_states)
+        new = super().update(key_states, value_states)
         if self._past is not None:
             first, second = (torch.cat(pair, -2) for pair in zip(self._past, new, strict=True))
             new = first, second
         self._past, self.num_past = new, new[0].shape[-2]
         return new
 
-    def _as_read(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
-        """Return new keys and values as they will be read; those that have slots are written."""
-        rows = by_token(key_states, value_states, None)
-        if self._store is not None and self._slots and self._past is None:
-            slots = torch.tensor(self._slots, dtype=torch.int64, device=rows.device)
-            self._store.write(self._number, slots, rows[self._stop - len(self._slots) : self._stop])
-        if self._layout.kept is None:
-            return key_states, value_states
-        codec = self._layout.codec()
-        return by_head(codec.decode(codec.encode(rows)), None, key_states, value_states)
-
 
 @torch.inference_mode()
-def positions_of(
-    model: Any, input_ids: torch.Tensor, pictures: Pictures
-) -> tuple[torch.Tensor | None, int]:
+def positions_of(model: Any, input_ids: Tensor, pictures: Pictures) -> tuple[Tensor | None, int]:
     """Return the positions of a context, and the offset of those after its opening."""
     # Models whose positions have several dimensions (Qwen's) compute them from picture shapes.
     count = next(filter(None, (getattr(m, "get_rope_index", None) for m in model.modules())), None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
 
 
 @triton.jit
@@ -82,17 +83,17 @@ def _attend(
 
 
 def attend_in_slots(
-    query: torch.Tensor,
-    codes: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    counts: torch.Tensor,
-    of_parts: tuple[torch.Tensor, torch.Tensor] | None,
-    pieces: torch.Tensor,
-    sinks: torch.Tensor | None,
+    query: Tensor,
+    codes: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    of_parts: tuple[Tensor, Tensor] | None,
+    pieces: Tensor,
+    sinks: Tensor | None,
     scale: float,
     num_key_heads: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend; see ``StepOperators.in_slots``."""
     num_rows, num_heads, dim = query.shape
     group_size = num_heads // num_key_heads
@@ -148,9 +149,7 @@ def _write(
     tl.store(to + NUM_HEADS * DIM, own_values, mask=is_there)
 
 
-def reshape_and_cache(
-    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor
-) -> None:
+def reshape_and_cache(keys: Tensor, values: Tensor, slots: Tensor, codes: Tensor) -> None:
     """Write; see ``StepOperators.write``."""
     keys, values = (one if one.stride(-1) == 1 else one.contiguous() for one in (keys, values))
     num_rows, num_heads, _, dim = keys.shape
@@ -188,7 +187,7 @@ def _group(
     tl.store(found + number * (NUM_HEADS * DIM) + place * DIM + dim, own, mask=is_there)
 
 
-def group_queries(query: torch.Tensor, readers: torch.Tensor, num_key_heads: int) -> torch.Tensor:
+def group_queries(query: Tensor, readers: Tensor, num_key_heads: int) -> Tensor:
     """Gather; see ``StepOperators.grouped``."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     _, num_heads, dim = query.shape

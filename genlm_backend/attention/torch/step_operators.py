@@ -10,11 +10,14 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+_OfParts: TypeAlias = tuple[Tensor, Tensor] | None
 
 
 @final
@@ -24,64 +27,33 @@ class StepOperators(NamedTuple):
     # ``codes``, ``[num_slots, 2 * key_heads * dim]``, has keys and values. Heads of a group, which
     # share a head of keys, are queries of their own.
     in_stretches: Callable[
-        [
-            torch.Tensor,
-            torch.Tensor,
-            torch.Tensor,
-            torch.Tensor,
-            torch.Tensor,
-            torch.Tensor,
-            int,
-            float,
-        ],
-        tuple[torch.Tensor, torch.Tensor],
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]
     ]
     in_slots: Callable[
-        [
-            torch.Tensor,
-            torch.Tensor,
-            torch.Tensor,
-            torch.Tensor,
-            torch.Tensor,
-            tuple[torch.Tensor, torch.Tensor] | None,
-            torch.Tensor,
-            torch.Tensor | None,
-            float,
-            int,
-        ],
-        torch.Tensor,
+        [Tensor, Tensor, Tensor, Tensor, Tensor, _OfParts, Tensor, Tensor | None, float, int],
+        Tensor,
     ]
 
     # Queries [B, heads, dim], rows int [N], number of key heads -> [N * group, key_heads, dim]
-    grouped: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    grouped: Callable[[Tensor, Tensor, int], Tensor]
     # Keys and values [B, key_heads, 1, dim] each, int64 slots [B], the table that is written
-    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    write: Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def _flash(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bounds: torch.Tensor,
-    starts: torch.Tensor,
-    sizes: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bounds: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
     most_queries: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """FlashAttention-2 (Dao, 2023, arXiv:2307.08691): float16 and bfloat16."""
+    bounded = query, keys, values, bounds, starts, most_queries, len(keys)
     found = torch.ops.aten._flash_attention_forward(
-        query,
-        keys,
-        values,
-        bounds,
-        starts,
-        most_queries,
-        len(keys),
-        0.0,
-        False,
-        False,
-        scale=scale,
-        seqused_k=sizes,
+        *bounded, 0.0, False, False, scale=scale, seqused_k=sizes
     )
     return found[0], found[1]
 
@@ -111,10 +83,8 @@ def step_operators(
         return None
     try:
         operators = OPERATORS[device.type]()
-        distances = [
-            _distance(operators, device, dtype, dim, group_size, has_sinks)
-            for has_sinks in (False, True)
-        ]
+        own = operators, device, dtype, dim, group_size
+        distances = [_distance(*own, has_sinks) for has_sinks in (False, True)]
     except Exception as error:  # whatever an operator raises of what it does not take
         logger.info("decode steps of %s are not recorded", dtype, exc_info=error)
         return None
@@ -144,7 +114,7 @@ def _distance(
     """Return the largest difference of operators from the formula in float64."""
     generator = torch.Generator().manual_seed(0)
 
-    def numbers(*shape: int) -> torch.Tensor:
+    def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
     query = numbers(len(_COUNTS), _NUM_KEY_HEADS * group_size, dim)
@@ -160,17 +130,17 @@ def _distance(
 def _attended(
     operators: StepOperators,
     device: torch.device,
-    query: torch.Tensor,
-    codes: torch.Tensor,
-    sinks: torch.Tensor | None,
-    slots: torch.Tensor,
+    query: Tensor,
+    codes: Tensor,
+    sinks: Tensor | None,
+    slots: Tensor,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend by operators on a device, as decode steps do: ``[B, heads, dim]``."""
     num_rows, num_heads, dim = query.shape
     group_size = num_heads // _NUM_KEY_HEADS
 
-    def integers(given: Iterable[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    def integers(given: Iterable[Any], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(list(given), dtype=dtype, device=device)
 
     readers = [row for rows, _, _ in _STRETCHES for row in rows]
@@ -205,14 +175,10 @@ def _attended(
 
 
 def _by_formula(
-    query: torch.Tensor,
-    codes: torch.Tensor,
-    sinks: torch.Tensor | None,
-    slots: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+    query: Tensor, codes: Tensor, sinks: Tensor | None, slots: Tensor, scale: float
+) -> Tensor:
     """Return the means that operators are to return, in float64."""
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
     for row, own in enumerate(slots.split(list(_COUNTS))):
         stretches = [
             torch.arange(start, start + size, dtype=torch.int64)

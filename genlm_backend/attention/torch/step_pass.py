@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, final
+from functools import partial
+from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.torch.dispatch import HARMLESS
@@ -23,24 +25,6 @@ class UnrecordableError(RuntimeError):
     """A pass that does something of which the next one may need another version."""
 
     window: int | None = None
-
-
-_TYPES: Final[dict[str, tuple[type[np.generic], torch.dtype]]] = {
-    "token_ids": (np.int64, torch.int64),
-    "positions": (np.int64, torch.int64),
-    "new_slots": (np.int64, torch.int64),
-    "readers": (np.int32, torch.int32),
-    "pieces": (np.int32, torch.int32),
-    "slot_starts": (np.int32, torch.int32),
-    "slot_counts": (np.int32, torch.int32),
-    "bounds": (np.int32, torch.int32),
-    "starts": (np.int32, torch.int32),
-    "sizes": (np.int32, torch.int32),
-    "recent": (np.int32, torch.int32),
-    "recent_starts": (np.int32, torch.int32),
-    "recent_counts": (np.int32, torch.int32),
-    "slots": (np.int32, torch.int32),
-}
 
 
 @final
@@ -66,20 +50,22 @@ class StepArrays:
             "recent_counts": (rows,),
             "slots": (shape.tokens,),  # the last, since room for them is rarely filled
         }
+        are_long = {"token_ids", "positions", "new_slots"}
+        types = {name: np.dtype(np.int64 if name in are_long else np.int32) for name in shapes}
         ends, end = dict[str, tuple[int, int]](), 0
         for name, of_array in shapes.items():
-            size = math.prod(of_array) * np.dtype(_TYPES[name][0]).itemsize
+            size = math.prod(of_array) * types[name].itemsize
             ends[name] = end, end + size
             end += -(-size // 16) * 16
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._numbers: dict[str, NDArray[Any]] = {}
-        self.arrays: dict[str, torch.Tensor] = {}
+        self.arrays: dict[str, Tensor] = {}
         for name, (start, stop) in ends.items():
-            kind, dtype = _TYPES[name]
-            own = self._host.numpy()[start:stop].view(kind)
-            self._numbers[name] = own.reshape(shapes[name])
-            self.arrays[name] = self._on_device[start:stop].view(dtype).view(shapes[name])
+            own = self._host.numpy()[start:stop].view(types[name]).reshape(shapes[name])
+            self._numbers[name] = own
+            dtype = torch.from_numpy(own).dtype
+            self.arrays[name] = self._on_device[start:stop].view(dtype).view(own.shape)
         self._numbers["recent_starts"][:] = np.arange(rows) * shape.window
         self._shared: Stretches | None = None  # of the step before
         self._slots_at = ends["slots"][0]
@@ -135,12 +121,13 @@ class StepPass:
 
     def __init__(self, store: KVStore, arrays: StepArrays, num_past: int) -> None:
         self._store, self._arrays, self._num_past = store, arrays, num_past
-        self._layers = [_NewTokens(self, i, num_past) for i in range(len(store.layout.layers))]
+        numbers = range(len(store.layout.layers))
+        self._layers = [SlotLayer(num_past, partial(self._take, number)) for number in numbers]
         self.most_tokens: float = math.inf
         self.num_attended = 0
-        self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
-        self._windowed: list[torch.Tensor] = []  # what layers with a window are given for a mask
-        self._bounds: dict[int, torch.Tensor] = {}  # of readers, by the size of groups of heads
+        self._new: tuple[int, Tensor, Tensor] | None = None
+        self._windowed: list[Tensor] = []  # what layers with a window are given for a mask
+        self._bounds: dict[int, Tensor] = {}  # of readers, by the size of groups of heads
 
     def inputs(self, batch: PackedBatch) -> dict[str, Any]:
         return {
@@ -150,15 +137,16 @@ class StepPass:
             "use_cache": True,
         }
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _take(self, layer: int, keys: Tensor, values: Tensor) -> Pair:
         """Take new keys and values of a layer, ``[B, key_heads, 1, dim]``, before its query."""
         if self._new is not None:
             raise UnrecordableError("a layer has attended elsewhere")
         self._new = layer, keys, values
+        return keys, values
 
     def mask(
-        self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
-    ) -> torch.Tensor | None:
+        self, allows: Callable[..., Tensor], is_causal: bool, window: int | None
+    ) -> Tensor | None:
         if is_causal:
             return None
         if window is None or not _is_window(allows, window):
@@ -176,17 +164,17 @@ class StepPass:
 
     def attended(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
         *,
         scaling: float | None = None,
         softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
+        s_aux: Tensor | None = None,
         is_causal: bool | None = None,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the outputs of attention: ``[B, 1, heads, dim]``; see ``TorchPass.attended``."""
         unknown = {name for name, value in options.items() if value is not None} - HARMLESS
         num_rows, num_heads, num_new, dim = query.shape
@@ -228,11 +216,11 @@ class StepPass:
     def _in_stretches(
         self,
         operators: StepOperators,
-        queries: torch.Tensor,
-        codes: torch.Tensor,
+        queries: Tensor,
+        codes: Tensor,
         num_key_heads: int,
         scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Attend to stretches in place, the heads of a group as queries of their own."""
         arrays = self._arrays.arrays
         num_rows, num_heads, dim = queries.shape
@@ -252,25 +240,9 @@ class StepPass:
         )
 
 
-def _is_window(allows: Callable[..., torch.Tensor], window: int) -> bool:
+def _is_window(allows: Callable[..., Tensor], window: int) -> bool:
     """Whether the last tokens are what may be attended to, up to a number of them."""
     last = 2 * window + window // 2 + 1
     zero, positions = torch.zeros(1, dtype=torch.int64), torch.arange(last + 1, dtype=torch.int64)
     found = allows(zero, zero, zero + last, positions).expand(last + 1)
     return torch.equal(found, positions > last - window)
-
-
-@final
-class _NewTokens(SlotLayer):
-    """One layer: new keys and values go into their slots."""
-
-    def __init__(self, step: StepPass, layer: int, num_past: int) -> None:
-        super().__init__(num_past)
-        self._step, self._layer = step, layer
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Pair:
-        """Store ``[B, heads, 1, dim]``, keys and values."""
-        self._step.write(self._layer, key_states, value_states)
-        return key_states, value_states

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, final
+from functools import partial
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from genlm_backend.attention import reading as sharing
-from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.attend import Attend, Way
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading import Reading
 from genlm_backend.attention.shared_pass import LastArrays
 from genlm_backend.attention.torch.dispatch import TorchPass, attends_otherwise, dispatched_to
-from genlm_backend.attention.torch.layer import Pair, SlotLayer, by_head, by_token, write_new
+from genlm_backend.attention.torch.layer import Pair, SlotLayer, as_read, write_new
 from genlm_backend.attention.torch.torch_row_states import cache_of
-from genlm_backend.prefix import PADDING_SLOT, KVLayout, KVStore, LayerLayout, StateLayout
+from genlm_backend.prefix import PADDING_SLOT, KVLayout, KVStore, StateLayout
 
 
 @final
@@ -41,12 +42,16 @@ class SharedAttend(Attend[dict[str, Any]]):
         reading = batch.reading or self.reading(batch.past, batch.num_new)
         shared = TorchPass(self._store, batch, reading, self._last)
         self._last = None
+
+        def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
+            """Store new keys and values, which come out as they are."""
+            return shared.take(layer, *write_new(self._store, layer, batch, keys, values))
+
         layout = self._store.layout
         num_layers = len(layout.layers)
-        new = [_NewTokens(self._store, i, batch, shared) for i in range(num_layers)]
+        layers = [SlotLayer(shared.num_past, partial(take, i)) for i in range(num_layers)]
         with dispatched_to(shared):
-            cache = cache_of(new, layout.states, batch.states)
-            yield {"cache": cache, "use_cache": True}
+            yield {"cache": cache_of(layers, layout.states, batch.states), "use_cache": True}
         if not shared.is_complete(num_layers):
             raise attends_otherwise(
                 f"{shared.num_attended} of {num_layers} layers called the attention function that "
@@ -55,35 +60,8 @@ class SharedAttend(Attend[dict[str, Any]]):
         self._last = shared.for_later()
 
 
-@final
-class _NewTokens(SlotLayer):
-    """One layer: new keys and values go into their slots, and come out as they are."""
-
-    def __init__(self, store: KVStore, layer: int, batch: PackedBatch, shared: TorchPass) -> None:
-        super().__init__(shared.num_past)
-        self._store, self._layer, self._batch, self._shared = store, layer, batch, shared
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Pair:
-        """Store and return ``[B, heads, Q, dim]``, keys and values."""
-        new = write_new(self._store, self._layer, self._batch, key_states, value_states)
-        self._shared.take(self._layer, *new)
-        return new
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The columns of one pass of ``B`` rows, ``P`` past and ``Q`` new ones."""
-
-    slots: torch.Tensor  # [B, P + Q] int64
-    mask: torch.Tensor  # [B, P + Q] int64
-    num_past: int
-
-
-def gather(batch: PackedBatch) -> Gathered:
-    """Return the columns of a batch whose new tokens have slots; pure."""
+def _gathered(batch: PackedBatch) -> tuple[Tensor, Tensor, int]:
+    """Return slots and mask of past and new columns, int64 ``[B, P + Q]`` each, and ``P``."""
     num_past = int(batch.num_past.max())
     new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
     new[slice(None) if batch.new_columns is None else batch.new_columns] = batch.new_slots
@@ -91,7 +69,7 @@ def gather(batch: PackedBatch) -> Gathered:
     slots = np.concatenate([batch.past.columns(num_past), new], 1)
     mask = np.arange(slots.shape[1]) >= num_past - batch.num_past[:, None]
     mask = torch.from_numpy(mask.astype(np.int64))
-    return Gathered(torch.from_numpy(slots), mask, num_past)
+    return torch.from_numpy(slots), mask, num_past
 
 
 @final
@@ -116,37 +94,18 @@ class GatherAttend(Attend[dict[str, Any]]):
             cache = cache_of((), layout.states, batch.states)
             yield {"cache": cache, "use_cache": True}
             return
-        gathered = gather(batch)
-        on: dict[torch.device, torch.Tensor] = {}  # moved once to each device that has a layer
-        layers: list[SlotLayer] = []
-        for number, layer in enumerate(layout.layers):
-            if layer.device not in on:
-                on[layer.device] = gathered.slots.to(layer.device)
-            own = batch, on[layer.device], gathered.num_past
-            layers.append(_GatheredLayer(self._store, number, *own))
-        yield {
-            "attention_mask": gathered.mask,
-            "cache": cache_of(layers, layout.states, batch.states),
-            "use_cache": True,
-        }
+        slots, mask, num_past = _gathered(batch)
+        # Moved once to each device that has a layer.
+        on = {device: slots.to(device) for device in {layer.device for layer in layout.layers}}
 
+        def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
+            """Store new keys and values; past and new ones come out, ``[B, heads, P + Q, dim]``."""
+            write_new(self._store, layer, batch, keys, values)
+            return self._store.read_by_head(layer, on[layout.layers[layer].device])
 
-@final
-class _GatheredLayer(SlotLayer):
-    """One layer: new keys and values go into their slots, past and new ones come out gathered."""
-
-    def __init__(
-        self, store: KVStore, layer: int, batch: PackedBatch, slots: torch.Tensor, num_past: int
-    ) -> None:
-        super().__init__(num_past)
-        self._store, self._layer, self._batch, self._slots = store, layer, batch, slots
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Pair:
-        """Store ``[B, heads, Q, dim]`` and return ``[B, heads, P + Q, dim]``, keys and values."""
-        write_new(self._store, self._layer, self._batch, key_states, value_states)
-        return self._store.read_by_head(self._layer, self._slots)
+        layers = [SlotLayer(num_past, partial(take, i)) for i in range(len(layout.layers))]
+        cache = cache_of(layers, layout.states, batch.states)
+        yield {"attention_mask": mask, "cache": cache, "use_cache": True}
 
 
 @final
@@ -166,21 +125,13 @@ class WholeAttend(Attend[dict[str, Any]]):
         if not self._rounding:
             yield {"attention_mask": mask, "use_cache": False}
             return
-        cache = cache_of(map(_RoundedLayer, self._rounding), self._states, None)
+        layers = [SlotLayer(0, partial(as_read, layer.codec())) for layer in self._rounding]
+        cache = cache_of(layers, self._states, None)
         yield {"attention_mask": mask, "cache": cache, "use_cache": True}
 
 
-@final
-class _RoundedLayer(SlotLayer):
-    """One layer: new keys and values come out as they would be read from a store."""
-
-    def __init__(self, layout: LayerLayout) -> None:
-        super().__init__(0)
-        self._codec = layout.codec()
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Pair:
-        """Return ``[B, heads, Q, dim]``, keys and values."""
-        codes = self._codec.encode(by_token(key_states, value_states, None))
-        return by_head(self._codec.decode(codes), None, key_states, value_states)
+WAYS: Final = (
+    Way(SharedAttend, lambda store: SharedAttend(store, 4), is_called=True),
+    Way(GatherAttend, GatherAttend),
+)
+"""Ways to attend to keys and values in slots; the first is taken that suits a model."""

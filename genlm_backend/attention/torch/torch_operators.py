@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
+from torch import Tensor
 
 from genlm_backend.attention.block import Attended
 from genlm_backend.attention.operators import Operators
@@ -22,34 +23,18 @@ SHORTEST_STRETCH = 512
 """Keys that are worth a stretch."""
 
 
-def _put(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    return tensor.to(device)
-
-
-def _largest(scores: torch.Tensor) -> torch.Tensor:
-    return scores.amax(-1, keepdim=True)
-
-
-def _total(weights: torch.Tensor) -> torch.Tensor:
-    return weights.sum(-1, keepdim=True)
-
-
-def _products(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+def _products(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
     return torch.matmul((query * scaling).float(), keys.float().transpose(2, 3))
 
 
-def _means(weights: torch.Tensor, total: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _means(weights: Tensor, total: Tensor, values: Tensor) -> Tensor:
     if values.dtype is not torch.float32:  # the sum may be out of their range
         return torch.matmul(weights.div_(total).to(values.dtype), values)
     return torch.matmul(weights, values).div_(total)
 
 
 def _fused(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    mask: torch.Tensor | None,
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None
 ) -> Found | None:
     dim = query.shape[-1]
     fused = fused_operator(query.device, query.dtype, dim) if dim == values.shape[-1] else None
@@ -70,10 +55,10 @@ def _fused(
 
 
 def _in_stretches(
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], Found],
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    attend: Callable[[Tensor, Tensor, Tensor, float, bool], Found],
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     scaling: float,
     size: int,
 ) -> Found:
@@ -94,11 +79,7 @@ def _in_stretches(
 
 
 def _fused_causally(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    group_size: int,
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, group_size: int
 ) -> Found | None:
     num_rows, num_groups, num_queries, dim = query.shape
     fused = fused_operator(query.device, query.dtype, dim) if dim == values.shape[-1] else None
@@ -111,22 +92,18 @@ def _fused_causally(
     return found.reshape(*shape, found.shape[-1]), logsumexp.reshape(shape)
 
 
-TORCH: Final[Operators[torch.Tensor]] = Operators(
-    put=_put,
+TORCH: Final[Operators[Tensor]] = Operators(
+    lib=torch,
+    put=lambda tensor, device: tensor.to(device),
     device_of=operator.attrgetter("device"),
-    concat=torch.concat,
-    zeros_like=torch.zeros_like,
-    as_type_of=torch.Tensor.type_as,
-    fill_=torch.Tensor.masked_fill_,
-    at_least_=torch.Tensor.clamp_,
-    exp_=torch.Tensor.exp_,
-    tanh_=torch.Tensor.tanh_,
-    log=torch.log,
-    logaddexp=torch.logaddexp,
-    sigmoid=torch.sigmoid,
+    as_type_of=Tensor.type_as,
+    fill_=Tensor.masked_fill_,
+    at_least_=Tensor.clamp_,
+    exp_=Tensor.exp_,
+    tanh_=Tensor.tanh_,
     lerp=torch.lerp,
-    largest=_largest,
-    total=_total,
+    largest=lambda scores: scores.amax(-1, keepdim=True),
+    total=lambda weights: weights.sum(-1, keepdim=True),
     products=_products,
     means_=_means,
     fused=_fused,

@@ -8,6 +8,7 @@ from typing import Any, cast, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
@@ -50,7 +51,7 @@ def empty_layer() -> Any:
 class TorchRowStates(RowStates):
     """The running states of the rows of one pass, before and after it."""
 
-    def __init__(self, layout: StateLayout, before: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, layout: StateLayout, before: Sequence[Tensor] | None) -> None:
         self._layout, self._before = layout, before
         self._layers: list[Any] = []
 
@@ -69,7 +70,7 @@ class TorchRowStates(RowStates):
                 layer.dtype, layer.device = state.dtype, state.device
         self._before = None
 
-    def behind(self, rows: NDArray[np.int64]) -> list[torch.Tensor]:
+    def behind(self, rows: NDArray[np.int64]) -> list[Tensor]:
         """Return the states after the last tokens of rows, ``[len(rows), *shape]`` each."""
         tensors = self._layout.tensors
         found = [getattr(self._layers[t.layer], t.name)[t.index] for t in tensors]
@@ -88,9 +89,7 @@ class _AttendingStateLayer(LinearAttentionAndFullAttentionLayer):
         self._slots = slots
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Pair:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
         return self._slots.update(key_states, value_states, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch
 
-from genlm_backend.attention.torch import WholeAttend
+from genlm_backend.attention.torch.torch_attend import WholeAttend
 from genlm_backend.backends.hf.architecture import check_predicts
 from genlm_backend.backends.hf.hf_cache import Wanted, cache_of, layout_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
@@ -186,7 +186,7 @@ class HFEvaluator(PassEvaluator):
     def counts(self) -> EvaluatorCounts:
         """Return the counts of the runner and the tree, and the bytes of packed weights."""
         return replace(
-            self._counted(),
+            super().counts(),
             packed_weight_bytes=self._runner.packed.nbytes,
             num_captured_steps=self._runner.num_captured_steps,
         )

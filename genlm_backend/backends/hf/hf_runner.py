@@ -10,7 +10,7 @@ import torch
 
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch, Span, pack
-from genlm_backend.attention.torch import TorchRowStates
+from genlm_backend.attention.torch.torch_row_states import TorchRowStates
 from genlm_backend.backends.hf import fused_residuals
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
 from genlm_backend.backends.hf.lora import adapters_of, layers_of_peft, put_adapter

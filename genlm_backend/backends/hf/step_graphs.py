@@ -22,11 +22,11 @@ import torch
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.torch import SharedAttend
 from genlm_backend.attention.torch.dispatch import dispatched_to
 from genlm_backend.attention.torch.step_operators import step_operators
 from genlm_backend.attention.torch.step_pass import StepArrays, StepPass, UnrecordableError
 from genlm_backend.attention.torch.step_tables import StepShape, StepTables
+from genlm_backend.attention.torch.torch_attend import SharedAttend
 from genlm_backend.backends.hf.forward_names import cache_argument
 from genlm_backend.backends.hf.twin import Twin
 from genlm_backend.prefix import KVStore, LayerLayout

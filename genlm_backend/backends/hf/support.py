@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import Span
-from genlm_backend.attention.torch import WAYS, GatherAttend, WholeAttend
+from genlm_backend.attention.torch.torch_attend import WAYS, GatherAttend, WholeAttend
 from genlm_backend.attention.torch.torch_row_states import empty_layer
 from genlm_backend.backends.hf.forward_names import given_cache, parameters_of
 from genlm_backend.backends.hf.hf_runner import HFRunner

@@ -11,7 +11,7 @@ import torch
 
 from genlm_backend.attention.attend import Way
 from genlm_backend.attention.packing import Span, pack
-from genlm_backend.attention.torch import WAYS, WholeAttend
+from genlm_backend.attention.torch.torch_attend import WAYS, WholeAttend
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import MOST_ROUNDING, distance, farthest, rounding, row_of
 from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of

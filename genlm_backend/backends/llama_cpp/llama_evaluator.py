@@ -23,7 +23,7 @@ from genlm_backend.backends.llama_cpp.sequence_states import (
     SequenceStateStore,
 )
 from genlm_backend.errors import CacheError, OptionError
-from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
+from genlm_backend.model.evaluator import EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.passes.prefix_cache import PrefixCache
@@ -281,9 +281,6 @@ class LlamaEvaluator(PassEvaluator):
         with self._in_place(None):
             self._model.free_adapter(self._adapters.pop(adapter))
         self.clear()
-
-    def counts(self) -> EvaluatorCounts:
-        return self._counted()
 
     def close(self) -> None:
         """Free the memory of llama.cpp and the model."""

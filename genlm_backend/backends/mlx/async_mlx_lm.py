@@ -107,11 +107,13 @@ class AsyncMlxLM(BatchedLM):
         given = checked(self.option_checks, options)
         most_rows, row_bytes = given.pop("cache_size"), given.pop("row_cache_bytes")
         rows = row_cache(most_rows, row_bytes, **(given.pop("cache_opts") or {}))
-        if eos_token_ids is None and _is_wrapper(tokenizer):
-            given["eos_token_ids"] = tokenizer.eos_token_ids
+        if type(tokenizer).__name__ == "TokenizerWrapper":  # of mlx-lm
+            if eos_token_ids is None:
+                given["eos_token_ids"] = tokenizer.eos_token_ids
+            tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
         self._mlx: MlxEvaluator = MlxEvaluator(mlx_lm_model, **given)
         super().__init__(
-            _of_transformers(tokenizer),
+            tokenizer,
             self._mlx,
             batch_size=batch_size,
             timeout=timeout,
@@ -179,12 +181,3 @@ class AsyncMlxLM(BatchedLM):
         For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
         """
         return self._uncached(token_ids, lora_name, self._mlx.evaluate_whole)
-
-
-def _of_transformers(tokenizer: Any) -> Any:
-    """Return the tokenizer that mlx-lm has put a wrapper around, or the argument."""
-    return getattr(tokenizer, "_tokenizer", tokenizer) if _is_wrapper(tokenizer) else tokenizer
-
-
-def _is_wrapper(tokenizer: Any) -> bool:
-    return type(tokenizer).__name__ == "TokenizerWrapper"

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import mlx.core as mx
 import torch
 
-from genlm_backend.attention.mlx import MlxWholeAttend
+from genlm_backend.attention.mlx.mlx_attend import MlxWholeAttend
 from genlm_backend.backends.mlx.mlx_adapters import MlxAdapters
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
 from genlm_backend.backends.mlx.mlx_support import (
@@ -24,7 +24,7 @@ from genlm_backend.backends.mlx.mlx_support import (
     is_half,
 )
 from genlm_backend.errors import OptionError
-from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
+from genlm_backend.model.evaluator import EvaluatorInfo
 from genlm_backend.model.query import Adapter
 from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.passes.prefix_cache import PrefixCache
@@ -135,9 +135,6 @@ class MlxEvaluator(PassEvaluator):
         """Let go of an adapter, and free all slots."""
         self._adapters.remove(adapter)
         self.clear()
-
-    def counts(self) -> EvaluatorCounts:
-        return self._counted()
 
     def close(self) -> None:
         """Let go of the model and of the slots, and give their memory back."""

@@ -65,16 +65,21 @@ class MlxLoader:
         return self._loaded(Path(path))
 
     def _loaded(self, path: Path) -> Any:
+        from mlx_lm.utils import load_model
+
         if not [*path.glob("model*.safetensors")]:
             raise ModelNotFoundError(
                 f"{self.name!r} has no weights in safetensors: save it with save_pretrained of "
                 f"transformers, or convert it: mlx_lm.convert --hf-path {self.name} --mlx-path …"
             )
-        config = _config_in(path)
+        config = json.loads((path / "config.json").read_text())
         if not self.allow_untested:
             self._check(_untested(config))
         try:
-            model = load_directory(path, config, trust_remote_code=self.trust_remote_code)
+            told = told_flat(config)
+            model, _ = load_model(path, model_config=told, trust_remote_code=self.trust_remote_code)
+            give_windows(model, config)
+            give_parts_of_heads(model, {**config, **told})
         # Olmo's module ends the interpreter where another package is absent; a damaged file is a
         # RuntimeError.
         except (
@@ -136,36 +141,14 @@ def has_windows(model: Any, config: Mapping[str, Any]) -> bool:
     return wanted == [getattr(cache, "max_size", None) is not None for cache in caches]
 
 
-def load_directory(
-    path: Path, config: Mapping[str, Any], *, trust_remote_code: bool = False
-) -> Any:
-    """Load a model with mlx-lm by a config of transformers."""
-    from mlx_lm.utils import load_model
-
-    told = told_flat(config)
-    model, _ = load_model(path, model_config=told, trust_remote_code=trust_remote_code)
-    give_windows(model, config)
-    give_parts_of_heads(model, {**config, **told})
-    return model
-
-
-def _config_in(path: Path) -> dict[str, Any]:
-    return json.loads((path / "config.json").read_text())
-
-
 def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a config by the names that mlx-lm reads."""
     # Transformers 5 writes rotary positions into ``rope_parameters``, which mlx-lm ignores for many
     # models: they would get the default speed. It also omits entries that others imply.
-    implied = {n: value for n, value in _implied(config).items() if config.get(n) is None}
-    return {**implied, **_rotary(config)}  # which is what transformers goes by
-
-
-def _implied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return entries that some models of mlx-lm need, as others of their config imply them."""
     pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
-    found = {name: config[other] for name, other in pairs.items() if other in config}
-    return {"rope_scaling": None, **found}
+    implied = {"rope_scaling": None, **{n: config[m] for n, m in pairs.items() if m in config}}
+    implied = {n: value for n, value in implied.items() if config.get(n) is None}
+    return {**implied, **_rotary(config)}  # which is what transformers goes by
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:

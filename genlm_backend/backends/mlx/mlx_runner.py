@@ -10,11 +10,12 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from genlm_backend.attention.mlx import MlxAttend, MlxRowStates
+from genlm_backend.attention.mlx.mlx_attend import MlxAttend, keep_new
+from genlm_backend.attention.mlx.mlx_row_states import MlxRowStates
 from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.errors import ModelStateError
 from genlm_backend.passes.forwards import Runner
-from genlm_backend.prefix.mlx_states import MlxStateLayout
+from genlm_backend.prefix.states import StateLayout
 
 
 @final
@@ -35,22 +36,19 @@ class MlxRunner(Runner):
                 "on it before it is asked"
             )
         picked = _Picked(batch.input_ids.shape, batch.output_rows, batch.output_columns)
-        with (
-            attend.attending(batch, self.model) as layers,
-            picked.before_projection(self.model),
-        ):
+        with attend.attending(batch, self.model) as layers, picked.before_projection(self.model):
             logits = self.model(mx.array(batch.input_ids.numpy()), cache=layers)
         logits = logits[0] if picked.is_done else picked.of(logits)
         logits = logits.astype(mx.float32)
         states = batch.states
         mx.eval(logits, [] if states is None else states.behind(np.arange(batch.num_rows)))
-        attend.keep(batch, layers)
+        keep_new(batch, layers)
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens
         return torch.from_numpy(np.array(logits))[: len(batch.output_rows)]
 
     def running_states(
-        self, layout: MlxStateLayout, before: Sequence[mx.array] | None
+        self, layout: StateLayout, before: Sequence[mx.array] | None
     ) -> MlxRowStates:
         return MlxRowStates(layout, before)
 

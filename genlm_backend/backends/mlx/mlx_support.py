@@ -15,23 +15,18 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from genlm_backend.attention.attend import Way
-from genlm_backend.attention.mlx import (
-    GATHERED,
-    WAYS,
-    MlxAttend,
-    MlxWholeAttend,
-    caches_of,
-    leaves,
-    state_caches,
-)
+from genlm_backend.attention.mlx.mlx_attend import MlxAttend, MlxWholeAttend
+from genlm_backend.attention.mlx.mlx_row_states import caches_of, leaves, state_caches
+from genlm_backend.attention.mlx.mlx_shared import GATHERED, WAYS
 from genlm_backend.attention.packing import Span, pack
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
 from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
-from genlm_backend.prefix.mlx_states import MlxStateLayout, MlxStateStore, StateArray
+from genlm_backend.prefix.mlx_states import MlxStateStore, StateArray
 from genlm_backend.prefix.mlx_store import LayerShape, MlxStore
+from genlm_backend.prefix.states import StateLayout
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +42,7 @@ class KeptLayout:
     """Shapes of cached keys, values and states; none of a model that runs contexts whole."""
 
     shapes: tuple[LayerShape, ...] = ()
-    states: MlxStateLayout = field(default_factory=MlxStateLayout)
+    states: StateLayout = field(default_factory=StateLayout)
 
 
 @final
@@ -189,7 +184,7 @@ def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
     ]
     if len(shapes) < len(layers) or not (shapes or states):
         return None
-    return KeptLayout(tuple(shapes), MlxStateLayout(tuple(states)))
+    return KeptLayout(tuple(shapes), StateLayout(cast(Any, tuple(states))))
 
 
 def _difference(

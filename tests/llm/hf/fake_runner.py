@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from genlm_backend.attention.torch import WholeAttend
+from genlm_backend.attention.torch.torch_attend import WholeAttend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import of_no_model
 from genlm_backend.model.query import Query

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention import reading as sharing
-from genlm_backend.attention.torch import SharedAttend
+from genlm_backend.attention.torch.torch_attend import SharedAttend
 from genlm_backend.backends.hf.hf_cache import CACHED_TYPES
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.passes.prefill_plan import CostModel

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import Cache, DynamicLayer
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention.torch import SharedAttend
+from genlm_backend.attention.torch.torch_attend import SharedAttend
 from genlm_backend.errors import OptionError
 from genlm_backend.prefix import KV_CACHE_DTYPES
 from genlm_backend.prefix.codecs import codec_for

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention.block import Block
 from genlm_backend.attention.reading import Reading
-from genlm_backend.attention.torch import SharedAttend, dispatch, torch_operators
+from genlm_backend.attention.torch import dispatch, torch_operators
+from genlm_backend.attention.torch.torch_attend import SharedAttend
 from genlm_backend.attention.torch.torch_operators import TORCH
 from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import ModelStateError
