@@ -92,8 +92,3 @@ def test_states_take_half_of_the_budget_or_what_is_wanted(wanted, budget, size, 
         return
     with pytest.raises(OptionError, match=expected):
         budgets.state_budget(wanted, budget, size, "tiny", attends=attends)
-
-
-def test_copies_of_states_are_half_as_many_as_states_and_eight_at_least():
-    assert [budgets.most_rows(n) for n in (0, 1, 16, 17, 18, 19, 40)] == [8, 8, 8, 8, 9, 9, 20]
-    assert budgets.Budgets() == (0, 0, 0)

@@ -458,22 +458,6 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         new[row] = end[0]
 
 
-def test_two_nodes_with_one_state_are_found_out():
-    tree = tree_of(2, [1], [2])
-    first, second = (tree.nodes.walk(tree.root(None), ints(token)) for token in (1, 2))
-    tree.nodes.state[second] = tree.nodes.state[first]
-    with pytest.raises(AssertionError, match="one node each"):
-        check_integrity(tree)
-
-
-def test_a_state_that_no_node_can_be_found_with_is_found_out():
-    tree = tree_of(2, [1])
-    tree.nodes.state[tree.nodes.take(1)] = 2  # nobody gave it
-    tree.states._owner[2] = tree.nodes.num_made - 1
-    with pytest.raises(AssertionError, match="one node each"):
-        check_integrity(tree)
-
-
 def test_a_node_without_a_state_has_none_to_pin():
     tree = tree_of(2, [1, 2])
     (first,) = ints(tree.nodes.walk(tree.root(None), ints(1)))
