@@ -49,6 +49,6 @@ def blocking_form(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 def warn_caller(message: str) -> None:
     """Warn of the line outside of this library that called it."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals["__name__"].startswith("genlm_backend."):
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("genlm_backend."):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
