@@ -5,64 +5,42 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.generation.async_glm import AsyncGLM
-    from genlm_backend.generation.config import GenerationConfig, MultiMediaInfo
-    from genlm_backend.generation.constraint import Constraint
-    from genlm_backend.generation.engine.engine import Engine
-    from genlm_backend.generation.engine.installed_model import ModelState
-    from genlm_backend.generation.engine.request import GenerationRequest, ResultQueue
-    from genlm_backend.generation.engine.runtime_config import RuntimeConfig
-    from genlm_backend.generation.generated import (
-        GeneratedElements,
-        GeneratedToken,
-        Generation,
-        GenerationStatus,
-        Piece,
-        RequestStatistics,
-    )
-    from genlm_backend.generation.generation import generate, generate_sync, stream
+    from genlm_backend.generation.async_glm import AsyncGLM as AsyncGLM
+    from genlm_backend.generation.config import GenerationConfig as GenerationConfig
+    from genlm_backend.generation.config import MultiMediaInfo as MultiMediaInfo
+    from genlm_backend.generation.constraint import Constraint as Constraint
+    from genlm_backend.generation.engine.engine import Engine as Engine
+    from genlm_backend.generation.engine.installed_model import ModelState as ModelState
+    from genlm_backend.generation.engine.request import GenerationRequest as GenerationRequest
+    from genlm_backend.generation.engine.request import ResultQueue as ResultQueue
+    from genlm_backend.generation.engine.runtime_config import RuntimeConfig as RuntimeConfig
+    from genlm_backend.generation.generated import GeneratedElements as GeneratedElements
+    from genlm_backend.generation.generated import GeneratedToken as GeneratedToken
+    from genlm_backend.generation.generated import Generation as Generation
+    from genlm_backend.generation.generated import GenerationStatus as GenerationStatus
+    from genlm_backend.generation.generated import Piece as Piece
+    from genlm_backend.generation.generated import RequestStatistics as RequestStatistics
+    from genlm_backend.generation.generation import generate as generate
+    from genlm_backend.generation.generation import generate_sync as generate_sync
+    from genlm_backend.generation.generation import stream as stream
 
-__all__ = [
-    "AsyncGLM",
-    "Constraint",
-    "Engine",
-    "GeneratedElements",
-    "GeneratedToken",
-    "Generation",
-    "GenerationConfig",
-    "GenerationRequest",
-    "GenerationStatus",
-    "ModelState",
-    "MultiMediaInfo",
-    "Piece",
+_NAMES = {
+    "async_glm": "AsyncGLM",
+    "config": "GenerationConfig MultiMediaInfo",
+    "constraint": "Constraint",
+    "engine.engine": "Engine",
+    "engine.installed_model": "ModelState",
+    "engine.request": "GenerationRequest ResultQueue",
+    "engine.runtime_config": "RuntimeConfig",
+    "generated": "GeneratedElements GeneratedToken Generation GenerationStatus Piece "
     "RequestStatistics",
-    "ResultQueue",
-    "RuntimeConfig",
-    "generate",
-    "generate_sync",
-    "stream",
-]
+    "generation": "generate generate_sync stream",
+}
+"""Modules, each with its public names."""
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncGLM": "genlm_backend.generation.async_glm",
-        "Constraint": "genlm_backend.generation.constraint",
-        "Engine": "genlm_backend.generation.engine.engine",
-        "GeneratedElements": "genlm_backend.generation.generated",
-        "GeneratedToken": "genlm_backend.generation.generated",
-        "Generation": "genlm_backend.generation.generated",
-        "GenerationConfig": "genlm_backend.generation.config",
-        "GenerationRequest": "genlm_backend.generation.engine.request",
-        "GenerationStatus": "genlm_backend.generation.generated",
-        "ModelState": "genlm_backend.generation.engine.installed_model",
-        "MultiMediaInfo": "genlm_backend.generation.config",
-        "Piece": "genlm_backend.generation.generated",
-        "RequestStatistics": "genlm_backend.generation.generated",
-        "ResultQueue": "genlm_backend.generation.engine.request",
-        "RuntimeConfig": "genlm_backend.generation.engine.runtime_config",
-        "generate": "genlm_backend.generation.generation",
-        "generate_sync": "genlm_backend.generation.generation",
-        "stream": "genlm_backend.generation.generation",
-    },
-)
+_places = {name: f"{__name__}.{module}" for module in _NAMES for name in _NAMES[module].split()}
+
+# Type checkers take the names that are imported as themselves to be public.
+__all__ = sorted(_places)  # pyright: ignore[reportUnsupportedDunderAll]
+
+__getattr__, __dir__ = lazy_names(globals(), _places)

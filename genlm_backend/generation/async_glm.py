@@ -8,7 +8,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, final
 
 import torch
@@ -297,12 +296,7 @@ class AsyncGLM(OfOneProcess):
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
         self.shutdown(wait=kind is None)
 
     def _close_model(self) -> None:
@@ -444,12 +438,11 @@ def _config_of_kwargs(
             raise GenerationConfigError(
                 f"{name} is not honoured here; these are: {', '.join(HONOURED)}"
             )
-        if name in _APART:
-            checked(_APART, {name: value}, GenerationConfigError)
-        else:
+        if name not in _APART:
             setattr(merged, name, _plain(name, value))
-    if kwargs.get("seed") is not None:
-        ours["seed"] = seed_of(_SEED("seed", kwargs["seed"]), row)
+    apart = checked(_APART, {name: kwargs.get(name) for name in _APART}, GenerationConfigError)
+    if apart["seed"] is not None:
+        ours["seed"] = seed_of(apart["seed"], row)
     if merged.max_new_tokens is None and merged.max_length is None:
         merged.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     config = GenerationConfig.from_hf(merged)
@@ -480,9 +473,7 @@ def _new_tokens(config: GenerationConfig, width: int) -> dict[str, int | None]:
     }
 
 
-_SEED = integer(0)
-
-_APART = {"seed": optional(_SEED), "pad_token_id": optional(integer())}
+_APART = {"seed": optional(integer(0)), "pad_token_id": optional(integer())}
 """Checks of the honoured keys that are no fields of a configuration."""
 
 

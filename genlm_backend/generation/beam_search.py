@@ -75,7 +75,7 @@ class BeamSearch(Draft):
             beam = beams[number]
             own = self._told(rows[number], token_id) if config.logprobs else (None, ())
             candidates.append(_Beam([*beam.context, token_id], score, (*beam.logprobs, own)))
-        ends = [self._finish_reason(beam.context) is not None for beam in candidates]
+        ends = [self._reason(beam) is not None for beam in candidates]
         self._end([c for c, is_end in zip(candidates[: self.width], ends, strict=False) if is_end])
         open_beams = [c for c, is_end in zip(candidates, ends, strict=True) if not is_end]
         self._beams = open_beams[: self.width]
@@ -136,19 +136,11 @@ class BeamSearch(Draft):
 
     # ---------------------------------------------------------------- texts
 
-    def _finish_reason(self, context: list[int]) -> str | None:
-        if context[-1] in self._prompt.eos_token_ids:
-            return "eos"
-        if self._ends_with_stop_word(context) or self._is_stopped(context):
-            return "stop"
-        return "length" if len(context) >= self._prompt.max_length else None
-
-    def _is_stopped(self, context: list[int]) -> bool:
-        if not self._config.stop:
-            return False
-        text = Text(self._config.stop)
-        text.add(b"".join(map(self._bytes, context[len(self._prompt.token_ids) :])))
-        return text.is_stopped
+    def _reason(self, beam: _Beam) -> str | None:
+        text = Text(self._config.stop or ())
+        if self._config.stop:
+            text.add(b"".join(map(self._bytes, beam.context[len(self._prompt.token_ids) :])))
+        return self._finish_reason(beam.context, text.is_stopped)
 
     def _texts(self, best: list[_Beam]) -> list[GeneratedToken]:
         return [token for i, beam in enumerate(best) for token in self._tokens(i, beam)]
@@ -156,7 +148,7 @@ class BeamSearch(Draft):
     def _tokens(self, number: int, beam: _Beam) -> list[GeneratedToken]:
         text, tokens = Text(self._config.stop or ()), []
         generated = beam.context[len(self._prompt.token_ids) :]
-        reason = self._finish_reason(beam.context)
+        reason = self._reason(beam)
         for position, (token_id, own) in enumerate(zip(generated, beam.logprobs, strict=True)):
             new = text.add(self._bytes(token_id))
             is_last = position == len(generated) - 1

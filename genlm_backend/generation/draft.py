@@ -5,13 +5,12 @@ from __future__ import annotations
 import abc
 import asyncio
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast, final
 
 import torch
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -71,6 +70,13 @@ class Draft(abc.ABC):
         return context if begin.pictures is None else begin + context[len(begin) :]
 
     # ---------------------------------------------------------------- for the kinds of draft
+
+    def _finish_reason(self, context: Sequence[int], is_stopped: bool) -> str | None:
+        if context[-1] in self._prompt.eos_token_ids and self._is_end(context[-1]):
+            return "eos"
+        if is_stopped or self._ends_with_stop_word(context):
+            return "stop"
+        return "length" if len(context) >= self.max_length else None
 
     def _ends_with_stop_word(self, context: Sequence[int]) -> bool:
         generated = context[len(self._prompt.token_ids) :]
@@ -202,7 +208,10 @@ class Sample(Draft):
         if self._constraint is not None:
             self._constraint.advance(token_id)
         new = self._text.add(self._bytes(token_id))
-        reason = self._finish_reason(token_id)
+        is_stopped = self._text.is_stopped
+        if self._constraint is not None:  # its text is whole; nobody weighs its end here
+            is_stopped |= self._constraint.is_ended or self._constraint.must_end
+        reason = self._finish_reason(context, is_stopped)
         if reason is not None:
             self.is_finished = True
             new += "" if self._text.is_stopped else self._text.end()
@@ -217,16 +226,6 @@ class Sample(Draft):
         ids = torch.tensor([self.contexts[0]], dtype=torch.int64, device=logits.device)
         return self._processors(cast(Any, ids), cast(Any, logits[None]))[0]
 
-    def _finish_reason(self, token_id: int) -> str | None:
-        if token_id in self._prompt.eos_token_ids and self._is_end(token_id):
-            return "eos"
-        is_stopped = self._text.is_stopped or self._ends_with_stop_word(self.contexts[0])
-        if self._constraint is not None:  # its text is whole; nobody weighs its end here
-            is_stopped |= self._constraint.is_ended or self._constraint.must_end
-        if is_stopped:
-            return "stop"
-        return "length" if len(self.contexts[0]) >= self._prompt.max_length else None
-
 
 def make_processors(
     config: GenerationConfig, prompt_length: int, eos_token_ids: list[int]
@@ -236,7 +235,7 @@ def make_processors(
     if config.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
         is_late = config.suppress_repetition_in_generation
-        made.append(_OfGenerated(penalty, prompt_length) if is_late else penalty)
+        made.append(partial(_of_generated, penalty, prompt_length) if is_late else penalty)
     if config.no_repeat_ngram_size:
         made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
     if config.bad_words_ids:
@@ -249,33 +248,21 @@ def make_processors(
             MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, eos_token_ids)
         )
     if config.presence_penalty or config.frequency_penalty:
-        counts = _CountPenalty(config.presence_penalty, config.frequency_penalty)
-        made.append(_OfGenerated(counts, prompt_length))
+        counts = partial(_less_for_counts, config.presence_penalty, config.frequency_penalty)
+        made.append(partial(_of_generated, counts, prompt_length))
     return made
 
 
-@final
-class _OfGenerated(LogitsProcessor):
-    """A processor that gets the generated tokens only, from the second one on."""
-
-    def __init__(self, processor: LogitsProcessor, prompt_length: int) -> None:
-        self._processor = processor
-        self._prompt_length = prompt_length
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        generated = input_ids[:, self._prompt_length :]
-        return self._processor(generated, scores) if generated.shape[1] else scores  # pyright: ignore
+def _of_generated(
+    processor: Callable[..., Any], prompt_length: int, input_ids: Any, scores: Any
+) -> Any:
+    """Process the logits of generated tokens only, from the second one on."""
+    generated = input_ids[:, prompt_length:]
+    return processor(generated, scores) if generated.shape[1] else scores
 
 
-@final
-class _CountPenalty(LogitsProcessor):
-    """Presence and frequency penalties, as OpenAI's API defines them."""
-
-    def __init__(self, presence: float, frequency: float) -> None:
-        self._presence, self._frequency = presence, frequency
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        counts = torch.zeros_like(scores).scatter_add_(
-            1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype)
-        )
-        return scores - self._frequency * counts - self._presence * (counts > 0)  # pyright: ignore
+def _less_for_counts(presence: float, frequency: float, input_ids: Any, scores: Any) -> Any:
+    """Take presence and frequency penalties from logits, as OpenAI's API defines them."""
+    ones = torch.ones_like(input_ids, dtype=scores.dtype)
+    counts = torch.zeros_like(scores).scatter_add_(1, input_ids, ones)
+    return scores - frequency * counts - presence * (counts > 0)

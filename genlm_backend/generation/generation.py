@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Any, TypeAlias, Unpack, overload
 
 from genlm_backend.checks import instance, shows_options, switch
@@ -23,6 +24,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
+from genlm_backend.runtime.blocking import blocking_form, is_blocking, warn_caller
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 
@@ -88,53 +90,22 @@ async def generate(
         ContextTypeError: (``TypeError``) If its ids are not integers.
         GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
     """
-    warning, found = await _generated(lm, prompt, config, progress, dict(fields))
-    _warn(warning)
+    generated = partial(_generated, lm, prompt, config, progress, dict(fields))
+    if await is_blocking():
+        with closing(BackgroundLoop("generate")) as loop:
+            warning, found = loop.run(generated())
+    else:
+        warning, found = await generated()
+    if warning:
+        warn_caller(warning)
     return found
 
 
-@overload
-def generate_sync(
-    lm: AsyncLM,
-    prompt: str | Chat | TokenIds,
-    config: GenerationConfig | None = None,
-    *,
-    progress: bool = False,
-    **fields: Unpack[GenerationFields],
-) -> list[Generation]: ...
+generate_sync = blocking_form(generate)
+"""Return the same texts as ``generate``, blocking the calling thread.
 
-
-@overload
-def generate_sync(
-    lm: AsyncLM,
-    prompt: Prompts,
-    config: GenerationConfig | None = None,
-    *,
-    progress: bool = False,
-    **fields: Unpack[GenerationFields],
-) -> list[list[Generation]]: ...
-
-
-@_shows_fields
-def generate_sync(
-    lm: AsyncLM,
-    prompt: Any,
-    config: GenerationConfig | None = None,
-    *,
-    progress: bool = False,
-    **fields: Unpack[GenerationFields],
-) -> list[Generation] | list[list[Generation]]:
-    """Return the same texts as ``generate``, blocking the calling thread.
-
-    Works in a notebook too, whose event loop waits for it.
-    """
-    loop = BackgroundLoop("generate")
-    try:
-        warning, found = loop.run(_generated(lm, prompt, config, progress, dict(fields)))
-    finally:
-        loop.close()
-    _warn(warning)
-    return found
+Works in a notebook too, whose event loop waits for it.
+"""
 
 
 @_shows_fields
@@ -162,7 +133,8 @@ async def stream(
         for token in draft.choose():
             tokens.append(token)
             yield token
-    _warn(_warning_of_cuts(given, tokens[-1:]))
+    if warning := _warning_of_cuts(given, tokens[-1:]):
+        warn_caller(warning)
 
 
 async def _generated(
@@ -236,11 +208,6 @@ def _warning_of_cuts(is_given: bool, ends: Sequence[Generation | GeneratedToken]
     return (
         f"{texts} cut off after {DEFAULT_MAX_NEW_TOKENS} tokens, the default: pass max_new_tokens"
     )
-
-
-def _warn(warning: str) -> None:
-    if warning:
-        warnings.warn(warning, stacklevel=3)
 
 
 def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> GenerationConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import sys
@@ -295,12 +296,11 @@ class HarnessLM(TemplateLM):
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return a text after each request's context, greedy unless the task sets otherwise."""
         asked = [self._asked(*request.args) for request in requests]
-        loop = BackgroundLoop("lm-eval")
-        try:
-            with progress_bar(len(asked), not disable_tqdm, "generating") as bar:
-                return loop.run(self._texts(requests, asked, bar))
-        finally:
-            loop.close()
+        with (
+            contextlib.closing(BackgroundLoop("lm-eval")) as loop,
+            progress_bar(len(asked), not disable_tqdm, "generating") as bar,
+        ):
+            return loop.run(self._texts(requests, asked, bar))
 
     async def _texts(self, requests: Any, asked: Sequence[_Asked], bar: Any) -> list[str]:
         # More would not be computed at once, and need memory for their keys and values.

@@ -7,9 +7,9 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from genlm_backend.model.context import Context
 from genlm_backend.model.query import Query, TokenIds
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
+from genlm_backend.runtime.blocking import blocking_form, is_blocking
 from genlm_backend.scoring.words import (
     BLANKS,
     NOT_BLANK,
@@ -34,10 +35,7 @@ from genlm_backend.scoring.words import (
     word_begins,
 )
 
-T = TypeVar("T")
 Question: TypeAlias = tuple[Context, ReadoutOf]
-Search: TypeAlias = Generator[list[Question], list[Any], T]
-"""Yields contexts with the readouts of their rows, is sent the answers, and returns its result."""
 
 
 @final
@@ -135,23 +133,26 @@ async def continuations(
         ContextError: (``ValueError``) If ``context`` cannot be read.
         Exception: What ``next_token_logprobs`` raises.
     """
-    search = _next_words(lm, context, n, words, max_rest, max_contexts)
-    return await _searched(lm, search, lora_name)
+    given = _checked(lm, n=n, words=words, max_rest=max_rest, max_contexts=max_contexts)
+    begin = lm.contexts.check(context_ids(lm, context), lm.max_length, name="context")
+    is_between, blocks = context is None or is_between_words(lm, begin), await is_blocking()
+    explored = _Explored(lm, given["words"], begin, is_between)
+    wave, left = [explored.begin], given["max_contexts"]
+    while wave:
+        num_tokens = min(max(left, _FEWEST), len(lm.byte_vocab))
+        questions = [own for node in wave for own in explored.questions(node, num_tokens)]
+        answers = await _answered(lm, questions, lora_name, blocks)
+        for node in wave:
+            explored.read(node, answers)
+        left -= len(wave)
+        is_enough = not left or explored.rest <= given["max_rest"]
+        wave = [] if is_enough else explored.follow(min(left, lm.batch_size))
+    explored.follow(math.inf, _LEAST)
+    return explored.best(given["n"])
 
 
-def continuations_sync(
-    lm: AsyncLM,
-    context: str | TokenIds | None,
-    n: int = 10,
-    *,
-    words: Words = NOT_BLANK,
-    max_rest: float = 0.05,
-    max_contexts: int = 200,
-    lora_name: str | None = None,
-) -> Continuations:
-    """Return the same words as ``continuations``, blocking the calling thread."""
-    search = _next_words(lm, context, n, words, max_rest, max_contexts)
-    return _searched_sync(lm, search, lora_name)
+continuations_sync = blocking_form(continuations)
+"""Return the same words as ``continuations``, blocking the calling thread."""
 
 
 @final
@@ -228,24 +229,47 @@ async def prefix_logprob(
             not end with a word where its last word has to end.
         Exception: What ``next_token_logprobs`` raises.
     """
-    search = _prefix(lm, context, text, word_ends, words, max_rest, max_contexts)
-    return await _searched(lm, search, lora_name)
+    given = _checked(
+        lm, word_ends=word_ends, words=words, max_rest=max_rest, max_contexts=max_contexts
+    )
+    words, word_ends = given["words"], given["word_ends"]
+    if words != NOT_BLANK and not word_ends:
+        raise OptionError("words is for word_ends=True")
+    data = _bytes_of(text, word_ends and words == NOT_BLANK)
+    begin = lm.contexts.check(context_ids(lm, context), lm.max_length, name="context")
+    log_share = math.log(given["max_rest"]) if given["max_rest"] else -math.inf
+    if not data and not word_ends:
+        return PrefixLogprob(0.0, -math.inf)
+    is_between, blocks = context is None or is_between_words(lm, begin), await is_blocking()
+    ways = _Ways(lm, data, word_ends, words, not is_between)
+    best = np.full(ways.longest + 1, -np.inf)  # the most probable path of those that end at a byte
+    found, paths = -math.inf, [_Path(0.0, b"", begin)]
+    too_long, left = list[float](), given["max_contexts"]
+    while True:
+        missing = [*too_long, *(path.logprob for path in paths)]
+        rest = float(np.logaddexp.reduce(missing)) if missing else -math.inf
+        is_enough = rest <= log_share + np.logaddexp(found, rest)
+        if not paths or not left or is_enough:
+            return PrefixLogprob(min(found, 0.0), min(rest, 0.0))
+        wave, paths = _most_promising(paths, best, log_share, min(left, lm.batch_size))
+        left -= len(wave)
+        questions = [question for path in wave for question in ways.questions(path)]
+        answers = await _answered(lm, questions, lora_name, blocks)
+        for path in wave:
+            mass, children = ways.followed(path, answers)
+            found = float(np.logaddexp(found, mass))
+            for child in children:
+                if lm.max_length is not None and len(child.context) > lm.max_length:
+                    too_long.append(child.logprob)
+                elif child.logprob > -math.inf:
+                    paths.append(child)
+                    size = len(child.spelt)
+                    best[size] = max(best[size], child.logprob)
+        best[-1] = found
 
 
-def prefix_logprob_sync(
-    lm: AsyncLM,
-    context: str | TokenIds | None,
-    text: str | bytes,
-    *,
-    word_ends: bool = False,
-    words: Words = NOT_BLANK,
-    max_rest: float = 0.01,
-    max_contexts: int = 200,
-    lora_name: str | None = None,
-) -> PrefixLogprob:
-    """Return the same log-probability as ``prefix_logprob``, blocking the calling thread."""
-    search = _prefix(lm, context, text, word_ends, words, max_rest, max_contexts)
-    return _searched_sync(lm, search, lora_name)
+prefix_logprob_sync = blocking_form(prefix_logprob)
+"""Return the same log-probability as ``prefix_logprob``, blocking the calling thread."""
 
 
 _CHECKS: Final = {
@@ -262,35 +286,18 @@ def _checked(lm: Any, **options: Any) -> dict[str, Any]:
     return checked(_CHECKS, options)
 
 
-async def _searched(lm: AsyncLM, search: Search[T], lora_name: str | None) -> T:
-    """Return the result of a search, whose waves of questions are awaited in turn."""
-    answers: Any = None
-    try:
-        while True:
-            contexts, readout = _asked(search.send(answers))
-            answers = await lm.batch_read(contexts, readout, lora_name)
-    except StopIteration as found:
-        return found.value
-
-
-def _searched_sync(lm: AsyncLM, search: Search[T], lora_name: str | None) -> T:
-    answers: Any = None
-    try:
-        while True:
-            contexts, readout = _asked(search.send(answers))
-            answers = lm.batch_read_sync(contexts, readout, lora_name)
-    except StopIteration as found:
-        return found.value
-
-
-def _asked(questions: Sequence[Question]) -> tuple[list[Context], ReadoutOf]:
-    """Return the contexts of questions, and a maker of their readouts in turn."""
-    makers = iter([make for _, make in questions])
+async def _answered(
+    lm: AsyncLM, questions: Sequence[Question], lora_name: str | None, blocks: bool
+) -> Iterator[Any]:
+    """Return the answers to a wave of questions, each a context with the readout of its row."""
+    contexts, makers = [context for context, _ in questions], iter([make for _, make in questions])
 
     def readout(query: Query) -> Readout:
         return next(makers)(query)
 
-    return [context for context, _ in questions], readout
+    if blocks:
+        return iter(lm.batch_read_sync(contexts, readout, lora_name))
+    return iter(await lm.batch_read(contexts, readout, lora_name))
 
 
 def _decoded(data: bytes, is_all: bool) -> str:
@@ -304,26 +311,6 @@ def _word_ends(lm: AsyncLM) -> NDArray[np.bool_]:
 
 
 # -------------------------------------------------------------------- next words
-
-
-def _next_words(
-    lm: Any, context: Any, n: Any, words: Any, max_rest: Any, max_contexts: Any
-) -> Search[Continuations]:
-    given = _checked(lm, n=n, words=words, max_rest=max_rest, max_contexts=max_contexts)
-    begin = lm.contexts.check(context_ids(lm, context), lm.max_length, name="context")
-    is_between = context is None or is_between_words(lm, begin)
-    explored = _Explored(lm, given["words"], begin, is_between)
-    wave, left = [explored.begin], given["max_contexts"]
-    while wave:
-        num_tokens = min(max(left, _FEWEST), len(lm.byte_vocab))
-        answers = iter((yield [q for node in wave for q in explored.questions(node, num_tokens)]))
-        for node in wave:
-            explored.read(node, answers)
-        left -= len(wave)
-        is_enough = not left or explored.rest <= given["max_rest"]
-        wave = [] if is_enough else explored.follow(min(left, lm.batch_size))
-    explored.follow(math.inf, _LEAST)
-    return explored.best(given["n"])
 
 
 _FEWEST: Final = 64
@@ -457,47 +444,6 @@ class _Path(NamedTuple):
     logprob: float
     spelt: bytes
     context: Context
-
-
-def _prefix(
-    lm: Any, context: Any, text: Any, word_ends: Any, words: Any, max_rest: Any, max_contexts: Any
-) -> Search[PrefixLogprob]:
-    given = _checked(
-        lm, word_ends=word_ends, words=words, max_rest=max_rest, max_contexts=max_contexts
-    )
-    words, word_ends = given["words"], given["word_ends"]
-    if words != NOT_BLANK and not word_ends:
-        raise OptionError("words is for word_ends=True")
-    data = _bytes_of(text, word_ends and words == NOT_BLANK)
-    begin = lm.contexts.check(context_ids(lm, context), lm.max_length, name="context")
-    log_share = math.log(given["max_rest"]) if given["max_rest"] else -math.inf
-    if not data and not word_ends:
-        return PrefixLogprob(0.0, -math.inf)
-    is_between = context is None or is_between_words(lm, begin)
-    ways = _Ways(lm, data, word_ends, words, not is_between)
-    best = np.full(ways.longest + 1, -np.inf)  # the most probable path of those that end at a byte
-    found, paths = -math.inf, [_Path(0.0, b"", begin)]
-    too_long, left = list[float](), given["max_contexts"]
-    while True:
-        missing = [*too_long, *(path.logprob for path in paths)]
-        rest = float(np.logaddexp.reduce(missing)) if missing else -math.inf
-        is_enough = rest <= log_share + np.logaddexp(found, rest)
-        if not paths or not left or is_enough:
-            return PrefixLogprob(min(found, 0.0), min(rest, 0.0))
-        wave, paths = _most_promising(paths, best, log_share, min(left, lm.batch_size))
-        left -= len(wave)
-        answers = iter((yield [question for path in wave for question in ways.questions(path)]))
-        for path in wave:
-            mass, children = ways.followed(path, answers)
-            found = float(np.logaddexp(found, mass))
-            for child in children:
-                if lm.max_length is not None and len(child.context) > lm.max_length:
-                    too_long.append(child.logprob)
-                elif child.logprob > -math.inf:
-                    paths.append(child)
-                    size = len(child.spelt)
-                    best[size] = max(best[size], child.logprob)
-        best[-1] = found
 
 
 def _bytes_of(text: Any, word_ends: bool) -> bytes:

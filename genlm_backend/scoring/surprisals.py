@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.checks import (
+    Check,
     check_names,
     checked,
     instance,
@@ -27,6 +28,7 @@ from genlm_backend.errors import ContextError, MissingExtraError, OptionError, O
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
 from genlm_backend.model.scoring import TokenScores
+from genlm_backend.runtime.blocking import blocking_form, is_blocking
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 from genlm_backend.scoring.words import (
@@ -180,19 +182,26 @@ class SurprisalOptions(TypedDict, total=False):
     progress: bool
 
 
-_DEFAULTS: Final = {
-    "by": "word",
-    "unit": "bits",
-    "words": NOT_BLANK,
-    "word_ends": None,
-    "context": None,
-    "contexts": None,
-    "entropy": False,
-    "rank": False,
-    "stride": None,
-    "lora_name": None,
-    "progress": False,
+def _any(name: str, value: Any) -> Any:
+    return value  # what reads it checks it
+
+
+_OPTIONS: Final[dict[str, tuple[Any, Check[Any]]]] = {
+    "by": ("word", one_of("word", "token", "character")),
+    "unit": ("bits", one_of("bits", "nats")),
+    "words": (NOT_BLANK, lambda _, words: check_words(words)),
+    "word_ends": (None, optional(switch)),
+    "context": (None, _any),
+    "contexts": (None, _any),
+    "entropy": (False, switch),
+    "rank": (False, switch),
+    "stride": (None, optional(integer(1))),
+    "lora_name": (None, _any),
+    "progress": (False, switch),
 }
+"""Options, each with its default and its check."""
+
+_DEFAULTS: Final = {name: default for name, (default, _) in _OPTIONS.items()}
 
 
 @overload
@@ -253,62 +262,37 @@ async def surprisal(
     """
     asked = _Asked(lm, options)
     many, read = asked.read(texts)
+    blocks = await is_blocking()
+    size = _AT_ONCE if blocks else 1
     with progress_bar(len(read), asked.progress, "scoring") as bar:
 
-        async def told(text: _Text) -> Surprisals:
-            found = await lm.batch_score_with(*text.parts, asked.lora_name, **asked.beside)
-            bar.update()
-            return text.surprisals(found)
-
-        found = await together(map(told, read))
-    return SurprisalsOfTexts(found) if many else found[0]
-
-
-@overload
-def surprisal_sync(lm: AsyncLM, texts: str, **options: Unpack[SurprisalOptions]) -> Surprisals: ...
-
-
-@overload
-def surprisal_sync(
-    lm: AsyncLM, texts: Sequence[str], **options: Unpack[SurprisalOptions]
-) -> SurprisalsOfTexts: ...
-
-
-@shows_options(SurprisalOptions, _DEFAULTS)
-def surprisal_sync(
-    lm: AsyncLM, texts: str | Sequence[str], **options: Unpack[SurprisalOptions]
-) -> Surprisals | SurprisalsOfTexts:
-    """Return the same surprisals as ``surprisal``, blocking the calling thread.
-
-    Works in a notebook too, whose event loop waits for it.
-    """
-    asked = _Asked(lm, options)
-    many, read = asked.read(texts)
-    found = SurprisalsOfTexts()
-    with progress_bar(len(read), asked.progress, "scoring") as bar:
-        for start in range(0, len(read), _AT_ONCE):
-            some = read[start : start + _AT_ONCE]
+        async def told(some: list[_Text]) -> list[Surprisals]:
             prompts = [prompt for text in some for prompt in text.parts[0]]
             parts = [part for text in some for part in text.parts[1]]
-            scores = iter(lm.batch_score_with_sync(prompts, parts, asked.lora_name, **asked.beside))
+            if blocks:
+                found = lm.batch_score_with_sync(prompts, parts, asked.lora_name, **asked.beside)
+            else:
+                found = await lm.batch_score_with(prompts, parts, asked.lora_name, **asked.beside)
+            surprisals, scores = list[Surprisals](), iter(found)
             for text in some:
-                found.append(text.surprisals(itertools.islice(scores, len(text.parts[0]))))
+                surprisals.append(text.surprisals(itertools.islice(scores, len(text.parts[0]))))
                 bar.update()
-    return found if many else found[0]
+            return surprisals
 
+        asking = (told(read[start : start + size]) for start in range(0, len(read), size))
+        found = [await some for some in asking] if blocks else await together(asking)
+    told_of_all = SurprisalsOfTexts(own for some in found for own in some)
+    return told_of_all if many else told_of_all[0]
+
+
+surprisal_sync = blocking_form(surprisal)
+"""Return the same surprisals as ``surprisal``, blocking the calling thread.
+
+Works in a notebook too, whose event loop waits for it.
+"""
 
 _AT_ONCE: Final = 200
 """Texts that a blocking thread scores at once, between two updates of its progress."""
-
-_CHECKS: Final = {
-    "by": one_of("word", "token", "character"),
-    "unit": one_of("bits", "nats"),
-    "word_ends": optional(switch),
-    "entropy": switch,
-    "rank": switch,
-    "stride": optional(integer(1)),
-    "progress": switch,
-}
 
 
 @final
@@ -318,16 +302,16 @@ class _Asked:
     def __init__(self, lm: AsyncLM, options: SurprisalOptions) -> None:
         instance(AsyncLM, "an AsyncLM")("lm", lm)
         check_names(options, _DEFAULTS, "option of surprisal")
-        given: dict[str, Any] = {**_DEFAULTS, **options}
-        fields = checked(_CHECKS, {name: given[name] for name in _CHECKS})
-        self.lm, self.by, self.progress = lm, fields["by"], fields["progress"]
-        self.words: Words = check_words(given["words"])
+        checks = {name: check for name, (_, check) in _OPTIONS.items()}
+        given = checked(checks, {**_DEFAULTS, **options})
+        self.lm, self.by, self.progress = lm, given["by"], given["progress"]
+        self.words: Words = given["words"]
         if self.by != "word" and "words" in options:
             raise OptionError("words is for by='word'")
-        self.unit, self.stride = fields["unit"], fields["stride"]
+        self.unit, self.stride = given["unit"], given["stride"]
         self.lora_name: str | None = given["lora_name"]
         has_blanks = self.by == "word" and self.words == NOT_BLANK
-        if fields["word_ends"] and not has_blanks:
+        if given["word_ends"] and not has_blanks:
             raise OptionError(
                 "word_ends=True is for words that blanks separate: leave out by and words"
             )
@@ -336,10 +320,10 @@ class _Asked:
             self._begin = self._begin_of(given["context"], "context")
         elif given["context"] is not None:
             raise OptionError("context is for all texts, and contexts has one for each: give one")
-        has_ends = has_blanks and fields["word_ends"] is not False
+        has_ends = has_blanks and given["word_ends"] is not False
         groups = [word_begins(lm)] if has_ends else []
         self.begins: NDArray[np.bool_] | None = groups[0].unpacked().numpy() if groups else None
-        self.beside = {"entropy": fields["entropy"], "rank": fields["rank"], "groups": groups}
+        self.beside = {"entropy": given["entropy"], "rank": given["rank"], "groups": groups}
         if self.by == "character":
             self.beside["beginnings"] = True
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-import warnings
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from genlm_backend.errors import ContextError, ContextTypeError, OptionError, Op
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import PackedMask
 from genlm_backend.model.query import TokenIds
+from genlm_backend.runtime.blocking import warn_caller
 from genlm_backend.tokenization.bos import adds_bos, begins_turns
 
 Span: TypeAlias = tuple[int, int]
@@ -243,11 +243,10 @@ def default_beginning(lm: AsyncLM, option: str = "context") -> int:
     if lm not in _begun:
         _begun.add(lm)
         if begins_turns(lm.tokenizer):
-            warnings.warn(
+            warn_caller(
                 f"texts are read after {lm.tokenizer.bos_token!r}, the tokenizer's bos_token, "
                 "which the chat template writes before each message: no text may have followed it "
-                f"in training. Give {option}=, the token that separated texts then",
-                stacklevel=6,
+                f"in training. Give {option}=, the token that separated texts then"
             )
     return int(lm.tokenizer.bos_token_id)
 

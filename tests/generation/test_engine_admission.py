@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from genlm_backend import AsyncTransformer, MockAsyncLM
+from genlm_backend import AsyncTransformer
 from genlm_backend.errors import ContextError, ModelStateError, RequestQueueFullError
 from genlm_backend.generation import (
     GenerationConfig,
@@ -255,46 +255,3 @@ def test_without_a_prefix_cache_requests_under_way_share_what_they_have_in_commo
         for request in (short, long):
             request.result(30)
         assert lm.statistics().tokens_computed < 2 * len(prompt)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_texts_are_beginnings_of_what_they_are_alone(engine, seed):
-    """Requests come, are stopped, released and waited for, with little memory and few places."""
-    generator = random.Random(seed)
-
-    class Tight(MockAsyncLM):
-        kv_capacity = 70
-
-    with Tight(word_tokenizer(), row_cache_bytes=0) as lm:
-        serve(engine, lm, max_batch=3, max_queue_size=4)
-        live = []
-        for _ in range(120):
-            action = generator.choice(["start", "start", "stop", "release", "wait", "read"])
-            if action == "start":
-                prompt = [generator.randrange(6) for _ in range(generator.randint(1, 12))]
-                fields = {
-                    "max_new_tokens": generator.randint(1, 40),
-                    "do_sample": True,
-                    "seed": generator.randrange(5),
-                    "n": generator.randint(1, 3),
-                }
-                request = engine.start_request_ids("m", prompt, **fields)
-                live.append((request, prompt, fields))
-            elif live:
-                request, prompt, fields = live[generator.randrange(len(live))]
-                if action == "wait":
-                    request.result(60)
-                elif action == "read":
-                    request.queue.get_nowait()
-                else:
-                    engine.stop_request(request)
-                    if action == "release":
-                        engine.release_request(request)
-        for request, prompt, fields in live:
-            found, expected = request.result(60), alone(lm, prompt, **fields)
-            assert request.is_done
-            for one, whole in zip(found, expected, strict=True):
-                assert one.token_ids == whole.token_ids[: len(one.token_ids)]
-                if request.status() is GenerationStatus.FINISHED and one.token_ids:
-                    assert one.token_ids == whole.token_ids
-        assert engine.num_running("m") == engine.num_waiting("m") == 0

@@ -1,4 +1,7 @@
-"""Many callers of every kind, faults and little memory: each request ends, and nothing is left."""
+"""Many callers of every kind, faults and little memory: each request ends, and nothing is left.
+
+What there is of a text is the beginning of what it is alone.
+"""
 
 import asyncio
 import contextlib
@@ -8,8 +11,8 @@ import pytest
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import ContextError, RequestQueueFullError
-from genlm_backend.generation import Engine
-from tests.generation.serving import serve
+from genlm_backend.generation import Engine, GenerationStatus
+from tests.generation.serving import alone, serve
 from tests.llm.conftest import word_tokenizer
 from tests.tree_integrity import check_integrity
 
@@ -69,7 +72,7 @@ async def use(engine, generator, handles):
             await task
     else:
         handle = engine.start_request_ids("m", prompt, timeout=0, **fields)
-        handles.append(handle)
+        handles.append((handle, prompt, fields))
         await asyncio.sleep(patience)
         (engine.stop_request if way == "stop" else engine.release_request)(handle)
         await handle
@@ -113,8 +116,17 @@ def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed)
         served = engine._models["m"]
         engine.loop.submit(served._join()).result(60)
         lm._batcher.call(lambda: None)  # what was cancelled may still have been evaluated
-        assert all(handle.is_done for handle in handles)
+        assert all(handle.is_done for handle, _, _ in handles)
         assert not served._requests
         assert not served._tasks
         assert has_prefix_cache or lm.statistics().kv_bytes_used == 0
         check_integrity(lm._evaluator.passes.tree)
+        lm.fault_rate = 0.0
+        for handle, prompt, fields in handles:
+            if handle.status() is GenerationStatus.FAILED:
+                continue
+            is_whole = handle.status() is GenerationStatus.FINISHED
+            for one, whole in zip(handle.result(), alone(lm, prompt, **fields), strict=True):
+                if one.token_ids and (is_whole or "num_beams" not in fields):
+                    most = None if is_whole else len(one.token_ids)
+                    assert one.token_ids == whole.token_ids[:most]

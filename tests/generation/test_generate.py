@@ -200,8 +200,6 @@ async def test_stop_words_of_ids_and_the_end_of_a_text(lm, model):
         ([1], {"stop_words_ids": [[3], [96]]}, GenerationConfigError, "stop_words_ids has 96"),
         ([1], {"eos_token_id": 96}, GenerationConfigError, "eos_token_id has 96"),
         ([1], {"lora_name": "poet"}, ValueError, "poet"),
-        ([{"role": "user", "content": "hello"}], {}, ContextError, "has no chat template"),
-        ([{"role": "user", "content": [{}]}], {}, ContextError, "images, sounds and other parts"),
         ([1], {"response_format": {"type": "xml"}}, ValueError, "response_format"),
     ],
 )

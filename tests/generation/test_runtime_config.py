@@ -14,18 +14,12 @@ from tests.llm.conftest import word_tokenizer
     ("fields", "message"),
     [
         ({"device": "cpuu"}, "device must be a device such as 'cpu'"),
-        ({"device": ""}, "device must be"),
         ({"threads": 0}, "threads must be an integer of 1 or more"),
         ({"max_batch": 0}, "max_batch must be an integer of 1 or more"),
-        ({"max_batch": True}, "max_batch must be"),
         ({"max_length": 1}, "max_length must be an integer of 2 or more"),
         ({"max_queue_size": -1}, "max_queue_size must be an integer of 0 or more"),
         ({"kv_cache_bytes": 0}, "kv_cache_bytes must be an integer of 1 or more"),
         ({"kv_cache_mode": "int7"}, "kv_cache_mode must be one of 'default', 'int8', 'uint4'"),
-        ({"kv_cache_mode": None}, "kv_cache_mode must be one of"),
-        ({"prefix_cache": 1}, "prefix_cache must be True or False"),
-        ({"warm_up": None}, "warm_up must be"),
-        ({"llm_opts": 3}, "llm_opts must be"),
     ],
 )
 def test_a_runtime_configuration_is_right_when_it_is_made(fields, message):

@@ -16,14 +16,10 @@ _vocabularies: Final[weakref.WeakKeyDictionary[AsyncLM, Any]] = weakref.WeakKeyD
 
 def vocabulary_of(lm: AsyncLM) -> Any:
     if lm not in _vocabularies:
-        _vocabularies[lm] = _tokenizer(_Vocabulary(lm))
+        library, vocabulary = load_library(), _Vocabulary(lm)
+        wrapper = library.TokenizerWrapper(vocabulary)
+        _vocabularies[lm] = library.LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens))
     return _vocabularies[lm]
-
-
-def _tokenizer(vocabulary: _Vocabulary | _Bytes) -> Any:
-    library = load_library()
-    wrapper = library.TokenizerWrapper(vocabulary)
-    return library.LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens))
 
 
 def load_library() -> Any:
@@ -45,7 +41,7 @@ def executor_of(process_id: int) -> Any:
 @cache
 def is_beginning(grammar: str, text: str) -> bool:
     """Return whether a text begins one of a grammar, by the installed llguidance."""
-    token_ids = _Bytes()(text)
+    token_ids = list(text.encode())
     return _matcher_of_bytes(grammar).validate_tokens(token_ids) == len(token_ids)
 
 
@@ -58,20 +54,8 @@ def error_of(grammar: str) -> str:
 def _matcher_of_bytes(grammar: str) -> Any:
     library = load_library()
     read = library.LLMatcher.grammar_from_lark(grammar)
-    return library.LLMatcher(_tokenizer(_Bytes()), read, log_level=0)
-
-
-@final
-class _Bytes:
-    """The bytes as a vocabulary, in the form of llguidance's tokenizers."""
-
-    bos_token_id = None
-    eos_token_id = 256
-    special_token_ids = (256,)
-    tokens = (*(bytes([i]) for i in range(256)), b"<|end of text|>")
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
+    # "byte" is a vocabulary of all bytes, which are their ids.
+    return library.LLMatcher(library.LLTokenizer("byte"), read, log_level=0)
 
 
 @final
