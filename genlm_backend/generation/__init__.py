@@ -43,26 +43,4 @@ __all__ = [
     "stream",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncGLM": "genlm_backend.generation.async_glm",
-        "Constraint": "genlm_backend.generation.constraint",
-        "Engine": "genlm_backend.generation.engine.engine",
-        "GeneratedElements": "genlm_backend.generation.generated",
-        "GeneratedToken": "genlm_backend.generation.generated",
-        "Generation": "genlm_backend.generation.generated",
-        "GenerationConfig": "genlm_backend.generation.config",
-        "GenerationRequest": "genlm_backend.generation.engine.request",
-        "GenerationStatus": "genlm_backend.generation.generated",
-        "ModelState": "genlm_backend.generation.engine.installed_model",
-        "MultiMediaInfo": "genlm_backend.generation.config",
-        "Piece": "genlm_backend.generation.generated",
-        "RequestStatistics": "genlm_backend.generation.generated",
-        "ResultQueue": "genlm_backend.generation.engine.request",
-        "RuntimeConfig": "genlm_backend.generation.engine.runtime_config",
-        "generate": "genlm_backend.generation.generation",
-        "generate_sync": "genlm_backend.generation.generation",
-        "stream": "genlm_backend.generation.generation",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())
