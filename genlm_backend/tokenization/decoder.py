@@ -144,10 +144,7 @@ def infer_decoder(
     ):
         prefix = model.get("continuing_subword_prefix") or "##"
         return compile_decoder({"type": "WordPiece", "prefix": prefix, "cleanup": True})
-    stages: list[Stage] = []
-    for stage in splitters:
-        if stage.get("type") == "Metaspace":
-            stages.append(_compile_stage(stage))
+    stages = [_compile_stage(stage) for stage in splitters if stage.get("type") == "Metaspace"]
     for stage in reversed(_flatten(normalizer) if normalizer else []):
         pattern = stage.get("pattern") or {}
         if stage.get("type") == "Replace" and pattern.get("String") and stage.get("content"):
@@ -230,13 +227,8 @@ def _strip(content: str, start: int, stop: int) -> Stage:
     def stage(piece: Piece) -> Piece:
         if isinstance(piece, bytes):
             return piece
-        left = 0
-        while left < min(start, len(piece)) and piece[left] == content:
-            left += 1
-        right = len(piece)
-        while right > max(left, len(piece) - stop) and piece[right - 1] == content:
-            right -= 1
-        return piece[left:right]
+        piece = piece[min(start, len(piece) - len(piece.lstrip(content))) :]
+        return piece[: len(piece) - min(stop, len(piece) - len(piece.rstrip(content)))]
 
     return stage
 
