@@ -7,6 +7,7 @@ that concern only the first or last token of a text.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,10 +47,7 @@ def decode_byte_level(strings: Sequence[str]) -> list[bytes]:
     codes = _CODES[np.minimum(points, len(_CODES) - 1)]
     ends = np.cumsum(np.fromiter(map(len, strings), dtype=np.int64, count=len(strings)))
     buffer = codes.astype(np.uint8).tobytes()
-    result, start = [], 0
-    for end in ends.tolist():
-        result.append(buffer[start:end])
-        start = end
+    result = [buffer[start:end] for start, end in itertools.pairwise([0, *ends.tolist()])]
     for index in np.unique(np.searchsorted(ends, np.flatnonzero(codes == _OUTSIDE), side="right")):
         result[index] = to_utf8(strings[int(index)])
     return result

@@ -97,15 +97,12 @@ class VLLMEvaluator(Evaluator):
         for question in questions:
             asked[question.computed_with].append(question)
         if not any(question.is_read_off for question in questions):
-            return self._rows(questions)
+            return self.planner.evaluate(questions, self.check_wanted)
         wanted = RowQuestions([*asked.values()], self.undefined_ids)
         found = self.planner.evaluate([*asked], self.check_wanted, wanted)
         pairs = zip(asked.values(), found, strict=True)
         answer_to = {q: a for own, its in pairs for q, a in zip(own, its, strict=True)}
         return [answer_to[question] for question in questions]
-
-    def _rows(self, queries: Sequence[Query]) -> list[Row]:
-        return self.planner.evaluate(queries, self.check_wanted)
 
     def _scores(self, scorings: Sequence[Scoring]) -> list[Answer]:
         """Return the scores of texts, each in a pass of its own if that is the faster way."""
@@ -121,7 +118,7 @@ class VLLMEvaluator(Evaluator):
         return [found[scoring] for scoring in scorings]
 
     def _table(self, queries: Sequence[Query]) -> torch.Tensor:
-        rows = self._rows(queries)
+        rows = self.planner.evaluate(queries, self.check_wanted)
         if self.undefined_ids:
             rows = rows_without(rows, torch.tensor(self.undefined_ids, dtype=torch.int64))
         return stacked(rows)

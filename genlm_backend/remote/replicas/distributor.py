@@ -80,11 +80,7 @@ class Distributor(Batcher[Question, Any]):
             self._loop = loop = self._loop or BackgroundLoop(self._name)
         wanted = list(queries)
         distinct = list(dict.fromkeys(wanted))
-
-        async def ask() -> list[Any]:
-            return await together(map(self.submit, distinct))
-
-        found = dict(zip(distinct, loop.run(ask()), strict=True))
+        found = dict(zip(distinct, loop.run(self.submit_all(distinct)), strict=True))
         return [found[query] for query in wanted]
 
     def _send(self, query: Question) -> Choice:
