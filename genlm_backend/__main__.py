@@ -11,10 +11,14 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from genlm_backend import __version__
 from genlm_backend.command_line import add_commands, answer_texts
 from genlm_backend.errors import GenlmBackendError, MissingExtraError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "numba", "accelerate", "safetensors")
 _DISTRIBUTION = "genlm-backend"
@@ -60,24 +64,18 @@ def _extras() -> Iterator[tuple[str, str]]:
         metadata = importlib.metadata.metadata(_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return
-    requirements = importlib.metadata.requires(_DISTRIBUTION) or []
+    from packaging.requirements import Requirement
+
+    requirements = [*map(Requirement, importlib.metadata.requires(_DISTRIBUTION) or [])]
     for extra in metadata.get_all("Provides-Extra") or []:
-        wanted = [_name(line) for line in requirements if _is_of(line, extra)]
+        wanted = [own.name for own in requirements if _is_of(own, extra)]
         missing = [name for name in wanted if _version(name) is None]
         yield f"extra {extra}", "there" if not missing else f"without {', '.join(missing)}"
 
 
-def _is_of(requirement: str, extra: str) -> bool:
-    from packaging.requirements import Requirement
-
-    marker = Requirement(requirement).marker
+def _is_of(requirement: Requirement, extra: str) -> bool:
+    marker = requirement.marker
     return marker is not None and "extra" in str(marker) and marker.evaluate({"extra": extra})
-
-
-def _name(requirement: str) -> str:
-    from packaging.requirements import Requirement
-
-    return Requirement(requirement).name
 
 
 def _version(distribution: str) -> str | None:
@@ -132,14 +130,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"genlm-backend {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_commands(commands)
-    for name, about in (
-        (
-            "lm-eval",
-            "the command line of lm-evaluation-harness, which knows the model 'genlm' here",
-        ),
-        ("demo", "sequential Monte Carlo on a small real model"),
-    ):
-        commands.add_parser(name, help=about, add_help=False)
+    about = "the command line of lm-evaluation-harness, which knows the model 'genlm' here"
+    commands.add_parser("lm-eval", help=about, add_help=False)
+    about = "sequential Monte Carlo on a small real model"
+    commands.add_parser("demo", help=about, add_help=False)
     commands.add_parser("info", help="versions, devices and extras, for bug reports")
     return parser
 

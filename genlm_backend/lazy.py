@@ -4,15 +4,74 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
+
+_PUBLIC: Final = {
+    "backends.absent": "AsyncSGLTransformer",
+    "backends.bundled": "bundled_directory",
+    "backends.hf.async_transformer": "AsyncTransformer",
+    "backends.llama_cpp.async_llama_cpp_lm": "AsyncLlamaCppLM",
+    "backends.mlx.async_mlx_lm": "AsyncMlxLM",
+    "backends.mock": "MockAsyncLM MockEvaluator",
+    "backends.registry": "load_model_by_name",
+    "backends.vllm.async_virtual_lm": "AsyncVirtualLM VLLMLoader",
+    "generation.async_glm": "AsyncGLM",
+    "generation.config": "GenerationConfig MultiMediaInfo",
+    "generation.constraint": "Constraint",
+    "generation.engine.engine": "Engine",
+    "generation.engine.installed_model": "ModelState",
+    "generation.engine.request": "GenerationRequest ResultQueue",
+    "generation.engine.runtime_config": "RuntimeConfig",
+    "generation.generated": "GeneratedElements GeneratedToken Generation GenerationStatus Piece "
+    "RequestStatistics",
+    "generation.generation": "generate generate_sync stream",
+    "model.async_lm": "AsyncLM",
+    "model.batched_lm": "BatchedLM",
+    "model.context": "Context",
+    "model.draw": "Draw PackedMask",
+    "model.drawing": "Drawing SeveralDraws",
+    "model.evaluator": "Evaluator EvaluatorCounts EvaluatorInfo RestartableEvaluator "
+    "StatelessEvaluator",
+    "model.lm_statistics": "LMStatistics",
+    "model.query": "Adapter Query",
+    "model.readout": "Readout",
+    "model.row": "Row rows_of_logits scores_of_logits",
+    "model.sampling": "Sampled",
+    "model.scoring": "Scoring TokenScores",
+    "model.token_readouts": "TopTokens",
+    "remote.process_evaluator": "ProcessEvaluator",
+    "remote.ray_evaluator": "RayEvaluator",
+    "remote.replicas.async_replicas": "AsyncReplicas",
+    "scoring.search": "Continuation Continuations PrefixLogprob continuations continuations_sync "
+    "prefix_logprob prefix_logprob_sync",
+    "scoring.surprisals": "Surprisal Surprisals SurprisalsOfTexts surprisal surprisal_sync",
+    "tokenization.token": "Token",
+    "tokenization.vocab": "decode_vocab",
+    "trie.async_trie": "AsyncTokenCharacterTrie TrieStatistics",
+    "trie.base": "VocabularyTrie",
+    "trie.lm_weights": "lm_trie_weights",
+    "trie.parallel": "ParallelTokenCharacterTrie",
+    "trie.sequential": "TokenCharacterTrie",
+}
+"""Module of this package → the public names that packages import from it when first used."""
+
+_HOMES: Final = {
+    name: f"genlm_backend.{module}" for module, names in _PUBLIC.items() for name in names.split()
+}
 
 
 def lazy_names(
-    namespace: dict[str, Any], names: Mapping[str, str], submodules: tuple[str, ...] = ()
+    namespace: dict[str, Any],
+    homes: Mapping[str, str] | None = None,
+    submodules: tuple[str, ...] = (),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package."""
+    """Return the ``__getattr__`` and ``__dir__`` of a package, for its names by their modules.
 
+    By default, the names are those in ``__all__`` that are public ones of this package.
+    """
     package = namespace["__name__"]
+    public = {name: _HOMES[name] for name in namespace["__all__"] if name in _HOMES}
+    names = public if homes is None else homes
 
     def __getattr__(name: str) -> Any:
         if name in submodules:

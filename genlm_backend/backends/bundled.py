@@ -61,15 +61,11 @@ def bundled_directory(name: str) -> Path:
     cache = Path(platformdirs.user_cache_dir("genlm-backend", appauthor=False)) / "models"
     target = cache / f"{Path(filename).stem.lower()}-{version}-float32-2"  # 2: with BOS_TOKEN
     if not (target / "config.json").exists():
-        spec = importlib.util.find_spec(module)
-        assert spec is not None
-        assert spec.origin is not None
+        source = bundled_file(name).parent
         # The first call converts 98 MB (4-bit GGUF) to 538 MB (float32) in the user's cache
         # directory, in about half a minute.
         with bars_where_seen():
-            _create(
-                target, lambda folder: _convert(Path(spec.origin or "").parent, filename, folder)
-            )
+            _create(target, lambda folder: _convert(source, filename, folder))
     return target
 
 

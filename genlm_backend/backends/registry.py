@@ -167,19 +167,16 @@ def default_backend() -> str:
     return "mlx" if present.is_default() else "hf"
 
 
+_OF_SEVERAL: Final = {
+    "threads": ("num_threads",),
+    "kv_cache_bytes": ("kv_cache_bytes",),
+    "kv_cache_dtype": ("kv_cache_dtype",),
+}
+
 _SHARED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    "hf": {
-        "device": ("hf_opts", "device_map"),
-        "threads": ("num_threads",),
-        "kv_cache_bytes": ("kv_cache_bytes",),
-        "kv_cache_dtype": ("kv_cache_dtype",),
-    },
+    "hf": {"device": ("hf_opts", "device_map"), **_OF_SEVERAL},
     "mlx": {"kv_cache_bytes": ("kv_cache_bytes",)},
-    "llama-cpp": {
-        "threads": ("num_threads",),
-        "kv_cache_bytes": ("kv_cache_bytes",),
-        "kv_cache_dtype": ("kv_cache_dtype",),
-    },
+    "llama-cpp": _OF_SEVERAL,
     "vllm": {
         "kv_cache_bytes": ("engine_opts", "kv_cache_memory_bytes"),
         "kv_cache_dtype": ("engine_opts", "kv_cache_dtype"),

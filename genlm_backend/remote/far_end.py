@@ -112,15 +112,13 @@ class FarEnd:
         self._reads_out, self._omits_undefined = info.reads_out, info.omits_undefined
         return info
 
-    def _evaluated(self, evaluator: Evaluator, questions: Sequence[Question]) -> Any:
-        if self._reads_out:
-            return evaluator.evaluate(questions)
-        undefined_ids = () if self._omits_undefined else evaluator.undefined_ids
-        return answers_by_rows(evaluator.evaluate, questions, undefined_ids)
-
     def _answers(self, evaluator: Evaluator, questions: Sequence[Question]) -> Any:
         """Return answers without their rows, which go separately."""
-        found = self._evaluated(evaluator, questions)
+        if self._reads_out:
+            found: Any = evaluator.evaluate(questions)
+        else:
+            undefined_ids = () if self._omits_undefined else evaluator.undefined_ids
+            found = answers_by_rows(evaluator.evaluate, questions, undefined_ids)
         if not isinstance(found, Sequence) or len(found) != len(questions):
             return found  # for whoever asked to refuse
         rows = [answer for answer in found if is_row(answer)]

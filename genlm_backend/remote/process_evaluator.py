@@ -122,13 +122,15 @@ class ChildProcess:
             undo.callback(here.close)
             reader, writer = -1, -1
             with there:
+                descriptors = (there.fileno(), self.rows.descriptor)
+                arguments = map(str, (*descriptors, os.getpid(), int(is_watched())))
+                path = os.pathsep.join(map(os.path.abspath, sys.path))
                 reader, writer = os.pipe()
                 undo.callback(os.close, reader)
-                descriptors = (there.fileno(), self.rows.descriptor)
                 try:
                     self._process = subprocess.Popen(
-                        _command(*descriptors),
-                        env=_environment(),
+                        [sys.executable, "-P", "-m", "genlm_backend.remote.child", *arguments],
+                        env={**os.environ, "PYTHONPATH": path},
                         stdin=subprocess.DEVNULL,
                         stdout=writer,
                         stderr=writer,
@@ -140,11 +142,10 @@ class ChildProcess:
             undo.pop_all()
         self._finalizer = weakref.finalize(self, _kill, self._process, here, os.getpid())
         self._channel = Channel(here, _LOOK_SECONDS)
-        relay = threading.Thread(
+        self._relay = threading.Thread(
             target=_relay, args=(reader, self._output), name="genlm-output", daemon=True
         )
-        relay.start()
-        self._relay = relay
+        self._relay.start()
 
     @property
     def process_id(self) -> int:
@@ -225,17 +226,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # one of the real-time signals
         return f"signal {number}"
-
-
-def _command(*descriptors: int) -> list[str]:
-    arguments = (*descriptors, os.getpid(), int(is_watched()))
-    child = "genlm_backend.remote.child"
-    return [sys.executable, "-P", "-m", child, *map(str, arguments)]
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment, with its module search path."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
 
 
 def _relay(reader: int, output: deque[str]) -> None:

@@ -7,6 +7,7 @@ that concern only the first or last token of a text.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,10 +47,7 @@ def decode_byte_level(strings: Sequence[str]) -> list[bytes]:
     codes = _CODES[np.minimum(points, len(_CODES) - 1)]
     ends = np.cumsum(np.fromiter(map(len, strings), dtype=np.int64, count=len(strings)))
     buffer = codes.astype(np.uint8).tobytes()
-    result, start = [], 0
-    for end in ends.tolist():
-        result.append(buffer[start:end])
-        start = end
+    result = [buffer[start:end] for start, end in itertools.pairwise([0, *ends.tolist()])]
     for index in np.unique(np.searchsorted(ends, np.flatnonzero(codes == _OUTSIDE), side="right")):
         result[index] = to_utf8(strings[int(index)])
     return result
@@ -144,10 +142,7 @@ def infer_decoder(
     ):
         prefix = model.get("continuing_subword_prefix") or "##"
         return compile_decoder({"type": "WordPiece", "prefix": prefix, "cleanup": True})
-    stages: list[Stage] = []
-    for stage in splitters:
-        if stage.get("type") == "Metaspace":
-            stages.append(_compile_stage(stage))
+    stages = [_compile_stage(stage) for stage in splitters if stage.get("type") == "Metaspace"]
     for stage in reversed(_flatten(normalizer) if normalizer else []):
         pattern = stage.get("pattern") or {}
         if stage.get("type") == "Replace" and pattern.get("String") and stage.get("content"):
@@ -230,13 +225,8 @@ def _strip(content: str, start: int, stop: int) -> Stage:
     def stage(piece: Piece) -> Piece:
         if isinstance(piece, bytes):
             return piece
-        left = 0
-        while left < min(start, len(piece)) and piece[left] == content:
-            left += 1
-        right = len(piece)
-        while right > max(left, len(piece) - stop) and piece[right - 1] == content:
-            right -= 1
-        return piece[left:right]
+        piece = piece[min(start, len(piece) - len(piece.lstrip(content))) :]
+        return piece[: len(piece) - min(stop, len(piece) - len(piece.rstrip(content)))]
 
     return stage
 

@@ -35,7 +35,7 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
     for attribute in ("idx2token", "decoder"):
         table = getattr(tokenizer, attribute, None)
         if isinstance(table, Mapping) and table and _all_bytes(table.values()):
-            return _read_table(tokenizer, table, name)
+            return _read_table(tokenizer, table, name, _plain_encode(tokenizer))
     if isinstance(byte_decoder := getattr(tokenizer, "byte_decoder", None), Mapping):
         return _read_slow(tokenizer, name, _alphabet_bytes(byte_decoder))
     if name == "ByT5Tokenizer":
@@ -93,14 +93,15 @@ def _is_sentencepiece(model: Any) -> bool:
     return all(hasattr(model, method) for method in ("id_to_piece", "is_byte", "is_control"))
 
 
-def _sentencepiece_bytes(model: Any) -> Callable[[str], bytes]:
-    def to_bytes(piece: str) -> bytes:
-        token_id = model.piece_to_id(piece)
-        if model.is_byte(token_id) and model.id_to_piece(token_id) == piece:
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace("▁", " ").encode()
+def _piece_bytes(piece: str, is_byte: bool) -> bytes:
+    return bytes([int(piece[3:5], 16)]) if is_byte else piece.replace("▁", " ").encode()
 
-    return to_bytes
+
+def _sentencepiece_bytes(model: Any) -> Callable[[str], bytes]:
+    has_piece = _has_piece(model)
+    return lambda piece: _piece_bytes(
+        piece, model.is_byte(model.piece_to_id(piece)) and has_piece(piece)
+    )
 
 
 def _has_piece(model: Any) -> Callable[[str], bool]:
@@ -111,14 +112,10 @@ def _read_sentencepiece(model: Any, name: str) -> ByteVocab:
     ids = range(model.get_piece_size())
     pieces = [model.id_to_piece(i) for i in ids]
     special_ids = frozenset(i for i in ids if model.is_control(i) or model.is_unknown(i))
-    byte_strings = []
-    for token_id, piece in enumerate(pieces):
-        if token_id in special_ids:
-            byte_strings.append(piece.encode())
-        elif model.is_byte(token_id):
-            byte_strings.append(bytes([int(piece[3:5], 16)]))
-        else:
-            byte_strings.append(piece.replace("▁", " ").encode())
+    byte_strings = [
+        piece.encode() if i in special_ids else _piece_bytes(piece, model.is_byte(i))
+        for i, piece in enumerate(pieces)
+    ]
     return ByteVocab(
         name,
         byte_strings,
@@ -148,28 +145,15 @@ def _tiktoken_encoding(tokenizer: Any) -> Any | None:
 
 
 def _read_tiktoken(tokenizer: Any, encoding: Any, name: str) -> ByteVocab:
-    byte_strings: list[bytes] = []
-    undefined = []
+    table: dict[int, bytes] = {}
     for token_id in range(encoding.n_vocab):
         try:
-            byte_strings.append(encoding.decode_single_token_bytes(token_id))
-        except KeyError:
-            byte_strings.append(b"")
-            undefined.append(token_id)
-    special_ids = {encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-    special_ids.update(getattr(tokenizer, "all_special_ids", ()))
-    absent = frozenset(undefined)
-    spellings = [
-        None if i in absent else _spelling(string) for i, string in enumerate(byte_strings)
-    ]
-    return ByteVocab(
-        name,
-        byte_strings,
-        spellings,
-        frozenset(special_ids),
-        absent,
-        encode=lambda text: encoding.encode(text, disallowed_special=()),
-    )
+            table[token_id] = encoding.decode_single_token_bytes(token_id)
+        except KeyError:  # no token has it
+            continue
+    special_ids = [encoding.encode_single_token(token) for token in encoding.special_tokens_set]
+    encode = partial(encoding.encode, disallowed_special=())
+    return _read_table(tokenizer, table, name, encode, special_ids)
 
 
 # -------------------------------------------------------------------- tables and slow classes
@@ -179,16 +163,22 @@ def _all_bytes(values: Iterable[object]) -> bool:
     return all(isinstance(value, bytes) for value in values)
 
 
-def _read_table(tokenizer: Any, table: Mapping[int, bytes], name: str) -> ByteVocab:
+def _read_table(
+    tokenizer: Any,
+    table: Mapping[int, bytes],
+    name: str,
+    encode: Callable[[str], list[int]] | None,
+    special_ids: Iterable[int] = (),
+) -> ByteVocab:
     size = max(table) + 1
     byte_strings = [table.get(i, b"") for i in range(size)]
     return ByteVocab(
         name,
         byte_strings,
         [_spelling(table[i]) if i in table else None for i in range(size)],
-        frozenset(getattr(tokenizer, "all_special_ids", ())),
+        frozenset([*special_ids, *getattr(tokenizer, "all_special_ids", ())]),
         frozenset(range(size)) - frozenset(table),
-        encode=_plain_encode(tokenizer),
+        encode=encode,
     )
 
 

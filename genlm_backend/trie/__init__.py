@@ -20,14 +20,4 @@ __all__ = [
     "lm_trie_weights",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
-        "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",
-        "TokenCharacterTrie": "genlm_backend.trie.sequential",
-        "TrieStatistics": "genlm_backend.trie.async_trie",
-        "VocabularyTrie": "genlm_backend.trie.base",
-        "lm_trie_weights": "genlm_backend.trie.lm_weights",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())

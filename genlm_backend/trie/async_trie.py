@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Self, final, get_args
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.checks import checked, instance, integer, number, shown
 from genlm_backend.errors import BatcherClosedError, UnknownBackendError
 from genlm_backend.readable import Readable
+from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.sequential import TokenCharacterTrie
@@ -38,7 +37,7 @@ class TrieStatistics(Readable):
 
 
 @final
-class AsyncTokenCharacterTrie(OfOneProcess):
+class AsyncTokenCharacterTrie(OfOneProcess, Closing):
     """A trie whose prefix weights can be awaited, by many coroutines at once.
 
     All concurrent awaits of an operation are evaluated as one batch on a worker thread, so that
@@ -200,18 +199,11 @@ class AsyncTokenCharacterTrie(OfOneProcess):
 
     async def cleanup(self) -> None:
         """End the worker threads like ``shutdown()``, without blocking the event loop."""
-        await asyncio.to_thread(self.shutdown)
+        await self.aclose()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.cleanup()
+    def close(self) -> None:
+        """End the worker threads like ``shutdown()``."""
+        self.shutdown()
 
 
 _CHECKS = {"batch_size": integer(1), "timeout": number(0, is_finite=False)}

@@ -77,11 +77,11 @@ async def lm_trie_weights(
     if operation == "sum":
         is_array = isinstance(weights, np.ndarray)
         weights = np.exp(weights, out=weights) if is_array else weights.exp_()
-        return await _maybe_awaited(trie.weight_sum(weights))
-    if operation == "max":
-        return await _maybe_awaited(trie.weight_max(weights))
-    return await _maybe_awaited(trie.log_weight_sum(weights))
+    found = getattr(trie, _VERBS[operation])(weights)
+    return await found if hasattr(found, "__await__") else found
 
+
+_VERBS: Final = {"sum": "weight_sum", "max": "weight_max", "log_sum": "log_weight_sum"}
 
 _TRIE = instance((AsyncTokenCharacterTrie, VocabularyTrie), "a trie")
 
@@ -126,7 +126,3 @@ def _token_ids(decode: Sequence[Any], byte_vocab: list[Token]) -> list[int]:
             )
         ids.append(token_id)
     return ids
-
-
-async def _maybe_awaited(result: Any) -> Any:
-    return await result if hasattr(result, "__await__") else result

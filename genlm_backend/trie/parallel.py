@@ -59,7 +59,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         self._level_sizes = reachability.level_sizes
         self._shape = (reachability.num_rows, reachability.num_columns)
         self._sorted_tokens = to_device(self.layout.sorted_tokens)
-        self._node_sources = to_device(reachability.table_sources())
+        self._node_sources = to_device(reachability.node_sources)
         self._row_starts = to_device(reachability.row_starts)
         self._columns = to_device(reachability.columns)
         self._rows = to_device(reachability.rows())
@@ -89,14 +89,12 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         if isinstance(batch, list):
             rows = [self._to_device(weights) for weights in batch]
             dtype = torch.float64 if any(r.dtype == torch.float64 for r in rows) else torch.float32
+            batch = torch.stack([row.to(dtype) for row in rows])
         size = max(1, MAX_ELEMENTS // max(self.num_nodes, len(self._columns)))
-        parts = []
-        for i in range(0, len(batch), size):
-            if isinstance(batch, list):
-                part = torch.stack(rows[i : i + size]).to(dtype)
-            else:
-                part = self._to_device(batch[i : i + size])
-            parts.append(self._evaluate_part(operation, part))
+        parts = [
+            self._evaluate_part(operation, self._to_device(batch[i : i + size]))
+            for i in range(0, len(batch), size)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _to_device(self, weights: Weights) -> Tensor:

@@ -29,7 +29,7 @@ class Reachability:
     level_sizes: list[int]
     row_starts: Int64  # [num_rows + 1] int64
     columns: Int64  # [num_stored] int64
-    node_sources: Int64  # [num_nodes] int64
+    node_sources: Int64  # [num_nodes] int64, places in all columns, then all rows
 
     @property
     def num_rows(self) -> int:
@@ -41,11 +41,6 @@ class Reachability:
 
     def rows(self) -> Int64:
         return np.repeat(np.arange(self.num_rows), np.diff(self.row_starts))
-
-    def table_sources(self) -> Int64:
-        """Return the index of each node's weight in all columns, then all rows: int64."""
-        sources, num_tokens = self.node_sources, self.level_sizes[0]
-        return np.where(sources < num_tokens, sources, sources - num_tokens + self.num_columns)
 
 
 def build_reachability(layout: TrieLayout) -> Reachability:
@@ -63,7 +58,7 @@ def build_reachability(layout: TrieLayout) -> Reachability:
     row_starts = np.zeros(len(first) + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=len(first)), out=row_starts[1:])
 
-    column_or_row = np.arange(num_tokens + layout.num_branches)
+    column_or_row = np.arange(num_tokens + layout.num_branches) - num_tokens + sum(level_sizes)
     column_or_row[:num_tokens] = rank[layout.leaf_tokens]
     return Reachability(level_sizes, row_starts, columns[order], column_or_row[layout.node_sources])
 
@@ -102,6 +97,29 @@ def _cover(first: Int64, end: Int64, level_sizes: list[int]) -> tuple[Int64, Int
 
 
 @compiled
+def _copy_to_nodes(values, out, node_sources) -> None:
+    for node in range(len(node_sources)):
+        out[node] = values[node_sources[node]]
+
+
+@compiled
+def _maximise(ws, values, totals, leaf_tokens, leaf_parents, branch_parents) -> None:
+    """Write all leaves' weights and all branches' maxima; a NaN is larger than anything."""
+    num_leaves = np.uint64(len(leaf_tokens))
+    totals[:] = -np.inf
+    for k in range(len(leaf_tokens)):
+        x = ws[leaf_tokens[k]]
+        values[k] = x
+        y = totals[leaf_parents[k]]
+        totals[leaf_parents[k]] = x if (x > y) | (x != x) else y
+    for b in range(len(branch_parents)):
+        x = totals[b]
+        values[num_leaves + np.uint64(b)] = x
+        y = totals[branch_parents[b]]
+        totals[branch_parents[b]] = x if (x > y) | (x != x) else y
+
+
+@compiled
 def sweep_sum(
     ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
 ) -> None:
@@ -115,8 +133,7 @@ def sweep_sum(
         x = totals[b]
         values[num_leaves + np.uint64(b)] = x
         totals[branch_parents[b]] += x
-    for node in range(len(node_sources)):
-        out[node] = values[node_sources[node]]
+    _copy_to_nodes(values, out, node_sources)
 
 
 @compiled
@@ -124,20 +141,8 @@ def sweep_max(
     ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
 ) -> None:
     """Write the maximum under each node to ``out``; a NaN is larger than anything."""
-    num_leaves = np.uint64(len(leaf_tokens))
-    totals[:] = -np.inf
-    for k in range(len(leaf_tokens)):
-        x = ws[leaf_tokens[k]]
-        values[k] = x
-        y = totals[leaf_parents[k]]
-        totals[leaf_parents[k]] = x if (x > y) | (x != x) else y
-    for b in range(len(branch_parents)):
-        x = totals[b]
-        values[num_leaves + np.uint64(b)] = x
-        y = totals[branch_parents[b]]
-        totals[branch_parents[b]] = x if (x > y) | (x != x) else y
-    for node in range(len(node_sources)):
-        out[node] = values[node_sources[node]]
+    _maximise(ws, values, totals, leaf_tokens, leaf_parents, branch_parents)
+    _copy_to_nodes(values, out, node_sources)
 
 
 @compiled
@@ -148,16 +153,7 @@ def sweep_log_sum(
     num_leaves = np.uint64(len(leaf_tokens))
     num_branches = len(branch_parents)
     shifts = np.empty_like(totals)
-    shifts[:] = -np.inf
-    for k in range(len(leaf_tokens)):
-        x = ws[leaf_tokens[k]]
-        values[k] = x
-        y = shifts[leaf_parents[k]]
-        shifts[leaf_parents[k]] = x if (x > y) | (x != x) else y
-    for b in range(num_branches):
-        x = shifts[b]
-        y = shifts[branch_parents[b]]
-        shifts[branch_parents[b]] = x if (x > y) | (x != x) else y
+    _maximise(ws, values, shifts, leaf_tokens, leaf_parents, branch_parents)
     for b in range(num_branches + 1):
         if not np.isfinite(shifts[b]):
             shifts[b] = 0.0  # all -inf, or an inf or a NaN: exp and log keep each of them
@@ -168,8 +164,7 @@ def sweep_log_sum(
         x = shifts[b] + np.log(totals[b])
         values[num_leaves + np.uint64(b)] = x
         totals[branch_parents[b]] += np.exp(x - shifts[branch_parents[b]])
-    for node in range(len(node_sources)):
-        out[node] = values[node_sources[node]]
+    _copy_to_nodes(values, out, node_sources)
 
 
 Sweep = Callable[..., None]

@@ -46,8 +46,8 @@ class Pictures:
     token_ids: bytes
     inputs: Mapping[str, torch.Tensor]
     of_tokens: frozenset[str]
-    suffix: int
     image_token_id: int
+    suffix: int = 0
     keeps: bool = True
     reader: str = "transformers"
     key: bytes = field(init=False)
@@ -71,9 +71,7 @@ class Pictures:
 
     def ids(self, rest: array[int]) -> array[int]:
         """Return the ids of a context as the model takes them, given those behind the opening."""
-        found = array("i")
-        found.frombytes(self.token_ids)
-        return found + rest
+        return array("i", self.token_ids) + rest
 
     def shown(self, packed: array[int]) -> list[int]:
         """Return packed ids of a context as the ids that the tokenizer has for them."""
@@ -97,14 +95,12 @@ class Pictures:
         num_tokens: int,
         image_token_id: int,
         of_tokens: frozenset[str] = frozenset(),
-        suffix: int = 0,
-        keeps: bool = True,
-        reader: str = "transformers",
+        **fields: Any,
     ) -> Self:
         """Return the pictures of a prompt whose first ``num_tokens`` are the opening."""
         cut = {n: value[:, :num_tokens] if n in of_tokens else value for n, value in inputs.items()}
         packed = array("i", token_ids[:num_tokens]).tobytes()
-        return cls(packed, cut, of_tokens, suffix, image_token_id, keeps, reader)
+        return cls(packed, cut, of_tokens, image_token_id, **fields)
 
 
 def image_token_id_of(config: Any) -> int | None:

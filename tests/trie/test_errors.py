@@ -6,7 +6,6 @@ import torch
 
 from genlm_backend import (
     AsyncTokenCharacterTrie,
-    ParallelTokenCharacterTrie,
     Token,
     TokenCharacterTrie,
 )
@@ -82,12 +81,6 @@ def test_batches_that_do_not_fit(make):
         trie.batch_weight_sum(np.zeros((4, 3)))
     with pytest.raises(TypeError, match="sequence of them, not 7"):
         trie.batch_weight_sum(7)
-
-
-@pytest.mark.parametrize("device", ["gpu", "cuda:97", "cuda:-1", 1.5])
-def test_devices_that_are_not_there(device):
-    with pytest.raises((ValueError, TypeError), match="device"):
-        ParallelTokenCharacterTrie([b"a"], device=device)
 
 
 def test_options_that_make_no_sense():

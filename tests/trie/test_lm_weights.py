@@ -100,12 +100,6 @@ async def test_a_trie_over_something_else(lm, entry, message):
     assert lm.statistics().num_awaits == 0
 
 
-async def test_an_operation_that_does_not_exist(lm):
-    with pytest.raises(ValueError, match="must be one of 'sum', 'max', 'log_sum', got 'mean'"):
-        await weights_of(lm, TokenCharacterTrie(lm.byte_vocab), [1], "mean")
-    assert lm.statistics().num_awaits == 0
-
-
 async def test_a_model_has_both_bytes_and_rows(lm):
     trie = TokenCharacterTrie(lm.byte_vocab)
     for half in ("byte_vocab", "next_token_logprobs"):

@@ -5,7 +5,7 @@ transformers loads other ones too, and makes up at random what their weights lac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -28,13 +28,18 @@ _REMEDY: Final = (
 
 def check_architecture(name: str, config: Mapping[str, Any]) -> None:
     """Check by its config that a causal language model saved a checkpoint."""
+    from transformers.models.auto import modeling_auto
+
     saved_by = [*(config.get("architectures") or ())]
     model_type = config.get("model_type")
     said = " or ".join(map(str, saved_by)) or f"model of the type {model_type!r}"
-    predicting = {a for task in _PREDICTING for a in _architectures_of(task)}
+    tables = vars(modeling_auto)
+    names = [n for n in tables if n.startswith("MODEL_") and n.endswith("_MAPPING_NAMES")]
+    predicting = _architectures(map(_mapping, _PREDICTING))
     # Models without a head, such as ``LlamaModel``, pass: they may share it with their embeddings.
     # So do architectures that transformers does not know.
-    others = {*_architectures_of(None)} - predicting - {*_architectures_of("")}
+    others = _architectures(tables[name] for name in names)
+    others -= predicting | _architectures([_mapping("")])
     if saved_by and not predicting.intersection(saved_by) and others.intersection(saved_by):
         raise UnsupportedModelError(
             f"{name!r} holds the weights of a {said}, which is no causal language model: {_REMEDY}"
@@ -57,18 +62,9 @@ def _mapping(task: str) -> Mapping[str, Any]:
     return getattr(modeling_auto, f"MODEL_{middle}MAPPING_NAMES", {})
 
 
-def _architectures_of(task: str | None) -> Iterator[str]:
-    if task is None:
-        from transformers.models.auto import modeling_auto
-
-        suffix = "_MAPPING_NAMES"
-        tables = [n for n in vars(modeling_auto) if n.startswith("MODEL_") and n.endswith(suffix)]
-        mappings = [vars(modeling_auto)[n] for n in tables]
-    else:
-        mappings = [_mapping(task)]
-    for mapping in mappings:
-        for names in mapping.values():
-            yield from (names,) if isinstance(names, str) else names
+def _architectures(mappings: Iterable[Mapping[str, Any]]) -> set[str]:
+    values = [value for mapping in mappings for value in mapping.values()]
+    return {name for own in values for name in ((own,) if isinstance(own, str) else own)}
 
 
 def check_complete(name: str, model: Any, missing: Collection[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.backends.hf.hf_loader import HFLoader, Weights
 from genlm_backend.backends.hf.options import HFOptions
-from genlm_backend.backends.hf.picturing import ModelPictures, check_processor
+from genlm_backend.backends.hf.picture_reader import PictureReader, check_processor
 from genlm_backend.backends.loading import explained
 from genlm_backend.checks import Check, switch
 from genlm_backend.errors import ModelStateError, OptionError
@@ -115,15 +115,7 @@ class AsyncTransformer(BatchedLM):
         self_check: bool = True,
         processor: Any = None,
     ) -> None:
-        options = HFOptions(
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_dtype=kv_cache_dtype,
-            host_cache_bytes=host_cache_bytes,
-            state_cache_bytes=state_cache_bytes,
-            max_length=max_length,
-            num_threads=num_threads,
-            packs_weights=packs_weights,
-        )
+        options = HFOptions.among(locals())
         check_processor(processor)
         if switch("process", process):
             raise OptionError(
@@ -149,7 +141,7 @@ class AsyncTransformer(BatchedLM):
             self_check=self_check,
         )
         token_id = self._info.image_token_id
-        self._pictures = ModelPictures(processor, self.contexts, token_id, self._asker())
+        self._pictures = PictureReader(processor, self.contexts, token_id, self._asker())
 
     @classmethod
     def from_name(

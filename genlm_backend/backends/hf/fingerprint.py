@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Self, final
 
 import torch
@@ -28,9 +28,6 @@ class Fingerprint:
     weights: str
     adapter: str
     layout: str
-
-    def fields(self) -> dict[str, str]:
-        return asdict(self)
 
     @classmethod
     def of(cls, model: Any, weights: str, adapter: str, layout: KVLayout) -> Self:

@@ -141,10 +141,10 @@ def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
             if forward is not None:
                 part["forward"] = forward
     are_equal = all(_are_same(one, seen[0]) for one in seen[1:])
-    is_close = isinstance(expected, torch.Tensor) and all(
-        _is_close(one, expected) for one in (found, again)
+    are_close = isinstance(expected, torch.Tensor) and all(
+        is_close(one, expected) for one in (found, again)
     )
-    return kernel if are_equal and is_close else None
+    return kernel if are_equal and are_close else None
 
 
 def _are_same(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
@@ -152,12 +152,12 @@ def _are_same(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     given, other = options["hidden_states"], others["hidden_states"]
     return (
         options.keys() == others.keys()
-        and _is_close(given, other)
+        and is_close(given, other)
         and all(options[name] is others[name] for name in {*options} - {"hidden_states"})
     )
 
 
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     rounding = 4 * torch.finfo(expected.dtype).eps
     found, expected = found.float(), expected.float()
     return bool(((found - expected).norm(dim=-1) <= rounding * expected.norm(dim=-1)).all())

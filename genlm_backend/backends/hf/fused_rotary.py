@@ -190,7 +190,7 @@ def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) ->
             return None
         rotation = _Rotation(original, KERNELS[device.type](), dtype, device.type)
         for shape in _SHAPES:
-            given = _numbers(dtype, device, dim, *shape)
+            given = _numbers(dtype, device, dim, shape)
             if not _are_same(rotation(*given), original(*given)):
                 return None
     except Exception as error:  # third-party code that takes something else, or no kernel
@@ -200,16 +200,10 @@ def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) ->
 
 
 def _numbers(
-    dtype: torch.dtype,
-    device: torch.device,
-    dim: int,
-    num_rows: int,
-    num_heads: int,
-    num_key_heads: int,
-    num_tokens: int,
-    cos_rows: int,
+    dtype: torch.dtype, device: torch.device, dim: int, shape: tuple[int, ...]
 ) -> list[torch.Tensor]:
     """Return queries, keys, cosines and sines, of which no two are alike."""
+    num_rows, num_heads, num_key_heads, num_tokens, cos_rows = shape
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> torch.Tensor:

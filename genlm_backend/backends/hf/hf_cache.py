@@ -6,14 +6,15 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Final, NamedTuple, final
+from typing import Final
 
 from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.support import KVSupport, mean_keys
 from genlm_backend.errors import OptionError
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix import KVCacheDtype, KVLayout, KVStore, StateStore
-from genlm_backend.prefix.budgets import Budgets, check_budgets, default_kv_budget, state_budget
+from genlm_backend.prefix.budgets import Budgets, default_kv_budget, state_budget
 from genlm_backend.prefix.codecs import needs_mean
 from genlm_backend.runtime.memory import is_out_of_memory
 
@@ -31,20 +32,6 @@ CACHED_TYPES: Final = frozenset(_CACHED_TYPES.split())
 """Types of models that the tests have cached; one that is not is a warning."""
 
 
-@final
-class Wanted(NamedTuple):
-    """Bytes for cached contexts, by the options."""
-
-    kv_bytes: int | None
-    host_bytes: int
-    state_bytes: int | None
-    kept_as: KVCacheDtype | None
-
-    def check(self) -> None:
-        """Check that no option gives bytes to a part of a cache that is off."""
-        check_budgets(self.kv_bytes, self.host_bytes, self.state_bytes)
-
-
 def layout_of(
     runner: HFRunner,
     support: KVSupport,
@@ -55,27 +42,24 @@ def layout_of(
     """Return the shapes of keys and values, and how they are kept."""
     if kept is None:
         return support.layout
-    name = type(runner.model).__name__
-    if support.reason:
+    why = f"runs every context whole: {support.reason}" if support.reason else ""
+    if not support.reason and not support.layout.layers:
+        why = "has running states alone, which stay as they are"
+    if why:
         raise OptionError(
             f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
-            f"{name} runs every context whole: {support.reason}"
-        )
-    if not support.layout.layers:
-        raise OptionError(
-            f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
-            f"{name} has running states alone, which stay as they are"
+            f"{type(runner.model).__name__} {why}"
         )
     means = mean_keys(runner, support.layout, vocab_size, longest) if needs_mean(kept) else None
     return support.layout.kept_as(kept, means)
 
 
 def cache_of(
-    runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: Wanted
+    runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: HFOptions
 ) -> PrefixCache | None:
     """Return room for contexts; ``None`` if every context is run whole."""
     name = type(runner.model).__name__
-    if wanted.kv_bytes == 0:
+    if wanted.kv_cache_bytes == 0:
         return None
     if support.reason:
         _check_nothing_wanted(wanted, name, support.reason)
@@ -89,16 +73,17 @@ def cache_of(
                 stacklevel=2,
             )
         return None
-    budget = default_kv_budget(layout) if wanted.kv_bytes is None else wanted.kv_bytes
-    size, host = layout.states.bytes_per_state, wanted.host_bytes
-    of_states = state_budget(wanted.state_bytes, budget, size, name, attends=bool(layout.layers))
+    budget = default_kv_budget(layout) if wanted.kv_cache_bytes is None else wanted.kv_cache_bytes
+    size, host = layout.states.bytes_per_state, wanted.host_cache_bytes
+    attends = bool(layout.layers)
+    of_states = state_budget(wanted.state_cache_bytes, budget, size, name, attends=attends)
     num_slots = layout.num_slots(budget - of_states)
     if of_states and not num_slots:
         raise OptionError(
             f"state_cache_bytes={of_states} leaves no room for keys and values of "
             f"kv_cache_bytes={budget}: a token takes {layout.bytes_per_slot} bytes"
         )
-    if layout.layers and not num_slots:
+    if attends and not num_slots:
         raise OptionError(
             f"kv_cache_bytes={budget} has no room for one token, which takes "
             f"{layout.bytes_per_slot} bytes beside as many that stay free; 0 keeps nothing"
@@ -107,7 +92,7 @@ def cache_of(
     if of_states:
         with _fits("state_cache_bytes", of_states):
             states = StateStore(layout.states, of_states // size)
-    with _fits("kv_cache_bytes", wanted.kv_bytes):
+    with _fits("kv_cache_bytes", wanted.kv_cache_bytes):
         store = KVStore(layout, num_slots)
     if host and layout.devices == {"cpu"}:
         warnings.warn(
@@ -115,8 +100,8 @@ def cache_of(
             "processor's memory anyway: give the bytes to kv_cache_bytes",
             stacklevel=2,
         )
-    num_host_states = _num_host_states(host, size, name, attends=bool(layout.layers))
-    num_host_slots = layout.num_slots(host - num_host_states * size) if layout.layers else 0
+    num_host_states = _num_host_states(host, size, name, attends=attends)
+    num_host_slots = layout.num_slots(host - num_host_states * size) if attends else 0
     pins = "cuda" in layout.devices
     with _fits("host_cache_bytes", host):
         if num_host_states:
@@ -136,17 +121,16 @@ def cache_of(
     )
 
 
-def _check_nothing_wanted(wanted: Wanted, name: str, reason: str) -> None:
-    if wanted.host_bytes:
-        raise OptionError(
-            f"host_cache_bytes={wanted.host_bytes} is for models whose keys and values are kept, "
-            f"and {name} runs every context whole: {reason}"
-        )
-    if wanted.state_bytes is not None:
-        raise OptionError(
-            f"state_cache_bytes={wanted.state_bytes} is for models with running states that are "
-            f"kept, and {name} runs every context whole: {reason}"
-        )
+def _check_nothing_wanted(wanted: HFOptions, name: str, reason: str) -> None:
+    for option, value, kind in (
+        ("host_cache_bytes", wanted.host_cache_bytes or None, "whose keys and values are kept"),
+        ("state_cache_bytes", wanted.state_cache_bytes, "with running states that are kept"),
+    ):
+        if value is not None:
+            raise OptionError(
+                f"{option}={value} is for models {kind}, and {name} runs every context whole: "
+                f"{reason}"
+            )
 
 
 def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:

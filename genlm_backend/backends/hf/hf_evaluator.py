@@ -14,9 +14,10 @@ import torch
 
 from genlm_backend.attention.torch.torch_attend import WholeAttend
 from genlm_backend.backends.hf.architecture import check_predicts
-from genlm_backend.backends.hf.hf_cache import Wanted, cache_of, layout_of
+from genlm_backend.backends.hf.hf_cache import cache_of, layout_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.model_picture_rules import examine_pictures, image_token_id
+from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.prefix_file import PrefixFiles
 from genlm_backend.backends.hf.step_graphs import StepGraphs
 from genlm_backend.backends.hf.support import (
@@ -31,7 +32,6 @@ from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.sampling import ends_of_model
 from genlm_backend.passes.pass_evaluator import PassEvaluator
-from genlm_backend.prefix import KVCacheDtype
 from genlm_backend.runtime.threads import use_num_threads
 from genlm_backend.vision.pictures import PictureRules
 
@@ -41,31 +41,21 @@ class HFEvaluator(PassEvaluator):
     """Answers queries by a causal language model of transformers, without a cache if need be."""
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        max_length: int | None = None,
-        kv_cache_bytes: int | None = None,
-        kv_cache_dtype: KVCacheDtype | None = None,
-        host_cache_bytes: int = 0,
-        state_cache_bytes: int | None = None,
-        num_threads: int | None = None,
-        output_device: torch.device | None = None,
-        packs_weights: bool = False,
+        self, model: Any, *, output_device: torch.device | None = None, **options: Any
     ) -> None:
+        """Take the options of ``HFOptions``."""
         check_model(model)
-        wanted = Wanted(kv_cache_bytes, host_cache_bytes, state_cache_bytes, kv_cache_dtype)
-        wanted.check()
+        self._options = HFOptions(**options)
         model.eval()
         self._runner = runner = HFRunner(model)
         runner.check_wanted = lambda: self.check_wanted()
-        runner.merges = packs_weights
+        runner.merges = self._options.packs_weights
         super().__init__(runner, runner.device.type, WholeAttend(), output_device)
-        self._files = PrefixFiles(self.passes, runner)
+        has_bytes = self._options.kv_cache_bytes != 0
+        self._files = PrefixFiles(self.passes, runner, has_bytes=has_bytes)
         self.passes.most_shared = rotary_limit(model)
+        max_length = self._options.max_length
         self._max_length = longest_context(model) if max_length is None else max_length
-        self._wanted, self._num_threads = wanted, num_threads
-        self._packs_weights = packs_weights
 
     # ---------------------------------------------------------------- getting ready
 
@@ -73,9 +63,9 @@ class HFEvaluator(PassEvaluator):
         """Find out what the model can do by a few tiny passes, and make room for its cache."""
         runner = self._runner
         width = vocab_width(runner.model)
-        if self._num_threads is not None:
-            use_num_threads(self._num_threads)
-        if self._packs_weights:
+        if self._options.num_threads is not None:
+            use_num_threads(self._options.num_threads)
+        if self._options.packs_weights:
             runner.packed.pack(runner.model)
         with tried(runner):
             tokens = [[i % width for i in (5, 6, 7)]]
@@ -85,7 +75,7 @@ class HFEvaluator(PassEvaluator):
         check_predicts(runner, width)
         support = examine(runner, width, self._max_length)
         longest = min(longest_context(runner.model) or math.inf, self.passes.most_shared)
-        layout = layout_of(runner, support, self._wanted.kept_as, width, longest)
+        layout = layout_of(runner, support, self._options.kv_cache_dtype, width, longest)
         if support.spread_alone:
             warnings.warn(
                 f"rows of this {type(runner.model).__name__} depend on what they are computed "
@@ -99,7 +89,7 @@ class HFEvaluator(PassEvaluator):
         self.passes.takes_several_tokens = support.takes_several_tokens
         self.passes.attend_whole, self.passes.cache.layout = WholeAttend(layout), layout
         self._attend = support.attend
-        cache = cache_of(runner, support, layout, self._wanted)
+        cache = cache_of(runner, support, layout, self._options)
         if cache is not None:
             self.passes.keep(cache)
             given = runner.model, runner.parameters, cache.attend, cache.store
@@ -112,7 +102,7 @@ class HFEvaluator(PassEvaluator):
             num_slots=self.passes.tree.num_slots if self.passes.cache.keeps else None,
             num_states=self.passes.cache.state_store.num_states or None,
             num_host_slots=self.passes.tree.host_slots.num_slots or None,
-            kv_cache_dtype=self._wanted.kept_as,
+            kv_cache_dtype=self._options.kv_cache_dtype,
             device=str(runner.device),
             can_forget=True,
             takes_adapters=True,
@@ -149,20 +139,12 @@ class HFEvaluator(PassEvaluator):
 
     def save_prefix(self, query: Query, path: str) -> None:
         """Compute a context and write its keys and values into a file."""
-        self._check_can_keep(len(query.context))
+        self._files.check_can_keep(len(query.context))
         with self._in_place(query.adapter):
             self._files.save(self.passes.computed(query), query, Path(path))
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
-        self._check_can_keep(0)
-        prefix = self._files.load(Path(path), adapter)
-        self._check_can_keep(len(prefix.token_ids))
-        self._files.fill(path, prefix, adapter, self._max_length)
-        return prefix.token_ids
-
-    def _check_can_keep(self, num_tokens: int) -> None:
-        has_bytes = self._wanted.kv_bytes != 0
-        self._files.check_can_keep(num_tokens, self.passes.most_shared, has_bytes=has_bytes)
+        return self._files.load(path, adapter, self._max_length)
 
     def clear(self) -> None:
         """Free all slots, pinned ones too, and look whether weights are others now."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, final, get_args
 
@@ -22,7 +22,6 @@ from genlm_backend.backends.loading import (
 from genlm_backend.checks import Check, one_of, shown
 from genlm_backend.errors import OptionError, OptionTypeError, PictureError
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.prefix.budgets import check_budgets
 from genlm_backend.remote.process_evaluator import pickled
 from genlm_backend.runtime.progress import bars_where_seen, stage
 
@@ -77,12 +76,14 @@ class HFLoader:
             AutoModelForImageTextToText,
             PretrainedConfig,
         )
+        from transformers.models.auto import modeling_auto
 
         # What ships as a package is wherever the process is that loads it.
         path = resolve_name(self.name) if is_bundled(self.name) else self.path
         config, _ = PretrainedConfig.get_config_dict(path, **self._shared)
         check_architecture(self.name, config)
-        sees = "vision_config" in config and config.get("model_type") in _seeing()
+        seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        sees = "vision_config" in config and config.get("model_type") in seeing
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with explained_options(self.options), stage(f"loading {self.name}"):
             loaded: Any = kind.from_pretrained(path, **self.options, output_loading_info=True)
@@ -98,8 +99,7 @@ class HFLoader:
         """Load the model; return an evaluator of it whose rows are on the CPU."""
         with bars_where_seen():
             model = self.model()
-        cpu = torch.device("cpu")
-        return HFEvaluator(model, output_device=cpu, **asdict(self.evaluator))
+        return HFEvaluator(model, output_device=torch.device("cpu"), **asdict(self.evaluator))
 
     @classmethod
     def of_name(
@@ -111,9 +111,6 @@ class HFLoader:
         evaluator: HFOptions,
         owner: type[AsyncLM],
     ) -> Self:
-        check_budgets(
-            evaluator.kv_cache_bytes, evaluator.host_cache_bytes, evaluator.state_cache_bytes
-        )
         options = loading_options(bitsandbytes_opts, hf_opts)
         for name in options.keys() & {*owner.option_checks, *evaluator.CHECKS}:
             raise OptionTypeError(f"{name} is an option of {owner.__name__}, not one of hf_opts")
@@ -125,24 +122,10 @@ class HFLoader:
             path = str(Path(path).absolute())
         return cls(str(model_id), path, {**hub_options(path), **options}, evaluator, wanted)
 
-    def on_device(self, device: str) -> HFLoader:
-        return replace(self, options={**self.options, "device_map": device})
-
-    def with_threads(self, num_threads: int) -> HFLoader:
-        """Return the loader of the same model with so many threads of a pass on the CPU."""
-        return replace(self, evaluator=replace(self.evaluator, num_threads=num_threads))
-
     def check_portable(self) -> None:
         """Check that the options can be given to another process."""
         for name, value in self.options.items():
             pickled(f"hf_opts[{name!r}]", value)
-
-
-def _seeing() -> Collection[str]:
-    """Return the types of models that read pictures and text."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 def _on_cpu(

@@ -42,12 +42,11 @@ class HFRunner(Runner):
         self._twins: dict[Adapter | None, Twin] = {None: self.twin}
         self.graphs: StepGraphs | None = None
         self._is_unseen = False
-        self.check_wanted: Callable[[], object] = _nothing
+        self.check_wanted: Callable[[], object] = lambda: None
         self.num_forwards = 0
         self.tokens_computed = 0
         self.num_captured_steps = 0
         self.parameters: frozenset[str] = self.twin.parameters
-        self.cache_argument: str | None = self.twin.cache_argument
         self.device = input_device(model)
         self.merges = False
         self._fuses = self.device.type in fused_residuals.KERNELS
@@ -204,7 +203,3 @@ def _are_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether logits differ by no more than rounding in 16 bits, NaN being equal to NaN."""
     found, expected = found.nan_to_num(), expected.nan_to_num()
     return bool((found - expected).norm() <= _MOST_APART * expected.norm())
-
-
-def _nothing() -> None:
-    return None

@@ -15,6 +15,7 @@ from genlm_backend.attention.packing import Span, pack
 from genlm_backend.attention.torch.opening_attend import OpeningAttend, positions_of
 from genlm_backend.backends.hf.forward_names import given_cache
 from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.backends.hf.rows_apart import distance, row_of
 from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import PictureError, QueryDroppedError
 from genlm_backend.prefix import KVLayout, KVStore
@@ -68,7 +69,9 @@ def examine_pictures(
     for rules in [*(kept if layout.layers else ()), *whole_only]:
         num_tokens = size if rules.is_prompt_one else end
         pictures = Pictures.of(
-            token_ids, inputs, num_tokens, image_token_id, of_tokens, rules.suffix, rules.keeps
+            *(token_ids, inputs, num_tokens, image_token_id, of_tokens),
+            suffix=rules.suffix,
+            keeps=rules.keeps,
         )
         try:
             whole, wrong = (
@@ -85,25 +88,20 @@ def examine_pictures(
             logger.debug("%s: %s", type(runner.model).__name__, rules, exc_info=error)
             cause = error
             continue
-        spread = max(spread, _distance(whole, wrong))
-        found[rules] = _distance(rows, whole)
+        spread = max(spread, distance(whole, wrong))
+        found[rules] = distance(rows, whole)
     if not found:
         raise PictureError(
             f"{type(runner.model).__name__} does not go on behind pictures in a way that is known "
             f"here: {cause}"
         ) from cause
     near = max(_TIMES_THE_LEAST * min(found.values()), _SHARE_OF_SPREAD * spread)
-    return next(rules for rules, distance in found.items() if distance <= near)
+    return next(rules for rules, apart in found.items() if apart <= near)
 
 
 def _whole(runner: HFRunner, layout: KVLayout, pictures: Pictures, ids: list[int]) -> torch.Tensor:
-    logits = runner.forward([Span(ids, outputs=_last(ids))], OpeningAttend(pictures, layout))
-    return logits.float().log_softmax(-1).cpu()
-
-
-def _last(ids: list[int]) -> range:
-    """Return the places whose rows are compared."""
-    return range(len(ids) - _NUM_ROWS, len(ids))
+    last = range(len(ids) - _NUM_ROWS, len(ids))
+    return row_of(runner.forward([Span(ids, outputs=last)], OpeningAttend(pictures, layout)))
 
 
 def _in_steps(
@@ -125,8 +123,7 @@ def _in_steps(
         range(size - stop - _NUM_ROWS, size - stop),
         shift,
     )
-    logits = runner.forward(pack([behind], paths_of([slots])), attend(store))
-    return logits.float().log_softmax(-1).cpu()
+    return row_of(runner.forward(pack([behind], paths_of([slots])), attend(store)))
 
 
 @torch.inference_mode()
@@ -146,8 +143,4 @@ def _as_the_model_goes_on(runner: HFRunner, pictures: Pictures, ids: list[int]) 
     kept = {**given_cache(runner.model, cache), "use_cache": True}
     runner.twin.module(input_ids=prompt, **inputs, **kept)
     logits = runner.twin.module(input_ids=rest, **kept).logits
-    return logits[0, -_NUM_ROWS:].float().log_softmax(-1).cpu()
-
-
-def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float((first - second).square().mean().sqrt())
+    return row_of(logits[0, -_NUM_ROWS:])

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Self, final
 
 import torch
 
@@ -29,6 +29,7 @@ from genlm_backend.checks import (
 )
 from genlm_backend.errors import MissingExtraError, OptionError, OptionTypeError
 from genlm_backend.prefix import KV_CACHE_DTYPES, KVCacheDtype
+from genlm_backend.prefix.budgets import check_budgets
 
 
 @final
@@ -58,6 +59,12 @@ class HFOptions:
     def __post_init__(self) -> None:
         for name, value in checked(self.CHECKS, asdict(self)).items():
             object.__setattr__(self, name, value)
+        check_budgets(self.kv_cache_bytes, self.host_cache_bytes, self.state_cache_bytes)
+
+    @classmethod
+    def among(cls, values: Mapping[str, Any]) -> Self:
+        """Return the options among other values by their names, as a caller's ``locals()``."""
+        return cls(**{name: values[name] for name in cls.CHECKS})
 
 
 _FREQUENT = (

@@ -79,13 +79,11 @@ class PackedWeights:
         self._are_used = all(one.is_used for one in self._packed)
 
     def pack_again(self) -> None:
-        kept = []
         for one in self._packed:
             one.is_used = _can_be_packed(one.layer.weight)
-            if one.is_used:
-                one.pack()
-                kept.append(one)
-        self._packed = kept
+        self._packed = [one for one in self._packed if one.is_used]
+        for one in self._packed:
+            one.pack()
         self._remember()
 
     def clear(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from array import array
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 
 from genlm_backend.checks import shown
-from genlm_backend.errors import PictureError
+from genlm_backend.errors import OptionTypeError, PictureError
 from genlm_backend.model.context import Context, Contexts
+from genlm_backend.model.evaluator import Evaluator
 from genlm_backend.tokenization.bos import without_bos
 from genlm_backend.vision.pictures import (
     PictureRules,
@@ -38,25 +40,53 @@ class _Read(NamedTuple):
     inputs: dict[str, torch.Tensor]
 
 
+def check_processor(processor: Any) -> None:
+    """Refuse an object that neither is a processor nor loads one."""
+    if processor is not None and not callable(processor):
+        raise OptionTypeError(
+            "processor must be one of transformers, as AutoProcessor.from_pretrained(…) loads it, "
+            f"got {shown(processor)}"
+        )
+
+
 @final
 class PictureReader:
-    """Reads pictures by the processor of one model."""
+    """Reads pictures by the processor of one model, which may not be loaded before it is needed."""
 
     def __init__(
         self,
-        processor: Any,
+        given: Any,
         contexts: Contexts,
-        image_token_id: int,
-        rules_of: Callable[[list[int], Mapping[str, torch.Tensor]], PictureRules],
+        image_token_id: Any,
+        ask: Callable[[Callable[[Evaluator], PictureRules]], PictureRules],
     ) -> None:
-        self._processor, self._contexts = processor, contexts
-        self._image_token_id, self._rules_of = image_token_id, rules_of
-        self._marker = getattr(processor, "image_token", None)
-        if not isinstance(self._marker, str) or not hasattr(processor, "image_processor"):
+        self._given, self._contexts, self._ask = given, contexts, ask
+        self._image_token_id = contexts.image_token_id = image_token_id
+
+    @cached_property
+    def processor(self) -> Any:
+        """The processor, loaded now; ``None`` for a model of text alone, or if none is given."""
+        if self._image_token_id is None:
+            return None
+        return self._given() if inspect.isroutine(self._given) else self._given
+
+    @cached_property
+    def _marker(self) -> str:
+        """The text that marks the place of a picture, of a processor that reads pictures."""
+        if self._image_token_id is None:
+            raise PictureError("the model reads text alone, and takes no pictures")
+        if self.processor is None:
             raise PictureError(
-                f"{type(processor).__name__} is no processor of text and pictures: AutoProcessor "
-                "loads the model's own"
+                "pictures are read by the model's own processor: AsyncTransformer(hf_model, "
+                "hf_tokenizer, processor=AutoProcessor.from_pretrained(…))"
             )
+        marker = getattr(self.processor, "image_token", None)
+        if not isinstance(marker, str) or not hasattr(self.processor, "image_processor"):
+            raise PictureError(
+                f"{type(self.processor).__name__} is no processor of text and pictures: "
+                "AutoProcessor loads the model's own"
+            )
+        return marker
 
     @cached_property
     def _probes(self) -> tuple[_Read, _Read]:
@@ -80,9 +110,11 @@ class PictureReader:
 
     @cached_property
     def _rules(self) -> PictureRules:
-        return self._rules_of(*self._probes[0])
+        ids, inputs = self._probes[0]
+        return self._ask(lambda e: e.picture_rules(ids, inputs))
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
+        marker = self._marker
         if isinstance(images, Mapping):
             if isinstance(prompt, str):
                 raise PictureError(
@@ -92,24 +124,25 @@ class PictureReader:
             return self._of_inputs(self._ids(prompt), images, max_length)
         pictures = read_images(images)
         if isinstance(prompt, str):
-            prompt = without_bos(self._processor.tokenizer, prompt)  # which the processor adds
-            check_num_pictures(str(self._marker), prompt.count(str(self._marker)), len(pictures))
-            part = str(self._processor.tokenizer.convert_ids_to_tokens(self._image_token_id))
-            if part != self._marker and part in prompt:
+            prompt = without_bos(self.processor.tokenizer, prompt)  # which the processor adds
+            check_num_pictures(marker, prompt.count(marker), len(pictures))
+            part = str(self.processor.tokenizer.convert_ids_to_tokens(self._image_token_id))
+            if part != marker and part in prompt:
                 raise PictureError(
                     f"the prompt holds {part!r}, which stands for a part of a picture: the place "
-                    f"of a whole one is marked by {self._marker!r}"
+                    f"of a whole one is marked by {marker!r}"
                 )
-            read = self._read(prompt, pictures) if pictures else None
-            ids = read.token_ids if read else self._tokenized(prompt)
+            if not pictures:
+                return self._contexts.of(self._tokenized(prompt))
+            read = self._read(prompt, pictures)
         else:
             ids = self._ids(prompt)
-            read, ids = self._of_ids(ids, pictures)
-        if read is None:
-            return self._contexts.of(ids)
-        check_fits(ids, max_length)
+            read = self._of_ids(ids, pictures)
+            if read is None:
+                return self._contexts.of(ids)
+        check_fits(read.token_ids, max_length)
         prints = [fingerprint(picture) for picture in pictures]
-        return self._context(ids, read.inputs, prints, self._counts(pictures))
+        return self._context(read, prints, self._counts(pictures))
 
     def _of_inputs(
         self, ids: list[int], inputs: Mapping[str, Any], max_length: int | None
@@ -129,7 +162,7 @@ class PictureReader:
         known = self._probes[0].inputs
         if given.keys() != known.keys():
             raise PictureError(
-                f"what {type(self._processor).__name__} makes of pictures is "
+                f"what {type(self.processor).__name__} makes of pictures is "
                 f"{', '.join(map(repr, sorted(known)))}, got "
                 f"{', '.join(map(repr, sorted(given))) or 'nothing'}"
             )
@@ -144,29 +177,28 @@ class PictureReader:
         digest = hashlib.sha256()
         for name in sorted(given):
             digest.update(f"{name} {given[name].shape}".encode() + bytes_of(given[name]))
-        return self._context(ids, given, [digest.digest()], [ids.count(self._image_token_id)])
+        counts = [ids.count(self._image_token_id)]
+        return self._context(_Read(ids, given), [digest.digest()], counts)
 
     # ---------------------------------------------------------------- from prompts to token ids
 
     def _ids(self, prompt: Any) -> list[int]:
-        packed = array("i")
-        packed.frombytes(self._contexts.packed(prompt))
-        return list(packed)
+        return list(array("i", self._contexts.packed(prompt)))
 
     def _tokenized(self, text: str) -> list[int]:
-        return self._processor.tokenizer(text)["input_ids"]
+        return self.processor.tokenizer(text)["input_ids"]
 
-    def _of_ids(self, ids: list[int], pictures: list[Any]) -> tuple[_Read | None, list[int]]:
+    def _of_ids(self, ids: list[int], pictures: list[Any]) -> _Read | None:
         """Return the processor's inputs of pictures, and ids with all parts of them."""
-        marker = self._processor.tokenizer.convert_tokens_to_ids(self._marker)
+        marker = self.processor.tokenizer.convert_tokens_to_ids(self._marker)
         num_parts = ids.count(self._image_token_id)
         if not pictures:
-            check_num_pictures(str(self._marker), num_parts or ids.count(marker), 0)
-            return None, ids
-        read = self._read(str(self._marker) * len(pictures), pictures)
+            check_num_pictures(self._marker, num_parts or ids.count(marker), 0)
+            return None
+        read = self._read(self._marker * len(pictures), pictures)
         if num_parts == read.token_ids.count(self._image_token_id) and num_parts != len(pictures):
-            return self._with_ids(read, ids), ids
-        check_num_pictures(str(self._marker), ids.count(marker), len(pictures))
+            return self._with_ids(read, ids)
+        check_num_pictures(self._marker, ids.count(marker), len(pictures))
         if num_parts and marker != self._image_token_id:
             raise PictureError(
                 f"the token ids hold {self._image_token_id}, which stands for a part of a picture, "
@@ -175,7 +207,7 @@ class PictureReader:
         self._check_expands_in_place(marker)
         apart = iter([self._expanded(picture, marker) for picture in pictures])
         whole = [part for i in ids for part in (next(apart) if i == marker else [i])]
-        return self._with_ids(read, whole), whole
+        return self._with_ids(read, whole)
 
     def _check_expands_in_place(self, marker: int) -> None:
         """Raise a ``PictureError`` if the processor does more than to expand each place."""
@@ -186,16 +218,14 @@ class PictureReader:
         wanted = [part for i in plain for part in (one if i == marker else [i])]
         if self._read(text, [read_image(noise, 0)]).token_ids != wanted:
             raise PictureError(
-                f"{type(self._processor).__name__} puts text around the pictures of a prompt: pass "
+                f"{type(self.processor).__name__} puts text around the pictures of a prompt: pass "
                 "it as a text, or the ids as the processor returns them"
             )
 
     def _expanded(self, picture: Any, marker: int) -> list[int]:
         """Return the ids that one picture's place becomes, without what begins and ends texts."""
-        found, bare = (
-            self._read(str(self._marker), [picture]).token_ids,
-            self._tokenized(str(self._marker)),
-        )
+        found = self._read(self._marker, [picture]).token_ids
+        bare = self._tokenized(self._marker)
         before = bare.index(marker)
         after = len(bare) - before - 1
         return found[before : len(found) - after]
@@ -214,10 +244,10 @@ class PictureReader:
 
     def _read(self, text: str, pictures: list[Any]) -> _Read:
         try:
-            made = self._processor(text=[text], images=[pictures], return_tensors="pt")
+            made = self.processor(text=[text], images=[pictures], return_tensors="pt")
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             raise PictureError(
-                f"{type(self._processor).__name__} does not read these pictures: {error}"
+                f"{type(self.processor).__name__} does not read these pictures: {error}"
             ) from error
         inputs = {
             name: value
@@ -232,18 +262,12 @@ class PictureReader:
         """Return how many parts each picture has if it is alone; none for a single one."""
         if len(pictures) == 1:
             return []
-        marker = str(self._marker)
-        alone = (self._read(marker, [picture]).token_ids for picture in pictures)
+        alone = (self._read(self._marker, [picture]).token_ids for picture in pictures)
         return [ids.count(self._image_token_id) for ids in alone]
 
-    def _context(
-        self,
-        ids: list[int],
-        inputs: Mapping[str, torch.Tensor],
-        prints: list[bytes],
-        counts: list[int],
-    ) -> Context:
+    def _context(self, read: _Read, prints: list[bytes], counts: list[int]) -> Context:
         """Return a context, its parts of pictures named by what they show."""
+        ids = read.token_ids
         rules, values = self._rules, np.array(ids, np.int32)
         self._contexts.packed([i for i in ids if i != self._image_token_id])
         (parts,) = np.nonzero(values == self._image_token_id)
@@ -257,12 +281,12 @@ class PictureReader:
         num_tokens = len(ids) if rules.is_prompt_one else int(parts[-1]) + 1
         made = Pictures.of(
             ids,
-            inputs,
+            read.inputs,
             num_tokens,
             self._image_token_id,
             self._of_tokens,
-            rules.suffix,
-            rules.keeps,
+            suffix=rules.suffix,
+            keeps=rules.keeps,
         )
         return Context.of(self._contexts, packed.tobytes(), pictures=made)
 

@@ -9,8 +9,8 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -61,7 +61,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
     for number, layer in enumerate(layout.layers):
         if layer.mean_key is not None:
             tensors[f"mean_key.{number}"] = layer.mean_key.cpu().contiguous()
-    said = {"format": FORMAT, **fingerprint.fields()}
+    said = {"format": FORMAT, **asdict(fingerprint)}
     said["digest"] = _digest(said, tensors)
     name = path.parent / f".{secrets.token_hex(8)}.tmp"
     handle = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -93,7 +93,7 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise PrefixFileError(f"{path} is cut short, or no file of a prefix: {error}") from error
-    for name, expected in fingerprint.fields().items():
+    for name, expected in asdict(fingerprint).items():
         if said.get(name) != expected:
             kinds = f": {said.get(name)}; this model has {expected}" if name == "layout" else ""
             raise PrefixFileError(f"{path} is {_DIFFERENT[name]}{kinds}")
@@ -157,40 +157,20 @@ def _bytes(tensor: torch.Tensor) -> Any:
 class PrefixFiles:
     """Files with the keys and values of a model, whose fingerprints it keeps."""
 
-    def __init__(self, passes: Passes, runner: HFRunner) -> None:
-        self._passes, self._runner = passes, runner
+    def __init__(self, passes: Passes, runner: HFRunner, *, has_bytes: bool) -> None:
+        self._passes, self._runner, self._has_bytes = passes, runner, has_bytes
         # What a digest was made of, and the digest.
         self._digests: dict[Adapter | None, tuple[object, str]] = {}
 
-    def check_can_keep(self, num_tokens: int, limit: float, *, has_bytes: bool) -> None:
+    def check_can_keep(self, num_tokens: int) -> None:
         """Check that contexts of so many tokens are kept."""
         if not self._passes.cache.keeps:
-            why = "it runs contexts whole" if has_bytes else "kv_cache_bytes is 0"
+            why = "it runs contexts whole" if self._has_bytes else "kv_cache_bytes is 0"
             raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
+        limit = self._passes.most_shared
         if num_tokens > limit:
             raise CacheError(
                 f"contexts of more than {limit} tokens are run whole, and nothing is kept of them"
-            )
-
-    def fill(
-        self, path: str, prefix: Prefix, adapter: Adapter | None, max_length: int | None
-    ) -> None:
-        num_tokens, cache = len(prefix.token_ids), self._passes.cache
-        if max_length is not None and num_tokens > max_length:
-            raise CacheError(
-                f"the {num_tokens} tokens of {path} are more than max_length={max_length}"
-            )
-        if not cache.fill(
-            prefix.token_ids, prefix.codes, prefix.states, prefix.num_resumed, adapter
-        ):
-            of_states = (
-                f" or their running state into state_cache_bytes={cache.budgets.states},"
-                if cache.budgets.states
-                else ""
-            )
-            raise CacheError(
-                f"the {num_tokens} tokens of {path} do not fit into the "
-                f"{cache.tree.num_slots} of kv_cache_bytes,{of_states} as far as none are pinned"
             )
 
     def save(self, node: int | None, query: Query, path: Path) -> None:
@@ -208,13 +188,30 @@ class PrefixFiles:
         prefix = Prefix(tuple(query.context), cache.codes_of(node), states, num_resumed)
         save(path, prefix, self._fingerprint(query.adapter), cache.store.layout)
 
-    def load(self, path: Path, adapter: Adapter | None) -> Prefix:
-        layout = self._passes.cache.store.layout
-        prefix = load(path, self._fingerprint(adapter), layout)
+    def load(self, path: str, adapter: Adapter | None, max_length: int | None) -> Sequence[int]:
+        """Put the keys and values of a file into the cache; return its tokens."""
+        self.check_can_keep(0)
+        cache = self._passes.cache
+        prefix = load(Path(path), self._fingerprint(adapter), cache.store.layout)
         ids, width = prefix.token_ids, vocab_width(self._passes.runner.model)
         if not ids or not 0 <= min(ids) <= max(ids) < width:
             raise PrefixFileError(f"{path} has no tokens, or such as the model has not")
-        return prefix
+        self.check_can_keep(len(ids))
+        if max_length is not None and len(ids) > max_length:
+            raise CacheError(
+                f"the {len(ids)} tokens of {path} are more than max_length={max_length}"
+            )
+        if not cache.fill(ids, prefix.codes, prefix.states, prefix.num_resumed, adapter):
+            of_states = (
+                f" or their running state into state_cache_bytes={cache.budgets.states},"
+                if cache.budgets.states
+                else ""
+            )
+            raise CacheError(
+                f"the {len(ids)} tokens of {path} do not fit into the "
+                f"{cache.tree.num_slots} of kv_cache_bytes,{of_states} as far as none are pinned"
+            )
+        return ids
 
     def look_again(self) -> None:
         """Read the weights again for the next file: they may have been changed past torch."""

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -85,11 +86,6 @@ class _OfTwin:
     window: int = 0
     num_errors: int = 0
 
-    @property
-    def is_as_it_was(self) -> bool:
-        """Whether parameters and buffers are where they were."""
-        return [tensor.data_ptr() for tensor in self.tensors] == self.pointers
-
     def find(self, shape: StepShape) -> StepShape | None:
         """Return the shape of the pass of fewest rows that tables have room in, if there is one."""
         return min((known for known in self.by_shape if known.holds(shape)), default=None)
@@ -98,7 +94,6 @@ class _OfTwin:
 class Plan(NamedTuple):
     """A decode step that may run recorded."""
 
-    shape: StepShape
     tables: StepTables
     recorded: Recorded | None
 
@@ -172,10 +167,10 @@ class StepGraphs:
                 found = None  # it is worth a pass of its own
         if found is not None:
             recorded = own.by_shape[found]
-            return Plan(shape, tables, recorded) if longest <= recorded.most_tokens else None
+            return Plan(tables, recorded) if longest <= recorded.most_tokens else None
         if shape in own.failed or max(shape.tokens, shape.rows * shape.window) > MAX_SLOTS:
             return None
-        return Plan(shape, tables, None)
+        return Plan(tables, None)
 
     def replayed(self, plan: Plan, twin: Twin, batch: PackedBatch) -> torch.Tensor | None:
         """Replay the recorded pass; ``None`` if there is none, or it fails."""
@@ -198,7 +193,7 @@ class StepGraphs:
 
     def learn(self, plan: Plan, twin: Twin, batch: PackedBatch, logits: torch.Tensor) -> None:
         """Record a pass of a number of rows that has been met before, and compare it."""
-        own, shape = self._twins.get(twin), plan.shape
+        own, shape = self._twins.get(twin), plan.tables.shape
         if own is None or not self._is_as_it_was(twin):
             return
         self._num_seen[shape.rows] += 1
@@ -269,15 +264,16 @@ class StepGraphs:
     def _is_as_it_was(self, twin: Twin) -> bool:
         """Whether the parameters of a twin are where they were; else its passes are forgotten."""
         own = self._twins.get(twin)
-        if own is not None and own.is_as_it_was:
+        if own is not None and [one.data_ptr() for one in own.tensors] == own.pointers:
             return True
         self.forget()
         return False
 
     def _recorded(self, plan: Plan, twin: Twin, batch: PackedBatch) -> Recorded:
-        arrays = StepArrays(plan.shape, self.device)
+        shape = plan.tables.shape
+        arrays = StepArrays(shape, self.device)
         arrays.fill(plan.tables, batch)
-        tensors, rows = arrays.arrays, plan.shape.rows
+        tensors, rows = arrays.arrays, shape.rows
         on_device = PackedBatch(
             input_ids=tensors["token_ids"][:, None],
             position_ids=tensors["positions"][:, None],
@@ -356,18 +352,12 @@ class CudaRecorder:
         return graph, found
 
 
-@final
-class _Memory:
-    """Bytes on a CUDA device, as torch takes them from other libraries, which own them."""
-
-    def __init__(self, address: int, size: int) -> None:
-        data = {"shape": (size,), "typestr": "|u1", "data": (address, False)}
-        self.__cuda_array_interface__ = {**data, "version": 3}
-
-
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same memory that does not keep it from being used again."""
-    memory = torch.as_tensor(_Memory(tensor.data_ptr(), tensor.nbytes), device=tensor.device)
+    # As torch takes bytes on a CUDA device from other libraries, which own them.
+    data = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False)}
+    owner = SimpleNamespace(__cuda_array_interface__={**data, "version": 3})
+    memory = torch.as_tensor(owner, device=tensor.device)
     return memory.view(tensor.dtype).view(tensor.shape)
 
 

@@ -196,11 +196,10 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
 
 def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
     config = runner.model.config.get_text_config(decoder=True)
-    if runner.cache_argument is None:
+    if runner.twin.cache_argument is None:
         return KVSupport(reason="its state is not one of keys and values")
     if config.model_type in _COUNTS_COLUMNS:
-        reason = "it cuts masks out of a table by the number of columns of a pass"
-        return KVSupport(reason=reason)
+        return KVSupport(reason="it cuts masks out of a table by the number of columns of a pass")
     layers = DynamicCache(config=config).layers
     others = {type(layer).__name__ for layer in layers if not _is_known(layer)}
     if others:
@@ -350,14 +349,10 @@ def mean_keys(
     # Some channels of keys lie far from zero in every context, more so if rotary positions turn
     # them slowly. The tokens are spread over positions like those of a long context.
     positions = torch.arange(num_tokens, dtype=torch.int64) * (farthest // num_tokens)
-    inputs = {
-        "input_ids": torch.tensor([ids], dtype=torch.int64),
-        "position_ids": positions.unsqueeze(0),
-    }
-    if "position_ids" not in runner.parameters:
-        del inputs["position_ids"]
+    inputs = {"input_ids": torch.tensor(ids, dtype=torch.int64), "position_ids": positions}
     cache = _fresh_cache(layout.states.layers)
-    on_device = {name: tensor.to(runner.device) for name, tensor in inputs.items()}
+    names = runner.parameters & inputs.keys()
+    on_device = {name: inputs[name].unsqueeze(0).to(runner.device) for name in names}
     runner.twin.module(**on_device, **given_cache(runner.model, cache), use_cache=True)
     held = [getattr(layer, "keys", None) for layer in cache.layers]
     keys = [own[0].float() for own in held if own is not None]

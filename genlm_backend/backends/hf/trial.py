@@ -23,12 +23,12 @@ _SHARE_OF_SPREAD: Final = 0.1
 _SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding flips the next
 
 
-def bounds(model: Any) -> tuple[float, float]:
+def bounds(model: Any, dtype: torch.dtype | None = None) -> tuple[float, float]:
     """Return the largest difference of equal rows, and its share of the spread of others."""
     if getattr(model, "is_quantized", False):
         return MOST_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
-    dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    return rounding(dtype), _SHARE_OF_SPREAD
+    own = next((p.dtype for p in model.parameters()), torch.float32)
+    return rounding(dtype or own), _SHARE_OF_SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,7 @@ def expected_rows(runner: HFRunner, long: list[int], other: list[int], vocab_siz
 
 def tolerance_of(runner: HFRunner, layout: KVLayout, spread: float) -> float:
     """Return the distance up to which two rows are the same one."""
-    is_quantised = getattr(runner.model, "is_quantized", False)
-    share = _SHARE_OF_SPREAD_QUANTISED if is_quantised else _SHARE_OF_SPREAD
-    smallest = MOST_ROUNDING if is_quantised else rounding(dtype_of(layout))
+    smallest, share = bounds(runner.model, dtype_of(layout))
     return max(smallest, share * spread)
 
 

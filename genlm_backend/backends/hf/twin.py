@@ -7,11 +7,12 @@ adapters.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, Final, final
@@ -232,13 +233,13 @@ def twin_of(model: Any, token_ids: torch.Tensor, **options: Any) -> Twin:
         own = None if is_compiled else model(input_ids=token_ids, **options)
         try:
             twin = Twin(model)
-            with _ModuleWatch(twin) as runs:
+            with _left_by(twin) as left:
                 found = twin.module(input_ids=token_ids, **options)
         except Exception as error:  # third-party model code may raise anything
             logger.info("%s runs as it is: its twin does not", name, exc_info=error)
             return Twin(model, is_apart=False)
         # Code that refers to modules otherwise than by attributes would run the model's own.
-        if not runs.has_left and _have_equal_logits(found if own is None else own, found):
+        if not left and _have_equal_logits(found if own is None else own, found):
             return twin
         twin.close()
     logger.info("%s runs as it is: its parts refer to each other in ways of their own", name)
@@ -252,21 +253,17 @@ def _have_equal_logits(output: Any, other: Any) -> bool:
     return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
 
-@final
-class _ModuleWatch:
-    """A watch over the modules that run on this thread."""
+@contextlib.contextmanager
+def _left_by(twin: Twin) -> Iterator[list[nn.Module]]:
+    """Collect the model's own modules that run on this thread while its twin is run."""
+    thread, left = threading.get_ident(), list[nn.Module]()
 
-    def __init__(self, twin: Twin) -> None:
-        self._twin, self._thread = twin, threading.get_ident()
-        self.has_left = False
+    def note(module: nn.Module, _: object) -> None:
+        if threading.get_ident() == thread and module in twin.copies:
+            left.append(module)
 
-    def __enter__(self) -> _ModuleWatch:
-        self._hook = register_module_forward_pre_hook(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-    def _note(self, module: nn.Module, _: object) -> None:
-        if threading.get_ident() == self._thread and module in self._twin.copies:
-            self.has_left = True
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield left
+    finally:
+        hook.remove()

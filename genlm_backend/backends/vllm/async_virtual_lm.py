@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Self, final
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 import torch
 
@@ -18,8 +20,6 @@ from genlm_backend.backends.loading import (
 from genlm_backend.backends.vllm.completion import LEAST_TEMPERATURE, Completion
 from genlm_backend.backends.vllm.release import check_release
 from genlm_backend.backends.vllm.row_check import compare_rows
-from genlm_backend.backends.vllm.sampler import VLLMSampler
-from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
 from genlm_backend.backends.vllm.vllm_picture_reader import VLLMPictureReader
 from genlm_backend.checks import (
@@ -31,12 +31,15 @@ from genlm_backend.checks import (
     switch,
     text,
 )
-from genlm_backend.errors import OptionError
+from genlm_backend.errors import BatcherClosedError, OptionError
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.model.context import listed_contexts
 from genlm_backend.model.query import Adapter, TokenIds
 from genlm_backend.model.sampling import Sampled, check_no_others
 from genlm_backend.runtime.progress import progress_bar
+
+if TYPE_CHECKING:  # it imports vLLM
+    from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
 
 
 @final
@@ -80,7 +83,7 @@ class AsyncVirtualLM(BatchedLM):
 
     def __init__(
         self,
-        engine: SessionEngine,
+        engine: VLLMEngine,
         cache_size: int = 0,
         cache_opts: Mapping[str, Any] | None = None,
         *,
@@ -112,12 +115,7 @@ class AsyncVirtualLM(BatchedLM):
             self_check=self_check,
         )
         self._pictures = VLLMPictureReader(engine, self.contexts)
-        self._sampler = VLLMSampler(
-            self._vllm.planner,
-            self.undefined_ids,
-            self._batcher.call_soon,
-            self._adapters.error_of,
-        )
+        self._is_sampling = False
 
     @classmethod
     def from_name(
@@ -226,7 +224,42 @@ class AsyncVirtualLM(BatchedLM):
             for stream, prompt in enumerate(prompts)
         ]
         with progress_bar(len(completions), progress) as bar:
-            return await self._sampler.sample(completions, lambda _: bar.update())
+            return await self._sampled(completions, lambda _: bar.update())
+
+    async def _sampled(
+        self, completions: Sequence[Completion], when_ended: Callable[[Any], None]
+    ) -> list[Sampled]:
+        """Return the ids sampled for each completion; stop them all if one fails."""
+        self._batcher.call_soon(lambda: self._begin_samples(completions))
+        futures = [asyncio.wrap_future(completion.future) for completion in completions]
+        for future in futures:
+            future.add_done_callback(when_ended)
+        try:
+            return await asyncio.gather(*futures)
+        finally:
+            for completion in completions:
+                completion.future.cancel()
+
+    def _begin_samples(self, completions: Sequence[Completion]) -> None:
+        """Begin completions, on the thread of the engine, and keep it going while there are any."""
+        known: list[Completion] = []
+        for completion in completions:
+            error = self._adapters.error_of(completion.prompt)
+            if error is None:
+                known.append(completion)
+            else:
+                completion.fail(error)
+        self._vllm.planner.start(known, self.undefined_ids)
+        if not self._is_sampling:
+            self._go_on_sampling()
+
+    def _go_on_sampling(self) -> None:
+        """Make one step for the completions, and queue the next if any are left."""
+        # Batches that wait go in between, and take the completions along.
+        self._is_sampling = self._vllm.planner.go_on()
+        if self._is_sampling:
+            with contextlib.suppress(BatcherClosedError):  # whoever closes it settles what is left
+                self._batcher.call_soon(self._go_on_sampling)
 
     def _drain(self, adapter: Adapter) -> None:
         super()._drain(adapter)
@@ -264,7 +297,7 @@ class VLLMLoader:
         return VLLMEvaluator(load_engine(self.model_name, options), torch.device("cpu"))
 
 
-def load_engine(model_name: str, engine_opts: Mapping[str, Any]) -> SessionEngine:
+def load_engine(model_name: str, engine_opts: Mapping[str, Any]) -> VLLMEngine:
     """Load a model with vLLM, if its release can be used."""
     check_release()
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine

@@ -20,7 +20,8 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from vllm import SamplingParams, envs
+from vllm import SamplingParams
+from vllm import envs as envs
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.utils import func_utils
@@ -195,27 +196,10 @@ class RowExtension:
             RowCapture.logits.pop(tag, None)
 
 
-def core_request(
-    request_id: str,
-    token_ids: list[int],
-    params: Any,
-    lora_request: Any,
-    resumable: bool,
-    features: list[Any] | None = None,
-) -> Any:
-    """Return a request, with any pictures; a resumable one stays after its row, to be extended."""
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=token_ids,
-        mm_features=features,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=lora_request,
-        cache_salt=None,
-        data_parallel_rank=None,
-        resumable=resumable,
-    )
+def core_request(**own: Any) -> Any:
+    """Return a request; a resumable one stays after its row, to be extended."""
+    others = {"pooling_params": None, "cache_salt": None, "data_parallel_rank": None}
+    return EngineCoreRequest(**own, **others, arrival_time=time.time())
 
 
 @final
@@ -295,10 +279,7 @@ class Core:
     def _rows_from_elsewhere(self, tags: list[str]) -> list[Row]:
         logprobs, normalisers = self._of_one_worker("take_genlm_rows", tags)
         table = np.frombuffer(logprobs, np.float32).reshape(len(tags), -1)
-        return [
-            Row(torch.from_numpy(own.copy()), normaliser)
-            for own, normaliser in zip(table, normalisers, strict=True)
-        ]
+        return Row.of_table(torch.from_numpy(table.copy()), normalisers)
 
     def _of_one_worker(self, method: str, *arguments: Any) -> Any:
         """Return the answer of the worker that has the rows, by a method of ``RowExtension``."""
@@ -409,16 +390,6 @@ class PictureProcessing:
             for feature in features
             if start <= feature.mm_position.offset < stop
         ]
-
-
-def forget_environment() -> None:
-    """Let vLLM read its environment variables anew, which it remembers while an engine is here."""
-    envs.disable_envs_cache()
-
-
-def remember_environment() -> None:
-    """Let vLLM go on with its environment variables as they are now."""
-    envs.enable_envs_cache()
 
 
 def _next_output(client: Any, timeout: float) -> Any:

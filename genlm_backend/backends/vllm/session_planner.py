@@ -9,24 +9,35 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
 from genlm_backend.backends.vllm.completion import Completion
-from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.sessions import Placement, SessionTable
 from genlm_backend.errors import EngineDiedError, EvaluationError, QueryDroppedError
 from genlm_backend.model.query import Query
 from genlm_backend.model.readout import RowQuestions
 from genlm_backend.model.scoring import Scoring
 
+if TYPE_CHECKING:  # it imports vLLM
+    from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
+
+
+class Scored(NamedTuple):
+    """A text that an engine has scored."""
+
+    scores: torch.Tensor  # [num_targets] float32
+    num_computed: int
+    num_reused: int
+    is_whole: bool = True
+
 
 @final
 class SessionPlanner:
     """Plans an engine's batches in parts, on the caller's thread; the oldest sessions make room."""
 
-    def __init__(self, engine: SessionEngine) -> None:
+    def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
         # Rows are told apart by session, and several models may live in one process.
         self.table = SessionTable(engine.max_sessions, prefix=uuid.uuid4().hex)

@@ -87,10 +87,6 @@ class SessionTable:
         self._round.append(placement)
         return placement
 
-    def num_shared(self, query: Query) -> int:
-        """Return how many of a context's tokens ``place`` would find."""
-        return self._longest_prefix(query)[1]
-
     def source_of(self, query: Query) -> tuple[str | None, int]:
         """Return the session that has most of a context's tokens, if any, and how many."""
         best, num_shared = self._longest_prefix(query)

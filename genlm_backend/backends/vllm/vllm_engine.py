@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 
 from genlm_backend.backends.vllm import capture, fork, release
 from genlm_backend.backends.vllm.completion import Completion
-from genlm_backend.backends.vllm.session_engine import Scored
+from genlm_backend.backends.vllm.session_planner import Scored
 from genlm_backend.backends.vllm.sessions import Placement
 from genlm_backend.backends.vllm.vllm_picture_reader import features_of
 from genlm_backend.checks import near_names, shown
@@ -100,9 +100,15 @@ class VLLMEngine:
 
     @property
     def processor(self) -> Any:
+        """The processor of transformers that reads pictures."""
         return self._pictures.processor
 
     def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:
+        """Return the token ids of a prompt with pictures, and what its requests have of these.
+
+        Each feature has the digest of what it shows (``identifier``), and its tokens' place
+        (``mm_position``, with an ``offset`` and a ``length``).
+        """
         return self._pictures.read(prompt, images)
 
     @classmethod
@@ -132,7 +138,8 @@ class VLLMEngine:
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
         variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
         with environment(variables), random_state_kept():
-            capture.forget_environment()
+            # vLLM reads them anew, which it remembers while an engine is here.
+            capture.envs.disable_envs_cache()
             release.let_modules_be_scanned()
             try:
                 with _values_explained():
@@ -141,21 +148,21 @@ class VLLMEngine:
             finally:
                 if is_taken:  # where the first one goes on as it is
                     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-                    capture.remember_environment()
+                    capture.envs.enable_envs_cache()
         return cls(llm, tokenizer, max_adapters)
 
     # ---------------------------------------------------------------- sessions
 
     def num_free_blocks(self) -> int:
+        """Return how many blocks of keys and values are free."""
         self._wait_for_ends()
         return self._core.num_free_blocks
 
     def add(self, placement: Placement) -> None:
+        """Start or extend the session of ``placement``, which the next ``run`` computes."""
         session, query = placement.session, placement.query
         extra = {capture.TAG: session, **_fork_of(placement.source, placement.num_shared)}
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, extra_args=extra
-        )
+        params = SamplingParams(**_OF_A_ROW, extra_args=extra)
         self._sessions.add(session)
         self._untaken.add(session)
         self._requests.append(
@@ -194,6 +201,7 @@ class VLLMEngine:
         return dict(zip(computed, found, strict=True))
 
     def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
+        """Return the scores of texts, each computed in one pass; ``relieve`` as for ``run``."""
         found = self._scored(texts, relieve, is_fresh=False)
         # vLLM computes no logits of cached tokens: texts with cached targets run again from the
         # start.
@@ -207,14 +215,7 @@ class VLLMEngine:
     def _scored(
         self, texts: list[Scoring], relieve: Callable[[], bool], is_fresh: bool
     ) -> list[Scored]:
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            ignore_eos=True,
-            prompt_logprobs=0,
-            skip_reading_prefix_cache=is_fresh,
-        )
+        params = SamplingParams(**_OF_A_ROW, prompt_logprobs=0, skip_reading_prefix_cache=is_fresh)
         waiting = self._texts = {uuid.uuid4().hex: text for text in texts}
         found, names = dict[str, Scored](), list(waiting)
         requests = [
@@ -249,7 +250,7 @@ class VLLMEngine:
         return Scored(logprobs[text.start - 1 :].clone(), num_computed, num_reused, is_whole)
 
     def end(self, session_ids: list[str]) -> None:
-        """End sessions; their blocks are free at once."""
+        """End sessions, whether or not they have been computed; their blocks are free at once."""
         if session_ids:
             self._requests = [r for r in self._requests if r.request_id not in session_ids]
             self._sessions.difference_update(session_ids)
@@ -259,6 +260,7 @@ class VLLMEngine:
                 self._call(self._core.forget_logits, list(untaken))
 
     def reset(self) -> None:
+        """Forget all blocks, once no session is left; completions compute theirs again."""
         self._wait_for_ends()
         self._call(self._core.reset)
 
@@ -271,7 +273,10 @@ class VLLMEngine:
         source: str | None = None,
         num_shared: int = 0,
     ) -> None:
-        """Begin a completion; see ``SessionEngine.start``. It goes on at every step from now on."""
+        """Begin a completion, after the first tokens of a session that has been computed.
+
+        It goes on at every step from now on.
+        """
         params = SamplingParams(
             max_tokens=completion.num_possible,
             temperature=min(completion.temperature, 1e30),  # an infinite one would give NaN
@@ -290,12 +295,13 @@ class VLLMEngine:
         self._call(self._core.add, [request])
 
     def step(self, relieve: Callable[[], bool]) -> None:
+        """Make a step for the completions."""
         self._step()
         if self.completions and not self._is_relieved(relieve):
             raise EvaluationError(f"vLLM has no room for any of {len(self.completions)} samples")
 
     def stop(self, completions: list[Completion]) -> None:
-        """End completions before they are finished; their blocks are free at once."""
+        """End completions before they are finished; their futures stay as they are."""
         for completion in completions:
             del self.completions[completion.id]
         self._call(self._core.abort, [completion.id for completion in completions])
@@ -327,6 +333,7 @@ class VLLMEngine:
         self._adapters[adapter] = request
 
     def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove a LoRA adapter that no session and no completion uses."""
         self._call(self._core.remove_lora, self._adapters.pop(adapter).lora_int_id)
 
     # ---------------------------------------------------------------- closing
@@ -401,15 +408,21 @@ class VLLMEngine:
     def _request(self, name: str, query: Query, start: int, params: Any, resumable: bool) -> Any:
         """Return a request of a context's tokens from one of them on."""
         lora = None if query.adapter is None else self._adapters[query.adapter]
-        pictures, ids, features = query.context.pictures, query.context.packed(start), None
-        if pictures is None or start >= pictures.num_tokens:
-            return capture.core_request(name, list(ids), params, lora, resumable)
-        kept = self._features.get(pictures)
-        if kept is None:
-            kept = self._features[pictures] = features_of(pictures)
-        features = self._pictures.between(kept, start, pictures.num_tokens, lora)
-        ids = pictures.shown(ids)
-        return capture.core_request(name, ids, params, lora, resumable, features)
+        pictures, ids, features = query.context.pictures, list(query.context.packed(start)), None
+        if pictures is not None and start < pictures.num_tokens:
+            kept = self._features.get(pictures)
+            if kept is None:
+                kept = self._features[pictures] = features_of(pictures)
+            features = self._pictures.between(kept, start, pictures.num_tokens, lora)
+            ids = pictures.shown(query.context.packed(start))
+        return capture.core_request(
+            request_id=name,
+            prompt_token_ids=ids,
+            mm_features=features,
+            sampling_params=params,
+            lora_request=lora,
+            resumable=resumable,
+        )
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -508,6 +521,9 @@ def _has_failed(finish_reason: Any) -> bool:
     """Whether a request ended otherwise than by a token of its end, or by its length."""
     return finish_reason is not None and str(finish_reason) not in ("stop", "length")
 
+
+_OF_A_ROW: Any = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
+"""Parameters of requests whose one sampled token is discarded."""
 
 _REFUSED = {
     "data_parallel_size": "sessions live in one engine; load a model for each replica instead",

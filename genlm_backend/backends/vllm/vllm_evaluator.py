@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
 from genlm_backend.backends.vllm.completion import Completion
-from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.readout import RowQuestions
-from genlm_backend.model.row import Row, rows_without, stacked
+from genlm_backend.model.row import Row, rows_on, rows_without, stacked
 from genlm_backend.model.scoring import (
     NOTHING,
     Answer,
@@ -25,6 +24,9 @@ from genlm_backend.model.scoring import (
     scores_of_rows_sync,
 )
 from genlm_backend.prefix import TierName
+
+if TYPE_CHECKING:  # it imports vLLM
+    from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
 
 _LONGEST_PASS: Final = 2048
 """Tokens of a text that one pass scores, at most: vLLM holds the logits of all of them."""
@@ -39,7 +41,7 @@ class VLLMEvaluator(Evaluator):
 
     def __init__(
         self,
-        engine: SessionEngine,
+        engine: VLLMEngine,
         output_device: torch.device,
         max_length: int | None = None,
     ) -> None:
@@ -81,7 +83,8 @@ class VLLMEvaluator(Evaluator):
         others = [question for question in questions if not question.num_targets]
         answers = self._read(others)
         places = [i for i, answer in enumerate(answers) if isinstance(answer, Row)]
-        for i, row in zip(places, self._moved([answers[i] for i in places]), strict=True):
+        rows = rows_on([answers[i] for i in places], self._output_device)
+        for i, row in zip(places, rows, strict=True):
             answers[i] = row
         if not scorings:
             return answers
@@ -94,15 +97,12 @@ class VLLMEvaluator(Evaluator):
         for question in questions:
             asked[question.computed_with].append(question)
         if not any(question.is_read_off for question in questions):
-            return self._rows(questions)
+            return self.planner.evaluate(questions, self.check_wanted)
         wanted = RowQuestions([*asked.values()], self.undefined_ids)
         found = self.planner.evaluate([*asked], self.check_wanted, wanted)
         pairs = zip(asked.values(), found, strict=True)
         answer_to = {q: a for own, its in pairs for q, a in zip(own, its, strict=True)}
         return [answer_to[question] for question in questions]
-
-    def _rows(self, queries: Sequence[Query]) -> list[Row]:
-        return self.planner.evaluate(queries, self.check_wanted)
 
     def _scores(self, scorings: Sequence[Scoring]) -> list[Answer]:
         """Return the scores of texts, each in a pass of its own if that is the faster way."""
@@ -118,7 +118,7 @@ class VLLMEvaluator(Evaluator):
         return [found[scoring] for scoring in scorings]
 
     def _table(self, queries: Sequence[Query]) -> torch.Tensor:
-        rows = self._rows(queries)
+        rows = self.planner.evaluate(queries, self.check_wanted)
         if self.undefined_ids:
             rows = rows_without(rows, torch.tensor(self.undefined_ids, dtype=torch.int64))
         return stacked(rows)
@@ -137,21 +137,11 @@ class VLLMEvaluator(Evaluator):
             and size <= _MOST_OF_PROMPT * scoring.num_targets
         )
 
-    def _moved(self, rows: list[Row]) -> list[Row]:
-        """Return the rows of a batch on the output device, by one transfer."""
-        if not rows or rows[0].logprobs.device == self._output_device:
-            return rows
-        table = torch.stack([row.logprobs for row in rows]).to(self._output_device)
-        # A view would keep the rows of its whole batch alive.
-        return [
-            Row(logprobs.clone(), row.normaliser) for logprobs, row in zip(table, rows, strict=True)
-        ]
-
     # ---------------------------------------------------------------- what is kept
 
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens a session has; vLLM does not report a host tier."""
-        return 0 if tier == "host" else self.planner.table.num_shared(query)
+        return 0 if tier == "host" else self.planner.table.source_of(query)[1]
 
     def forget(self, query: Query, keep: int) -> None:
         """Do nothing: vLLM frees a block when another context needs it, and not before."""

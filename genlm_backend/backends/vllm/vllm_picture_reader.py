@@ -5,12 +5,11 @@ from __future__ import annotations
 import pickle
 from array import array
 from collections.abc import Mapping
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 import torch
 
-from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.errors import PictureError
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.tokenization.bos import without_bos
@@ -22,6 +21,9 @@ from genlm_backend.vision.pictures import (
     read_images,
 )
 
+if TYPE_CHECKING:  # it imports vLLM
+    from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
+
 _FEATURES: Final = "features"
 _READER: Final = "vLLM"
 
@@ -30,7 +32,7 @@ _READER: Final = "vLLM"
 class VLLMPictureReader:
     """Reads pictures as vLLM does."""
 
-    def __init__(self, engine: SessionEngine, contexts: Contexts) -> None:
+    def __init__(self, engine: VLLMEngine, contexts: Contexts) -> None:
         self._engine, self._contexts = engine, contexts
         contexts.image_token_id, contexts.image_reader = engine.image_token_id, _READER
 
@@ -50,9 +52,7 @@ class VLLMPictureReader:
             prompt = without_bos(processor.tokenizer, prompt)  # which the processor adds
             num_markers = prompt.count(marker)
         else:
-            packed = array("i")
-            packed.frombytes(self._contexts.packed(prompt))
-            prompt = list(packed)
+            prompt = list(array("i", self._contexts.packed(prompt)))
             num_markers = prompt.count(processor.tokenizer.convert_tokens_to_ids(marker))
         check_num_pictures(marker, num_markers, len(pictures))
         if not pictures:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self, final
 
 import torch
 
 from genlm_backend.backends.hf.hf_loader import HFLoader, Weights
 from genlm_backend.backends.hf.options import HFOptions
-from genlm_backend.backends.hf.picturing import ModelPictures, check_processor
+from genlm_backend.backends.hf.picture_reader import PictureReader, check_processor
 from genlm_backend.backends.loading import explained
 from genlm_backend.batching import BatchPolicy
 from genlm_backend.checks import Check, checked, instance, integer, listed, number
@@ -93,7 +94,7 @@ class AsyncReplicas(BatchedLM):
             replica.answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
         self._distributor.opened(self._set.infos, cost)
         token_id = self._info.image_token_id
-        self._pictures = ModelPictures(processor, self.contexts, token_id, self._asker())
+        self._pictures = PictureReader(processor, self.contexts, token_id, self._asker())
 
     def _asking(self, policy: BatchPolicy) -> Distributor:
         """Make the replicas and the batcher that sends questions to them."""
@@ -152,15 +153,7 @@ class AsyncReplicas(BatchedLM):
         """
         count = integer(1)("replicas", replicas)
         cls.check_options(kwargs)
-        options = HFOptions(
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_dtype=kv_cache_dtype,
-            host_cache_bytes=host_cache_bytes,
-            state_cache_bytes=state_cache_bytes,
-            max_length=max_length,
-            num_threads=num_threads,
-            packs_weights=packs_weights,
-        )
+        options = HFOptions.among(locals())
         loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
         loader.check_portable()
         with explained(model_id):
@@ -212,16 +205,9 @@ class AsyncReplicas(BatchedLM):
         """
         count = integer(1)("num_replicas", num_replicas)
         cls.check_options(kwargs)
-        own = max(1, int(number(0)("num_cpus", num_cpus)))
-        options = HFOptions(
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_dtype=kv_cache_dtype,
-            host_cache_bytes=host_cache_bytes,
-            state_cache_bytes=state_cache_bytes,
-            max_length=max_length,
-            num_threads=own if num_threads is None else num_threads,
-            packs_weights=packs_weights,
-        )
+        if num_threads is None:
+            num_threads = max(1, int(number(0)("num_cpus", num_cpus)))
+        options = HFOptions.among(locals())
         loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
         loader.check_portable()
         reserved = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
@@ -269,7 +255,9 @@ def _placed(loader: HFLoader, count: int, hf_opts: Mapping[str, Any]) -> list[HF
     """Return the loader of each replica: on devices in turns, or with its part of the cores."""
     num_devices = torch.cuda.device_count()
     if num_devices and "device_map" not in hf_opts and loader.weights is None:
-        return [loader.on_device(f"cuda:{index % num_devices}") for index in range(count)]
+        places = [{"device_map": f"cuda:{index % num_devices}"} for index in range(count)]
+        return [replace(loader, options={**loader.options, **place}) for place in places]
     if loader.evaluator.num_threads is None:
-        loader = loader.with_threads(max(1, (os.cpu_count() or 1) // count))
+        own = replace(loader.evaluator, num_threads=max(1, (os.cpu_count() or 1) // count))
+        loader = replace(loader, evaluator=own)
     return [loader] * count

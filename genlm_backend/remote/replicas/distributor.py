@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import EngineDiedError
@@ -18,11 +18,6 @@ from genlm_backend.runtime.together import together
 
 _MOST_DEATHS: Final = 3
 """Replicas that may die with a question before it is the one that gets the error."""
-
-
-class _Sent(NamedTuple):
-    query: Question
-    choice: Choice
 
 
 @final
@@ -40,7 +35,7 @@ class Distributor(Batcher[Question, Any]):
         self._replicas, self._is_back = replicas, is_back
         self._router = Router([None] * len(replicas), policy.max_batch_size)
         self._asked: dict[Question, tuple[Choice, int]] = {}
-        self._left: deque[_Sent] = deque()  # whose callers wait no more
+        self._left: deque[tuple[Question, Choice]] = deque()  # whose callers wait no more
         self._last_death = "no replica is alive"
         self._loop: BackgroundLoop | None = None  # for those who block, once somebody does
         for replica in replicas:
@@ -60,7 +55,7 @@ class Distributor(Batcher[Question, Any]):
             try:
                 answer = await self._replicas[choice.replica].batcher.submit(query)
             except GeneratorExit:  # of the garbage collector, maybe where its thread has the lock
-                self._left.append(_Sent(query, choice))
+                self._left.append((query, choice))
                 raise
             except NotAskedError:
                 self._ended(query, choice)
@@ -85,11 +80,7 @@ class Distributor(Batcher[Question, Any]):
             self._loop = loop = self._loop or BackgroundLoop(self._name)
         wanted = list(queries)
         distinct = list(dict.fromkeys(wanted))
-
-        async def ask() -> list[Any]:
-            return await together(map(self.submit, distinct))
-
-        found = dict(zip(distinct, loop.run(ask()), strict=True))
+        found = dict(zip(distinct, loop.run(self.submit_all(distinct)), strict=True))
         return [found[query] for query in wanted]
 
     def _send(self, query: Question) -> Choice:
@@ -105,7 +96,7 @@ class Distributor(Batcher[Question, Any]):
             return choice
 
     def _ended(self, query: Question, choice: Choice) -> None:
-        self._left.append(_Sent(query, choice))
+        self._left.append((query, choice))
         with self._lock.here:
             self._note_left()
 

@@ -76,12 +76,8 @@ class Replica:
 
     def open(self) -> concurrent.futures.Future[Any]:
         """Have its thread open the evaluator, unless it is open."""
-        evaluator = self.evaluator
-
-        def open_it() -> EvaluatorInfo:
-            return evaluator.open() if evaluator.info is None else evaluator.info
-
-        return self.batcher.call_soon(open_it)
+        own = self.evaluator
+        return self.batcher.call_soon(lambda: own.open() if own.info is None else own.info)
 
     def ask(self, verb: Callable[[Evaluator], Any]) -> concurrent.futures.Future[Any]:
         """Have its thread call a method of the evaluator, after the batches already sent."""

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, Final, NoReturn, TypeVar, final
 
 import torch
 
@@ -26,6 +26,10 @@ from genlm_backend.remote.replicas.replica import Replica
 from genlm_backend.vision.pictures import PictureRules
 
 T = TypeVar("T")
+
+_SUMMED: Final = ("num_slots", "num_states", "num_host_slots")
+_COMMON: Final = ("can_forget", "takes_adapters", "scores", "reads_out")
+"""Abilities of all replicas together, and those that all need to have."""
 
 
 @final
@@ -69,43 +73,31 @@ class ReplicaSet(Evaluator):
 
     def info_of_all(self) -> EvaluatorInfo:
         """Return the abilities that all replicas have, and their slots and states in all."""
-        slots = [info.num_slots for info in self.infos]
-        states = [info.num_states for info in self.infos]
-        host_slots = [info.num_host_slots for info in self.infos]
-        return replace(
-            self.infos[0],
-            max_length=_least(info.max_length for info in self.infos),
-            max_batch_size=_least(info.max_batch_size for info in self.infos),
-            num_slots=None if None in slots else sum(filter(None, slots)),
-            num_states=None if None in states else sum(filter(None, states)),
-            num_host_slots=None if None in host_slots else sum(filter(None, host_slots)),
-            can_forget=all(info.can_forget for info in self.infos),
-            takes_adapters=all(info.takes_adapters for info in self.infos),
-            uses_openmp=any(info.uses_openmp for info in self.infos),
-            scores=all(info.scores for info in self.infos),
-            reads_out=all(info.reads_out for info in self.infos),
-        )
+        of_all: dict[str, list[Any]] = {
+            field.name: [getattr(info, field.name) for info in self.infos]
+            for field in fields(EvaluatorInfo)
+        }
+        known = {n: [own for own in values if own is not None] for n, values in of_all.items()}
+        least = {n: min(known[n], default=None) for n in ("max_length", "max_batch_size")}
+        sums = {n: None if None in of_all[n] else sum(of_all[n]) for n in _SUMMED}
+        common = {n: all(of_all[n]) for n in _COMMON}
+        uses_openmp = any(of_all["uses_openmp"])
+        return replace(self.infos[0], **least, **sums, **common, uses_openmp=uses_openmp)
 
     def _of_living(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
         """Return a method's result on each living replica; a failing call marks others dead."""
         asked = self._asked(verb)
         concurrent.futures.wait(asked)
-        return _results([f for f in asked if not isinstance(f.exception(), EngineDiedError)])
+        return _of_living(asked)
 
     def _asked(self, verb: Callable[[Evaluator], T]) -> list[concurrent.futures.Future[T]]:
         return [replica.ask(verb) for replica in self.replicas if not replica.is_dead]
 
     async def largest(self, verb: Callable[[Evaluator], int | None]) -> int:
         # On the calling thread, so that its later calls reach each replica later too.
-        asked = map(asyncio.wrap_future, self._asked(verb))
-        numbers = []
-        for number in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(number, EngineDiedError):  # and so it is found dead
-                continue
-            if isinstance(number, BaseException):
-                raise number
-            numbers.append(number or 0)
-        return max(numbers, default=0)
+        asked = self._asked(verb)
+        await asyncio.gather(*map(asyncio.wrap_future, asked), return_exceptions=True)
+        return max((number or 0 for number in _of_living(asked)), default=0)
 
     def _of_one(self, what: str, verb: Callable[[Evaluator], Any]) -> Any:
         for replica in self.replicas:
@@ -198,8 +190,9 @@ class ReplicaSet(Evaluator):
             _results([threads.submit(replica.close) for replica in self.replicas])
 
 
-def _least(values: Any) -> int | None:
-    return min((value for value in values if value is not None), default=None)
+def _of_living(asked: Collection[concurrent.futures.Future[Any]]) -> list[Any]:
+    """Return the results of futures that are done, without those of replicas found dead."""
+    return _results([f for f in asked if not isinstance(f.exception(), EngineDiedError)])
 
 
 def _results(futures: Collection[concurrent.futures.Future[Any]]) -> list[Any]:

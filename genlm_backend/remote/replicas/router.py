@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, final
 
 from genlm_backend.common_prefix import common_length
@@ -84,7 +84,7 @@ class Router:
     def lost(self, replica: int) -> None:
         """Send nothing more to a replica, which has lost its cache."""
         self.loads[replica] = Load(is_alive=False)
-        self._sent.forget(replica)
+        self._sent.evict(replica, 0)
 
     def back(self, replica: int) -> None:
         self.loads[replica].is_alive = True
@@ -105,16 +105,15 @@ _KEPT: Final = 0.8
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Node:
     """A node of the radix tree; its label is the tokens after those of its parent."""
 
-    __slots__ = ("children", "label", "parent", "stamps", "waiting")
-
-    def __init__(
-        self, label: bytes, parent: _Node | None, stamps: dict[int, int], waiting: set[int]
-    ) -> None:
-        self.label, self.parent, self.stamps, self.waiting = label, parent, stamps, waiting
-        self.children: dict[bytes, _Node] = {}
+    label: bytes
+    parent: _Node | None
+    stamps: dict[int, int]
+    waiting: set[int]
+    children: dict[bytes, _Node] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -123,12 +122,6 @@ class _Node:
     @property
     def key(self) -> bytes:
         return self.label[:_ID_BYTES]
-
-
-class _PathNode(NamedTuple):
-    node: _Node
-    start: int
-    matched: int
 
 
 class _Match(NamedTuple):
@@ -151,31 +144,31 @@ class SentTree:
 
     def matches(self, space: Hashable, packed: bytes) -> list[_Match]:
         path = list(self._path(space, packed))
-        end = path[-1].start + path[-1].matched if path else 0
+        end = sum(matched for _, matched in path)
         parts = [(len(packed) - end) / _ID_BYTES]  # of what follows each node, from the last one
         num_ways = 1
-        for step in reversed(path):
-            num_ways = max(num_ways, len(step.node.children))
-            parts.append(parts[-1] + step.matched / _ID_BYTES / num_ways)
+        for node, matched in reversed(path):
+            num_ways = max(num_ways, len(node.children))
+            parts.append(parts[-1] + matched / _ID_BYTES / num_ways)
         parts.reverse()
         found = [_Match(0, 0, parts[0])] * len(self._capacities)
-        for step, part in zip(path, parts[1:], strict=True):
-            own = step.matched // _ID_BYTES
-            for replica in step.node.stamps:
+        for (node, matched), part in zip(path, parts[1:], strict=True):
+            own = matched // _ID_BYTES
+            for replica in node.stamps:
                 known, waiting, _ = found[replica]
-                waiting += own if replica in step.node.waiting else 0
+                waiting += own if replica in node.waiting else 0
                 found[replica] = _Match(known + own, waiting, part)
         return found
 
-    def _path(self, space: Hashable, packed: bytes) -> Iterable[_PathNode]:
-        """Yield the nodes that begin as a context goes on."""
+    def _path(self, space: Hashable, packed: bytes) -> Iterator[tuple[_Node, int]]:
+        """Yield the nodes that begin as a context goes on, and how many bytes each shares."""
         node, depth = self._roots.get(space), 0
         while node is not None and depth < len(packed):
             node = node.children.get(packed[depth : depth + _ID_BYTES])
             if node is None:
                 return
             matched = _matched(node.label, packed, depth)
-            yield _PathNode(node, depth, matched)
+            yield node, matched
             if matched < len(node.label):
                 return
             depth += matched
@@ -195,7 +188,7 @@ class SentTree:
             node, depth = child, depth + matched
         capacity = self._capacities[replica]
         if capacity is not None and self.num_tokens[replica] > capacity:
-            self._evict(replica, int(capacity * _KEPT))
+            self.evict(replica, int(capacity * _KEPT))
 
     def _append(self, node: _Node, label: bytes, replica: int, stamp: int) -> None:
         if node.parent is not None and not node.children and set(node.stamps) == {replica}:
@@ -212,19 +205,16 @@ class SentTree:
         node.stamps[replica] = stamp
 
     def answered(self, space: Hashable, packed: bytes, replica: int) -> None:
-        for step in self._path(space, packed):
-            step.node.waiting.discard(replica)
+        for node, _ in self._path(space, packed):
+            node.waiting.discard(replica)
 
     # ---------------------------------------------------------------- forgetting
-
-    def forget(self, replica: int) -> None:
-        self._evict(replica, 0)
 
     def clear(self) -> None:
         self._roots.clear()
         self.num_tokens = [0] * len(self._capacities)
 
-    def _evict(self, replica: int, limit: int) -> None:
+    def evict(self, replica: int, limit: int) -> None:
         """Forget the contexts that a replica was sent longest ago, down to a limit of tokens."""
         nodes = [child for root in self._roots.values() for child in root.children.values()]
         for node in nodes:  # which grows: parents come before their children

@@ -24,7 +24,6 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm import BatchedLM, ProcessEvaluator
 from genlm_backend.model.row import table_of
-from genlm_backend.remote import process_evaluator
 from genlm_backend.remote.messages import PackedError
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere import over_there
@@ -318,7 +317,7 @@ def test_an_error_that_is_unknown_here_keeps_its_message():
 
 
 def test_a_start_that_fails_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(process_evaluator, "_command", lambda *_: ["/no/such/interpreter"])
+    monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         with pytest.raises(FileNotFoundError):

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from genlm_backend.backends.mock import MockEvaluator
-from genlm_backend.backends.vllm.session_engine import Scored
+from genlm_backend.backends.vllm.session_planner import Scored
 from genlm_backend.errors import AdapterError
 from genlm_backend.model.query import Query
 from genlm_backend.model.sampling import Sampler

@@ -9,7 +9,6 @@ from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
 from genlm_backend.errors import (
     BatcherClosedError,
-    QueryDroppedError,
     UnknownAdapterError,
 )
 from genlm_backend.model.query import Adapter, Query
@@ -64,30 +63,12 @@ def test_texts_are_scored_in_a_pass_where_that_gives_all_that_is_wanted():
     assert counts.tokens_computed > 0
 
 
-def test_rows_from_elsewhere_come_to_the_output_device_and_own_their_memory():
+def test_rows_from_elsewhere_come_to_the_output_device():
     evaluator = VLLMEvaluator(FakeEngine(), torch.device("meta"))
     rows = evaluator.evaluate([Query((1,)), Query((2,))])
     for row in rows:
         assert row.logprobs.device.type == "meta"
-        assert row.logprobs.untyped_storage().nbytes() == row.nbytes
         assert isinstance(row.normaliser, float)
-
-
-def test_it_is_asked_before_each_round_whether_it_is_wanted():
-    engine = FakeEngine(max_sessions=2)
-    evaluator = VLLMEvaluator(engine, CPU)
-    asked = []
-
-    def check_wanted():
-        asked.append(engine.num_steps)
-        if len(asked) == 3:
-            raise QueryDroppedError("nobody waits")
-
-    evaluator.check_wanted = check_wanted
-    with pytest.raises(QueryDroppedError):
-        evaluator.evaluate([Query((i,)) for i in range(9)])
-    assert asked == [0, 1, 2]
-    assert len(engine.sessions) == 2  # nothing was amiss in the engine
 
 
 def test_removing_an_adapter_ends_its_completions_and_closing_the_rest():
