@@ -41,6 +41,7 @@ from genlm_backend.model.answering import (
     check_adapter_name,
 )
 from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.blocking import blocking
 from genlm_backend.model.context import Context, listed_contexts
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
@@ -55,7 +56,6 @@ from genlm_backend.model.scoring import (
     distinct,
     own_scores,
     scores_of_rows,
-    scores_of_rows_sync,
 )
 from genlm_backend.model.token_readouts import ReadoutOf, readout_of, readouts_of
 from genlm_backend.prefix import TierName, check_tier
@@ -207,7 +207,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same row as ``next_token_logprobs``, blocking the calling thread."""
-        (row,) = self._answers_sync([self._query(token_ids, lora_name)])
+        query = self._query(token_ids, lora_name)
+        row = self._rows.get(query)
+        if row is None:
+            self._before_wait()
+            (row,) = self._batcher.submit_sync([query])
         return row.own_logprobs(self.output_device)
 
     async def batch_next_token_logprobs(
@@ -216,20 +220,26 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``."""
         return await self._rows_of(self._queries(token_ids_list, lora_name))
 
+    batch_next_token_logprobs_sync = blocking(batch_next_token_logprobs, "rows")
+
     async def _rows_of(self, queries: list[Query]) -> torch.Tensor:
         rows, missing = self._known(queries)
-        self._before_wait()
-        rows.update(zip(missing, await self._batcher.submit_all(missing), strict=True))
-        return self._table([rows[query] for query in queries])
+        if missing:
+            self._before_wait()
+            rows.update(zip(missing, await self._submit_all(missing), strict=True))
+        if not rows:
+            return torch.empty(
+                0, len(self.byte_vocab), dtype=torch.float32, device=self.output_device
+            )
+        return table_of([rows[query] for query in queries], self.output_device)
 
-    def batch_next_token_logprobs_sync(
-        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
-        return self._rows_of_sync(self._queries(token_ids_list, lora_name))
+    _rows_of_sync = blocking(_rows_of)
 
-    def _rows_of_sync(self, queries: list[Query]) -> torch.Tensor:
-        return self._table(self._answers_sync(queries))
+    async def _submit_all(self, questions: Sequence[Question]) -> list[Any]:
+        return await self._batcher.submit_all(questions)
+
+    def _submit_all_sync(self, questions: Sequence[Question]) -> list[Any]:
+        return self._batcher.submit_sync(questions)
 
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
         self._batcher.check_open()
@@ -249,20 +259,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
         rows = {q: row for q in distinct if (row := self._rows.get(q)) is not None}
         return rows, [query for query in distinct if query not in rows]
 
-    def _answers_sync(self, queries: list[Query]) -> list[Row]:
-        rows, missing = self._known(queries)
-        if missing:
-            self._before_wait()
-            rows.update(zip(missing, self._batcher.submit_sync(missing), strict=True))
-        return [rows[query] for query in queries]
-
-    def _table(self, rows: Sequence[Row]) -> torch.Tensor:
-        if not rows:
-            return torch.empty(
-                0, len(self.byte_vocab), dtype=torch.float32, device=self.output_device
-            )
-        return table_of(rows, self.output_device)
-
     async def _scores(
         self,
         prompts: Sequence[TokenIds] | TokenIds,
@@ -273,25 +269,12 @@ class BatchedLM(OfOneProcess, AsyncLM):
         scorings = self._scorings(prompts, continuations, lora_name, beside)
         asked = distinct(scorings)
         if self._scores_itself(beside):
-            found = await self._batcher.submit_all(asked)
+            found = await self._submit_all(asked)
         else:
             found = await scores_of_rows(asked, self._rows_of, self.batch_size)
         return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
 
-    def _scores_sync(
-        self,
-        prompts: Sequence[TokenIds] | TokenIds,
-        continuations: Sequence[TokenIds],
-        lora_name: str | None,
-        beside: Beside,
-    ) -> list[torch.Tensor]:
-        scorings = self._scorings(prompts, continuations, lora_name, beside)
-        asked = distinct(scorings)
-        if self._scores_itself(beside):
-            found = self._batcher.submit_sync(asked)
-        else:
-            found = scores_of_rows_sync(asked, self._rows_of_sync, self.batch_size)
-        return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
+    _scores_sync = blocking(_scores)
 
     def _scores_itself(self, beside: Beside) -> bool:
         """Return whether the evaluator answers scorings, and with these numbers."""
@@ -341,23 +324,13 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """Return the answers to a readout behind each of many contexts, in order."""
         asked, answers = self._all_asked(token_ids_list, readout, lora_name)
         if not answers:  # as a rule
-            return await self._batcher.submit_all(asked)
+            return await self._submit_all(asked)
         missing = [i for i in range(len(asked)) if i not in answers]
-        found = await self._batcher.submit_all([asked[i] for i in missing])
+        found = await self._submit_all([asked[i] for i in missing])
         answers.update(zip(missing, found, strict=True))
         return [answers[i] for i in range(len(asked))]
 
-    def batch_read_sync(
-        self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
-    ) -> list[Any]:
-        """Return the same answers as ``batch_read``, blocking the calling thread."""
-        asked, answers = self._all_asked(token_ids_list, readout, lora_name)
-        if not answers:  # as a rule
-            return self._batcher.submit_sync(asked)
-        missing = [i for i in range(len(asked)) if i not in answers]
-        found = self._batcher.submit_sync([asked[i] for i in missing])
-        answers.update(zip(missing, found, strict=True))
-        return [answers[i] for i in range(len(asked))]
+    batch_read_sync = blocking(batch_read, "answers")
 
     def _all_asked(
         self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None

@@ -293,17 +293,6 @@ async def scores_of_rows(
     return _parted(scorings, found)
 
 
-def scores_of_rows_sync(
-    scorings: Sequence[Scoring], ask: Callable[[list[Query]], torch.Tensor], chunk_size: int
-) -> list[torch.Tensor]:
-    """Do as ``scores_of_rows``, with rows that need no await."""
-    found = [
-        numbers_of_rows(ask(queries), targets, scorings[0].beside)
-        for queries, targets in _chunks(scorings, chunk_size)
-    ]
-    return _parted(scorings, found)
-
-
 def _chunks(
     scorings: Sequence[Scoring], chunk_size: int
 ) -> Iterator[tuple[list[Query], list[int]]]:
