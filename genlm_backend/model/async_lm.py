@@ -491,27 +491,17 @@ class AsyncLM(Closing):
         """Return the scores of many continuations; see ``score_with`` and ``batch_score``."""
         beside = beside_of(entropy, rank, top, groups, len(self.byte_vocab))
         if switch("beginnings", beginnings):
-            beside, continuations = self._with_beginnings(beside, continuations)
+            texts = listed("continuations", continuations)
+            ids = [array("i", self.contexts.packed(own, name="continuation")) for own in texts]
+            own_beginnings = beginnings_of(self.alphabet, (i for own in ids for i in own))
+            beside, continuations = beside._replace(beginnings=own_beginnings), ids
         found = await self._scores(prompts, continuations, lora_name, beside)
         return [beside.scores_of(own) for own in found]
 
     batch_score_with_sync = blocking(batch_score_with, "scores")
 
-    def _with_beginnings(
-        self, beside: Beside, continuations: Any
-    ) -> tuple[Beside, list[array[int]]]:
-        """Return ``beside`` with the beginnings of all tokens, and each text's tokens as ids."""
-        given = listed("continuations", continuations)
-        ids = [array("i", self.contexts.packed(own, name="continuation")) for own in given]
-        beginnings = beginnings_of(self.alphabet, (i for own in ids for i in own))
-        return beside._replace(beginnings=beginnings), ids
-
     async def _scores(
-        self,
-        prompts: Sequence[TokenIds] | TokenIds,
-        continuations: Sequence[TokenIds],
-        lora_name: str | None,
-        beside: Beside,
+        self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
     ) -> list[torch.Tensor]:
         def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
             contexts = [_listed(query.context) for query in queries]
@@ -688,7 +678,9 @@ class AsyncLM(Closing):
             Exception: What ``draw_next_token`` raises, of the first that raises it; ``OptionError``
                 (``ValueError``) as well if there are not as many of ``allowed`` as of contexts.
         """
-        contexts = self._contexts_of_draws(token_ids_list, lora_name)
+        listed_ids = listed_contexts("token_ids_list", token_ids_list)
+        self.check_adapter(lora_name)
+        contexts = [self.contexts.check(token_ids, self.max_length) for token_ids in listed_ids]
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         size = len(self.byte_vocab)
@@ -696,13 +688,6 @@ class AsyncLM(Closing):
         return await self.batch_read(contexts, drawing, lora_name)
 
     batch_draw_next_token_sync = blocking(batch_draw_next_token, "draws")
-
-    def _contexts_of_draws(
-        self, token_ids_list: Sequence[TokenIds], lora_name: str | None
-    ) -> list[Context]:
-        contexts = listed_contexts("token_ids_list", token_ids_list)
-        self.check_adapter(lora_name)
-        return [self.contexts.check(context, self.max_length) for context in contexts]
 
     def _context_of_draws(self, token_ids: TokenIds, lora_name: str | None) -> Context:
         """Check a context and its adapter before a random number is taken."""
@@ -823,11 +808,7 @@ class AsyncLM(Closing):
         return None
 
     async def num_cached_tokens(
-        self,
-        token_ids: TokenIds,
-        lora_name: str | None = None,
-        *,
-        tier: TierName | None = None,
+        self, token_ids: TokenIds, lora_name: str | None = None, *, tier: TierName | None = None
     ) -> int:
         """Return how many of a context's tokens need not be computed if it is asked now.
 
