@@ -43,17 +43,24 @@ def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the coroutine waited for an event loop")
 
 
+@functools.lru_cache(maxsize=1024)  # or a draw would take some microseconds more
+def _has_form(kind: type, name: str) -> bool:
+    return hasattr(kind, f"{name}_sync")
+
+
 @final
 class _Blocking:
     """A model whose verbs are coroutines that end without a wait: each calls ``<verb>_sync``."""
+
+    __slots__ = ("_lm",)
 
     def __init__(self, lm: Any) -> None:
         self._lm = lm
 
     def __getattr__(self, name: str) -> Any:
-        blocks = getattr(self._lm, f"{name}_sync", None)
-        if blocks is None:
+        if not _has_form(type(self._lm), name):
             return getattr(self._lm, name)
+        blocks = getattr(self._lm, f"{name}_sync")
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             return blocks(*args, **kwargs)
