@@ -26,7 +26,6 @@ from genlm_backend.batching.round import (
     Round,
     Several,
     as_weight,
-    call_threadsafe,
     deliver,
     evaluated,
     has_errors,
@@ -37,6 +36,7 @@ from genlm_backend.batching.round import (
 from genlm_backend.batching.worker import Worker
 from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import BatcherClosedError, OptionTypeError, QueryDroppedError
+from genlm_backend.runtime.background_loop import call_threadsafe
 from genlm_backend.runtime.forks import ProcessLock
 from genlm_backend.runtime.threads import fewer_collections
 

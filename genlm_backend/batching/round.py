@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeGuard, final
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError, OptionError
+from genlm_backend.runtime.background_loop import call_threadsafe
 
 Loop: TypeAlias = asyncio.AbstractEventLoop | None
 """An event loop; ``None`` for threads that block."""
@@ -88,17 +89,6 @@ def is_waiting(callers: Any) -> bool:
 @final
 class Round:
     """Queries numbered in order, with their callers: first the queue, then a batch cut from it."""
-
-    __slots__ = (
-        "callers",
-        "evaluated",
-        "first",
-        "keys",
-        "loops",
-        "num_abandoned",
-        "queries",
-        "weights",
-    )
 
     def __init__(self, first: int) -> None:
         self.first, self.num_abandoned = first, 0
@@ -338,18 +328,6 @@ def _settle(pairs: Iterable[tuple[Any, Any]]) -> None:
             future.set_result(given)
         else:
             future.set_exception(presentable(given))
-
-
-def call_threadsafe(
-    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
-) -> None:
-    """Have ``loop`` call back soon, unless it has been closed."""
-    try:
-        loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-        # A closed loop has nobody left to tell.
 
 
 def as_weight(weight: Any) -> float:

@@ -20,6 +20,7 @@ from genlm_backend.checks import (
 )
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
+from genlm_backend.model.blocking import blocking
 from genlm_backend.model.context import Context, Contexts, listed_contexts
 from genlm_backend.model.draw import (
     Allowed,
@@ -48,7 +49,6 @@ from genlm_backend.model.scoring import (
     beside_of,
     check_scorings,
     scores_of_rows,
-    scores_of_rows_sync,
 )
 from genlm_backend.model.token_readouts import (
     Entropy,
@@ -257,22 +257,14 @@ class AsyncLM(Closing):
         """
         contexts = listed_contexts("token_ids_list", token_ids_list)
         asked = (self.next_token_logprobs(ids, lora_name=lora_name) for ids in contexts)
-        return self._stacked(await together(asked))
+        rows = await self._together(asked)
+        if not rows:
+            return torch.empty(0, len(self.byte_vocab), dtype=torch.float32)
+        return torch.stack(rows)
 
-    def batch_next_token_logprobs_sync(
-        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
-        contexts = listed_contexts("token_ids_list", token_ids_list)
-        rows = [self.next_token_logprobs_sync(ids, lora_name=lora_name) for ids in contexts]
-        return self._stacked(rows)
+    batch_next_token_logprobs_sync = blocking(batch_next_token_logprobs, "rows")
 
-    def _stacked(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        return (
-            torch.stack(list(rows))
-            if rows
-            else torch.empty(0, len(self.byte_vocab), dtype=torch.float32)
-        )
+    _together = staticmethod(together)
 
     # ---------------------------------------------------------------- read off rows
 
@@ -300,13 +292,7 @@ class AsyncLM(Closing):
         row = await self.next_token_logprobs(_listed(token_ids), lora_name=lora_name)
         return asked.of_logprobs(row)
 
-    def read_sync(
-        self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None = None
-    ) -> Any:
-        """Return the same answer as ``read``, blocking the calling thread."""
-        asked = readout_of(readout, NO_QUERY)
-        row = self.next_token_logprobs_sync(_listed(token_ids), lora_name=lora_name)
-        return asked.of_logprobs(row)
+    read_sync = blocking(read, "answer")
 
     async def batch_read(
         self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
@@ -316,14 +302,9 @@ class AsyncLM(Closing):
         ``readout`` is called once for each context, in order. The first error of one is raised.
         """
         contexts = listed_contexts("token_ids_list", token_ids_list)
-        return await together(self.read(ids, readout, lora_name) for ids in contexts)
+        return await self._together(self.read(ids, readout, lora_name) for ids in contexts)
 
-    def batch_read_sync(
-        self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
-    ) -> list[Any]:
-        """Return the same answers as ``batch_read``, blocking the calling thread."""
-        contexts = listed_contexts("token_ids_list", token_ids_list)
-        return [self.read_sync(ids, readout, lora_name) for ids in contexts]
+    batch_read_sync = blocking(batch_read, "answers")
 
     async def next_token_top(
         self, token_ids: TokenIds, k: int, lora_name: str | None = None
@@ -352,12 +333,7 @@ class AsyncLM(Closing):
         readout = top_of(k, len(self.byte_vocab))
         return own_top(await self.read(token_ids, readout, lora_name), self.str_vocab)
 
-    def next_token_top_sync(
-        self, token_ids: TokenIds, k: int, lora_name: str | None = None
-    ) -> TopTokens:
-        """Return the same tokens as ``next_token_top``, blocking the calling thread."""
-        readout = top_of(k, len(self.byte_vocab))
-        return own_top(self.read_sync(token_ids, readout, lora_name), self.str_vocab)
+    next_token_top_sync = blocking(next_token_top, "tokens")
 
     async def next_token_logprobs_of(
         self, token_ids: TokenIds, chosen: Iterable[int], lora_name: str | None = None
@@ -380,12 +356,7 @@ class AsyncLM(Closing):
         readout = chosen_of(chosen, len(self.byte_vocab))
         return (await self.read(token_ids, readout, lora_name)).clone()
 
-    def next_token_logprobs_of_sync(
-        self, token_ids: TokenIds, chosen: Iterable[int], lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Return the same numbers as ``next_token_logprobs_of``, blocking the calling thread."""
-        readout = chosen_of(chosen, len(self.byte_vocab))
-        return self.read_sync(token_ids, readout, lora_name).clone()
+    next_token_logprobs_of_sync = blocking(next_token_logprobs_of, "numbers")
 
     async def next_token_entropy(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
         """Return the entropy of the token after a context in nats, summed in float64.
@@ -398,9 +369,7 @@ class AsyncLM(Closing):
         """
         return await self.read(token_ids, Entropy, lora_name)
 
-    def next_token_entropy_sync(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
-        """Return the same number as ``next_token_entropy``, blocking the calling thread."""
-        return self.read_sync(token_ids, Entropy, lora_name)
+    next_token_entropy_sync = blocking(next_token_entropy, "number")
 
     async def next_token_log_masses(
         self, token_ids: TokenIds, groups: Sequence[Allowed], lora_name: str | None = None
@@ -427,12 +396,7 @@ class AsyncLM(Closing):
         readout = masses_of(groups, len(self.byte_vocab))
         return (await self.read(token_ids, readout, lora_name)).clone()
 
-    def next_token_log_masses_sync(
-        self, token_ids: TokenIds, groups: Sequence[Allowed], lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Return the same numbers as ``next_token_log_masses``, blocking the calling thread."""
-        readout = masses_of(groups, len(self.byte_vocab))
-        return self.read_sync(token_ids, readout, lora_name).clone()
+    next_token_log_masses_sync = blocking(next_token_log_masses, "numbers")
 
     # ---------------------------------------------------------------- scores
 
@@ -454,12 +418,7 @@ class AsyncLM(Closing):
         prompts = [self.contexts.of(prompt, "prompt")]
         return (await self.batch_score(prompts, [continuation], lora_name))[0]
 
-    def score_sync(
-        self, prompt: TokenIds, continuation: TokenIds, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Return the same scores as ``score``, blocking the calling thread."""
-        prompts = [self.contexts.of(prompt, "prompt")]
-        return self.batch_score_sync(prompts, [continuation], lora_name)[0]
+    score_sync = blocking(score, "scores")
 
     async def batch_score(
         self,
@@ -473,14 +432,7 @@ class AsyncLM(Closing):
         """
         return await self._scores(prompts, continuations, lora_name, NOTHING)
 
-    def batch_score_sync(
-        self,
-        prompts: Sequence[TokenIds] | TokenIds,
-        continuations: Sequence[TokenIds],
-        lora_name: str | None = None,
-    ) -> list[torch.Tensor]:
-        """Return the same scores as ``batch_score``, blocking the calling thread."""
-        return self._scores_sync(prompts, continuations, lora_name, NOTHING)
+    batch_score_sync = blocking(batch_score, "scores")
 
     async def score_with(
         self,
@@ -522,23 +474,7 @@ class AsyncLM(Closing):
         prompts = [self.contexts.of(prompt, "prompt")]
         return (await self.batch_score_with(prompts, [continuation], lora_name, **options))[0]
 
-    def score_with_sync(
-        self,
-        prompt: TokenIds,
-        continuation: TokenIds,
-        *,
-        entropy: bool = False,
-        rank: bool = False,
-        top: int = 0,
-        groups: Sequence[Allowed] = (),
-        beginnings: bool = False,
-        lora_name: str | None = None,
-    ) -> TokenScores:
-        """Return the same scores as ``score_with``, blocking the calling thread."""
-        options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top, "groups": groups}
-        options["beginnings"] = beginnings
-        prompts = [self.contexts.of(prompt, "prompt")]
-        return self.batch_score_with_sync(prompts, [continuation], lora_name, **options)[0]
+    score_with_sync = blocking(score_with, "scores")
 
     async def batch_score_with(
         self,
@@ -555,44 +491,17 @@ class AsyncLM(Closing):
         """Return the scores of many continuations; see ``score_with`` and ``batch_score``."""
         beside = beside_of(entropy, rank, top, groups, len(self.byte_vocab))
         if switch("beginnings", beginnings):
-            beside, continuations = self._with_beginnings(beside, continuations)
+            texts = listed("continuations", continuations)
+            ids = [array("i", self.contexts.packed(own, name="continuation")) for own in texts]
+            own_beginnings = beginnings_of(self.alphabet, (i for own in ids for i in own))
+            beside, continuations = beside._replace(beginnings=own_beginnings), ids
         found = await self._scores(prompts, continuations, lora_name, beside)
         return [beside.scores_of(own) for own in found]
 
-    def batch_score_with_sync(
-        self,
-        prompts: Sequence[TokenIds] | TokenIds,
-        continuations: Sequence[TokenIds],
-        lora_name: str | None = None,
-        *,
-        entropy: bool = False,
-        rank: bool = False,
-        top: int = 0,
-        groups: Sequence[Allowed] = (),
-        beginnings: bool = False,
-    ) -> list[TokenScores]:
-        """Return the same scores as ``batch_score_with``, blocking the calling thread."""
-        beside = beside_of(entropy, rank, top, groups, len(self.byte_vocab))
-        if switch("beginnings", beginnings):
-            beside, continuations = self._with_beginnings(beside, continuations)
-        found = self._scores_sync(prompts, continuations, lora_name, beside)
-        return [beside.scores_of(own) for own in found]
-
-    def _with_beginnings(
-        self, beside: Beside, continuations: Any
-    ) -> tuple[Beside, list[array[int]]]:
-        """Return ``beside`` with the beginnings of all tokens, and each text's tokens as ids."""
-        given = listed("continuations", continuations)
-        ids = [array("i", self.contexts.packed(own, name="continuation")) for own in given]
-        beginnings = beginnings_of(self.alphabet, (i for own in ids for i in own))
-        return beside._replace(beginnings=beginnings), ids
+    batch_score_with_sync = blocking(batch_score_with, "scores")
 
     async def _scores(
-        self,
-        prompts: Sequence[TokenIds] | TokenIds,
-        continuations: Sequence[TokenIds],
-        lora_name: str | None,
-        beside: Beside,
+        self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
     ) -> list[torch.Tensor]:
         def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
             contexts = [_listed(query.context) for query in queries]
@@ -601,19 +510,7 @@ class AsyncLM(Closing):
         scorings = self._scorings(prompts, continuations, lora_name, beside)
         return await scores_of_rows(scorings, ask, self.batch_size)
 
-    def _scores_sync(
-        self,
-        prompts: Sequence[TokenIds] | TokenIds,
-        continuations: Sequence[TokenIds],
-        lora_name: str | None,
-        beside: Beside,
-    ) -> list[torch.Tensor]:
-        def ask(queries: list[Query]) -> torch.Tensor:
-            contexts = [_listed(query.context) for query in queries]
-            return self.batch_next_token_logprobs_sync(contexts, lora_name=lora_name)
-
-        scorings = self._scorings(prompts, continuations, lora_name, beside)
-        return scores_of_rows_sync(scorings, ask, self.batch_size)
+    _scores_sync = blocking(_scores)
 
     def _scorings(
         self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
@@ -694,25 +591,7 @@ class AsyncLM(Closing):
         drawing = drawing_of(len(self.byte_vocab), generator, **options, **bounds)
         return await self.read(context, drawing, lora_name)
 
-    def draw_next_token_sync(
-        self,
-        token_ids: TokenIds,
-        *,
-        allowed: Allowed | None = None,
-        generator: RandomGenerator | None = None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        impossible: Impossible = "raise",
-        lora_name: str | None = None,
-    ) -> Draw:
-        """Return the same draw as ``draw_next_token``, blocking the calling thread."""
-        context = self._context_of_draws(token_ids, lora_name)
-        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
-        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        drawing = drawing_of(len(self.byte_vocab), generator, **options, **bounds)
-        return self.read_sync(context, drawing, lora_name)
+    draw_next_token_sync = blocking(draw_next_token, "draw")
 
     async def draw_next_tokens(
         self,
@@ -763,28 +642,7 @@ class AsyncLM(Closing):
         draws = several_draws_of(size, generator, n, distinct, **options, **bounds)
         return list(await self.read(context, draws, lora_name))
 
-    def draw_next_tokens_sync(
-        self,
-        token_ids: TokenIds,
-        n: int,
-        *,
-        distinct: bool = False,
-        allowed: Allowed | None = None,
-        generator: RandomGenerator | None = None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        impossible: Impossible = "raise",
-        lora_name: str | None = None,
-    ) -> list[Draw]:
-        """Return the same draws as ``draw_next_tokens``, blocking the calling thread."""
-        context = self._context_of_draws(token_ids, lora_name)
-        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
-        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        size = len(self.byte_vocab)
-        draws = several_draws_of(size, generator, n, distinct, **options, **bounds)
-        return list(self.read_sync(context, draws, lora_name))
+    draw_next_tokens_sync = blocking(draw_next_tokens, "draws")
 
     async def batch_draw_next_token(
         self,
@@ -820,40 +678,16 @@ class AsyncLM(Closing):
             Exception: What ``draw_next_token`` raises, of the first that raises it; ``OptionError``
                 (``ValueError``) as well if there are not as many of ``allowed`` as of contexts.
         """
-        contexts = self._contexts_of_draws(token_ids_list, lora_name)
+        listed_ids = listed_contexts("token_ids_list", token_ids_list)
+        self.check_adapter(lora_name)
+        contexts = [self.contexts.check(token_ids, self.max_length) for token_ids in listed_ids]
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         size = len(self.byte_vocab)
         drawing = drawings_of(size, generator, len(contexts), **options, **bounds)
         return await self.batch_read(contexts, drawing, lora_name)
 
-    def batch_draw_next_token_sync(
-        self,
-        token_ids_list: Sequence[TokenIds],
-        *,
-        allowed: Sequence[Allowed | None] | Mask | None = None,
-        generator: RandomGenerator | None = None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        impossible: Impossible = "raise",
-        lora_name: str | None = None,
-    ) -> list[Draw]:
-        """Return the same draws as ``batch_draw_next_token``, blocking the calling thread."""
-        contexts = self._contexts_of_draws(token_ids_list, lora_name)
-        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
-        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        size = len(self.byte_vocab)
-        drawing = drawings_of(size, generator, len(contexts), **options, **bounds)
-        return self.batch_read_sync(contexts, drawing, lora_name)
-
-    def _contexts_of_draws(
-        self, token_ids_list: Sequence[TokenIds], lora_name: str | None
-    ) -> list[Context]:
-        contexts = listed_contexts("token_ids_list", token_ids_list)
-        self.check_adapter(lora_name)
-        return [self.contexts.check(context, self.max_length) for context in contexts]
+    batch_draw_next_token_sync = blocking(batch_draw_next_token, "draws")
 
     def _context_of_draws(self, token_ids: TokenIds, lora_name: str | None) -> Context:
         """Check a context and its adapter before a random number is taken."""
@@ -974,11 +808,7 @@ class AsyncLM(Closing):
         return None
 
     async def num_cached_tokens(
-        self,
-        token_ids: TokenIds,
-        lora_name: str | None = None,
-        *,
-        tier: TierName | None = None,
+        self, token_ids: TokenIds, lora_name: str | None = None, *, tier: TierName | None = None
     ) -> int:
         """Return how many of a context's tokens need not be computed if it is asked now.
 

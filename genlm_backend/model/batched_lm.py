@@ -41,6 +41,7 @@ from genlm_backend.model.answering import (
     check_adapter_name,
 )
 from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.blocking import blocking
 from genlm_backend.model.context import Context, listed_contexts
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
@@ -55,7 +56,6 @@ from genlm_backend.model.scoring import (
     distinct,
     own_scores,
     scores_of_rows,
-    scores_of_rows_sync,
 )
 from genlm_backend.model.token_readouts import ReadoutOf, readout_of, readouts_of
 from genlm_backend.prefix import TierName, check_tier
@@ -207,7 +207,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same row as ``next_token_logprobs``, blocking the calling thread."""
-        (row,) = self._answers_sync([self._query(token_ids, lora_name)])
+        query = self._query(token_ids, lora_name)
+        row = self._rows.get(query)
+        if row is None:
+            self._before_wait()
+            (row,) = self._batcher.submit_sync([query])
         return row.own_logprobs(self.output_device)
 
     async def batch_next_token_logprobs(
@@ -216,20 +220,26 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``."""
         return await self._rows_of(self._queries(token_ids_list, lora_name))
 
+    batch_next_token_logprobs_sync = blocking(batch_next_token_logprobs, "rows")
+
     async def _rows_of(self, queries: list[Query]) -> torch.Tensor:
         rows, missing = self._known(queries)
-        self._before_wait()
-        rows.update(zip(missing, await self._batcher.submit_all(missing), strict=True))
-        return self._table([rows[query] for query in queries])
+        if missing:
+            self._before_wait()
+            rows.update(zip(missing, await self._submit_all(missing), strict=True))
+        if not rows:
+            return torch.empty(
+                0, len(self.byte_vocab), dtype=torch.float32, device=self.output_device
+            )
+        return table_of([rows[query] for query in queries], self.output_device)
 
-    def batch_next_token_logprobs_sync(
-        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
-        return self._rows_of_sync(self._queries(token_ids_list, lora_name))
+    _rows_of_sync = blocking(_rows_of)
 
-    def _rows_of_sync(self, queries: list[Query]) -> torch.Tensor:
-        return self._table(self._answers_sync(queries))
+    async def _submit_all(self, questions: Sequence[Question]) -> list[Any]:
+        return await self._batcher.submit_all(questions)
+
+    def _submit_all_sync(self, questions: Sequence[Question]) -> list[Any]:
+        return self._batcher.submit_sync(questions)
 
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
         self._batcher.check_open()
@@ -249,53 +259,19 @@ class BatchedLM(OfOneProcess, AsyncLM):
         rows = {q: row for q in distinct if (row := self._rows.get(q)) is not None}
         return rows, [query for query in distinct if query not in rows]
 
-    def _answers_sync(self, queries: list[Query]) -> list[Row]:
-        rows, missing = self._known(queries)
-        if missing:
-            self._before_wait()
-            rows.update(zip(missing, self._batcher.submit_sync(missing), strict=True))
-        return [rows[query] for query in queries]
-
-    def _table(self, rows: Sequence[Row]) -> torch.Tensor:
-        if not rows:
-            return torch.empty(
-                0, len(self.byte_vocab), dtype=torch.float32, device=self.output_device
-            )
-        return table_of(rows, self.output_device)
-
     async def _scores(
-        self,
-        prompts: Sequence[TokenIds] | TokenIds,
-        continuations: Sequence[TokenIds],
-        lora_name: str | None,
-        beside: Beside,
+        self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
     ) -> list[torch.Tensor]:
         scorings = self._scorings(prompts, continuations, lora_name, beside)
         asked = distinct(scorings)
-        if self._scores_itself(beside):
-            found = await self._batcher.submit_all(asked)
+        # The evaluator may answer scorings, and not with these numbers.
+        if self._info.scores and (beside == NOTHING or self._info.reads_out):
+            found = await self._submit_all(asked)
         else:
             found = await scores_of_rows(asked, self._rows_of, self.batch_size)
         return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
 
-    def _scores_sync(
-        self,
-        prompts: Sequence[TokenIds] | TokenIds,
-        continuations: Sequence[TokenIds],
-        lora_name: str | None,
-        beside: Beside,
-    ) -> list[torch.Tensor]:
-        scorings = self._scorings(prompts, continuations, lora_name, beside)
-        asked = distinct(scorings)
-        if self._scores_itself(beside):
-            found = self._batcher.submit_sync(asked)
-        else:
-            found = scores_of_rows_sync(asked, self._rows_of_sync, self.batch_size)
-        return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
-
-    def _scores_itself(self, beside: Beside) -> bool:
-        """Return whether the evaluator answers scorings, and with these numbers."""
-        return self._info.scores and (beside == NOTHING or self._info.reads_out)
+    _scores_sync = blocking(_scores)
 
     def _scorings(
         self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
@@ -309,10 +285,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return found
 
     async def read(
-        self,
-        token_ids: TokenIds,
-        readout: ReadoutOf,
-        lora_name: str | None = None,
+        self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None = None
     ) -> Any:
         """Return the answer to a readout of any kind, read off where the model is.
 
@@ -326,10 +299,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return await self._batcher.submit(asked) if row is None else asked.of_row(row)
 
     def read_sync(
-        self,
-        token_ids: TokenIds,
-        readout: ReadoutOf,
-        lora_name: str | None = None,
+        self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None = None
     ) -> Any:
         """Return the same answer as ``read``, blocking the calling thread."""
         asked, row = self._asked(token_ids, readout, lora_name)
@@ -339,30 +309,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
     ) -> list[Any]:
         """Return the answers to a readout behind each of many contexts, in order."""
-        asked, answers = self._all_asked(token_ids_list, readout, lora_name)
-        if not answers:  # as a rule
-            return await self._batcher.submit_all(asked)
-        missing = [i for i in range(len(asked)) if i not in answers]
-        found = await self._batcher.submit_all([asked[i] for i in missing])
-        answers.update(zip(missing, found, strict=True))
-        return [answers[i] for i in range(len(asked))]
-
-    def batch_read_sync(
-        self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
-    ) -> list[Any]:
-        """Return the same answers as ``batch_read``, blocking the calling thread."""
-        asked, answers = self._all_asked(token_ids_list, readout, lora_name)
-        if not answers:  # as a rule
-            return self._batcher.submit_sync(asked)
-        missing = [i for i in range(len(asked)) if i not in answers]
-        found = self._batcher.submit_sync([asked[i] for i in missing])
-        answers.update(zip(missing, found, strict=True))
-        return [answers[i] for i in range(len(asked))]
-
-    def _all_asked(
-        self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None
-    ) -> tuple[list[Any], dict[int, Any]]:
-        """Return readouts of queries, and by index the answers read off cached rows."""
         queries = self._queries(token_ids_list, lora_name)
         asked, answers = readouts_of(readout, queries), dict[int, Any]()
         if len(self._rows):
@@ -370,7 +316,14 @@ class BatchedLM(OfOneProcess, AsyncLM):
             answers = {i: asked[i].of_row(row) for i, row in rows if row is not None}
         if len(answers) < len(asked):
             self._before_wait()
-        return asked, answers
+        if not answers:  # as a rule
+            return await self._submit_all(asked)
+        missing = [i for i in range(len(asked)) if i not in answers]
+        found = await self._submit_all([asked[i] for i in missing])
+        answers.update(zip(missing, found, strict=True))
+        return [answers[i] for i in range(len(asked))]
+
+    batch_read_sync = blocking(batch_read, "answers")
 
     def _asked(
         self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None
@@ -387,6 +340,16 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def _call(self, verb: Callable[[], T]) -> T:
         """Run ``verb`` on the worker after the batches already sent, and block for its result."""
         return self._batcher.call(verb)
+
+    def _call_for(self, query: Query, verb: Callable[[], T]) -> T:
+        """Run ``verb`` as ``_call`` does, if the adapter of its query is still there by then."""
+
+        def run() -> T:
+            self._adapters.check(query)
+            return verb()
+
+        self._before_wait()
+        return self._call(run)
 
     async def _number_of(self, verb: Callable[[Evaluator], int | None]) -> int:
         """Return the number that a method of the evaluator returns, 0 for ``None``."""
@@ -476,28 +439,15 @@ class BatchedLM(OfOneProcess, AsyncLM):
                 a model that has such, beside those that are pinned.
         """
         query = self._query(prompt_tokens, lora_name)
-        self._before_wait()
-
-        def pin() -> bool:
-            self._adapters.check(query)
-            return self._evaluator.pin(query)
-
-        if not self._call(pin) and self.kv_reuse:
+        if not self._call_for(query, lambda: self._evaluator.pin(query)) and self.kv_reuse:
+            budget = self._evaluator.counts().state_bytes_budget
+            states = f", or its running state into what is left of state_cache_bytes={budget}"
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
                 f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
-                f"{self._of_states()}"
+                f"{states if budget else ''}"
             )
         self._is_kept(query)
-
-    def _of_states(self) -> str:
-        """Return the part of an error about room that is for models with recurrent states."""
-        budget = self._evaluator.counts().state_bytes_budget
-        return (
-            f", or its running state into what is left of state_cache_bytes={budget}"
-            if budget
-            else ""
-        )
 
     def clear_kv_cache(self) -> None:
         """Forget every cached key and value, pinned ones too. No answer changes by it.
@@ -530,13 +480,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         query = self._query(token_ids, lora_name)
         if query.context.pictures is not None:
             raise PictureError("a prompt that begins with pictures is not written into files")
-        self._before_wait()
-
-        def save() -> None:
-            self._adapters.check(query)
-            self._evaluator.save_prefix(query, where)
-
-        self._call(save)
+        self._call_for(query, lambda: self._evaluator.save_prefix(query, where))
 
     def load_prefix(self, path: str | Path, lora_name: str | None = None) -> Context:
         """Keep the keys and values of a file of ``save_prefix``, and return its tokens.
@@ -558,12 +502,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
         where = absolute_path("path", path)
         self._batcher.check_open()
         adapter = self._adapter(lora_name)
-
-        def load() -> Sequence[int]:
-            self._adapters.check(Query((), adapter))
-            return self._evaluator.load_prefix(where, adapter)
-
-        context = self.contexts.check(self._call(load), self.max_length)
+        load = partial(self._evaluator.load_prefix, where, adapter)
+        context = self.contexts.check(self._call_for(Query((), adapter), load), self.max_length)
         self._is_kept(Query(context, adapter))
         return context
 
@@ -572,13 +512,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> torch.Tensor:
         """Return a context's row, as callers get rows, computed without any cache."""
         query = self._query(token_ids, lora_name)
-        self._before_wait()
-
-        def whole() -> Row:
-            self._adapters.check(query)
-            return evaluate_whole(query)
-
-        row = self._call(whole)
+        row = self._call_for(query, lambda: evaluate_whole(query))
         return self._answering.defined(row).own_logprobs(self.output_device)
 
     # ---------------------------------------------------------------- pictures

@@ -19,6 +19,10 @@ from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
 from genlm_backend.model.query import check_known_ids
 from genlm_backend.model.row import spare_memory
 
+Floats: TypeAlias = NDArray[np.float32]
+Doubles: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+
 AnyRow = torch.Tensor | NDArray[np.floating]
 """A row of log-probabilities or other scores, float ``[vocab]``, on any device."""
 
@@ -31,7 +35,7 @@ def draw(
 ) -> int:
     """Return a token id drawn from the softmax of ``row / temperature``, once both are checked."""
     scores, uniform = checked_row(row, vocab_size), uniform_of(generator)
-    return draw_token(scores, TEMPERATURE("temperature", temperature), uniform, OptionError)
+    return draw_token(scores, TEMPERATURE("temperature", temperature), uniform)
 
 
 class Draw(NamedTuple):
@@ -59,33 +63,17 @@ TEMPERATURE: Final = number(0, is_finite=False)
 """Check of a temperature: zero or more, infinity included."""
 
 
-def draw_token(
-    scores: NDArray[np.float32],
-    temperature: float,
-    uniform: Callable[[], float],
-    error: type[Exception] = EvaluationError,
-) -> int:
+def draw_token(scores: Floats, temperature: float, uniform: Callable[[], float]) -> int:
     """Return a token id drawn from the softmax of ``scores / temperature``."""
     largest = scores.max()
-    check_possible(largest, error)
+    check_possible(largest, OptionError)
     if temperature == 0:
         return int(scores.argmax())
-    return invert(weights_of(scores, largest, temperature), uniform())
+    return Inversion(weights_of(scores, largest, temperature)).index(uniform())
 
 
-def weights_of(
-    scores: NDArray[np.float32], largest: np.float32, temperature: float
-) -> NDArray[np.float32]:
-    """Return the weights of a draw from ``tempered`` scores, in a new array."""
-    weights = tempered(scores, largest, temperature)
-    with np.errstate(under="ignore"):
-        return np.exp(weights, out=weights)
-
-
-def tempered(
-    scores: NDArray[np.float32], largest: np.float32, temperature: float
-) -> NDArray[np.float32]:
-    """Return scores less the largest of them and divided by a temperature, in a new array."""
+def weights_of(scores: Floats, largest: np.float32, temperature: float) -> Floats:
+    """Return the weights of a draw in a new array: ``exp((scores - largest) / temperature)``."""
     # One array for all steps, whose memory is used again: the pages of new ones would cost more
     # than the arithmetic.
     found = spare_memory.take(scores.shape, np.float32)
@@ -96,7 +84,7 @@ def tempered(
             # makes a zero of everything else as well.
             divisor = min(temperature, sys.float_info.max)
             np.divide(found, divisor, out=found, dtype=np.float64, casting="same_kind")
-    return found
+        return np.exp(found, out=found)
 
 
 def check_possible(score: float, error: type[Exception] = EvaluationError) -> None:
@@ -233,7 +221,7 @@ _IDS: Final = sequence(integer(), "an array of bools or a collection of token id
 # -------------------------------------------------------------------- arguments
 
 
-def checked_row(row: Any, vocab_size: int) -> NDArray[np.float32]:
+def checked_row(row: Any, vocab_size: int) -> Floats:
     """Return a checked row in CPU memory as float32; shared if it is both already."""
     if isinstance(row, torch.Tensor):
         is_row = row.is_floating_point() and row.layout is torch.strided and not row.is_meta
@@ -250,7 +238,7 @@ def checked_row(row: Any, vocab_size: int) -> NDArray[np.float32]:
     return as_scores(row)
 
 
-def as_scores(row: AnyRow) -> NDArray[np.float32]:
+def as_scores(row: AnyRow) -> Floats:
     """Return a row in CPU memory as float32; shared if it is both already."""
     if isinstance(row, torch.Tensor):
         return row.detach().cpu().float().numpy()
@@ -282,21 +270,16 @@ def uniform_of(generator: Any) -> Callable[[], float]:
 _NUM_BLOCKS = 256
 
 
-def invert(weights: NDArray[np.float32], point: float) -> int:
-    """Return the index where the cumulative sum of ``weights`` passes ``point`` of the total."""
-    return Inversion(weights).index(point)
-
-
 @final
 class Inversion:
     """A cumulative sum of weights, inverted for several points; no zero weight is ever found."""
 
-    def __init__(self, weights: NDArray[np.float32]) -> None:
+    def __init__(self, weights: Floats) -> None:
         # Sums of blocks are searched first, then one block: a running sum over a vocabulary takes
         # several times as long as a plain one. In float64, the rarest tokens are not rounded away.
         self._weights, self._size = weights, len(weights) // _NUM_BLOCKS
         whole = self._size * _NUM_BLOCKS if self._size > 1 else 0
-        self._sums: NDArray[np.float64] = np.empty(_NUM_BLOCKS + 1 if whole else 1, np.float64)
+        self._sums: Doubles = np.empty(_NUM_BLOCKS + 1 if whole else 1, np.float64)
         if whole:
             blocks = weights[:whole].reshape(_NUM_BLOCKS, self._size)
             np.add.reduce(blocks, 1, np.float64, self._sums[:-1])
@@ -327,14 +310,14 @@ class Inversion:
         self._sums[block] = self._block(block)[1].sum(dtype=np.float64)
         np.cumsum(self._sums, out=self._ends)
 
-    def _block(self, block: int) -> tuple[int, NDArray[np.float32]]:
+    def _block(self, block: int) -> tuple[int, Floats]:
         """Return the start of a block, and its weights."""
         start = block * self._size
         is_last = block == len(self._sums) - 1
         return start, self._weights[start:] if is_last else self._weights[start:][: self._size]
 
 
-def _search(ends: NDArray[np.float64], weights: NDArray[np.floating], point: float) -> int:
+def _search(ends: Doubles, weights: NDArray[np.floating], point: float) -> int:
     # An interval of width zero is never found when one searches on the right.
     index = int(np.searchsorted(ends, point * ends[-1], side="right"))
     # Rounding may put the point behind the last interval that has any width.

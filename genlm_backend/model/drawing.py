@@ -16,7 +16,10 @@ from genlm_backend.checks import checked, integer, listed, number, one_of, switc
 from genlm_backend.errors import EvaluationError, OptionError
 from genlm_backend.model.draw import (
     TEMPERATURE,
+    Doubles,
     Draw,
+    Floats,
+    Ints,
     Inversion,
     PackedMask,
     check_possible,
@@ -27,6 +30,7 @@ from genlm_backend.model.draw import (
 from genlm_backend.model.query import Query
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import moved, spare_memory
+from genlm_backend.model.token_readouts import log_sums
 
 
 class Cuts(NamedTuple):
@@ -36,7 +40,7 @@ class Cuts(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
 
-    def kept(self, scores: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.int64]:
+    def kept(self, scores: Floats, weights: Floats) -> Ints:
         """Return the indices of the tokens that are drawn from: int64 ``[n]``."""
         # By scores, since the weights of many are zero at a low temperature, and none is the less
         # probable for it: they are drawn where all others have been.
@@ -51,7 +55,7 @@ class Cuts(NamedTuple):
         return np.flatnonzero(is_left)
 
 
-def _least_of_nucleus(weights: NDArray[np.float32], share: float) -> np.float32:
+def _least_of_nucleus(weights: Floats, share: float) -> np.float32:
     bound, size = share * weights.sum(dtype=np.float64), _FEW_OF_NUCLEUS
     while True:
         size = min(size, len(weights))
@@ -110,33 +114,22 @@ class Drawing(Readout):
         return is_draw and least <= answer.token_id < vocab_size
 
 
-def _drawn(drawing: Drawing, logprobs: NDArray[np.float32]) -> Draw | EvaluationError:
+def _drawn(drawing: Drawing, logprobs: Floats) -> Draw | EvaluationError:
     pool = _pool(drawing, logprobs)
     return pool.draw(drawing.uniform) if isinstance(pool, _Pool) else pool
 
 
-def _pool(
-    drawing: Drawing | SeveralDraws, logprobs: NDArray[np.float32]
-) -> _Pool | Draw | EvaluationError:
+def _pool(drawing: Drawing | SeveralDraws, logprobs: Floats) -> _Pool | Draw | EvaluationError:
     """Return the tokens of a row to draw from, or the answer if there is none."""
     scores, ids = logprobs, None
     if drawing.allowed is not None:
         scores, ids = _allowed_scores(logprobs, drawing.allowed)
     largest = scores.max(initial=-np.inf)
-    if drawing.may_fail and largest == -np.inf:
-        return NO_DRAW
-    if largest == -np.inf and drawing.allowed is not None:
-        return _none_possible()
-    try:
-        check_possible(largest)
-    except EvaluationError as error:
-        return error
-    return _Pool(scores, ids, logprobs, drawing.temperature, drawing.cuts, drawing.allowed is None)
+    answer = _impossible(drawing, largest)
+    return _Pool(drawing, logprobs, scores, ids) if answer is None else answer
 
 
-def _allowed_scores(
-    logprobs: NDArray[np.float32], allowed: bytes
-) -> tuple[NDArray[np.float32], NDArray[np.int64] | None]:
+def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, Ints | None]:
     """Return scores and ids of the allowed tokens; or all scores, some ``-inf``, and ``None``."""
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(logprobs))
     mask = bits.view(np.bool_)
@@ -150,11 +143,20 @@ def _allowed_scores(
     return np.minimum(logprobs, bounds, out=bounds), None
 
 
-def _none_possible() -> EvaluationError:
-    return EvaluationError(
-        "no token can be chosen from a row in which no allowed token has a probability; "
-        "impossible='return' answers with a draw of no token"
-    )
+def _impossible(drawing: Drawing | SeveralDraws, largest: float) -> Draw | EvaluationError | None:
+    """Return the answer if none of the scores, given the largest, can be drawn; or ``None``."""
+    if drawing.may_fail and largest == -math.inf:
+        return NO_DRAW
+    if largest == -math.inf and drawing.allowed is not None:
+        return EvaluationError(
+            "no token can be chosen from a row in which no allowed token has a probability; "
+            "impossible='return' answers with a draw of no token"
+        )
+    try:
+        check_possible(largest)
+    except EvaluationError as error:
+        return error
+    return None
 
 
 @final
@@ -162,24 +164,18 @@ class _Pool:
     """The tokens of a row that one or several are drawn from."""
 
     def __init__(
-        self,
-        scores: NDArray[np.float32],
-        ids: NDArray[np.int64] | None,
-        logprobs: NDArray[np.float32],
-        temperature: float,
-        cuts: Cuts | None,
-        is_whole: bool,
+        self, drawing: Drawing | SeveralDraws, logprobs: Floats, scores: Floats, ids: Ints | None
     ) -> None:
-        self._scores, self._ids = scores, ids
-        self._logprobs, self._temperature = logprobs, temperature
-        self._is_whole, self._largest = is_whole, scores.max()
+        self._scores, self._ids, self._logprobs = scores, ids, logprobs
+        temperature = self._temperature = drawing.temperature
+        self._is_whole, self._largest = drawing.allowed is None, scores.max()
         self._log_allowed: float | None = None
         self._inversion: Inversion | None = None
         if temperature:
             weights = weights_of(scores, self._largest, temperature)
-            if cuts is not None:
+            if drawing.cuts is not None:
                 self._is_whole = False
-                left = cuts.kept(scores, weights)
+                left = drawing.cuts.kept(scores, weights)
                 self._ids = left if ids is None else ids[left]
                 self._scores, weights = scores[left], weights[left]
             self._inversion = Inversion(weights)
@@ -195,9 +191,9 @@ class _Pool:
         if self._log_allowed is None:
             self._log_allowed = 0.0 if self._is_whole else self._log_mass()
         total = 0.0 if self._inversion is None else self._inversion.total
-        return _draw_of(
-            token_id, logprob, self._log_allowed, float(self._largest), self._temperature, total
-        )
+        log_allowed, largest = self._log_allowed, float(self._largest)
+        log_proposal = _log_proposal(logprob, log_allowed, largest, self._temperature, total)
+        return Draw(token_id, logprob, log_allowed, log_proposal)
 
     def _log_mass(self) -> float:
         if self._temperature == 1 and self._inversion is not None:  # these are their weights
@@ -228,22 +224,15 @@ _FEW: Final = 1e-3
 """Sum of the remaining weights below which they are computed anew."""
 
 
-def _draw_of(
-    token_id: int,
-    logprob: float,
-    log_allowed: float,
-    largest: float,
-    temperature: float,
-    total: float,
-) -> Draw:
-    """Return a draw, given the largest log-probability, and the sum of weights relative to it."""
+def _log_proposal(
+    logprob: float, log_allowed: float, largest: float, temperature: float, total: float
+) -> float:
+    """Return it given the largest log-probability, and the sum of weights relative to that."""
     if temperature == 0:
-        log_proposal = 0.0
-    elif temperature == 1:
-        log_proposal = logprob - log_allowed
-    else:
-        log_proposal = (logprob - largest) / temperature - math.log(total)
-    return Draw(token_id, logprob, log_allowed, min(log_proposal, 0.0))
+        return 0.0
+    if temperature == 1:
+        return min(logprob - log_allowed, 0.0)
+    return min((logprob - largest) / temperature - math.log(total), 0.0)
 
 
 @final
@@ -293,9 +282,7 @@ class SeveralDraws(Readout):
         return has_all and all(drawing.is_answered_by(each, vocab_size) for each in answer)
 
 
-def _all_drawn(
-    draws: SeveralDraws, logprobs: NDArray[np.float32]
-) -> tuple[Draw, ...] | EvaluationError:
+def _all_drawn(draws: SeveralDraws, logprobs: Floats) -> tuple[Draw, ...] | EvaluationError:
     pool = _pool(draws, logprobs)
     if isinstance(pool, EvaluationError):
         return pool
@@ -345,16 +332,14 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
     if scores is rows:
         of_allowed = torch.zeros_like(total)
     else:  # at a temperature of 1, its weights have been summed
-        of_allowed = largest[:, 0] + total.log() if are_plain else _log_sums(scores)
+        of_allowed = largest[:, 0] + total.log() if are_plain else log_sums(scores)
     columns = [token_ids, of_token, of_allowed, largest[:, 0], total]
     answers = torch.stack([column.double() for column in columns], 1).tolist()
     of_all = _sums_to_compare(drawings, rows, [answer[2] for answer in answers])
     return [_answer(*one) for one in zip(drawings, answers, of_all, strict=True)]
 
 
-def _drawn_plainly(
-    rows: torch.Tensor, points: NDArray[np.float64]
-) -> list[Draw | EvaluationError] | None:
+def _drawn_plainly(rows: torch.Tensor, points: Doubles) -> list[Draw | EvaluationError] | None:
     """Return draws from entire rows at temperature 1; ``None`` if a row needs a closer look."""
     token_ids, totals, logprobs = _inverted(rows.exp(), points, rows)
     if not ((totals > 0.5) & (totals < 2)).all():  # nothing is possible, or too little
@@ -374,7 +359,7 @@ def _sums_to_compare(
         if _is_restricted(drawing) and abs(log_sum_) < _ROUNDING
     ]
     if near:
-        for i, log_sum_ in zip(near, _log_sums(rows[near]).tolist(), strict=True):
+        for i, log_sum_ in zip(near, log_sums(rows[near]).tolist(), strict=True):
             found[i] = log_sum_
     return found
 
@@ -385,17 +370,13 @@ def _is_restricted(drawing: Drawing) -> bool:
 
 def _answer(drawing: Drawing, numbers: Sequence[float], of_all: float) -> Draw | EvaluationError:
     token_id, logprob, of_allowed, largest, total = numbers
-    if drawing.may_fail and largest == -math.inf:
-        return NO_DRAW
-    if largest == -math.inf and drawing.allowed is not None:
-        return _none_possible()
-    try:
-        check_possible(largest)
-    except EvaluationError as error:
-        return error
+    answer = _impossible(drawing, largest)
+    if answer is not None:
+        return answer
     is_all = not _is_restricted(drawing) or abs(of_allowed - of_all) < _REORDERED
     log_allowed = 0.0 if is_all else min(of_allowed, 0.0)
-    return _draw_of(int(token_id), logprob, log_allowed, largest, drawing.temperature, total)
+    log_proposal = _log_proposal(logprob, log_allowed, largest, drawing.temperature, total)
+    return Draw(int(token_id), logprob, log_allowed, log_proposal)
 
 
 def _cuts_of(drawing: Drawing) -> Cuts | None:
@@ -448,8 +429,8 @@ def _masks(drawings: Sequence[Drawing], rows: torch.Tensor) -> torch.Tensor:
 
 
 def _inverted(
-    weights: torch.Tensor, points: NDArray[np.float64], values: torch.Tensor
-) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32]]:
+    weights: torch.Tensor, points: Doubles, values: torch.Tensor
+) -> tuple[Ints, Doubles, Floats]:
     """Return each row's index at its share of the sum, that sum, and the value at the index."""
     padding = -weights.shape[1] % _NUM_BLOCKS
     padded = [torch.nn.functional.pad(one, (0, padding)) for one in (weights, values) if padding]
@@ -474,9 +455,7 @@ def _inverted(
 _HOST: Final = torch.device("cpu")
 
 
-def _passed(
-    ends: NDArray[np.float64], weights: NDArray[np.floating], points: NDArray[np.float64]
-) -> NDArray[np.int64]:
+def _passed(ends: Doubles, weights: NDArray[np.floating], points: Doubles) -> Ints:
     """Return the first interval of each row that ends after a point: int64 ``[n]``."""
     # An interval without width ends where the one before it does, and is never the first.
     is_behind = ends > points[:, None]
@@ -486,14 +465,6 @@ def _passed(
         with_width = np.flatnonzero(weights[row])
         found[row] = with_width[-1] if len(with_width) else 0
     return found
-
-
-def _log_sums(logprobs: torch.Tensor) -> torch.Tensor:
-    """Return logarithms of the sums of probabilities, float64 ``[n]``, as ``log_sum`` does."""
-    largest = logprobs.amax(-1, keepdim=True)
-    largest = torch.where(largest == -torch.inf, 0.0, largest)
-    total = (logprobs - largest).exp_().sum(-1, dtype=torch.float64)
-    return largest[:, 0].double() + total.log()
 
 
 NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
@@ -558,32 +529,25 @@ def drawings_of(
     for_all = allowed if is_one else None
     number_of, alike = _drawn_alike(vocab_size, generator, allowed=for_all, **options)
     mask = alike.pop("allowed")
-    if is_one:
-        return _one_by_one([(number_of(), mask) for _ in range(num_draws)], alike)
-    given: list[Any] = listed("allowed", allowed)
-    are_ids = bool(given) and isinstance(given[0], (int, np.integer))
-    if len(given) != num_draws or are_ids:
-        raise OptionError(
-            f"allowed must be one for each context: got {len(given)} for {num_draws} contexts; "
-            "token ids for all of them are [ids] * len(contexts), and a mask is an array of bools"
-        )
-    names = [f"allowed[{i}]" for i in range(num_draws)]
-    masks = [
-        packed_mask(own, vocab_size, alike["may_fail"], name)
-        for own, name in zip(given, names, strict=True)
-    ]
-    return _one_by_one([(number_of(), mask) for mask in masks], alike)
-
-
-def _one_by_one(
-    numbers: Sequence[tuple[float, bytes | None]], alike: dict[str, Any]
-) -> Callable[[Query], Drawing]:
-    """Return a maker of a drawing for each random number and its mask, one after another."""
-    pairs = iter(numbers)
+    masks = [mask] * num_draws
+    if not is_one:
+        given: list[Any] = listed("allowed", allowed)
+        are_ids = bool(given) and isinstance(given[0], (int, np.integer))
+        if len(given) != num_draws or are_ids:
+            raise OptionError(
+                f"allowed must be one for each context: got {len(given)} for {num_draws} contexts; "
+                "token ids for all of them are [ids] * len(contexts), and a mask is an array of "
+                "bools"
+            )
+        may_fail = alike["may_fail"]
+        masks = [
+            packed_mask(own, vocab_size, may_fail, f"allowed[{i}]") for i, own in enumerate(given)
+        ]
+    pairs = iter([(number_of(), own) for own in masks])
 
     def made(query: Query) -> Drawing:
-        uniform, mask = next(pairs)
-        return Drawing(query, uniform=uniform, allowed=mask, **alike)
+        uniform, own = next(pairs)
+        return Drawing(query, uniform=uniform, allowed=own, **alike)
 
     return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final, final
 
 import torch
@@ -79,8 +79,8 @@ class EvaluatorInfo:
     omits_undefined: bool = False
 
     def __post_init__(self) -> None:
-        fields = {name: getattr(self, name) for name in _CHECKS}
-        for name, value in checked(_CHECKS, fields).items():
+        given = {name: getattr(self, name) for name in _CHECKS}
+        for name, value in checked(_CHECKS, given).items():
             object.__setattr__(self, name, value)
 
     @property
@@ -111,12 +111,7 @@ _CHECKS: Final = {
     "num_host_slots": optional(integer(0)),
     "slots_per_block": integer(1),
     "device": optional(known_device),
-    "can_forget": switch,
-    "takes_adapters": switch,
-    "uses_openmp": switch,
-    "scores": switch,
-    "reads_out": switch,
-    "omits_undefined": switch,
+    **{field.name: switch for field in fields(EvaluatorInfo) if field.type == "bool"},
     "image_token_id": optional(integer(0)),
     "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
 }

@@ -422,10 +422,7 @@ class RowCache(Generic[R]):
     """Least-recently-used rows within a budget of bytes; any thread may call it."""
 
     def __init__(
-        self,
-        budget: int,
-        max_rows: int | None = None,
-        device: str | torch.device | None = None,
+        self, budget: int, max_rows: int | None = None, device: str | torch.device | None = None
     ) -> None:
         self.budget = byte_count("budget", budget)
         self.max_rows = optional(integer(0))("max_rows", max_rows)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, Literal, final
 
 import numpy as np
-import torch
 
 from genlm_backend.checks import check_names, checked, integer, optional, sequence, switch
-from genlm_backend.model.draw import TEMPERATURE, as_scores, draw_token
+from genlm_backend.model.draw import TEMPERATURE
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.query import Query, check_known_ids
 
@@ -45,16 +44,12 @@ class Sampler:
         # Its own, so that equal seeds give equal texts, whatever else is sampled meanwhile.
         self._random = np.random.default_rng(entropy_of(given["seed"], given["stream"]))
 
-    def draw(self, row: torch.Tensor) -> int:
-        """Return a token id drawn from ``row``, float ``[vocab]``, normalised or not."""
-        return draw_token(as_scores(row), self.temperature, self._random.random)
-
     def uniform(self) -> float:
         """Return the random number of a draw, in [0, 1); 0 at temperature 0."""
         return self._random.random() if self.temperature else 0.0
 
     def drawing(self, query: Query) -> Drawing:
-        """Return the question whose answer is the token that ``draw`` would return."""
+        """Return the question whose answer is the next token of the stream."""
         return Drawing(query, self.temperature, self.uniform())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, final
 
@@ -286,45 +286,16 @@ async def scores_of_rows(
     chunk_size: int,
 ) -> list[torch.Tensor]:
     """Return the scores of texts read off rows, for models that score nothing themselves."""
-    found = [
-        numbers_of_rows(await ask(queries), targets, scorings[0].beside)
-        for queries, targets in _chunks(scorings, chunk_size)
-    ]
-    return _parted(scorings, found)
-
-
-def scores_of_rows_sync(
-    scorings: Sequence[Scoring], ask: Callable[[list[Query]], torch.Tensor], chunk_size: int
-) -> list[torch.Tensor]:
-    """Do as ``scores_of_rows``, with rows that need no await."""
-    found = [
-        numbers_of_rows(ask(queries), targets, scorings[0].beside)
-        for queries, targets in _chunks(scorings, chunk_size)
-    ]
-    return _parted(scorings, found)
-
-
-def _chunks(
-    scorings: Sequence[Scoring], chunk_size: int
-) -> Iterator[tuple[list[Query], list[int]]]:
-    """Yield the prefixes of texts, some at a time, and the token that is scored after each."""
-    places = [
-        (scoring.text, end)
-        for scoring in scorings
-        for end in range(scoring.start, len(scoring.text.context))
-    ]
+    beside = scorings[0].beside if scorings else NOTHING
+    ends = [range(own.start, len(own.text.context)) for own in scorings]
+    places = [(own.text, end) for own, its in zip(scorings, ends, strict=True) for end in its]
+    found = list[torch.Tensor]()
     for begin in range(0, len(places), chunk_size):
         chunk = places[begin : begin + chunk_size]
-        yield (
-            [text.prefix(end) for text, end in chunk],
-            [text.token_ids[end] for text, end in chunk],
-        )
-
-
-def _parted(scorings: Sequence[Scoring], found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the scores of each text, with memory of its own."""
-    scores = torch.cat(found) if found else _no_scores(scorings[0].beside if scorings else NOTHING)
-    return [part.clone() for part in scores.split([own.num_targets for own in scorings])]
+        rows = await ask([text.prefix(end) for text, end in chunk])
+        found.append(numbers_of_rows(rows, [text.token_ids[end] for text, end in chunk], beside))
+    scores, sizes = torch.cat(found) if found else _no_scores(beside), [*map(len, ends)]
+    return [part.clone() for part in scores.split(sizes)]  # with memory of its own each
 
 
 @torch.inference_mode()

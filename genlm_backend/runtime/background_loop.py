@@ -35,11 +35,7 @@ class BackgroundLoop:
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function on the loop's thread, in the order of the calls."""
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise
+        call_threadsafe(self._loop, function, *args)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; its future is cancelled if the loop ends."""
@@ -74,6 +70,18 @@ class BackgroundLoop:
         """End the thread, once what is left has ended or is cancelled; again has no effect."""
         self._is_closed = True
         self._finalizer()
+
+
+def call_threadsafe(
+    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any
+) -> None:
+    """Have ``loop`` call back soon, unless it has been closed."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        # A closed loop has nobody left to tell.
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -302,19 +302,6 @@ def test_rows_are_views_of_one_table_and_can_be_copied():
     assert loaded.normaliser == first.normaliser
 
 
-def test_rows_in_use_are_never_written_over():
-    """Memory goes to a later row once nobody has it in any form, and not before."""
-    device, kept = torch.device("cpu"), []
-    for number in range(300):
-        row = Row(torch.full((40,), float(number))).own_logprobs(device)
-        as_held = [row, row.numpy(), row[3:9], row.numpy().data, row.view(8, 5)[1]][number % 5]
-        kept.append((number, as_held))
-        if number % 7 == 0:
-            kept.pop(number % len(kept))
-        for value, held in kept:
-            assert (np.asarray(held) == value).all()
-
-
 @pytest.mark.parametrize("most_bytes", [1, 5 * 28, 1 << 20])
 @pytest.mark.parametrize("by_threads", [False, True])
 def test_large_tables_go_elsewhere_in_parts(most_bytes, by_threads, monkeypatch):

@@ -7,15 +7,6 @@ import pytest
 from genlm_backend.runtime.together import together
 
 
-async def test_results_are_in_order():
-    async def after(passes):
-        for _ in range(passes):
-            await asyncio.sleep(0)
-        return passes
-
-    assert await together(map(after, [3, 1, 2])) == [3, 1, 2]
-
-
 async def test_the_first_failure_is_raised_as_it_is_once_the_others_have_ended():
     ended = []
 

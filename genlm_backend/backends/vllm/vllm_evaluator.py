@@ -11,6 +11,7 @@ import torch
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
+from genlm_backend.model.blocking import result_of
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.readout import RowQuestions
@@ -21,7 +22,7 @@ from genlm_backend.model.scoring import (
     Beside,
     Question,
     Scoring,
-    scores_of_rows_sync,
+    scores_of_rows,
 )
 from genlm_backend.prefix import TierName
 
@@ -113,11 +114,11 @@ class VLLMEvaluator(Evaluator):
             if scoring not in found:
                 rest[scoring.beside].append(scoring)
         for own in rest.values():
-            scores = scores_of_rows_sync(own, self._table, self.engine.max_sessions)
+            scores = result_of(scores_of_rows(own, self._table, self.engine.max_sessions))
             found.update(zip(own, scores, strict=True))
         return [found[scoring] for scoring in scorings]
 
-    def _table(self, queries: Sequence[Query]) -> torch.Tensor:
+    async def _table(self, queries: Sequence[Query]) -> torch.Tensor:  # without a wait
         rows = self.planner.evaluate(queries, self.check_wanted)
         if self.undefined_ids:
             rows = rows_without(rows, torch.tensor(self.undefined_ids, dtype=torch.int64))

@@ -7,7 +7,7 @@ import torch
 from genlm_backend.backends.mock import MockEvaluator
 from genlm_backend.backends.vllm.session_planner import Scored
 from genlm_backend.errors import AdapterError
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import NO_QUERY, Query
 from genlm_backend.model.sampling import Sampler
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
@@ -132,7 +132,7 @@ class FakeEngine:
             sampler = Sampler(completion.temperature, completion.seed, len(sampled))
             context = completion.prompt.token_ids + tuple(sampled)
             (row,) = self._rows_of([context])
-            token_id = sampler.draw(row.logprobs)
+            token_id = sampler.drawing(NO_QUERY).of_row(row).token_id
             is_last = len(sampled) + 1 == completion.num_possible
             is_finished = is_last or token_id in completion.eos_token_ids
             if is_finished:

@@ -1,0 +1,71 @@
+"""A verb's body is written once, as a coroutine; the form of it that blocks is made here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
+
+S = TypeVar("S")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def blocking(
+    verb: Callable[Concatenate[S, P], Coroutine[Any, Any, T]], answer: str = "answer"
+) -> Callable[Concatenate[S, P], T]:
+    """Return the form of a verb that blocks the calling thread, which is named ``<verb>_sync``.
+
+    It runs the same body, whose ``self`` is the model by its forms that block. So the body never
+    waits, no event loop is needed, and an override of what it calls counts in both forms.
+
+    Args:
+        verb: A coroutine function that awaits verbs of its model alone.
+        answer: Its answer in a word, for ``help``.
+    """
+
+    @functools.wraps(verb)
+    def call(lm: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return result_of(verb(_Blocking(lm), *args, **kwargs))  # pyright: ignore[reportArgumentType]
+
+    call.__name__, call.__qualname__ = f"{verb.__name__}_sync", f"{verb.__qualname__}_sync"
+    call.__doc__ = f"Return the same {answer} as ``{verb.__name__}``, blocking the calling thread."
+    return call
+
+
+def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that never waits, such as one of forms that block."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise RuntimeError("the coroutine waited for an event loop")
+
+
+@functools.lru_cache(maxsize=1024)  # or a draw would take some microseconds more
+def _has_form(kind: type, name: str) -> bool:
+    return hasattr(kind, f"{name}_sync")
+
+
+@final
+class _Blocking:
+    """A model whose verbs are coroutines that end without a wait: each calls ``<verb>_sync``."""
+
+    __slots__ = ("_lm",)
+
+    def __init__(self, lm: Any) -> None:
+        self._lm = lm
+
+    def __getattr__(self, name: str) -> Any:
+        if not _has_form(type(self._lm), name):
+            return getattr(self._lm, name)
+        blocks = getattr(self._lm, f"{name}_sync")
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return blocks(*args, **kwargs)
+
+        return call
+
+    async def _together(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        return [await coroutine for coroutine in coroutines]
