@@ -20,7 +20,6 @@ from genlm_backend.checks import (
 )
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
-from genlm_backend.model.blocking import blocking
 from genlm_backend.model.context import Context, Contexts, listed_contexts
 from genlm_backend.model.draw import (
     Allowed,
@@ -61,6 +60,7 @@ from genlm_backend.model.token_readouts import (
     top_of,
 )
 from genlm_backend.prefix import TierName
+from genlm_backend.runtime.blocking import blocking
 from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together

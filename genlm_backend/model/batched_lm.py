@@ -41,7 +41,6 @@ from genlm_backend.model.answering import (
     check_adapter_name,
 )
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.blocking import blocking
 from genlm_backend.model.context import Context, listed_contexts
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
@@ -59,6 +58,7 @@ from genlm_backend.model.scoring import (
 )
 from genlm_backend.model.token_readouts import ReadoutOf, readout_of, readouts_of
 from genlm_backend.prefix import TierName, check_tier
+from genlm_backend.runtime.blocking import blocking
 from genlm_backend.runtime.forks import OfOneProcess
 
 T = TypeVar("T")

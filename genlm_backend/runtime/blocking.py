@@ -1,4 +1,4 @@
-"""Blocking forms of coroutine functions, with the same bodies; warnings about a caller's line."""
+"""A verb is written once, as a coroutine function; the form of it that blocks is made here."""
 
 from __future__ import annotations
 
@@ -6,44 +6,100 @@ import functools
 import sys
 import types
 import warnings
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
+S = TypeVar("S")
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def blocking(
+    verb: Callable[Concatenate[S, P], Coroutine[Any, Any, T]], answer: str = "answer"
+) -> Callable[Concatenate[S, P], T]:
+    """Return the form of a model's verb that blocks the calling thread, named ``<verb>_sync``.
+
+    It runs the same body, whose ``self`` is the model by its forms that block. So the body never
+    waits, no event loop is needed, and an override of what it calls counts in both forms.
+
+    Args:
+        verb: A coroutine function that awaits verbs of its model alone.
+        answer: Its answer in a word, for ``help``.
+    """
+
+    @functools.wraps(verb)
+    def call(lm: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return result_of(verb(_Blocking(lm), *args, **kwargs))  # pyright: ignore[reportArgumentType]
+
+    return _named(call, verb, answer)
+
+
+def blocking_form(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Return ``<verb>_sync`` of a coroutine function that asks whether it ``is_blocking``.
+
+    It runs in the calling thread, in a notebook's too: no thread or loop is made for a call.
+    """
+
+    @functools.wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return result_of(verb(*args, **kwargs))
+
+    return _named(call, verb, "answer")
+
+
+def _named(call: Callable[P, T], verb: Callable[..., Any], answer: str) -> Callable[P, T]:
+    call.__name__, call.__qualname__ = f"{verb.__name__}_sync", f"{verb.__qualname__}_sync"
+    call.__doc__ = f"Return the same {answer} as ``{verb.__name__}``, blocking the calling thread."
+    return call
+
+
 @types.coroutine
 def is_blocking() -> Generator[None, bool | None, bool]:
-    """Return whether a ``blocking_form`` runs the coroutine that awaits this, and no event loop."""
+    """Return whether ``result_of`` runs the coroutine that awaits this, and no event loop."""
     # A loop answers a bare yield with None, in its next turn. So no state of a thread or context
     # has to say it, which a signal could leave behind.
     answer = yield
     return answer is True
 
 
-def blocking_form(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """Return ``…_sync`` of a coroutine function that awaits nothing else where it is blocking.
+def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that never waits, such as one of forms that block."""
+    answer = None
+    try:
+        while coroutine.send(answer) is None:  # not a future, so it asks whether it is blocking
+            answer = True
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise RuntimeError("the coroutine waited for an event loop")
 
-    It runs in the calling thread: no thread or loop is made for a call.
-    """
 
-    @functools.wraps(verb)
-    def blocking(*args: P.args, **options: P.kwargs) -> T:
-        coroutine, answer = verb(*args, **options), None
-        try:
-            while True:
-                coroutine.send(answer)
-                answer = True
-        except StopIteration as end:
-            return end.value
+@functools.lru_cache(maxsize=1024)  # or a draw would take some microseconds more
+def _has_form(kind: type, name: str) -> bool:
+    return hasattr(kind, f"{name}_sync")
 
-    blocking.__name__ = blocking.__qualname__ = f"{verb.__name__}_sync"
-    blocking.__doc__ = f"""Return the same as ``{verb.__name__}``, blocking the calling thread.
 
-    Works in a notebook too, whose event loop waits for it.
-    """
-    return blocking
+@final
+class _Blocking:
+    """A model whose verbs are coroutines that end without a wait: each calls ``<verb>_sync``."""
+
+    __slots__ = ("_lm",)
+
+    def __init__(self, lm: Any) -> None:
+        self._lm = lm
+
+    def __getattr__(self, name: str) -> Any:
+        if not _has_form(type(self._lm), name):
+            return getattr(self._lm, name)
+        blocks = getattr(self._lm, f"{name}_sync")
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return blocks(*args, **kwargs)
+
+        return call
+
+    async def _together(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        return [await coroutine for coroutine in coroutines]
 
 
 def warn_caller(message: str) -> None:

@@ -11,7 +11,6 @@ import torch
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
-from genlm_backend.model.blocking import result_of
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.readout import RowQuestions
@@ -25,6 +24,7 @@ from genlm_backend.model.scoring import (
     scores_of_rows,
 )
 from genlm_backend.prefix import TierName
+from genlm_backend.runtime.blocking import result_of
 
 if TYPE_CHECKING:  # it imports vLLM
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
