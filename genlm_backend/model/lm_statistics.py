@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from genlm_backend.model.evaluator import EvaluatorCounts
 from genlm_backend.readable import Readable
 
 if TYPE_CHECKING:
     from genlm_backend.batching import BatcherStatistics
-    from genlm_backend.model.evaluator import EvaluatorCounts
     from genlm_backend.model.row import Row, RowCache
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LMStatistics(Readable):
+class LMStatistics(Readable, EvaluatorCounts):
     """Counts since the model was loaded; bytes and tokens are exact, not estimates.
 
     Attributes:
@@ -48,6 +48,7 @@ class LMStatistics(Readable):
         num_evicted_states: Running states dropped to stay within the budget.
         num_states_to_host: Running states that were moved to the host.
         num_states_from_host: Running states that were moved back.
+        packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
         num_captured_steps: Forward passes that replayed a captured CUDA graph, of transformers.
     """
 
@@ -55,30 +56,13 @@ class LMStatistics(Readable):
 
     num_awaits: int = 0
     num_batches: int = 0
-    num_forwards: int = 0
     batch_sizes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-    tokens_computed: int = 0
-    tokens_reused: int = 0
     row_cache_hits: int = 0
     num_joined: int = 0
     num_skipped: int = 0
     row_bytes_used: int = 0
     row_bytes_budget: int = 0
-    kv_bytes_used: int = 0
-    kv_bytes_budget: int = 0
-    host_bytes_used: int = 0
-    host_bytes_budget: int = 0
     num_evicted_rows: int = 0
-    num_evicted_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_tokens_to_host: int = 0
-    num_tokens_from_host: int = 0
-    state_bytes_used: int = 0
-    state_bytes_budget: int = 0
-    num_evicted_states: int = 0
-    num_states_to_host: int = 0
-    num_states_from_host: int = 0
-    num_captured_steps: int = 0
 
     @classmethod
     def of(cls, batching: BatcherStatistics, counts: EvaluatorCounts, rows: RowCache[Row]) -> Self:
