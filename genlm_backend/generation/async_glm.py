@@ -26,13 +26,14 @@ from genlm_backend.errors import (
 from genlm_backend.generation.config import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
 from genlm_backend.generation.engine.engine import Engine
 from genlm_backend.generation.engine.request import GenerationRequest
+from genlm_backend.generation.engine.runtime_config import RuntimeConfig
 from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.hf_config import SHARED_FIELDS, own_config
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.model.query import TokenIds
-from genlm_backend.model.sampling import seed_of
+from genlm_backend.model.sampling import listed_ids, seed_of
 from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
 from genlm_backend.runtime.together import together
 
@@ -72,17 +73,17 @@ class AsyncGLM(OfOneProcess):
         *,
         max_running: int | None = None,
     ) -> None:
-        options = {
-            "max_queue_size": max_queue_size,
-            "max_running": max_running,
-            "generation_kwargs": generation_kwargs,
-        }
-        given = checked(_CHECKS, options, GenerationConfigError)
+        options = {"max_queue_size": max_queue_size, "generation_kwargs": generation_kwargs}
+        given = checked(_CHECKS, {**options, "max_running": max_running}, GenerationConfigError)
         self._is_own = not isinstance(model, AsyncLM)
         self._defaults = dict(generation_kwargs or {})
         self._lm: AsyncLM = _wrap(model, tokenizer) if self._is_own else model
         try:
-            self._base = _defaults_of(self._lm)
+            padding = getattr(self._lm.tokenizer, "pad_token_id", None)
+            # The model's own, or what is known of it here.
+            self._base: Any = own_config(self._lm) or transformers.GenerationConfig(
+                eos_token_id=sorted(self._lm.eos_token_ids) or None, pad_token_id=padding
+            )
             _config_of_kwargs(self._base, self._defaults, 0)
         except BaseException:
             self._close_model()
@@ -115,15 +116,11 @@ class AsyncGLM(OfOneProcess):
                         task.fail(error)
 
     def _start_engine(self) -> Engine:
+        most, most_waiting = self._max_running, self._max_queue_size
+        config = RuntimeConfig(max_batch=most, max_queue_size=most_waiting, warm_up=False)
         engine = Engine()
         try:
-            engine.install_model(
-                _NAME,
-                self._lm,
-                max_batch=self._max_running,
-                max_queue_size=self._max_queue_size,
-                warm_up=False,
-            )
+            engine.install_model(_NAME, self._lm, config)
             engine.start_model(_NAME)
             return engine
         except BaseException:
@@ -321,21 +318,9 @@ class AsyncGLM(OfOneProcess):
 
     def _pad(self, kwargs: Mapping[str, Any], config: GenerationConfig) -> int:
         """The token that pads shorter texts of a task, as in ``model.generate``, or else 0."""
-        eos = config.eos_token_id
-        first = next(iter(eos), None) if isinstance(eos, Sequence) else eos
-        found = (kwargs.get("pad_token_id"), self._base.pad_token_id, first)
+        first = (listed_ids(config.eos_token_id) or ())[:1]
+        found = (kwargs.get("pad_token_id"), self._base.pad_token_id, *first)
         return next((token_id for token_id in found if token_id is not None), 0)
-
-
-def _defaults_of(lm: AsyncLM) -> Any:
-    """The model's own ``transformers.GenerationConfig``, or what is known of it here."""
-    own = own_config(lm)
-    if own is not None:
-        return own
-    return transformers.GenerationConfig(
-        eos_token_id=sorted(lm.eos_token_ids) if lm.eos_token_ids else None,
-        pad_token_id=getattr(lm.tokenizer, "pad_token_id", None),
-    )
 
 
 _CHECKS = {
@@ -449,11 +434,7 @@ def _config_of_kwargs(
     # As in ``model.generate``: no end but the length, for which padding counts.
     if merged.eos_token_id is None:
         ours["eos_token_id"] = ()
-    return config.replace(**ours, **_new_tokens(config, width))
-
-
-def _new_tokens(config: GenerationConfig, width: int) -> dict[str, int | None]:
-    """Return the length bounds of a configuration as numbers of new tokens after ``width``."""
+    # Bounds of the length are numbers of new tokens after ``width``.
     most, least = config.max_new_tokens, config.min_new_tokens
     if config.max_length is not None:
         most = config.max_length - width
@@ -465,12 +446,8 @@ def _new_tokens(config: GenerationConfig, width: int) -> dict[str, int | None]:
     if config.min_length:
         least = max(config.min_length - width, 0)
     assert most is not None
-    return {
-        "max_new_tokens": most,
-        "max_length": None,
-        "min_new_tokens": min(least, most),
-        "min_length": 0,
-    }
+    ours |= {"max_new_tokens": most, "min_new_tokens": min(least, most)}
+    return config.replace(**ours, max_length=None, min_length=0)
 
 
 _APART = {"seed": optional(integer(0)), "pad_token_id": optional(integer())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -52,7 +52,7 @@ class BeamSearch(Draft):
 
     async def ask(self) -> None:
         lora = self._config.lora_name
-        contexts = self.asked()
+        contexts = map(self.asked_of, self.contexts)
         rows = await asyncio.gather(*(self._lm.next_token_logprobs(c, lora) for c in contexts))
         if len(rows) < len(self._beams):  # before the first token all beams are one context
             rows = rows * len(self._beams)
@@ -93,13 +93,10 @@ class BeamSearch(Draft):
         nothing_held_back = dict.fromkeys(range(self._config.n), "")
         if len(self.contexts[0]) == len(self._prompt.token_ids):
             return [], nothing_held_back
-        found = [*self._ended, *map(self._scored, self._beams)]
-        best = sorted(found, key=lambda beam: -beam.score)[: self._config.n]
-        return self._texts(best), nothing_held_back
+        self._end(self._beams)
+        return self._texts(self._ended[: self._config.n]), nothing_held_back
 
-    def _told(
-        self, row: torch.Tensor, token_id: int
-    ) -> tuple[float, tuple[tuple[int, float], ...]]:
+    def _told(self, row: torch.Tensor, token_id: int) -> LogProbs:
         """Return the log-probability of a token, and those of the most probable tokens."""
         top = row.topk(min(self._config.top_logprobs, len(row)))
         pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
@@ -108,11 +105,12 @@ class BeamSearch(Draft):
     # ---------------------------------------------------------------- scores
 
     def _scored(self, beam: _Beam) -> _Beam:
-        length = len(beam.context) - len(self._prompt.token_ids)
-        scale = torch.tensor(beam.score, dtype=torch.float32) / (
-            length**self._config.length_penalty
-        )
-        return _Beam(beam.context, float(scale), beam.logprobs)
+        return replace(beam, score=self._score(beam, len(beam.context)))
+
+    def _score(self, beam: _Beam, length: int) -> float:
+        """Return the score of a beam if it ended at a length, its prompt included."""
+        penalty = (length - len(self._prompt.token_ids)) ** self._config.length_penalty
+        return float(torch.tensor(beam.score, dtype=torch.float32) / penalty)
 
     def _end(self, beams: list[_Beam]) -> None:
         """Keep the best of the ended texts and these."""
@@ -122,17 +120,10 @@ class BeamSearch(Draft):
     def _can_improve(self) -> bool:
         if len(self._ended) < self.width:
             return True
-        stopping, penalty = self._config.beam_early_stopping, self._config.length_penalty
-        if stopping is True:
-            return False
-        best = self._beams[0]
-        is_longest = stopping == "never" and penalty > 0
+        best, stopping = self._beams[0], self._config.beam_early_stopping
+        is_longest = stopping == "never" and self._config.length_penalty > 0
         length = self._prompt.max_length if is_longest else len(best.context)
-        length -= len(self._prompt.token_ids)
-        return bool(
-            torch.tensor(best.score, dtype=torch.float32) / (length**penalty)
-            > self._ended[-1].score
-        )
+        return stopping is not True and self._score(best, length) > self._ended[-1].score
 
     # ---------------------------------------------------------------- texts
 
@@ -146,14 +137,11 @@ class BeamSearch(Draft):
         return [token for i, beam in enumerate(best) for token in self._tokens(i, beam)]
 
     def _tokens(self, number: int, beam: _Beam) -> list[GeneratedToken]:
-        text, tokens = Text(self._config.stop or ()), []
+        text, tokens = Text(self._config.stop or ()), list[GeneratedToken]()
         generated = beam.context[len(self._prompt.token_ids) :]
-        reason = self._reason(beam)
-        for position, (token_id, own) in enumerate(zip(generated, beam.logprobs, strict=True)):
+        for token_id, own in zip(generated, beam.logprobs, strict=True):
             new = text.add(self._bytes(token_id))
-            is_last = position == len(generated) - 1
-            if is_last and not text.is_stopped:
-                new += text.end()
-            ends = reason if is_last else None
-            tokens.append(GeneratedToken(token_id, new, *own, ends, number))
-        return tokens
+            tokens.append(GeneratedToken(token_id, new, *own, None, number))
+        rest = tokens[-1].text + ("" if text.is_stopped else text.end())
+        reason = self._finish_reason(beam.context, text.is_stopped)
+        return [*tokens[:-1], replace(tokens[-1], text=rest, finish_reason=reason)]

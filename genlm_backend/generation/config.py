@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, final
@@ -21,7 +22,7 @@ from genlm_backend.checks import (
     switch,
     text,
 )
-from genlm_backend.errors import GenerationConfigError, OptionError, OptionTypeError
+from genlm_backend.errors import GenerationConfigError, OptionError
 from genlm_backend.generation.grammar.schema_classes import is_class_with_schema, schema_of_class
 from genlm_backend.generation.hf_config import fields_of_hf, own_config
 from genlm_backend.model.async_lm import AsyncLM
@@ -43,10 +44,8 @@ class MultiMediaInfo:
     images: Sequence[Any]
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "images", tuple(listed("images", self.images)))
-        except OptionTypeError as error:
-            raise GenerationConfigError(str(error)) from error
+        given = checked({"images": listed}, {"images": self.images}, GenerationConfigError)
+        object.__setattr__(self, "images", tuple(given["images"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,39 +147,28 @@ class GenerationConfig:
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
+        is_search, most = self.num_beams > 1, self.max_new_tokens or math.inf
         if self.do_sample is False:
-            is_plain, left_out = self.temperature in (None, 0, 1), "left out with do_sample=False"
-            self._check("temperature", is_plain, left_out)
+            self._check("temperature", self.temperature in (None, 0, 1), _LEFT_OUT)
             for name, default in _NO_BOUNDS.items():
-                is_off = getattr(self, name) == default
-                self._check(name, is_off, left_out)
-        if not self.is_sampled:
-            is_one = self.n == 1 or self.n <= self.num_beams
-            self._check(
-                "n", is_one, "1, or at most num_beams, without a temperature: texts would be equal"
-            )
-        if self.max_length is not None:
-            self._check("min_length", self.min_length <= self.max_length, "at most max_length")
-        if self.max_new_tokens is not None:
-            is_less = self.min_new_tokens <= self.max_new_tokens
-            self._check("min_new_tokens", is_less, "at most max_new_tokens")
-        is_simple = not self.is_sampled and self.response_format is None
-        self._check(
-            "num_beams", self.num_beams == 1 or is_simple, "1 with a temperature or response_format"
-        )
-        if self.num_beams == 1:
-            self._check("length_penalty", self.length_penalty == 1, "1.0 unless num_beams > 1")
-            self._check(
-                "beam_early_stopping", not self.beam_early_stopping, "False unless num_beams > 1"
-            )
-        elif self.early_stopping is not None:
+                self._check(name, getattr(self, name) == default, _LEFT_OUT)
+        self._check("n", self.is_sampled or self.n <= self.num_beams, _ONE_TEXT)
+        is_within = self.min_length <= (self.max_length or math.inf)
+        self._check("min_length", is_within, "at most max_length")
+        self._check("min_new_tokens", self.min_new_tokens <= most, "at most max_new_tokens")
+        can_search = not self.is_sampled and self.response_format is None
+        self._check("num_beams", can_search or not is_search, _NO_SEARCH)
+        is_plain = is_search or self.length_penalty == 1
+        self._check("length_penalty", is_plain, "1.0 unless num_beams > 1")
+        is_plain = is_search or not self.beam_early_stopping
+        self._check("beam_early_stopping", is_plain, "False unless num_beams > 1")
+        if is_search and self.early_stopping is not None:
             raise GenerationConfigError(
                 f"early_stopping must be left out with num_beams > 1, got {self.early_stopping}: "
                 f"{_EARLY_STOPPING}, and eos_token_id=() has no token end a text"
             )
-        self._check(
-            "top_logprobs", self.logprobs or not self.top_logprobs, "0 unless logprobs=True"
-        )
+        is_plain = self.logprobs or not self.top_logprobs
+        self._check("top_logprobs", is_plain, "0 unless logprobs=True")
 
     @property
     def is_sampled(self) -> bool:
@@ -268,6 +256,9 @@ DEFAULT_MAX_NEW_TOKENS: Final = 20
 _NO_BOUNDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """The bounds on draws that exclude no token."""
 
+_LEFT_OUT = "left out with do_sample=False"
+_ONE_TEXT = "1, or at most num_beams, without a temperature: texts would be equal"
+_NO_SEARCH = "1 with a temperature or response_format"
 _EARLY_STOPPING = "what transformers calls so, how a beam search ends, is beam_early_stopping"
 
 

@@ -45,11 +45,6 @@ from genlm_backend.model.query import check_known_ids
 _MOST_OF_A_ROW: Final = 0.1
 """Logarithm up to which the sum of a row may be above one by rounding, in 8 bits of precision."""
 
-_REVERSED: Final = np.packbits(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1], axis=1
-)[:, 0]
-"""Each byte with its bits in the other order."""
-
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Or only one way to divide a text into tokens would be allowed where it is forced.
 
@@ -267,16 +262,13 @@ class Constraint:
             return torch.zeros(self._vocab_size, dtype=torch.bool)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        bools = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
-        if may_end and self.can_end:
-            bools[[*self._eos_token_ids]] = True
-        return torch.from_numpy(bools)
+        return torch.from_numpy(self._unpacked(bits, may_end).view(np.bool_))
 
     @staticmethod
     def masks(constraints: Iterable[Constraint], *, may_end: bool = True) -> list[PackedMask]:
         """Return the masks of many constraints, made side by side on the cores of the machine.
 
-        They have a bit for each token, as ``draw_next_token`` takes them: no mask of bools is made.
+        They have a bit for each token, as ``draw_next_token`` takes them, and not a bool.
 
         Args:
             constraints: Some constraints, of any models and grammars.
@@ -303,18 +295,16 @@ class Constraint:
                 )
             for each, bits in zip(own, table.view(np.uint8), strict=True):
                 each._check()
-                found[id(each)] = each._packed(bits, may_end)
+                packed = np.packbits(each._unpacked(bits, may_end))
+                found[id(each)] = PackedMask(packed.tobytes(), vocab_size)
         return [found[id(each)] for each in all_of]
 
-    def _packed(self, bits: NDArray[np.uint8], may_end: bool) -> PackedMask:
+    def _unpacked(self, bits: NDArray[np.uint8], may_end: bool) -> NDArray[np.uint8]:
         """Return a mask of llguidance's, whose first token is the least significant bit."""
-        packed = _REVERSED[bits[: -(-self._vocab_size // 8)]]
+        bools = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
         if may_end and self.can_end:
-            for token_id in self._eos_token_ids:
-                packed[token_id // 8] |= 0x80 >> token_id % 8
-        if self._vocab_size % 8:
-            packed[-1] &= 0xFF00 >> self._vocab_size % 8 & 0xFF
-        return PackedMask(packed.tobytes(), self._vocab_size)
+            bools[[*self._eos_token_ids]] = 1
+        return bools
 
     def restrict(
         self, row: torch.Tensor, mask: torch.Tensor | PackedMask | None = None

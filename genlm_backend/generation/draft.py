@@ -13,7 +13,6 @@ import torch
 from transformers import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -61,9 +60,6 @@ class Draft(abc.ABC):
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
         """Return the tokens that ``choose`` has not returned, and the characters held back."""
 
-    def asked(self) -> list[TokenIds]:
-        return [*map(self.asked_of, self.contexts)]
-
     def asked_of(self, context: list[int]) -> TokenIds:
         """Return a context for the model, with the pictures that it begins with."""
         begin = self._prompt.context
@@ -71,17 +67,14 @@ class Draft(abc.ABC):
 
     # ---------------------------------------------------------------- for the kinds of draft
 
-    def _finish_reason(self, context: Sequence[int], is_stopped: bool) -> str | None:
+    def _finish_reason(self, context: list[int], is_stopped: bool) -> str | None:
         if context[-1] in self._prompt.eos_token_ids and self._is_end(context[-1]):
             return "eos"
-        if is_stopped or self._ends_with_stop_word(context):
-            return "stop"
-        return "length" if len(context) >= self.max_length else None
-
-    def _ends_with_stop_word(self, context: Sequence[int]) -> bool:
         generated = context[len(self._prompt.token_ids) :]
         words = self._config.stop_words_ids or ()
-        return any(tuple(generated[-len(word) :]) == tuple(word) for word in words)
+        if is_stopped or any(generated[-len(word) :] == [*word] for word in words):
+            return "stop"
+        return "length" if len(context) >= self.max_length else None
 
     def _is_end(self, token_id: int) -> bool:
         """Whether a token that has been chosen ends the text, and is no part of it."""
@@ -117,21 +110,14 @@ class Text:
             self.is_stopped = True
             del self._bytes[min(ends) :]
             return self.end()
-        return self._show(len(self._bytes) - self._num_held_back())
+        # The longest end of the text that a stop string begins with is held back.
+        sizes = range(min(self._longest - 1, len(self._bytes)), 0, -1)
+        held = (n for n in sizes if any(s.startswith(self._bytes[-n:]) for s in self._stops))
+        return self._show(len(self._bytes) - next(held, 0))
 
     def end(self) -> str:
         """Return the characters held back; half a character becomes U+FFFD."""
         return self._show(len(self._bytes)) + self._decoder.decode(b"", final=True)
-
-    def _num_held_back(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        sizes = range(min(self._longest - 1, len(self._bytes)), 0, -1)
-        ends = (
-            size
-            for size in sizes
-            if any(stop.startswith(self._bytes[-size:]) for stop in self._stops)
-        )
-        return next(ends, 0)
 
     def _show(self, end: int) -> str:
         # A stop string may begin within what is shown only if it has been ruled out already.
@@ -161,7 +147,7 @@ class Sample(Draft):
 
     async def ask(self) -> None:
         """Await a token, drawn by the model, unless its logits have to be processed here."""
-        context, lora_name = self.asked()[0], self._config.lora_name
+        context, lora_name = self.asked_of(self.contexts[0]), self._config.lora_name
         drawing = partial(
             Drawing,
             temperature=self._sampler.temperature,
@@ -241,12 +227,9 @@ def make_processors(
     if config.bad_words_ids:
         words = [list(word) for word in config.bad_words_ids]
         made.append(NoBadWordsLogitsProcessor(words, eos_token_ids or None))
-    if config.min_length and eos_token_ids:
-        made.append(MinLengthLogitsProcessor(config.min_length, eos_token_ids))
-    if config.min_new_tokens and eos_token_ids:
-        made.append(
-            MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, eos_token_ids)
-        )
+    least = max(config.min_length, prompt_length + config.min_new_tokens)
+    if least > prompt_length and eos_token_ids:
+        made.append(MinLengthLogitsProcessor(least, eos_token_ids))
     if config.presence_penalty or config.frequency_penalty:
         counts = partial(_less_for_counts, config.presence_penalty, config.frequency_penalty)
         made.append(partial(_of_generated, counts, prompt_length))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from operator import not_
 from typing import Any
 
 from genlm_backend.errors import GenerationConfigError
@@ -11,21 +12,10 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.sampling import listed_ids
 
 SHARED_FIELDS = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_new_tokens",
-    "max_length",
-    "min_length",
-    "min_new_tokens",
-    "eos_token_id",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "num_beams",
-    "length_penalty",
+    *("do_sample", "temperature", "top_k", "top_p", "min_p"),
+    *("max_new_tokens", "max_length", "min_length", "min_new_tokens", "eos_token_id"),
+    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+    *("num_beams", "length_penalty"),
 )
 """Fields that mean the same in transformers."""
 
@@ -56,12 +46,7 @@ _OF_BEAMS = {"renormalize_logits"}
 """Keys that make a difference only to the scores of beams."""
 
 
-def _never(value: Any) -> bool:
-    return False
-
-
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "begin_suppress_tokens": lambda value: not value,
     "cache_implementation": lambda value: value != "quantized",
     "encoder_no_repeat_ngram_size": lambda value: value == 0,
     "encoder_repetition_penalty": lambda value: value == 1,
@@ -69,14 +54,11 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "eta_cutoff": lambda value: not 0 < value < 1,
     "exponential_decay_length_penalty": lambda value: value[1] == 1,
     "guidance_scale": lambda value: value == 1,
-    "is_assistant": lambda value: not value,
     "num_beam_groups": lambda value: value <= 1,
     "penalty_alpha": lambda value: value <= 0,
-    "remove_invalid_values": lambda value: not value,
-    "renormalize_logits": lambda value: not value,
-    "suppress_tokens": lambda value: not value,
-    "token_healing": lambda value: not value,
     "typical_p": lambda value: value >= 1,
+    **dict.fromkeys(("begin_suppress_tokens", "is_assistant", "remove_invalid_values"), not_),
+    **dict.fromkeys(("renormalize_logits", "suppress_tokens", "token_healing"), not_),
 }
 """Keys of transformers → whether a value of theirs changes no text; of all others none is."""
 
@@ -136,5 +118,6 @@ def _check_neutral(config: Any, given: Mapping[str, Any]) -> None:
     # are not its own, which some checkpoints have.
     for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):
         value = given[name]
-        if value is not None and not _NEUTRAL.get(name, _never)(value):
+        is_neutral = value is None or (name in _NEUTRAL and _NEUTRAL[name](value))
+        if not is_neutral:
             raise GenerationConfigError(f"{name}={value!r} is not supported")

@@ -51,20 +51,15 @@ class Prompt:
         lm.check_adapter(config.lora_name)
         for name in ("stop_words_ids", "bad_words_ids"):
             for word in getattr(config, name):
-                _check_ids(name, word, lm)
+                check_known_ids(name, word, len(lm.byte_vocab), GenerationConfigError)
         eos = _eos_ids(lm, config)
         constraint = None
         if config.response_format is not None:
             constraint = Constraint.from_response_format(
                 lm, config.response_format, eos_token_ids=eos if len(eos) else None
             )
-        return cls(
-            context=context,
-            token_ids=token_ids,
-            eos_token_ids=eos,
-            max_length=_max_length(lm, len(token_ids), config, max_length),
-            constraint=constraint,
-        )
+        longest = _max_length(lm, len(token_ids), config, max_length)
+        return cls(context, token_ids, eos, longest, constraint)
 
 
 def _context(lm: AsyncLM, prompt: str | Chat | TokenIds, config: GenerationConfig) -> Context:
@@ -80,12 +75,19 @@ def _context(lm: AsyncLM, prompt: str | Chat | TokenIds, config: GenerationConfi
 
 
 def _encoded(lm: AsyncLM, prompt: str | Chat | TokenIds) -> TokenIds:
-    if isinstance(prompt, str):
-        return _encode(lm, prompt)
     if is_chat(prompt):
         return _encode_chat(lm, prompt)
-    _check_is_one(prompt)
-    return cast(TokenIds, prompt)
+    if not isinstance(prompt, str):
+        _check_is_one(prompt)
+        return cast(TokenIds, prompt)
+    method = getattr(lm.tokenizer, "encode", None)
+    if method is None:
+        raise ContextError("the model's tokenizer cannot encode text: pass token ids")
+    encoded = method(prompt)
+    ids = encoded if isinstance(encoded, list) else encoded.ids
+    if not ids:
+        raise ContextError("the prompt is empty: a context needs at least one token")
+    return with_one_bos(lm.tokenizer, ids)
 
 
 def _check_is_one(prompt: Any) -> None:
@@ -104,17 +106,6 @@ def _check_is_one(prompt: Any) -> None:
     raise ContextTypeError(
         f"a prompt is a text, a chat's messages or token ids, got {shown(prompt)}{hint}"
     )
-
-
-def _encode(lm: AsyncLM, text: str) -> list[int]:
-    method = getattr(lm.tokenizer, "encode", None)
-    if method is None:
-        raise ContextError("the model's tokenizer cannot encode text: pass token ids")
-    encoded = method(text)
-    ids = encoded if isinstance(encoded, list) else encoded.ids
-    if not ids:
-        raise ContextError("the prompt is empty: a context needs at least one token")
-    return with_one_bos(lm.tokenizer, ids)
 
 
 def _encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
@@ -224,9 +215,5 @@ def _eos_ids(lm: AsyncLM, config: GenerationConfig) -> frozenset[int]:
     given = listed_ids(config.eos_token_id)
     if given is None:
         return lm.eos_token_ids
-    _check_ids("eos_token_id", given, lm)
+    check_known_ids("eos_token_id", given, len(lm.byte_vocab), GenerationConfigError)
     return frozenset(given)
-
-
-def _check_ids(name: str, ids: Sequence[int], lm: AsyncLM) -> None:
-    check_known_ids(name, ids, len(lm.byte_vocab), GenerationConfigError)

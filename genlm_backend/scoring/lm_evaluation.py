@@ -153,13 +153,11 @@ class HarnessLM(TemplateLM):
                 "the model must have a tokenizer of transformers, got "
                 f"{type(self.tokenizer).__name__}"
             )
-        if given is None:
-            given = self.tokenizer.bos_token_id
-        if given is None:
-            given = self.tokenizer.eos_token_id
-        if given is None:
+        named = (given, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        known = [token_id for token_id in named if token_id is not None]
+        if not known:
             raise OptionError("prefix_token_id must be given: the tokenizer names no such token")
-        return integer(0, len(self.lm.byte_vocab) - 1)("prefix_token_id", given)
+        return integer(0, len(self.lm.byte_vocab) - 1)("prefix_token_id", known[0])
 
     def _missing_begin(self) -> list[int]:
         """Return the token that begins texts if the tokenizer itself puts none there."""

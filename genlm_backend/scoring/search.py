@@ -322,13 +322,11 @@ _LEAST: Final = 1e-6
 
 @final
 class _Node:
-    """The first tokens of a continuation, and its next tokens, the most probable first."""
+    """The first tokens of a continuation, and what has not been explored after them."""
 
     def __init__(self, context: Context, data: bytes, probability: float, is_word: bool) -> None:
         self.context, self.data, self.is_word = context, data, is_word
         self.probability = self.rest = probability
-        self.token_ids: list[int] = []
-        self.probabilities: list[float] = []
 
 
 @final
@@ -378,23 +376,16 @@ class _Explored:
         node.rest = scale * going_on
         ids, logprobs = top.token_ids.numpy(), top.logprobs.numpy().astype(np.float64)
         own = self._groups(node)[1][ids] & np.isfinite(logprobs)
-        node.token_ids = ids[own].tolist()
-        node.probabilities = (scale * np.exp(logprobs[own])).tolist()
-        self._push(node, 0)
-
-    def _push(self, node: _Node, index: int) -> None:
-        """Queue a node's token; its less probable ones come after it."""
-        if index < len(node.token_ids):
-            item = -node.probabilities[index], next(self._order), node, index
+        negative = (-scale * np.exp(logprobs[own])).tolist()
+        for item in zip(negative, self._order, itertools.repeat(node), ids[own].tolist()):
             heapq.heappush(self._next, item)
 
     def follow(self, size: float, least: float = 0.0) -> list[_Node]:
         """Follow the most probable tokens; return at most ``size`` nodes to query next."""
         found, max_length = list[_Node](), self._lm.max_length
         while self._next and len(found) < size and -self._next[0][0] >= least:
-            _, _, parent, index = heapq.heappop(self._next)
-            self._push(parent, index + 1)
-            token_id, probability = parent.token_ids[index], parent.probabilities[index]
+            negative, _, parent, token_id = heapq.heappop(self._next)
+            probability = -negative
             data = parent.data + self._lm.byte_vocab[token_id].byte_string
             word, has_ended = self._first_word(data)
             if not has_ended and max_length is not None and len(parent.context) >= max_length:

@@ -182,24 +182,20 @@ class SurprisalOptions(TypedDict, total=False):
     progress: bool
 
 
-def _any(name: str, value: Any) -> Any:
-    return value  # what reads it checks it
-
-
-_OPTIONS: Final[dict[str, tuple[Any, Check[Any]]]] = {
+_OPTIONS: Final[dict[str, tuple[Any, Check[Any] | None]]] = {
     "by": ("word", one_of("word", "token", "character")),
     "unit": ("bits", one_of("bits", "nats")),
     "words": (NOT_BLANK, lambda _, words: check_words(words)),
     "word_ends": (None, optional(switch)),
-    "context": (None, _any),
-    "contexts": (None, _any),
+    "context": (None, None),
+    "contexts": (None, None),
     "entropy": (False, switch),
     "rank": (False, switch),
     "stride": (None, optional(integer(1))),
-    "lora_name": (None, _any),
+    "lora_name": (None, None),
     "progress": (False, switch),
 }
-"""Options, each with its default and its check."""
+"""Options, each with its default and its check, unless what reads it checks it."""
 
 _DEFAULTS: Final = {name: default for name, (default, _) in _OPTIONS.items()}
 
@@ -302,7 +298,7 @@ class _Asked:
     def __init__(self, lm: AsyncLM, options: SurprisalOptions) -> None:
         instance(AsyncLM, "an AsyncLM")("lm", lm)
         check_names(options, _DEFAULTS, "option of surprisal")
-        checks = {name: check for name, (_, check) in _OPTIONS.items()}
+        checks = {name: check for name, (_, check) in _OPTIONS.items() if check}
         given = checked(checks, {**_DEFAULTS, **options})
         self.lm, self.by, self.progress = lm, given["by"], given["progress"]
         self.words: Words = given["words"]

@@ -178,14 +178,13 @@ def spans_of(words: Words, text: str) -> list[Span]:
             raise OptionTypeError(
                 f"words must find pairs of integers, got {shown(pair)}"
             ) from error
-        span = start, stop
-        if not end <= span[0] < span[1] <= len(text):
+        if not end <= start < stop <= len(text):
             raise OptionError(
-                f"words must find spans of characters in order, within {len(text)}; got {span} "
-                f"behind {end}"
+                f"words must find spans of characters in order, within {len(text)}; got "
+                f"{(start, stop)} behind {end}"
             )
-        found.append(span)
-        end = span[1]
+        found.append((start, stop))
+        end = stop
     return found
 
 

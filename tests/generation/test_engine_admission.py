@@ -28,7 +28,7 @@ def test_so_many_at_once_and_the_rest_in_order(engine, gated):
     for request in requests:
         request.result(30)
     assert max(gated.statistics().batch_sizes) <= 3
-    firsts = [request.queue._first for request in requests]
+    firsts = [own.queue._started + own.queue._since["first"] for own in requests]
     assert firsts == sorted(firsts)
 
 

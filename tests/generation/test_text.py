@@ -30,17 +30,6 @@ def test_however_the_bytes_come_the_text_ends_where_a_stop_string_begins(text, s
     assert shown == (text[: min(complete)] if complete else text)
 
 
-def test_nothing_is_shown_that_a_stop_string_may_take_back():
-    text = Text(["STOP"])
-    assert [text.add(b"a S"), text.add(b"T"), text.add(b"O"), text.add(b"x")] == [
-        "a ",
-        "",
-        "",
-        "STOx",
-    ]
-    assert [text.add(b"ST"), text.add(b"OP!"), text.is_stopped] == ["", "", True]
-
-
 def test_half_a_character_is_never_shown_but_at_the_end():
     text = Text()
     first, rest = "é".encode()[:1], "é".encode()[1:]

@@ -33,7 +33,7 @@ from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
 
-_RUNTIME_CONFIG = instance(RuntimeConfig, "a RuntimeConfig")
+_CHECKS = {"name": text, "runtime_config": optional(instance(RuntimeConfig, "a RuntimeConfig"))}
 _CONFIGS = sequence(instance(GenerationConfig, "one"), "GenerationConfigs, one for each prompt")
 _PROMPTS = sequence(lambda _, prompt: prompt, "several prompts in a list")
 
@@ -91,11 +91,7 @@ class Engine(OfOneProcess, Closing):
             ModelStateError: (``RuntimeError``) If the name is in use.
             RuntimeConfigError: (``ValueError``) If the configuration does not go with the model.
         """
-        checked(
-            {"name": text, "runtime_config": optional(_RUNTIME_CONFIG)},
-            {"name": name, "runtime_config": runtime_config},
-            RuntimeConfigError,
-        )
+        checked(_CHECKS, {"name": name, "runtime_config": runtime_config}, RuntimeConfigError)
         config = (runtime_config or RuntimeConfig()).replace(**fields)
         installed = InstalledModel(name, model, config, self.loop)
         with self._lock.here:
@@ -206,7 +202,6 @@ class Engine(OfOneProcess, Closing):
                 or has more beams than a batch has rows.
             RequestQueueFullError: (``queue.Full``) If there was no room in time.
         """
-        timeout = check_timeout("timeout", timeout)
         check_is_ids(input_ids)
         served, prepared = self._prepare(model_name, [input_ids], config, fields)
         served.submit(prepared, timeout)
@@ -298,7 +293,6 @@ class Engine(OfOneProcess, Closing):
             ContextError: (``ValueError``) If the model's tokenizer does not encode text, or has no
                 chat template; otherwise as ``start_request_ids``.
         """
-        timeout = check_timeout("timeout", timeout)
         is_one = isinstance(text, str) or is_chat(text)
         texts: Sequence[Any] = [text] if is_one else check_texts("text", text)
         served, prepared = self._prepare(model_name, texts, config, fields)
@@ -366,7 +360,6 @@ class Engine(OfOneProcess, Closing):
             RequestQueueFullError: (``queue.Full``) If there was no room in ``timeout`` seconds;
                 otherwise as ``start_request_ids`` and the request itself.
         """
-        timeout = check_timeout("timeout", timeout)
         served, prepared = self._prepare(model_name, [prompt], config, fields)
         await served.asubmit(prepared, timeout)
         (request,) = prepared
@@ -395,7 +388,6 @@ class Engine(OfOneProcess, Closing):
                 as ``generate``.
         """
         check_streamable(make_config(config, fields))
-        timeout = check_timeout("timeout", timeout)
         served, prepared = self._prepare(model_name, [prompt], config, fields)
         await served.asubmit(prepared, timeout)
         (request,) = prepared

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias, final
 
 from genlm_backend.backends.registry import check_loading, default_backend, load_model_by_name
 from genlm_backend.checks import shown
+from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.common_prefix import common_length
 from genlm_backend.errors import (
     BatcherClosedError,
@@ -68,12 +69,6 @@ class _Entry:
     is_leaving: bool = False
     has_left: bool = False
 
-    @property
-    def num_new(self) -> int:
-        """Tokens that the draft can add to memory; the last one of a text is never evaluated."""
-        draft = self.draft
-        return draft.width * (draft.max_length - 1 - len(self.request.prompt_token_ids))
-
 
 Submission: TypeAlias = dict[GenerationRequest, list[_Entry]]
 
@@ -97,7 +92,7 @@ class InstalledModel:
         self._source: AsyncLM | str | None = source
         self._config, self._loop = config, loop
         self._lm: AsyncLM | None = None
-        self._transition = threading.Lock()  # one at a time; it may take long
+        self._transition = threading.RLock()  # of one thread at a time; it may take long
         self._lock = ProcessLock(is_reentrant=True)  # of entries and of each token chosen
         self._lock.claim()  # whoever works at it lives here
         self._room = Signal()
@@ -144,43 +139,37 @@ class InstalledModel:
         """Interrupt its requests with what they have, take no more, and clear the cache."""
         with self._transition:
             self.check_state(ModelState.RUNNING, to="stop")
-            self._stop()
+            self.state = ModelState.STOPPED
+            with self._lock.here, contextlib.ExitStack() as stack:  # each ends, whatever others do
+                self.shut()
+                self._waiting.clear()
+                for request in list(self._requests):
+                    stack.callback(self.end, request)
+            if not self._loop.is_closed:  # or it has ended them all
+                self._loop.submit(self._join()).result()
+            self.lm.clear_cache()
+
+    async def _join(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def release(self) -> None:
         with self._transition:
             self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="release")
-            self._release()
+            self.state = ModelState.RELEASED
+            lm, self._lm = self._lm, None
+            source, self._source = self._source, None
+            if lm is not None and lm is not source:
+                lm.close()
 
     def close(self) -> None:
         """Stop and release it, whatever its state, after a transition that is under way."""
         with self._transition:
             try:
                 if self.state is ModelState.RUNNING:
-                    self._stop()
+                    self.stop()
             finally:
                 if self.state is not ModelState.RELEASED:
-                    self._release()
-
-    def _stop(self) -> None:
-        self.state = ModelState.STOPPED
-        with self._lock.here, contextlib.ExitStack() as stack:  # each ends, whatever another does
-            self.shut()
-            self._waiting.clear()
-            for request in list(self._requests):
-                stack.callback(self.end, request)
-        if not self._loop.is_closed:  # or it has ended them all
-            self._loop.submit(self._join()).result()
-        self.lm.clear_cache()
-
-    async def _join(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _release(self) -> None:
-        self.state = ModelState.RELEASED
-        lm, self._lm = self._lm, None
-        source, self._source = self._source, None
-        if lm is not None and lm is not source:
-            lm.close()
+                    self.release()
 
     def _load(self) -> AsyncLM:
         config, source = self._config, self._source
@@ -232,11 +221,12 @@ class InstalledModel:
 
     def submit(self, requests: Submission, timeout: float | None) -> None:
         """Take requests, all or none of them. Block while ``max_queue_size`` submissions wait."""
-        if not wait_for(partial(self._try_submit, requests), timeout):
+        if not wait_for(partial(self._try_submit, requests), check_timeout("timeout", timeout)):
             raise self._full()
 
     async def asubmit(self, requests: Submission, timeout: float | None) -> None:
         """Do as ``submit``, without blocking the event loop."""
+        timeout = check_timeout("timeout", timeout)
         try:
             async with asyncio.timeout(timeout):
                 await await_for(partial(self._try_submit, requests))
@@ -338,7 +328,7 @@ class InstalledModel:
         queue, draft, lm = entry.request.queue, entry.draft, self.lm
         queue.begin()
         entry.asked = draft.contexts
-        prompt = draft.asked()[0]
+        prompt = draft.asked_of(draft.contexts[0])
         # The counts are queued before the question, and so are taken before the prompt is computed.
         count = partial(lm.num_cached_tokens, prompt, draft.lora_name)
         asked = [count(), count(tier="host")] if lm.has_host_tier else [count()]
@@ -426,7 +416,9 @@ class InstalledModel:
 def _num_tokens(entries: Sequence[_Entry]) -> int:
     """Return the largest number of tokens of some texts, with each request's prompt once."""
     prompts = {entry.request: len(entry.request.prompt_token_ids) for entry in entries}
-    return sum(prompts.values()) + sum(entry.num_new for entry in entries)
+    # The last one of a text is never evaluated.
+    new = [own.draft.width * (own.draft.max_length - 1 - prompts[own.request]) for own in entries]
+    return sum(prompts.values()) + sum(new)
 
 
 def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:

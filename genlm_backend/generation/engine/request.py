@@ -67,16 +67,12 @@ async def await_for(attempt: Callable[[], T | Future[None]]) -> T:
 @final
 @dataclass(slots=True)
 class _Text:
-    """A text so far, and the number of tokens that its caller has read."""
+    """A text so far, and what its caller has not read of it."""
 
     tokens: list[GeneratedToken] = field(default_factory=list)
     held_back: str = ""
-    is_cut: bool = False
     num_read: int = 0
-    is_end_read: bool = False
-
-    def has_news(self) -> bool:
-        return self.num_read < len(self.tokens) or (self.is_cut and not self.is_end_read)
+    is_cut: bool = False  # and its caller does not know yet
 
 
 @final
@@ -102,10 +98,7 @@ class ResultQueue:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens = self._num_host_tokens = 0
         self._started = time.monotonic()
-        self._begun: float | None = None
-        self._first: float | None = None
-        self._last: float | None = None
-        self._ended: float | None = None
+        self._since: dict[str, float] = {}  # seconds from the start to each event
 
     # ---------------------------------------------------------------- reading
 
@@ -151,23 +144,20 @@ class ResultQueue:
     def statistics(self) -> RequestStatistics:
         """Return times and counts."""
         with self._lock.here:
-            now = time.monotonic() if self._ended is None else self._ended
-            longest = max((len(text.tokens) for text in self._texts), default=0)
-            per_token = None
-            if self._first is not None and self._last is not None and longest > 1:
-                per_token = (self._last - self._first) / (longest - 1)
+            since, longest = self._since, max(len(text.tokens) for text in self._texts)
+            per_token = None if longest < 2 else (since["last"] - since["first"]) / (longest - 1)
             return RequestStatistics(
-                time_in_queue=self._since_start(self._begun),
-                time_to_first_token=self._since_start(self._first),
+                time_in_queue=since.get("begin"),
+                time_to_first_token=since.get("first"),
                 time_per_token=per_token,
-                time_in_total=now - self._started,
+                time_in_total=since.get("end", self._now()),
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_tokens(),
                 num_cached_tokens=self._num_cached_tokens,
             )
 
-    def _since_start(self, moment: float | None) -> float | None:
-        return None if moment is None else moment - self._started
+    def _now(self) -> float:
+        return time.monotonic() - self._started
 
     def _num_tokens(self) -> int:
         return sum(len(text.tokens) for text in self._texts)
@@ -181,7 +171,8 @@ class ResultQueue:
 
     def _take(self) -> GeneratedElements | None:
         """Return the new tokens of the text that has most of them; under the lock."""
-        news = [(len(t.tokens) - t.num_read, -i) for i, t in enumerate(self._texts) if t.has_news()]
+        unread = [len(text.tokens) - text.num_read for text in self._texts]
+        news = [(n, -i) for i, n in enumerate(unread) if n or self._texts[i].is_cut]
         if not news:
             if self._error is not None:
                 raise self._error
@@ -192,8 +183,8 @@ class ResultQueue:
         text.num_read = len(text.tokens)
         reason = tokens[-1].finish_reason if tokens else None
         held_back = ""
-        if text.is_cut and not text.is_end_read:
-            held_back, reason, text.is_end_read = text.held_back, reason or "interrupted", True
+        if text.is_cut:
+            held_back, reason, text.is_cut = text.held_back, reason or "interrupted", False
         return GeneratedElements(
             token_ids=[token.token_id for token in tokens],
             text="".join(token.text for token in tokens) + held_back,
@@ -239,8 +230,7 @@ class ResultQueue:
     def begin(self) -> None:
         """Note that the model has begun with the request; once."""
         with self._lock.here:
-            if self._begun is None:
-                self._begun = time.monotonic()
+            self._since.setdefault("begin", self._now())
 
     def finish_context(self, num_cached_tokens: int, num_host_tokens: int = 0) -> None:
         """Note that the prompt has been computed; once."""
@@ -259,8 +249,8 @@ class ResultQueue:
                 return
             for token in tokens:
                 self._texts[token.index].tokens.append(token)
-            self._last = time.monotonic()
-            self._first = self._first or self._last
+            self._since["last"] = self._now()
+            self._since.setdefault("first", self._since["last"])
             self._status = GenerationStatus.GENERATING
             self._changed.notify()
 
@@ -281,7 +271,7 @@ class ResultQueue:
                 self._texts[number].is_cut = is_interrupted or characters != ""
             self._scores.update(scores or {})
             self._status, self._error = status, error
-            self._ended = time.monotonic()
+            self._since["end"] = self._now()
             self._changed.notify()
 
     def drop(self) -> None:
@@ -290,10 +280,8 @@ class ResultQueue:
             self._error = None
 
 
-_ids = itertools.count()
-
-
 @final
+@dataclass(eq=False, repr=False)
 class GenerationRequest:
     """A request of an engine. Made by its ``start_request_…`` methods.
 
@@ -309,19 +297,15 @@ class GenerationRequest:
         loop: Event loop of its engine.
     """
 
-    def __init__(
-        self,
-        model_name: str,
-        prompt_token_ids: tuple[int, ...],
-        config: GenerationConfig,
-        loop: BackgroundLoop,
-    ) -> None:
-        self.id = next(_ids)
-        self.model_name = model_name
-        self.prompt_token_ids = prompt_token_ids
-        self.config = config
-        self.queue = ResultQueue(config.n, len(prompt_token_ids), config.logprobs)
-        self.loop = loop
+    model_name: str
+    prompt_token_ids: tuple[int, ...]
+    config: GenerationConfig
+    loop: BackgroundLoop
+    id: int = field(init=False, default_factory=itertools.count().__next__)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.queue = ResultQueue(config.n, len(self.prompt_token_ids), config.logprobs)
 
     def status(self) -> GenerationStatus:
         """Return how far it has come."""

@@ -346,7 +346,8 @@ class SchemaWalk:
             values = [schema["const"]] if "const" in schema else schema["enum"]
             return {_kind(value) for value in values}
         named = schema.get("type", _TYPES)
-        kinds = {"number" if kind == "integer" else str(kind) for kind in _as_list(named)}
+        named = [named] if isinstance(named, str) else named
+        kinds = {"number" if kind == "integer" else str(kind) for kind in named}
         properties = _map(schema, "properties")
         if kinds == {"object"} and key in properties:
             tags = self._kinds(properties[key], "", [])
@@ -443,10 +444,6 @@ def _map(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
 def _list(schema: dict[str, Any], keyword: str) -> list[Any]:
     value = schema.get(keyword)
     return value if isinstance(value, list) else []
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str) else list(value)
 
 
 def _scalars(value: Any) -> Iterator[Any]:
