@@ -300,7 +300,7 @@ def _observe_layout(
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.shape[2] != len(token_ids):
             raise UnsupportedModelError("a layer keeps no keys and values")
-        heads = *keys.shape[1::2], *values.shape[1::2]  # the number of them, and their width
+        heads = keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]
         layers.append(LayerLayout(*heads, keys.dtype, keys.device))
     if not layers and not states:
         raise UnsupportedModelError("no layer keeps keys and values")
