@@ -88,7 +88,9 @@ def choosing(repeats: int) -> Numbers:
     """
     import numpy as np
 
-    from genlm_backend.prefix import PrefixTree, Slots, States
+    from genlm_backend.prefix.prefix_tree import PrefixTree
+    from genlm_backend.prefix.slots import Slots
+    from genlm_backend.prefix.states import States
 
     numbers: dict[str, list[float]] = {}
     for num_states, is_full in ((1_000, False), (100_000, False), (100_000, True)):

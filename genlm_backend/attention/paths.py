@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import numpy as np
 
-from genlm_backend.prefix import PADDING_SLOT, Nodes
+from genlm_backend.prefix.nodes import Nodes
+from genlm_backend.prefix.slots import PADDING_SLOT
 from genlm_backend.runtime.compiled import compiled
 
 if TYPE_CHECKING:

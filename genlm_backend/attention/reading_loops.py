@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from genlm_backend.prefix import PADDING_SLOT
+from genlm_backend.prefix.slots import PADDING_SLOT
 from genlm_backend.runtime.compiled import compiled
 
 

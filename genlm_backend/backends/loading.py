@@ -129,12 +129,7 @@ def named_ends(
     return listed_ids(GenerationConfig.from_model_config(config).eos_token_id)
 
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "config.json",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
 """Files by any of which transformers finds the tokenizer of a directory."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, final
 import numpy as np
 import torch
 
-from genlm_backend.checks import Check, checked, integer, optional, sequence
+from genlm_backend.checks import Check, integer, optional, sequence
 from genlm_backend.model.batched_lm import BatchedLM
 from genlm_backend.model.evaluator import StatelessEvaluator
 from genlm_backend.model.query import Query
@@ -50,15 +50,7 @@ class MockAsyncLM(BatchedLM):
         eos_token_ids: Collection[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = checked(
-            self.option_checks,
-            {
-                "vocab_size": vocab_size,
-                "max_length": max_length,
-                "max_batch_size": max_batch_size,
-                "eos_token_ids": eos_token_ids,
-            },
-        )
+        _, given = self._parted(locals())
         size: int | None = given.pop("vocab_size")
         if size is None:
             size = len(decode_vocab(tokenizer, self_check=False).byte_vocab)

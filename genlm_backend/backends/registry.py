@@ -23,10 +23,7 @@ BACKENDS: Final = {
     "hf": ("genlm_backend.backends.hf.async_transformer", "AsyncTransformer"),
     "vllm": ("genlm_backend.backends.vllm.async_virtual_lm", "AsyncVirtualLM"),
     "mlx": ("genlm_backend.backends.mlx.async_mlx_lm", "AsyncMlxLM"),
-    "llama-cpp": (
-        "genlm_backend.backends.llama_cpp.async_llama_cpp_lm",
-        "AsyncLlamaCppLM",
-    ),
+    "llama-cpp": ("genlm_backend.backends.llama_cpp.async_llama_cpp_lm", "AsyncLlamaCppLM"),
     "mock": ("genlm_backend.backends.mock", "MockAsyncLM"),
 }
 """Backend name → (module, class); imported when a model is loaded."""
@@ -34,9 +31,7 @@ BACKENDS: Final = {
 REPLICAS: Final = ("genlm_backend.remote.replicas.async_replicas", "AsyncReplicas")
 """The backend in place of ``"hf"`` if ``replicas`` is among the options."""
 
-ABSENT: Final = {
-    "sgl": ("genlm_backend.backends.absent", "AsyncSGLTransformer"),
-}
+ABSENT: Final = {"sgl": ("genlm_backend.backends.absent", "AsyncSGLTransformer")}
 """Names of backends that raise an error because they are not available."""
 
 

@@ -59,7 +59,7 @@ from genlm_backend.model.token_readouts import (
     readout_of,
     top_of,
 )
-from genlm_backend.prefix import TierName
+from genlm_backend.prefix.tiers import TierName
 from genlm_backend.runtime.blocking import blocking
 from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.progress import progress_bar
@@ -730,9 +730,10 @@ class AsyncLM(Closing):
             Exception: What ``next_token_logprobs`` raises.
         """
         check_no_others("sample", others)
-        given = self._check_sampling(max_tokens, eos_token_ids)
-        sampler = Sampler(temperature, seed)
-        return await self._sample(prompt_token_ids, **given, sampler=sampler, lora_name=lora_name)
+        prompt = self.contexts.check(prompt_token_ids)
+        options = self._check_sampling(max_tokens, eos_token_ids, temperature, seed, False)
+        (found,) = await self._samples([prompt], lora_name, **options)
+        return found
 
     async def batch_sample(
         self,
@@ -754,13 +755,19 @@ class AsyncLM(Closing):
         check_no_others("batch_sample", others)
         contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
         prompts = [self.contexts.check(context) for context in contexts]
-        given = self._check_sampling(max_tokens, eos_token_ids, progress=progress)
-        del given["progress"]
+        options = self._check_sampling(max_tokens, eos_token_ids, temperature, seed, progress)
+        return await self._samples(prompts, lora_name, **options)
+
+    async def _samples(
+        self, prompts: list[Context], lora_name: str | None, progress: bool, **options: Any
+    ) -> list[Sampled]:
+        """Sample a continuation of each prompt, by checked options."""
+        temperature, seed = options.pop("temperature"), options.pop("seed")
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
         with progress_bar(len(samplers), progress) as bar:
 
-            async def sample(prompt: TokenIds, sampler: Sampler) -> Sampled:
-                found = await self._sample(prompt, **given, sampler=sampler, lora_name=lora_name)
+            async def sample(prompt: Context, sampler: Sampler) -> Sampled:
+                found = await self._sample(prompt, lora_name, sampler, **options)
                 bar.update()
                 return found
 
@@ -768,13 +775,13 @@ class AsyncLM(Closing):
 
     async def _sample(
         self,
-        prompt_token_ids: TokenIds,
+        prompt: Context,
+        lora_name: str | None,
+        sampler: Sampler,
         max_tokens: int,
         eos_token_ids: Collection[int],
-        sampler: Sampler,
-        lora_name: str | None,
     ) -> Sampled:
-        prompt = context = self.contexts.check(prompt_token_ids)
+        context = prompt
         reason: Literal["eos", "length"] = "length"
         while len(context) < len(prompt) + max_tokens:
             is_full = self.max_length is not None and len(context) > self.max_length
@@ -788,12 +795,12 @@ class AsyncLM(Closing):
         return Sampled(context.packed(len(prompt)), reason)
 
     def _check_sampling(
-        self, max_tokens: Any, eos_token_ids: Any, **options: Any
+        self, max_tokens: Any, eos_token_ids: Any, temperature: Any, seed: Any, progress: Any
     ) -> dict[str, Any]:
         """Return checked options of ``sample``, the ends of this model by default."""
         ends = self.eos_token_ids if eos_token_ids is None else eos_token_ids
-        given = {"max_tokens": max_tokens, "eos_token_ids": ends, **options}
-        return check_sampling(len(self.byte_vocab), **given)
+        given = {"max_tokens": max_tokens, "eos_token_ids": ends, "temperature": temperature}
+        return check_sampling(len(self.byte_vocab), **given, seed=seed, progress=progress)
 
     # ---------------------------------------------------------------- keys and values
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import torch
 
@@ -57,12 +57,15 @@ from genlm_backend.model.scoring import (
     scores_of_rows,
 )
 from genlm_backend.model.token_readouts import ReadoutOf, readout_of, readouts_of
-from genlm_backend.prefix import TierName, check_tier
+from genlm_backend.prefix.tiers import TierName, check_tier
 from genlm_backend.runtime.blocking import blocking
 from genlm_backend.runtime.forks import OfOneProcess
 
 T = TypeVar("T")
 DEFAULT_ROW_CACHE_BYTES = 256 << 20
+
+_OPTIONS: Final = ("batch_size", "timeout", "row_cache_bytes", "output_device", "self_check")
+"""Options of ``BatchedLM`` that constructors of backends hand on."""
 
 
 class PictureReading(Protocol):
@@ -159,6 +162,12 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._answering.set_vocabulary(
             len(self.byte_vocab), self.undefined_ids, are_omitted=self._info.omits_undefined
         )
+
+    @classmethod
+    def _parted(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Check the options among a constructor's variables; return those for here, and others."""
+        given = checked(cls.option_checks, {n: values[n] for n in cls.option_checks if n in values})
+        return {n: given.pop(n) for n in _OPTIONS if n in given}, given
 
     def __repr__(self) -> str:
         name, size = type(self).__name__, len(getattr(self, "byte_vocab", ()))
@@ -506,14 +515,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
         context = self.contexts.check(self._call_for(Query((), adapter), load), self.max_length)
         self._is_kept(Query(context, adapter))
         return context
-
-    def _uncached(
-        self, token_ids: TokenIds, lora_name: str | None, evaluate_whole: Callable[[Query], Row]
-    ) -> torch.Tensor:
-        """Return a context's row, as callers get rows, computed without any cache."""
-        query = self._query(token_ids, lora_name)
-        row = self._call_for(query, lambda: evaluate_whole(query))
-        return self._answering.defined(row).own_logprobs(self.output_device)
 
     # ---------------------------------------------------------------- pictures
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from genlm_backend.checks import MAX_VOCAB, integer, listed, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError, PictureError
-from genlm_backend.prefix import NOWHERE, Place
+from genlm_backend.prefix.nodes import NOWHERE, Place
 from genlm_backend.tokenization import Token
 from genlm_backend.vision.pictures import Pictures
 

@@ -21,7 +21,7 @@ from genlm_backend.checks import (
 from genlm_backend.errors import AdapterError, CacheError, PictureError
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.scoring import Answer, Question
-from genlm_backend.prefix import TierName
+from genlm_backend.prefix.tiers import TierName
 from genlm_backend.runtime.threads import release_idle_threads
 from genlm_backend.vision.pictures import PictureRules
 

@@ -16,7 +16,7 @@ from genlm_backend.model.row import Row, stacked
 from genlm_backend.model.scoring import NOTHING, Beside, numbers_of_rows
 from genlm_backend.passes.job import Job
 from genlm_backend.passes.prefill_plan import Segment
-from genlm_backend.prefix import Nodes
+from genlm_backend.prefix.nodes import Nodes
 
 
 class Runner(abc.ABC):

@@ -24,7 +24,7 @@ from genlm_backend.passes.forwards import Forwards, Runner
 from genlm_backend.passes.passes import Passes
 from genlm_backend.passes.prefill_plan import CostModel
 from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.prefix import TierName
+from genlm_backend.prefix.tiers import TierName
 from genlm_backend.runtime.memory import release_cached_memory
 from genlm_backend.runtime.threads import frequent_switches
 

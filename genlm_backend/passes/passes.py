@@ -32,7 +32,7 @@ from genlm_backend.passes.prefill_plan import (
     plan_whole,
 )
 from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
-from genlm_backend.prefix import PrefixTree
+from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
 _NUM_TARGETS: Final = attrgetter("num_targets")

@@ -14,18 +14,13 @@ from genlm_backend.attention.packing import RowStates
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import Adapter
 from genlm_backend.passes.forwards import Runner
-from genlm_backend.prefix import (
-    KVLayout,
-    KVStore,
-    Mover,
-    Nodes,
-    PrefixTree,
-    Slots,
-    StateLayout,
-    States,
-    StateStore,
-)
 from genlm_backend.prefix.budgets import Budgets, most_rows
+from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.nodes import Nodes
+from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.prefix.slot_mover import Mover
+from genlm_backend.prefix.slots import Slots
+from genlm_backend.prefix.states import StateLayout, States, StateStore
 
 NO_BUDGETS: Final = Budgets()
 
@@ -58,12 +53,12 @@ class PrefixCache:
         self.state_store = none if states is None else states
         self.host_state_store = none if host_states is None else host_states
         self.layout, self.budgets, self._may_pin = self.store.layout, budgets, may_pin
-        moves = None if host_store is None else Mover(self.store, host_store)
+        moves = None if host_store is None else Mover(self.store.codes, host_store.codes)
         self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves, self._states_of)
 
     def _states_of(self, nodes: Nodes) -> States:
         states, host = self.state_store, self.host_state_store
-        moves = Mover(states, host, first=1) if host.num_states else None
+        moves = Mover(states.codes, host.codes, first=1) if host.num_states else None
         return States(nodes, states.num_states, host.num_states, moves)
 
     @property

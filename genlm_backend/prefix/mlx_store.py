@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.prefix import KVLayout
+from genlm_backend.prefix.kv_store import KVLayout
 
 _FIRST_SLOTS: Final = 1024
 

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix import node_loops
 from genlm_backend.prefix.nodes import NOWHERE, PINNED, Ints, Nodes, Place
+from genlm_backend.prefix.slot_mover import Mover
 from genlm_backend.prefix.slots import Slots
 from genlm_backend.prefix.states import NO_STATE, States
-from genlm_backend.prefix.tiers import Moves, TierName
+from genlm_backend.prefix.tiers import TierName
 
 
 @final
@@ -26,7 +27,7 @@ class PrefixTree:
         self,
         slots: Slots,
         host_slots: Slots | None = None,
-        moves: Moves | None = None,
+        moves: Mover | None = None,
         states: Callable[[Nodes], States] | None = None,
     ) -> None:
         self.slots = slots

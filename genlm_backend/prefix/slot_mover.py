@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol, final
+from typing import Final, TypeAlias, final
 
 import torch
 
@@ -11,17 +11,15 @@ LONG_STRETCH: Final = 16
 """Slots in a row, on average, from which on stretches are copied one by one."""
 
 
-class Kept(Protocol):
-    """Tensors whose rows are kept by number."""
-
-    codes: list[tuple[torch.Tensor, ...]]
+Codes: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
+"""Tensors of a store, of each layer, whose rows are kept by number."""
 
 
 @final
 class Mover:
     """Copies slots, as they are coded, from one store to another of the same layout."""
 
-    def __init__(self, device: Kept, host: Kept, first: int = 0) -> None:
+    def __init__(self, device: Codes, host: Codes, first: int = 0) -> None:
         self._device, self._host, self._first = device, host, first
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
@@ -33,14 +31,14 @@ class Mover:
     # Consecutive slots are copied in place, others are collected first. Between a CUDA device and
     # pinned memory a copy does not wait for the device: later kernels and copies come after it.
     def _copy(
-        self, source: Kept, from_slots: Sequence[int], to: Kept, to_slots: Sequence[int]
+        self, source: Codes, from_slots: Sequence[int], to: Codes, to_slots: Sequence[int]
     ) -> None:
         wanted, places = (
             torch.tensor(slots, dtype=torch.int64) - self._first for slots in (from_slots, to_slots)
         )
         stretches = _stretches(wanted.tolist(), places.tolist())
         is_long = len(from_slots) >= LONG_STRETCH * len(stretches)
-        for old, new in zip(source.codes, to.codes, strict=True):
+        for old, new in zip(source, to, strict=True):
             for codes, kept in zip(old, new, strict=True):
                 if is_long:
                     waits_not = codes.is_cuda or kept.is_cuda

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from genlm_backend.prefix import node_loops
 from genlm_backend.prefix.nodes import Ints, Nodes
-from genlm_backend.prefix.tiers import Moves
+from genlm_backend.prefix.slot_mover import Mover
 
 _FEWEST_TO_MOVE: Final = 32
 """Tokens after another state from which on one is copied to the host: a guess, not measured."""
@@ -125,7 +125,7 @@ class States:
     """The running states of nodes, by number, within a fixed budget."""
 
     def __init__(
-        self, nodes: Nodes, num_states: int, num_on_host: int = 0, moves: Moves | None = None
+        self, nodes: Nodes, num_states: int, num_on_host: int = 0, moves: Mover | None = None
     ) -> None:
         self._nodes, self.num_states = nodes, num_states
         self.host, self._moves = HostStates(nodes, num_on_host), moves

@@ -19,7 +19,7 @@ from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.readout import answers_by_rows, is_own
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Answer, Question
-from genlm_backend.prefix import TierName
+from genlm_backend.prefix.tiers import TierName
 from genlm_backend.remote.arguments import Sender
 from genlm_backend.remote.messages import Answers, InTable, PackedError, Reply
 from genlm_backend.runtime.threads import frequent_switches

@@ -307,11 +307,7 @@ class VocabularyTrie(abc.ABC):
     # ---------------------------------------------------------------- drawing
 
     def visualize(
-        self,
-        ws: Weights | None = None,
-        *,
-        max_depth: int | None = None,
-        max_nodes: int = 60,
+        self, ws: Weights | None = None, *, max_depth: int | None = None, max_nodes: int = 60
     ) -> graphviz.Digraph:
         """Draw the trie; shown as SVG in a notebook, written by ``.write("trie.svg")``.
 

@@ -81,10 +81,7 @@ def _cover(first: Int64, end: Int64, level_sizes: list[int]) -> tuple[Int64, Int
         # Whole blocks of the next level lie between these two; the rest is taken at this one.
         left, right = -(-first // RADIX) * RADIX, end // RADIX * RADIX
         is_apart = left < right
-        for a, b in (
-            (first, np.where(is_apart, left, end)),
-            (np.where(is_apart, right, end), end),
-        ):
+        for a, b in ((first, np.where(is_apart, left, end)), (np.where(is_apart, right, end), end)):
             lengths = b - a
             row = np.repeat(interval, lengths)
             within = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

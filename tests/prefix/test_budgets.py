@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from genlm_backend.errors import OptionError
-from genlm_backend.prefix import KVLayout, LayerLayout, budgets
+from genlm_backend.prefix import budgets
+from genlm_backend.prefix.kv_store import KVLayout, LayerLayout
 from genlm_backend.prefix.states import StateLayout, StateTensor
 from genlm_backend.runtime import memory
 

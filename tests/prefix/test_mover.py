@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.prefix import KVLayout, KVStore, LayerLayout, Mover
+from genlm_backend.prefix.kv_store import KVLayout, KVStore, LayerLayout
+from genlm_backend.prefix.slot_mover import Mover
 
 CPU = torch.device("cpu")
 LAYERS = (
@@ -32,7 +33,7 @@ def copied(store):
 @given(data=st.data())
 def test_slots_are_where_they_were_sent_and_nothing_else_changes(kept, data):
     device, host = stores(kept)
-    mover = Mover(device, host)
+    mover = Mover(device.codes, host.codes)
     for source, target, move in (
         (device, host, mover.to_host),
         (host, device, mover.to_device),

@@ -9,7 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from genlm_backend.prefix import PrefixTree, Slots, States
+from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.prefix.slots import Slots
+from genlm_backend.prefix.states import States
 from tests.tree_integrity import check_integrity
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend.errors import CacheError
-from genlm_backend.prefix import NOWHERE, PrefixTree, Slots
-from genlm_backend.prefix.nodes import Nodes
+from genlm_backend.prefix.nodes import NOWHERE, Nodes
+from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.prefix.slots import Slots
 from tests.tree_integrity import check_integrity, check_nodes
 
 

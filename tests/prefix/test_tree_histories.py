@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from genlm_backend.errors import CacheError
-from genlm_backend.prefix import NOWHERE, PrefixTree, Slots
+from genlm_backend.prefix.nodes import NOWHERE
+from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.prefix.slots import Slots
 from tests.tree_integrity import check_integrity
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=10)

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.prefix import KVStore
 from genlm_backend.prefix.codecs import Codec
+from genlm_backend.prefix.kv_store import KVStore
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values."""

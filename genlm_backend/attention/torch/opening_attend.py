@@ -16,7 +16,7 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.torch.layer import Pair, SlotLayer, as_read, by_token
 from genlm_backend.attention.torch.torch_row_states import cache_of
-from genlm_backend.prefix import KVLayout, KVStore
+from genlm_backend.prefix.kv_store import KVLayout, KVStore
 from genlm_backend.vision.pictures import Pictures
 
 

@@ -21,7 +21,9 @@ from genlm_backend.attention.shared_pass import LastArrays
 from genlm_backend.attention.torch.dispatch import TorchPass, attends_otherwise, dispatched_to
 from genlm_backend.attention.torch.layer import Pair, SlotLayer, as_read, write_new
 from genlm_backend.attention.torch.torch_row_states import cache_of
-from genlm_backend.prefix import PADDING_SLOT, KVLayout, KVStore, StateLayout
+from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.slots import PADDING_SLOT
+from genlm_backend.prefix.states import StateLayout
 
 
 @final

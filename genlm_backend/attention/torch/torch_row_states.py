@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 
 from genlm_backend.attention.packing import RowStates
 from genlm_backend.attention.torch.layer import Pair, SlotLayer
-from genlm_backend.prefix import StateLayout
+from genlm_backend.prefix.states import StateLayout
 
 
 def cache_of(

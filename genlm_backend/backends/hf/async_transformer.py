@@ -14,15 +14,15 @@ from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.picture_reader import PictureReader, check_processor
 from genlm_backend.backends.loading import explained
 from genlm_backend.checks import Check, switch
-from genlm_backend.errors import ModelStateError, OptionError
+from genlm_backend.errors import OptionError
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.query import TokenIds
 from genlm_backend.model.sampling import ends_of_model
-from genlm_backend.prefix import KVCacheDtype
+from genlm_backend.prefix.codecs import KVCacheDtype
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
+from genlm_backend.remote.process_lm import ProcessLM
 
 
-class AsyncTransformer(BatchedLM):
+class AsyncTransformer(ProcessLM):
     """A causal language model of transformers, batched and cached.
 
     All concurrent awaits become padded batched forward passes on one worker thread; the keys and
@@ -115,31 +115,22 @@ class AsyncTransformer(BatchedLM):
         self_check: bool = True,
         processor: Any = None,
     ) -> None:
-        options = HFOptions.among(locals())
+        own, options = self._parted(locals())
         check_processor(processor)
-        if switch("process", process):
+        if options.pop("process"):
             raise OptionError(
                 "process=True is for a model that is loaded by name, since an object lives where "
                 f"it has been made: {type(self).__name__}.from_name(name, process=True)"
             )
         self._hf: HFEvaluator | ProcessEvaluator
         if isinstance(hf_model, ProcessEvaluator):
-            for name, value in asdict(options).items():
+            for name, value in options.items():
                 if value not in (None, False, 0):
                     raise OptionError(f"{name} is for what makes the evaluator over there")
             self._hf = hf_model
         else:
-            device = self.option_checks["output_device"]("output_device", output_device)
-            self._hf = HFEvaluator(hf_model, output_device=device, **asdict(options))
-        super().__init__(
-            hf_tokenizer,
-            self._hf,
-            batch_size=batch_size,
-            timeout=timeout,
-            row_cache_bytes=row_cache_bytes,
-            output_device=output_device,
-            self_check=self_check,
-        )
+            self._hf = HFEvaluator(hf_model, output_device=own["output_device"], **options)
+        super().__init__(hf_tokenizer, self._hf, **own)
         token_id = self._info.image_token_id
         self._pictures = PictureReader(processor, self.contexts, token_id, self._asker())
 
@@ -198,15 +189,6 @@ class AsyncTransformer(BatchedLM):
         given = {"processor": loader.processor, **asdict(options), **kwargs}
         return cls(model, tokenizer, **given)
 
-    def next_token_logprobs_uncached(
-        self, token_ids: TokenIds, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Return the row of a context run whole and alone, past every cache: float32 ``[vocab]``.
-
-        For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
-        """
-        return self._uncached(token_ids, lora_name, self._hf.evaluate_whole)
-
     # ---------------------------------------------------------------- keys and values
 
     @property
@@ -225,22 +207,3 @@ class AsyncTransformer(BatchedLM):
     def packed_weight_bytes(self) -> int:
         """Number of bytes of packed weights, beside the model's own."""
         return self._evaluator.counts().packed_weight_bytes
-
-    @property
-    def process_id(self) -> int | None:
-        """Number of the process that the model lives in; ``None`` where it is this one."""
-        return self._hf.process_id if isinstance(self._hf, ProcessEvaluator) else None
-
-    def restart(self) -> None:
-        """End the process that the model lives in, and load the model and its adapters again.
-
-        Comes after the batch that is being evaluated, and blocks the thread. Rows that are cached
-        stay, keys and values have gone, and counts begin anew.
-
-        Raises:
-            ModelStateError: (``RuntimeError``) If the model lives in this process.
-            Exception: What loading raises; it may be tried again.
-        """
-        if not isinstance(self._hf, ProcessEvaluator):
-            raise ModelStateError("only a model of a process of its own can be restarted")
-        self._info = self._call(self._hf.restart)

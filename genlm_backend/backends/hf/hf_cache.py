@@ -13,9 +13,10 @@ from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.support import KVSupport, mean_keys
 from genlm_backend.errors import OptionError
 from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.prefix import KVCacheDtype, KVLayout, KVStore, StateStore
 from genlm_backend.prefix.budgets import Budgets, default_kv_budget, state_budget
-from genlm_backend.prefix.codecs import needs_mean
+from genlm_backend.prefix.codecs import KVCacheDtype, needs_mean
+from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.states import StateStore
 from genlm_backend.runtime.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -33,11 +34,7 @@ CACHED_TYPES: Final = frozenset(_CACHED_TYPES.split())
 
 
 def layout_of(
-    runner: HFRunner,
-    support: KVSupport,
-    kept: KVCacheDtype | None,
-    vocab_size: int,
-    longest: float,
+    runner: HFRunner, support: KVSupport, kept: KVCacheDtype | None, vocab_size: int, longest: float
 ) -> KVLayout:
     """Return the shapes of keys and values, and how they are kept."""
     if kept is None:

@@ -44,8 +44,8 @@ class HFEvaluator(PassEvaluator):
         self, model: Any, *, output_device: torch.device | None = None, **options: Any
     ) -> None:
         """Take the options of ``HFOptions``."""
-        check_model(model)
         self._options = HFOptions(**options)
+        check_model(model)
         model.eval()
         self._runner = runner = HFRunner(model)
         runner.check_wanted = lambda: self.check_wanted()

@@ -71,11 +71,7 @@ class HFLoader:
         return processor
 
     def model(self) -> Any:
-        from transformers import (
-            AutoModelForCausalLM,
-            AutoModelForImageTextToText,
-            PretrainedConfig,
-        )
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
         from transformers.models.auto import modeling_auto
 
         # What ships as a package is wherever the process is that loads it.

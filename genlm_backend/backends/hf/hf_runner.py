@@ -22,7 +22,7 @@ from genlm_backend.backends.hf.twin import Twin, twin_of
 from genlm_backend.errors import AdapterError
 from genlm_backend.model.query import Adapter
 from genlm_backend.passes.forwards import Runner
-from genlm_backend.prefix import StateLayout
+from genlm_backend.prefix.states import StateLayout
 
 logger = logging.getLogger(__name__)
 

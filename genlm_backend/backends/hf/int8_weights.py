@@ -123,8 +123,7 @@ def _products(
 ) -> torch.Tensor:
     """Return the products of digits and a packed weight: float32 ``[rows, out_features]``."""
     return torch.ops.onednn.qlinear_pointwise(
-        *(digits, 1.0, _ZERO, packed, scale, zero, None),
-        *(1.0, 0, torch.float32, "none", [], ""),
+        *(digits, 1.0, _ZERO, packed, scale, zero, None), *(1.0, 0, torch.float32, "none", [], "")
     )
 
 

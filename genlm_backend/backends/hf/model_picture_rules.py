@@ -18,7 +18,7 @@ from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import distance, row_of
 from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import PictureError, QueryDroppedError
-from genlm_backend.prefix import KVLayout, KVStore
+from genlm_backend.prefix.kv_store import KVLayout, KVStore
 from genlm_backend.vision.pictures import PictureRules, Pictures, image_token_id_of
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,7 @@ def _in_steps(
     opening = torch.tensor([ids[:stop]], dtype=torch.int64)
     _, shift = positions_of(runner.model, opening, pictures)
     behind = Span(
-        ids[stop:],
-        range(stop + 1, size + 1),
-        range(size - stop - _NUM_ROWS, size - stop),
-        shift,
+        ids[stop:], range(stop + 1, size + 1), range(size - stop - _NUM_ROWS, size - stop), shift
     )
     return row_of(runner.forward(pack([behind], paths_of([slots])), attend(store)))
 

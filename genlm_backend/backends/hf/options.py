@@ -28,8 +28,8 @@ from genlm_backend.checks import (
     thread_count,
 )
 from genlm_backend.errors import MissingExtraError, OptionError, OptionTypeError
-from genlm_backend.prefix import KV_CACHE_DTYPES, KVCacheDtype
 from genlm_backend.prefix.budgets import check_budgets
+from genlm_backend.prefix.codecs import KV_CACHE_DTYPES, KVCacheDtype
 
 
 @final

@@ -24,7 +24,7 @@ from genlm_backend.backends.hf.support import vocab_width
 from genlm_backend.errors import CacheError, PrefixFileError
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.passes.passes import Passes
-from genlm_backend.prefix import KVLayout
+from genlm_backend.prefix.kv_store import KVLayout
 
 FORMAT: Final = "genlm_backend prefix 1"
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 
-from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import Span, pack
 from genlm_backend.attention.paths import Paths
-from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
-from genlm_backend.prefix import StateStore
+from genlm_backend.passes.forwards import Runner
 
 NUM_STATES: Final = 16
 """States of a store that are enough for all passes of a trial."""
@@ -43,6 +41,21 @@ def paths_of(pasts: Sequence[Sequence[int]]) -> Paths:
     return Paths(above, depths, slots, np.array(ends, np.int64))
 
 
+def rows_from_slots(runner: Runner, attend: Any, long: list[int], short: list[int]) -> torch.Tensor:
+    """Return rows of two contexts and the first again, in two steps and padded to one batch."""
+    size = len(long) + len(short)
+    long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
+    first = [Span(long[:-2], long_slots[:-2]), Span(short[:1], short_slots[:1])]
+    runner.forward(first, attend)
+    second = [
+        Span(long[-2:], long_slots[-2:], (1,)),
+        Span(short[1:], short_slots[1:], (len(short) - 2,)),
+        Span(long[-2:], range(size + 1, size + 3), (1,)),
+    ]
+    past = paths_of([long_slots[:-2], short_slots[:1], long_slots[:-2]])
+    return row_of(runner.forward(pack(second, past), attend))
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Begun:
@@ -56,7 +69,7 @@ class Begun:
 class StateTrial:
     """Passes of a model with running states, whose rows have as many new tokens each."""
 
-    def __init__(self, runner: HFRunner, states: StateStore, attend: Attend) -> None:
+    def __init__(self, runner: Runner, states: Any, attend: Any) -> None:
         self._runner, self._states, self._attend = runner, states, attend
         self._num_slots = self._num_states = 0
 

@@ -30,7 +30,7 @@ from genlm_backend.attention.torch.step_tables import StepShape, StepTables
 from genlm_backend.attention.torch.torch_attend import SharedAttend
 from genlm_backend.backends.hf.forward_names import cache_argument
 from genlm_backend.backends.hf.twin import Twin
-from genlm_backend.prefix import KVStore, LayerLayout
+from genlm_backend.prefix.kv_store import KVStore, LayerLayout
 from genlm_backend.runtime.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)

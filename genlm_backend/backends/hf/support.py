@@ -39,14 +39,8 @@ from genlm_backend.backends.hf.trial import (
 )
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.prefix import (
-    CacheLayer,
-    KVLayout,
-    KVStore,
-    LayerLayout,
-    StateLayout,
-    StateTensor,
-)
+from genlm_backend.prefix.kv_store import KVLayout, KVStore, LayerLayout
+from genlm_backend.prefix.states import CacheLayer, StateLayout, StateTensor
 from genlm_backend.runtime.progress import stage
 from genlm_backend.runtime.threads import one_thread
 
@@ -306,16 +300,8 @@ def _observe_layout(
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.shape[2] != len(token_ids):
             raise UnsupportedModelError("a layer keeps no keys and values")
-        layers.append(
-            LayerLayout(
-                num_key_heads=keys.shape[1],
-                key_dim=keys.shape[3],
-                num_value_heads=values.shape[1],
-                value_dim=values.shape[3],
-                dtype=keys.dtype,
-                device=keys.device,
-            )
-        )
+        heads = keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]
+        layers.append(LayerLayout(*heads, keys.dtype, keys.device))
     if not layers and not states:
         raise UnsupportedModelError("no layer keeps keys and values")
     return KVLayout(tuple(layers), states), row_of(logits[0, -1])

@@ -14,8 +14,9 @@ from genlm_backend.attention.packing import Span, pack
 from genlm_backend.attention.torch.torch_attend import WAYS, WholeAttend
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import MOST_ROUNDING, distance, farthest, rounding, row_of
-from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of
-from genlm_backend.prefix import KVLayout, KVStore, StateStore
+from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of, rows_from_slots
+from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.states import StateStore
 
 logger = logging.getLogger(__name__)
 
@@ -84,18 +85,8 @@ def difference_of(
         states = StateStore(layout.states, NUM_STATES)
         trial = StateTrial(runner, states, way.probing(store))
         return trial.found(long, short, *wanted[:2], rounding(dtype_of(layout)))
-    size = len(long) + len(short)
-    store = KVStore(layout, size + 2)
-    long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
-    first = [Span(long[:-2], long_slots[:-2]), Span(short[:1], short_slots[:1])]
-    runner.forward(first, way.probing(store))
-    past = paths_of([long_slots[:-2], short_slots[:1], long_slots[:-2]])
-    spans = (
-        Span(long[-2:], long_slots[-2:], (1,)),
-        Span(short[1:], short_slots[1:], (len(short) - 2,)),
-        Span(long[-2:], range(size + 1, size + 3), (1,)),
-    )
-    rows = row_of(runner.forward(pack(spans, past), way.probing(store)))
+    store = KVStore(layout, len(long) + len(short) + 2)
+    rows = rows_from_slots(runner, way.probing(store), long, short)
     return farthest(map(distance, rows, wanted)), True
 
 

@@ -15,7 +15,6 @@ from genlm_backend.backends.llama_cpp.gguf_model import resolve_file
 from genlm_backend.checks import (
     Check,
     byte_count,
-    checked,
     integer,
     one_of,
     optional,
@@ -23,17 +22,16 @@ from genlm_backend.checks import (
     switch,
     text,
 )
-from genlm_backend.errors import ModelStateError
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.query import TokenIds
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
+from genlm_backend.remote.process_lm import ProcessLM
 
 if TYPE_CHECKING:
     from genlm_backend.backends.llama_cpp.llama_evaluator import LlamaEvaluator
 
 
 @final
-class AsyncLlamaCppLM(BatchedLM):
+class AsyncLlamaCppLM(ProcessLM):
     """A language model in a GGUF file, evaluated by llama.cpp, batched and cached.
 
     All concurrent awaits become batches of llama.cpp on one worker thread, which alone uses the
@@ -108,15 +106,8 @@ class AsyncLlamaCppLM(BatchedLM):
         self_check: bool = True,
         eos_token_ids: Collection[int] | None = None,
     ) -> None:
-        options: dict[str, Any] = {
-            "kv_cache_bytes": kv_cache_bytes,
-            "kv_cache_dtype": kv_cache_dtype,
-            "max_length": max_length,
-            "num_threads": num_threads,
-            "eos_token_ids": eos_token_ids,
-        }
-        given = checked(self.option_checks, {**options, "num_gpu_layers": num_gpu_layers})
-        num_layers, is_elsewhere = given.pop("num_gpu_layers"), switch("process", process)
+        own, options = self._parted(locals())
+        num_layers, is_elsewhere = options.pop("num_gpu_layers"), options.pop("process")
         path = text("model_path", str(model_path) if isinstance(model_path, Path) else model_path)
         library()
         from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
@@ -130,22 +121,14 @@ class AsyncLlamaCppLM(BatchedLM):
                 (tokenizer.bos_token_id,) = tokenizer.encode(BOS_TOKEN, add_special_tokens=False)
             self._llama: LlamaEvaluator | ProcessEvaluator
             if is_elsewhere:
-                self._llama = ProcessEvaluator(partial(load_evaluator, path, num_layers, given))
+                self._llama = ProcessEvaluator(partial(load_evaluator, path, num_layers, options))
             else:
-                self._llama = LlamaEvaluator(model, **given)
+                self._llama = LlamaEvaluator(model, **options)
         except BaseException:
             model.close()
             raise
         try:
-            super().__init__(
-                tokenizer,
-                self._llama,
-                batch_size=batch_size,
-                timeout=timeout,
-                row_cache_bytes=row_cache_bytes,
-                output_device=output_device,
-                self_check=self_check,
-            )
+            super().__init__(tokenizer, self._llama, **own)
         except BaseException:
             self._llama.close()
             raise
@@ -169,31 +152,3 @@ class AsyncLlamaCppLM(BatchedLM):
         cls.check_options(kwargs)
         library()
         return cls(resolve_file(model_name), **kwargs)
-
-    def next_token_logprobs_uncached(
-        self, token_ids: TokenIds, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Return the row of a context run whole and alone, past every cache: float32 ``[vocab]``.
-
-        For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
-        """
-        return self._uncached(token_ids, lora_name, self._llama.evaluate_whole)
-
-    @property
-    def process_id(self) -> int | None:
-        """Number of the process that the model lives in; ``None`` where it is this one."""
-        return self._llama.process_id if isinstance(self._llama, ProcessEvaluator) else None
-
-    def restart(self) -> None:
-        """End the process that the model lives in, and load the model and its adapters again.
-
-        Comes after the batch that is being evaluated, and blocks the thread. Rows that are cached
-        stay, keys and values have gone, and counts begin anew.
-
-        Raises:
-            ModelStateError: (``RuntimeError``) If the model lives in this process.
-            Exception: What loading raises; it may be tried again.
-        """
-        if not isinstance(self._llama, ProcessEvaluator):
-            raise ModelStateError("only a model of a process of its own can be restarted")
-        self._info = self._call(self._llama.restart)

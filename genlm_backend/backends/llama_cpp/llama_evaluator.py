@@ -27,9 +27,8 @@ from genlm_backend.model.evaluator import EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.prefix import KVLayout
 from genlm_backend.prefix.budgets import Budgets
-from genlm_backend.prefix.kv_store import FREE_SLOTS
+from genlm_backend.prefix.kv_store import FREE_SLOTS, KVLayout
 from genlm_backend.runtime.memory import cpu_budget, free_memory
 
 logger = logging.getLogger(__name__)

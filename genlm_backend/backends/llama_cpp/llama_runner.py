@@ -14,8 +14,8 @@ from genlm_backend.backends.llama_cpp.llama_context import LlamaContext, OutOfCe
 from genlm_backend.backends.llama_cpp.sequence_states import SequenceRowStates
 from genlm_backend.backends.llama_cpp.sequences import Sequences
 from genlm_backend.passes.forwards import Runner
-from genlm_backend.prefix import PrefixTree
 from genlm_backend.prefix.nodes import Ints
+from genlm_backend.prefix.prefix_tree import PrefixTree
 
 
 class _Tokens(NamedTuple):

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.backends.llama_cpp.llama_context import LlamaContext
-from genlm_backend.prefix import Nodes
-from genlm_backend.prefix.nodes import Ints
+from genlm_backend.prefix.nodes import Ints, Nodes
 
 _PINNED: Final = np.iinfo(np.int64).max
 

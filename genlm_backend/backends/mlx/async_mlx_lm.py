@@ -10,25 +10,16 @@ import torch
 from genlm_backend.backends.loading import cache_opts as check_cache_opts
 from genlm_backend.backends.loading import explained, row_cache
 from genlm_backend.backends.mlx.present import check_present
-from genlm_backend.checks import (
-    Check,
-    byte_count,
-    checked,
-    integer,
-    optional,
-    sequence,
-    switch,
-    text,
-)
+from genlm_backend.checks import Check, byte_count, integer, optional, sequence, switch, text
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.query import TokenIds
+from genlm_backend.model.whole_lm import WholeLM
 
 if TYPE_CHECKING:
     from genlm_backend.backends.mlx.mlx_evaluator import MlxEvaluator
 
 
 @final
-class AsyncMlxLM(BatchedLM):
+class AsyncMlxLM(WholeLM):
     """A language model of mlx-lm, batched and cached, on Apple silicon or on a CPU.
 
     All concurrent awaits become padded batched forward passes on one worker thread, which alone
@@ -100,27 +91,15 @@ class AsyncMlxLM(BatchedLM):
         check_present()
         from genlm_backend.backends.mlx.mlx_evaluator import MlxEvaluator
 
-        options: dict[str, Any] = {"kv_cache_bytes": kv_cache_bytes, "max_length": max_length}
-        options |= {"eos_token_ids": eos_token_ids, "state_cache_bytes": state_cache_bytes}
-        options |= {"prefill_step_size": prefill_step_size, "row_cache_bytes": row_cache_bytes}
-        options |= {"cache_size": cache_size, "cache_opts": cache_opts}
-        given = checked(self.option_checks, options)
-        most_rows, row_bytes = given.pop("cache_size"), given.pop("row_cache_bytes")
-        rows = row_cache(most_rows, row_bytes, **(given.pop("cache_opts") or {}))
+        own, options = self._parted(locals())
+        most_rows, opts = options.pop("cache_size"), options.pop("cache_opts") or {}
+        rows = row_cache(most_rows, own["row_cache_bytes"], **opts)
         if type(tokenizer).__name__ == "TokenizerWrapper":  # of mlx-lm
             if eos_token_ids is None:
-                given["eos_token_ids"] = tokenizer.eos_token_ids
+                options["eos_token_ids"] = tokenizer.eos_token_ids
             tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
-        self._mlx: MlxEvaluator = MlxEvaluator(mlx_lm_model, **given)
-        super().__init__(
-            tokenizer,
-            self._mlx,
-            batch_size=batch_size,
-            timeout=timeout,
-            row_cache=rows,
-            output_device=output_device,
-            self_check=self_check,
-        )
+        self._mlx: MlxEvaluator = MlxEvaluator(mlx_lm_model, **options)
+        super().__init__(tokenizer, self._mlx, row_cache=rows, **own)
 
     @classmethod
     def from_name(
@@ -172,12 +151,3 @@ class AsyncMlxLM(BatchedLM):
     def model(self) -> Any:
         """The model as it was given; ``None`` after ``close()``."""
         return self._mlx.model
-
-    def next_token_logprobs_uncached(
-        self, token_ids: TokenIds, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Return the row of a context run whole and alone, past every cache: float32 ``[vocab]``.
-
-        For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
-        """
-        return self._uncached(token_ids, lora_name, self._mlx.evaluate_whole)

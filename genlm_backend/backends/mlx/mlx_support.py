@@ -18,9 +18,9 @@ from genlm_backend.attention.attend import Way
 from genlm_backend.attention.mlx.mlx_attend import MlxAttend, MlxWholeAttend
 from genlm_backend.attention.mlx.mlx_row_states import caches_of, leaves, state_caches
 from genlm_backend.attention.mlx.mlx_shared import GATHERED, WAYS
-from genlm_backend.attention.packing import Span, pack
+from genlm_backend.attention.packing import Span
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
-from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of
+from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, rows_from_slots
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
@@ -110,7 +110,7 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     if kept is None:
         return MlxSupport(vocab_size, reason=reason, pads=pads)
     for way in WAYS if kept.shapes else [GATHERED]:
-        difference, reason, several = _difference(runner, kept, way, long, short, whole)
+        difference, reason, several = _difference(runner, kept, way, (long, short), whole)
         if not reason and difference <= tolerance:
             return MlxSupport(vocab_size, kept, way, pads=pads, takes_several_tokens=several)
         reason = reason or f"rows from what is kept differ by {difference:.2g} from whole ones"
@@ -188,44 +188,21 @@ def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
 
 
 def _difference(
-    runner: MlxRunner,
-    kept: KeptLayout,
-    way: Way,
-    long: list[int],
-    short: list[int],
-    whole: list[torch.Tensor],
+    runner: MlxRunner, kept: KeptLayout, way: Way, contexts: tuple[list[int], ...], whole: Any
 ) -> tuple[float, str, bool]:
     """Return the distance of cached rows, why there are none, and if states take several tokens."""
-    size = len(long) + len(short)
-    attend = way.probing(MlxStore(kept.shapes, 4 * size))
+    long, short = contexts
+    attend = way.probing(MlxStore(kept.shapes, 4 * (len(long) + len(short))))
     try:
         if kept.states:
-            states: Any = MlxStateStore(kept.states, NUM_STATES)
-            trial = StateTrial(cast(Any, runner), states, cast(Any, attend))
+            trial = StateTrial(runner, MlxStateStore(kept.states, NUM_STATES), attend)
             found = trial.found(long, short, whole[0], whole[1], _rounding(runner.model))
             return found[0], "", found[1]
-        rows = _rows_from_slots(runner, attend, long, short)
+        rows = rows_from_slots(runner, attend, long, short)
     except (TypeError, ValueError, AttributeError, IndexError, ModelStateError) as error:
         logger.debug("%s runs on nothing kept", type(runner.model).__name__, exc_info=error)
         return 0.0, f"it does not run on foreign caches: {error!r}", True
     return farthest(map(distance, rows, (whole[0], whole[1], whole[0]))), "", True
-
-
-def _rows_from_slots(
-    runner: MlxRunner, attend: MlxAttend, long: list[int], short: list[int]
-) -> torch.Tensor:
-    """Return rows of two contexts and the first again, in two steps and padded to one batch."""
-    size = len(long) + len(short)
-    long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
-    first = [Span(long[:-2], long_slots[:-2]), Span(short[:1], short_slots[:1])]
-    runner.forward([*first], attend)
-    second = [
-        Span(long[-2:], long_slots[-2:], (1,)),
-        Span(short[1:], short_slots[1:], (len(short) - 2,)),
-        Span(long[-2:], range(size + 1, size + 3), (1,)),
-    ]
-    past = paths_of([long_slots[:-2], short_slots[:1], long_slots[:-2]])
-    return row_of(runner.forward(pack(second, past), attend))
 
 
 def _rows(runner: MlxRunner, contexts: list[list[int]], attend: MlxAttend) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 import torch
@@ -22,20 +22,12 @@ from genlm_backend.backends.vllm.release import check_release
 from genlm_backend.backends.vllm.row_check import compare_rows
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
 from genlm_backend.backends.vllm.vllm_picture_reader import VLLMPictureReader
-from genlm_backend.checks import (
-    Check,
-    checked,
-    integer,
-    mapping,
-    optional,
-    switch,
-    text,
-)
+from genlm_backend.checks import Check, integer, mapping, optional, switch, text
 from genlm_backend.errors import BatcherClosedError, OptionError
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.context import listed_contexts
-from genlm_backend.model.query import Adapter, TokenIds
-from genlm_backend.model.sampling import Sampled, check_no_others
+from genlm_backend.model.context import Context
+from genlm_backend.model.query import Adapter
+from genlm_backend.model.sampling import Sampled
 from genlm_backend.runtime.progress import progress_bar
 
 if TYPE_CHECKING:  # it imports vLLM
@@ -52,6 +44,10 @@ class AsyncVirtualLM(BatchedLM):
 
     LoRA adapters need an engine with ``engine_opts={"enable_lora": True}``; ``max_loras`` of them
     can be in one batch, ``max_lora_rank`` bounds their rank.
+
+    ``sample`` and ``batch_sample`` use vLLM's own sampler, so that no row leaves vLLM for them. A
+    seed gives other draws than on other backends, and a temperature is 0 or at least 0.01, which
+    vLLM takes for whatever is between.
 
     Args:
         engine: What ``from_name`` makes.
@@ -94,26 +90,11 @@ class AsyncVirtualLM(BatchedLM):
         max_length: int | None = None,
         self_check: bool = True,
     ) -> None:
-        options = {
-            "cache_size": cache_size,
-            "cache_opts": cache_opts,
-            "row_cache_bytes": row_cache_bytes,
-            "max_length": max_length,
-            "output_device": output_device,
-        }
-        given = checked(self.option_checks, options)
-        self._vllm = VLLMEvaluator(engine, given["output_device"], given["max_length"])
-        super().__init__(
-            engine.tokenizer,
-            self._vllm,
-            batch_size=batch_size,
-            timeout=timeout,
-            row_cache=row_cache(
-                given["cache_size"], given["row_cache_bytes"], **(given["cache_opts"] or {})
-            ),
-            output_device=output_device,
-            self_check=self_check,
-        )
+        own, options = self._parted(locals())
+        self._vllm = VLLMEvaluator(engine, own["output_device"], options["max_length"])
+        most_rows, opts = options["cache_size"], options["cache_opts"] or {}
+        rows = row_cache(most_rows, own["row_cache_bytes"], **opts)
+        super().__init__(engine.tokenizer, self._vllm, row_cache=rows, **own)
         self._pictures = VLLMPictureReader(engine, self.contexts)
         self._is_sampling = False
 
@@ -170,58 +151,21 @@ class AsyncVirtualLM(BatchedLM):
 
     # ---------------------------------------------------------------- samples
 
-    async def sample(
-        self,
-        prompt_token_ids: TokenIds,
-        max_tokens: int,
-        eos_token_ids: Collection[int] | None = None,
-        temperature: float = 1.0,
-        seed: int | None = None,
-        lora_name: str | None = None,
-        **others: Any,
-    ) -> Sampled:
-        """Sample a continuation with vLLM's own sampler; see ``AsyncLM.sample``.
-
-        No row leaves vLLM for it. A seed gives other draws than on other backends, and a
-        temperature is 0 or at least 0.01, which vLLM takes for whatever is between.
-        """
-        check_no_others("sample", others)
-        prompts = [self.contexts.of(prompt_token_ids)]
-        samples = await self.batch_sample(
-            prompts, max_tokens, eos_token_ids, temperature, seed, lora_name
-        )
-        return samples[0]
-
-    async def batch_sample(
-        self,
-        prompt_token_ids_list: Sequence[TokenIds],
-        max_tokens: int,
-        eos_token_ids: Collection[int] | None = None,
-        temperature: float = 1.0,
-        seed: int | None = None,
-        lora_name: str | None = None,
-        progress: bool = False,
-        **others: Any,
+    async def _samples(
+        self, prompts: list[Context], lora_name: str | None, progress: bool, **options: Any
     ) -> list[Sampled]:
-        """Sample a continuation of each prompt with vLLM's own sampler; see ``sample``."""
-        check_no_others("batch_sample", others)
-        given = self._check_sampling(
-            max_tokens, eos_token_ids, temperature=temperature, seed=seed, progress=progress
-        )
-        del given["progress"]
-        if 0 < given["temperature"] < LEAST_TEMPERATURE:
+        if 0 < options["temperature"] < LEAST_TEMPERATURE:
             raise OptionError(
-                f"temperature={temperature}: vLLM samples at none between 0 and "
+                f"temperature={options['temperature']}: vLLM samples at none between 0 and "
                 f"{LEAST_TEMPERATURE}; generate and draw_next_token do"
             )
-        contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
-        prompts = [self._query(token_ids, lora_name) for token_ids in contexts]
-        if max_tokens == 0:
+        queries = [self._query(prompt, lora_name) for prompt in prompts]
+        if options["max_tokens"] == 0:
             return [Sampled([], "length") for _ in prompts]
         assert self.max_length is not None
         completions = [
-            Completion(prompt, **given, stream=stream, max_length=self.max_length)
-            for stream, prompt in enumerate(prompts)
+            Completion(query, **options, stream=stream, max_length=self.max_length)
+            for stream, query in enumerate(queries)
         ]
         with progress_bar(len(completions), progress) as bar:
             return await self._sampled(completions, lambda _: bar.update())

@@ -15,15 +15,8 @@ from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorI
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.readout import RowQuestions
 from genlm_backend.model.row import Row, rows_on, rows_without, stacked
-from genlm_backend.model.scoring import (
-    NOTHING,
-    Answer,
-    Beside,
-    Question,
-    Scoring,
-    scores_of_rows,
-)
-from genlm_backend.prefix import TierName
+from genlm_backend.model.scoring import NOTHING, Answer, Beside, Question, Scoring, scores_of_rows
+from genlm_backend.prefix.tiers import TierName
 from genlm_backend.runtime.blocking import result_of
 
 if TYPE_CHECKING:  # it imports vLLM
@@ -41,10 +34,7 @@ class VLLMEvaluator(Evaluator):
     """Answers queries by an engine of sessions, in parts of a batch."""
 
     def __init__(
-        self,
-        engine: VLLMEngine,
-        output_device: torch.device,
-        max_length: int | None = None,
+        self, engine: VLLMEngine, output_device: torch.device, max_length: int | None = None
     ) -> None:
         self.engine = engine
         self.planner = SessionPlanner(engine)

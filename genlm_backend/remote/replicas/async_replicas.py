@@ -14,11 +14,11 @@ from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.picture_reader import PictureReader, check_processor
 from genlm_backend.backends.loading import explained
 from genlm_backend.batching import BatchPolicy
-from genlm_backend.checks import Check, checked, instance, integer, listed, number
+from genlm_backend.checks import Check, instance, integer, listed, number
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.model.query import Query
-from genlm_backend.prefix import KVCacheDtype
+from genlm_backend.prefix.codecs import KVCacheDtype
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
 from genlm_backend.remote.ray_evaluator import RayEvaluator, connect
 from genlm_backend.remote.replicas.distributor import Distributor
@@ -76,23 +76,15 @@ class AsyncReplicas(BatchedLM):
         self_check: bool = True,
         processor: Any = None,
     ) -> None:
-        cost = checked(self.option_checks, {"per_forward": per_forward})["per_forward"]
+        own, options = self._parted(locals())
         check_processor(processor)
         is_evaluator = instance(Evaluator, "an Evaluator")
         given = [is_evaluator("evaluators", one) for one in listed("evaluators", evaluators)]
         self._set = ReplicaSet(given)
-        super().__init__(
-            tokenizer,
-            self._set,
-            batch_size=batch_size,
-            timeout=timeout,
-            row_cache_bytes=row_cache_bytes,
-            output_device=output_device,
-            self_check=self_check,
-        )
+        super().__init__(tokenizer, self._set, **own)
         for replica in self._set.replicas:
             replica.answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
-        self._distributor.opened(self._set.infos, cost)
+        self._distributor.opened(self._set.infos, options["per_forward"])
         token_id = self._info.image_token_id
         self._pictures = PictureReader(processor, self.contexts, token_id, self._asker())
 

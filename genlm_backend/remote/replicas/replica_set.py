@@ -21,7 +21,7 @@ from genlm_backend.model.evaluator import (
 )
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.row import Row, RowCache
-from genlm_backend.prefix import TierName
+from genlm_backend.prefix.tiers import TierName
 from genlm_backend.remote.replicas.replica import Replica
 from genlm_backend.vision.pictures import PictureRules
 

@@ -16,7 +16,7 @@ from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.passes import Passes
 from genlm_backend.passes.prefill_plan import CostModel
 from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.prefix import KVLayout, KVStore
+from genlm_backend.prefix.kv_store import KVLayout, KVStore
 
 VOCAB = 5
 

@@ -11,8 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention.torch.torch_attend import SharedAttend
 from genlm_backend.errors import OptionError
-from genlm_backend.prefix import KV_CACHE_DTYPES
-from genlm_backend.prefix.codecs import codec_for
+from genlm_backend.prefix.codecs import KV_CACHE_DTYPES, codec_for
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.tree_integrity import check_integrity

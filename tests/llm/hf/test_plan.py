@@ -16,7 +16,8 @@ from genlm_backend.passes.prefill_plan import (
     plan_waves,
     plan_whole,
 )
-from genlm_backend.prefix import PrefixTree, Slots
+from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.prefix.slots import Slots
 
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
 

@@ -16,7 +16,9 @@ from genlm_backend.model.context import of_no_model
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.scoring import Scoring
 from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.prefix import KVLayout, KVStore, PrefixTree, Slots
+from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.prefix.slots import Slots
 from tests.llm.hf.fake_runner import VOCAB, FakeRunner, logprobs_after, passes_over
 from tests.llm.hf.paths_of import read_by_row
 from tests.tree_integrity import check_integrity

@@ -10,7 +10,7 @@ from genlm_backend.attention.packing import Span, pack, pack_step
 from genlm_backend.attention.reading import Reading
 from genlm_backend.attention.torch.dispatch import TorchPass
 from genlm_backend.backends.mlx import present
-from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
+from genlm_backend.prefix.kv_store import KVLayout, KVStore, LayerLayout
 from tests.llm.hf.paths_of import rows_in_trees
 
 NUM_SLOTS, NUM_GROUPS, GROUP, DIM, SCALE = 400, 2, 2, 8, 0.6

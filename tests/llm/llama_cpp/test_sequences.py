@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend.backends.llama_cpp.sequences import Sequences
-from genlm_backend.prefix import PrefixTree, Slots
+from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.prefix.slots import Slots
 
 LENGTH, NUM_SLOTS = 12, 60
 
