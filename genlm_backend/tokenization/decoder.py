@@ -120,7 +120,9 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
 
 
 def infer_decoder(
-    pre_tokenizer: dict[str, Any] | None, normalizer: dict[str, Any] | None, model: dict[str, Any]
+    pre_tokenizer: dict[str, Any] | None,
+    normalizer: dict[str, Any] | None,
+    model: dict[str, Any],
 ) -> CompiledDecoder:
     """Compile the decoder that a tokenizer without one would have to declare."""
     splitters = _flatten(pre_tokenizer) if pre_tokenizer else []
@@ -229,13 +231,19 @@ def _strip(content: str, start: int, stop: int) -> Stage:
     return stage
 
 
-_CLEANUP: Final = {
-    **{f" {tidy}": tidy for tidy in (".", "?", "!", ",")},
-    " ' ": "'",
-    **{f" {tidy}": tidy for tidy in ("n't", "'m")},
-    " do not": " don't",
-    **{f" {tidy}": tidy for tidy in ("'s", "'ve", "'re")},
-}
+_CLEANUP: Final = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
 
 
 def _word_piece(prefix: str, cleanup: bool) -> Stage:
@@ -244,7 +252,7 @@ def _word_piece(prefix: str, cleanup: bool) -> Stage:
             return piece
         text = piece[len(prefix) :] if piece.startswith(prefix) else " " + piece
         if cleanup:
-            for spaced, tidy in _CLEANUP.items():
+            for spaced, tidy in _CLEANUP:
                 text = text.replace(spaced, tidy)
         return text
 

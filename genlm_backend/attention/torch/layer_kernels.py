@@ -85,12 +85,22 @@ def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
     launch: Any = _rotate[grid]  # pyright: ignore[reportIndexIssue]
     with torch.cuda.device_of(query):  # or it is launched on the one that is current
         launch(
-            *(query, keys, cos, sin, found_query, found_keys),
-            *(num_tokens, num_heads, num_key_heads, query_blocks),
+            query,
+            keys,
+            cos,
+            sin,
+            found_query,
+            found_keys,
+            num_tokens,
+            num_heads,
+            num_key_heads,
+            query_blocks,
             *query.stride()[:3],
             *keys.stride()[:3],
-            *(cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
-            *(sin.stride(0) if len(sin) > 1 else 0, sin.stride(1)),
+            cos.stride(0) if len(cos) > 1 else 0,
+            cos.stride(1),
+            sin.stride(0) if len(sin) > 1 else 0,
+            sin.stride(1),
             HALF=dim // 2,
             DIMS=triton.next_power_of_2(dim // 2),
             HEADS=_HEADS,
@@ -159,8 +169,15 @@ def fused_add_rms_norm(
     size = triton.next_power_of_2(width)
     with torch.cuda.device_of(given):  # or it is launched on the one that is current
         launch(
-            *(rows, rows.stride(0), others, others.stride(0), weight.contiguous()),
-            *(total, normed, width, eps),
+            rows,
+            rows.stride(0),
+            others,
+            others.stride(0),
+            weight.contiguous(),
+            total,
+            normed,
+            width,
+            eps,
             WIDTH=size,
             num_warps=8 if size > 1024 else 4,
         )

@@ -109,9 +109,20 @@ def attend_in_slots(
     launch: Any = _attend[(num_rows, num_key_heads)]  # pyright: ignore[reportIndexIssue]
     with torch.cuda.device_of(query):  # or it is launched on the one that is current
         launch(
-            *(query, codes, slots, starts, counts, values, sums, pieces),
+            query,
+            codes,
+            slots,
+            starts,
+            counts,
+            values,
+            sums,
+            pieces,
             query if sinks is None else sinks,
-            *(found, scale, codes.stride(0), sums.shape[1], pieces.shape[1]),
+            found,
+            scale,
+            codes.stride(0),
+            sums.shape[1],
+            pieces.shape[1],
             NUM_KEY_HEADS=num_key_heads,
             GROUP_SIZE=group_size,
             DIM=dim,

@@ -35,15 +35,19 @@ class StepArrays:
         self.shape = shape
         rows, num_readers = shape.rows, shape.rows * shape.pieces
         shapes: dict[str, tuple[int, ...]] = {
-            **dict.fromkeys(("token_ids", "positions", "new_slots"), (rows,)),
-            **dict.fromkeys(("slot_starts", "slot_counts"), (rows,)),
-            **dict.fromkeys(("recent_starts", "recent_counts"), (rows,)),
+            "token_ids": (rows,),
+            "positions": (rows,),
+            "new_slots": (rows,),
             "readers": (num_readers,),
             "pieces": (rows, shape.pieces),
+            "slot_starts": (rows,),
+            "slot_counts": (rows,),
             "bounds": (shape.stretches + 1,),
             "starts": (shape.stretches + 1,),
             "sizes": (shape.stretches,),
             "recent": (rows, shape.window),
+            "recent_starts": (rows,),
+            "recent_counts": (rows,),
             "slots": (shape.tokens,),  # the last, since room for them is rarely filled
         }
         are_long = {"token_ids", "positions", "new_slots"}
