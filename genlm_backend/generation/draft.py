@@ -221,7 +221,7 @@ def make_processors(
     if config.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
         is_late = config.suppress_repetition_in_generation
-        made.append(partial(_of_generated, penalty, prompt_length) if is_late else penalty)
+        made.append(_OfGenerated(penalty, prompt_length) if is_late else penalty)
     if config.no_repeat_ngram_size:
         made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
     if config.bad_words_ids:
@@ -232,16 +232,23 @@ def make_processors(
         made.append(MinLengthLogitsProcessor(least, eos_token_ids))
     if config.presence_penalty or config.frequency_penalty:
         counts = partial(_less_for_counts, config.presence_penalty, config.frequency_penalty)
-        made.append(partial(_of_generated, counts, prompt_length))
+        made.append(_OfGenerated(counts, prompt_length))
     return made
 
 
-def _of_generated(
-    processor: Callable[..., Any], prompt_length: int, input_ids: Any, scores: Any
-) -> Any:
-    """Process the logits of generated tokens only, from the second one on."""
-    generated = input_ids[:, prompt_length:]
-    return processor(generated, scores) if generated.shape[1] else scores
+@final
+class _OfGenerated:
+    """Processes the logits of generated tokens only, from the second one on."""
+
+    # No partial, of which transformers takes 0.3 ms to inspect the signature, at each token.
+
+    def __init__(self, processor: Callable[..., Any], prompt_length: int) -> None:
+        self._processor = processor
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        generated = input_ids[:, self._prompt_length :]
+        return self._processor(generated, scores) if generated.shape[1] else scores
 
 
 def _less_for_counts(presence: float, frequency: float, input_ids: Any, scores: Any) -> Any:

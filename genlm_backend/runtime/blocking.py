@@ -49,7 +49,10 @@ def blocking_form(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
 def _named(call: Callable[P, T], verb: Callable[..., Any], answer: str) -> Callable[P, T]:
     call.__name__, call.__qualname__ = f"{verb.__name__}_sync", f"{verb.__qualname__}_sync"
-    call.__doc__ = f"Return the same {answer} as ``{verb.__name__}``, blocking the calling thread."
+    call.__doc__ = (
+        f"Return the same {answer} as ``{verb.__name__}``, blocking the calling thread.\n\n"
+        "Works in a notebook too, whose event loop waits for it.\n"
+    )
     return call
 
 
