@@ -82,8 +82,13 @@ SUITES = (
     Suite(
         "genlm-control",
         "0.4.1",
-        614,
-        left_out=("tests/sampler/test_awrs.py",),
+        478,
+        left_out=(
+            "tests/sampler/test_awrs.py",
+            "tests/potential/test_json.py",
+            "tests/potential/test_stateful.py",
+            "tests/potential/test_wfsa.py",
+        ),
         failures={
             "tests/potential/test_llm.py::test_spawn": "counts on the id that GPT-2 has for '!'",
             "tests/potential/test_canonical.py::test_from_llm_extract_merges_fallback": (

@@ -67,7 +67,7 @@ def test_asking_at_exit_is_told_and_the_process_ends():
     assert lines[-1] == "del ended"
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("where", ["here", pytest.param("elsewhere", marks=pytest.mark.slow)])
 def test_daemons_that_wait_are_told_that_the_interpreter_exits(where):
     lines = run("wait", where, "daemon")
     children = [int(line.split()[1]) for line in lines if line.startswith("child ")]
@@ -84,7 +84,7 @@ def test_daemons_that_wait_are_told_that_the_interpreter_exits(where):
         assert error.endswith(": the interpreter exits")
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("where", ["here", pytest.param("elsewhere", marks=pytest.mark.slow)])
 def test_other_threads_that_wait_are_answered_before_the_interpreter_exits(where):
     lines = run("wait", where, "other")
     told = [line.split(": ", 1)[1] for line in lines if not line.startswith("child ")]
