@@ -44,7 +44,9 @@ OF_EXTRAS = (
 # The parts that import what belongs to an extra, which nobody imports who does not need them.
 NEEDS_AN_EXTRA = {
     "genlm_backend.backends.mlx.mlx_adapters",
-    "genlm_backend.attention.mlx",
+    "genlm_backend.attention.mlx.mlx_attend",
+    "genlm_backend.attention.mlx.mlx_row_states",
+    "genlm_backend.attention.mlx.mlx_shared",
     "genlm_backend.attention.torch.layer_kernels",
     "genlm_backend.attention.torch.slots_kernel",
     "genlm_backend.model.log_softmax_kernel",  # of what torch brings along for CUDA

@@ -764,6 +764,8 @@ class AsyncLM(Closing):
         """Sample a continuation of each prompt, by checked options."""
         temperature, seed = options.pop("temperature"), options.pop("seed")
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
+        if len(prompts) == 1 and not progress:  # at the interpreter's exit, no bar is imported
+            return [await self._sample(prompts[0], lora_name, samplers[0], **options)]
         with progress_bar(len(samplers), progress) as bar:
 
             async def sample(prompt: Context, sampler: Sampler) -> Sampled:

@@ -223,7 +223,7 @@ def test_half_precision_keeps_its_states(name):
     model.set_dtype(mx.bfloat16)
     with over(model, kv_cache_bytes=1 << 20) as lm:
         assert lm.kv_reuse
-        assert {array.dtype for array in states_of(lm).layout.arrays} >= {mx.bfloat16}
+        assert {tensor.dtype for tensor in states_of(lm).layout.tensors} >= {mx.bfloat16}
         prompt = [*range(3, 20)]
         lm.next_token_logprobs_sync(prompt)
         rows = lm.batch_next_token_logprobs_sync([[*prompt, i] for i in range(5)])
