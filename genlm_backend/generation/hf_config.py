@@ -12,10 +12,21 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.sampling import listed_ids
 
 SHARED_FIELDS = (
-    *("do_sample", "temperature", "top_k", "top_p", "min_p"),
-    *("max_new_tokens", "max_length", "min_length", "min_new_tokens", "eos_token_id"),
-    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids"),
-    *("num_beams", "length_penalty"),
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_new_tokens",
+    "max_length",
+    "min_length",
+    "min_new_tokens",
+    "eos_token_id",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "num_beams",
+    "length_penalty",
 )
 """Fields that mean the same in transformers."""
 
@@ -47,6 +58,7 @@ _OF_BEAMS = {"renormalize_logits"}
 
 
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
+    "begin_suppress_tokens": not_,
     "cache_implementation": lambda value: value != "quantized",
     "encoder_no_repeat_ngram_size": lambda value: value == 0,
     "encoder_repetition_penalty": lambda value: value == 1,
@@ -54,11 +66,14 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "eta_cutoff": lambda value: not 0 < value < 1,
     "exponential_decay_length_penalty": lambda value: value[1] == 1,
     "guidance_scale": lambda value: value == 1,
+    "is_assistant": not_,
     "num_beam_groups": lambda value: value <= 1,
     "penalty_alpha": lambda value: value <= 0,
+    "remove_invalid_values": not_,
+    "renormalize_logits": not_,
+    "suppress_tokens": not_,
+    "token_healing": not_,
     "typical_p": lambda value: value >= 1,
-    **dict.fromkeys(("begin_suppress_tokens", "is_assistant", "remove_invalid_values"), not_),
-    **dict.fromkeys(("renormalize_logits", "suppress_tokens", "token_healing"), not_),
 }
 """Keys of transformers → whether a value of theirs changes no text; of all others none is."""
 

@@ -764,7 +764,7 @@ class AsyncLM(Closing):
         """Sample a continuation of each prompt, by checked options."""
         temperature, seed = options.pop("temperature"), options.pop("seed")
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
-        if len(prompts) == 1 and not progress:  # at the interpreter's exit, no bar is imported
+        if len(prompts) == 1 and not progress:  # or a bar would import tqdm as Python exits
             return [await self._sample(prompts[0], lora_name, samplers[0], **options)]
         with progress_bar(len(samplers), progress) as bar:
 

@@ -27,9 +27,17 @@ NOWHERE: Final[Place] = (None, 0)
 _NODE_BITS: Final = 28
 
 _FIELDS: Final[dict[str, type[np.integer[Any]]]] = {
-    **dict.fromkeys(("parent", "token", "depth", "root", "slot", "state", "first"), np.int32),
-    **dict.fromkeys(("num_children", "num_on_device"), np.int32),
-    **dict.fromkeys(("stamp", "num_uses"), np.int64),
+    "parent": np.int32,
+    "token": np.int32,
+    "depth": np.int32,
+    "root": np.int32,
+    "slot": np.int32,
+    "state": np.int32,
+    "first": np.int32,
+    "num_children": np.int32,
+    "num_on_device": np.int32,
+    "stamp": np.int64,
+    "num_uses": np.int64,
     "digest": np.uint64,
 }
 
@@ -151,9 +159,19 @@ class Nodes:
         # A child with the same token stays in a node's place. If it was on the host, it takes the
         # slot of the node.
         real, spare = np.empty_like(nodes), np.empty(len(nodes), np.int32)
-        tree = self.parent, self.token, self.first, self.num_children, self.num_on_device
-        own = self.stamp, self.slot, self.table, nodes
-        num_spare = node_loops.link(*tree, *own, real, spare)
+        num_spare = node_loops.link(
+            self.parent,
+            self.token,
+            self.first,
+            self.num_children,
+            self.num_on_device,
+            self.stamp,
+            self.slot,
+            self.table,
+            nodes,
+            real,
+            spare,
+        )
         if num_spare:
             self.give_back(nodes[real != nodes])
         return real, spare[:num_spare]

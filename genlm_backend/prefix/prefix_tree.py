@@ -372,9 +372,16 @@ class _Leaves:
             is_new = not len(self._queue)
             if is_new:
                 self._fill(nodes, now)
-            own = nodes.parent, nodes.depth, nodes.slot, nodes.stamp, num_below
             found, num_done = node_loops.take_leaves(
-                *own, self._queue, self._stamps, taken[num_taken:], self._is_on_device
+                nodes.parent,
+                nodes.depth,
+                nodes.slot,
+                nodes.stamp,
+                num_below,
+                self._queue,
+                self._stamps,
+                taken[num_taken:],
+                self._is_on_device,
             )
             num_taken += found
             self._queue, self._stamps = self._queue[num_done:], self._stamps[num_done:]

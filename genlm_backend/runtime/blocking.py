@@ -73,6 +73,11 @@ def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
             answer = True
     except StopIteration as end:
         return end.value
+    except RuntimeError as error:
+        # Python makes this of a StopIteration that a caller's own readout raises (PEP 479).
+        if isinstance(error.__cause__, StopIteration) and str(error).startswith("coroutine raised"):
+            raise error.__cause__ from None
+        raise
     coroutine.close()
     raise RuntimeError("the coroutine waited for an event loop")
 

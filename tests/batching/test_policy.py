@@ -21,6 +21,15 @@ states = st.builds(
 )
 
 
+def test_the_defaults_are_those_that_the_documentation_names():
+    assert BatchPolicy() == BatchPolicy(
+        max_batch_size=20, timeout=0.02, quiet_passes=4, max_passes=1000
+    )
+    assert BatchState(1) == BatchState(
+        1, is_busy=False, is_urgent=False, num_passes=0, num_quiet_passes=0, waited=0.0
+    )
+
+
 def test_a_timeout_may_be_endless():
     assert BatchPolicy(timeout=math.inf).decide(BatchState(1, waited=1e9)) is Decision.YIELD
 
@@ -48,6 +57,19 @@ def test_each_reason_to_fire_alone(state, expected):
     assert POLICY.decide(state) is expected
 
 
+@given(st.lists(st.booleans(), min_size=60, max_size=60), st.floats(0, 0.001))
+def test_no_pattern_of_arrivals_starves_the_first(arrivals, pass_seconds):
+    quiet = 0
+    for passes, is_arrival in enumerate(arrivals, 1):
+        quiet = 0 if is_arrival else quiet + 1
+        state = BatchState(
+            1, num_passes=passes, num_quiet_passes=quiet, waited=passes * pass_seconds
+        )
+        if POLICY.decide(state) is Decision.FIRE:
+            return
+    pytest.fail("the first query never went")
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -62,3 +84,9 @@ def test_each_reason_to_fire_alone(state, expected):
 def test_impossible_bounds_are_refused(options):
     with pytest.raises(ValueError, match=r"must be"):
         BatchPolicy(**options)
+
+
+@pytest.mark.parametrize("size", [True, 2.0, "20"])
+def test_a_batch_size_is_an_integer(size):
+    with pytest.raises(TypeError, match="batch_size"):
+        BatchPolicy(max_batch_size=size)

@@ -58,3 +58,13 @@ async def test_a_reader_that_is_cancelled_takes_nothing():
         await asyncio.wait_for(results.await_end(), 0.01)
     results.end(GenerationStatus.FINISHED)
     await results.await_end()
+
+
+async def test_waiters_that_gave_up_are_forgotten():
+    results = make()
+    for _ in range(100):
+        assert results.get_with_timeout(0) is None
+    for _ in range(50):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(results.aget(), 0.001)
+    assert len(results._changed._waiters) < 5

@@ -388,6 +388,17 @@ def test_several_draws_are_as_many_single_ones(data):
         is_left[one.token_id] = False
 
 
+@pytest.mark.parametrize("top_k", [1, 3, 5, 7, 9])
+@pytest.mark.parametrize("temperature", [0.01, 0.05, 1.0, math.inf])
+def test_distinct_draws_within_a_bound_are_as_many_as_there_are_tokens(top_k, temperature):
+    row = torch.tensor([0.0, -6, -7, -8, -9, -10, -11, -math.inf]).log_softmax(-1)
+    uniforms = tuple(np.random.default_rng(0).random(9))
+    draws = SeveralDraws(
+        Query([1]), temperature, uniforms, cuts=Cuts(top_k=top_k), are_distinct=True
+    ).of_logprobs(row)
+    assert sorted(draw.token_id for draw in draws) == list(range(min(top_k, 7)))
+
+
 def test_distinct_draws_come_in_the_order_of_gumbel_noise():
     """The share of each ordered pair is that of Plackett and Luce (chi-square)."""
     probabilities = np.array([0.5, 0.25, 0.0, 0.15, 0.1])

@@ -480,5 +480,5 @@ def test_the_rest_is_exact_where_it_is_tiny():
 def test_a_maker_that_runs_out_loses_no_answer():
     lm = MockAsyncLM(word_tokenizer())
     sizes = iter([2, 3])
-    with pytest.raises(RuntimeError, match="StopIteration"):
+    with pytest.raises(StopIteration):
         lm.batch_read_sync([[1], [2], [3]], lambda query: Top(query, next(sizes)))

@@ -42,6 +42,27 @@ def test_it_is_an_lru_cache_of_bytes_or_of_rows(steps, capacity, is_counted):
         assert cache.num_bytes == 16 * len(model) <= cache.budget
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=40),
+    st.integers(0, 40),
+    st.sampled_from([None, 0, 3]),
+)
+def test_rows_stored_at_once_are_as_those_stored_one_after_another(sizes, budget, most):
+    pairs = [(key, row(i, size)) for i, (key, size) in enumerate(sizes)]
+    once, each = RowCache(4 * budget, most), RowCache(4 * budget, most)
+    once.put_all(pairs)
+    for key, own in pairs:
+        each.put(key, own)
+    assert (len(once), once.num_bytes, once.num_evicted) == (
+        len(each),
+        each.num_bytes,
+        each.num_evicted,
+    )
+    assert all(once.get(key) is each.get(key) for key in range(10))
+    once.put_all(pairs, once.num_clears + 1)  # computed before or after, and not now
+    assert len(once) == len(each)
+
+
 def test_clear_forgets_and_refuses_what_was_being_computed():
     cache = RowCache(1000)
     num_clears = cache.num_clears
@@ -59,6 +80,22 @@ def test_a_negative_budget_is_refused():
         RowCache(-1)
     with pytest.raises(ValueError, match="max_rows"):
         RowCache(1, max_rows=-1)
+
+
+def test_threads_keep_the_books_straight():
+    cache = RowCache(16 * 50)
+
+    def work(offset):
+        for i in range(500):
+            cache.put((offset, i % 40), row(i))
+            cache.get((offset, (i * 7) % 40))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.num_bytes == 16 * len(cache) <= cache.budget
 
 
 def test_rows_of_a_batch_that_was_sent_before_clear_cache_are_not_kept():

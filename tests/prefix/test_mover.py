@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from genlm_backend.prefix.kv_store import KVLayout, KVStore, LayerLayout
 from genlm_backend.prefix.slot_mover import Mover
@@ -58,3 +59,32 @@ def test_slots_are_where_they_were_sent_and_nothing_else_changes(kept, data):
                 assert torch.equal(codes, expected)
         for layer, before in zip(source.codes, before_source, strict=True):
             assert all(map(torch.equal, layer, before))
+
+
+class Called(TorchFunctionMode):
+    """Notes the names of the functions of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("size", "is_copied_in_place"), [(16, True), (15, False)])
+def test_long_stretches_are_copied_where_they_lie(first, size, is_copied_in_place):
+    """Rows of stores are slots, or the slots from some number on."""
+    device, host = stores()
+    old, new = [*range(2, 2 + 2 * size)], [*range(1, 1 + size), *range(40, 40 + size)]
+    expected = copied(host)
+    for before, layer in zip(expected, device.codes, strict=True):
+        for part, codes in zip(before, layer, strict=True):
+            part[[slot - first for slot in new]] = codes[[slot - first for slot in old]]
+    with Called() as called:
+        Mover(device.codes, host.codes, first).to_host(old, new)
+    assert ("index_select" not in called.names) == is_copied_in_place
+    for before, layer in zip(expected, host.codes, strict=True):
+        assert all(map(torch.equal, before, layer))

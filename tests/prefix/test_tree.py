@@ -69,6 +69,33 @@ def test_a_place_is_nothing_once_its_token_has_gone():
     assert recalled(cache, place, [1, 2, 5]) == (0, [])
 
 
+def test_eviction_frees_no_more_than_it_must_and_nothing_in_vain():
+    cache = make(10)
+    fill(cache, [7, 8, 9])
+    fill(cache, [1, 2, 3, 4, 5, 6])
+    assert cache.allocate(5) is None  # six are in use: not even evicting all others helps
+    assert cache.slots.num_used == 9
+    slots = cache.allocate(3)
+    assert cache.slots.num_used == 6 + 1 + 3
+    check_integrity(cache, slots.tolist())
+
+
+def test_what_is_forgotten_is_what_nobody_else_has():
+    cache = make(20)
+    fill(cache, [1, 2, 3, 4, 5])
+    held = fill(cache, [1, 2, 9])
+    assert cache.forget([1, 2, 3, 4, 5, 6], keep=4) == 1
+    assert cache.forget([1, 2, 3, 4, 5, 6]) == 2
+    assert cache.forget([1, 2, 9], namespace="adapter") == 0
+    cache.pin(held)
+    assert cache.forget([1, 2, 9]) == 0
+    cache.clear()
+    fill(cache, [1, 2, 9])
+    assert cache.forget([1, 2, 9]) == 3
+    assert cache.slots.num_used == cache.num_evicted == 0
+    check_integrity(cache)
+
+
 def test_a_token_that_was_computed_twice_has_one_slot():
     cache = make(10)
     node = fill(cache, [1, 2])
@@ -104,16 +131,46 @@ def test_clearing_frees_what_is_pinned():
 def test_integrity_really_counts():
     cache = make(10)
     node = fill(cache, [1, 2, 3])
-    for array, changed, said in (
-        (cache.nodes.num_children, 1, "children"),
-        (cache.nodes.slot, 1, "one owner"),
-        (cache.nodes.depth, 4, "one token longer"),
-    ):
-        before, array[node] = array[node], changed
-        with pytest.raises(AssertionError, match=said):
-            check_integrity(cache)
-        array[node] = before
+    cache.nodes.num_children[node] += 1
+    with pytest.raises(AssertionError, match="children"):
+        check_integrity(cache)
+    cache.nodes.num_children[node] -= 1
+    slot = cache.nodes.slot[node]
+    cache.nodes.slot[node] = 1
+    with pytest.raises(AssertionError, match="one owner"):
+        check_integrity(cache)
+    cache.nodes.slot[node] = slot
+    cache.slots.num_used -= 1
+    with pytest.raises(AssertionError, match="used slots"):
+        check_integrity(cache)
+    cache.slots.num_used += 1
+    cache.nodes.depth[node] += 1
+    with pytest.raises(AssertionError, match="one token longer"):
+        check_integrity(cache)
+    cache.nodes.depth[node] -= 1
     check_integrity(cache)
+
+
+def test_a_tree_without_slots_keeps_the_protocol():
+    cache = make(0)
+    node = cache.match([1, 2, 3])
+    assert (cache.nodes.depth[node], cache.allocate(1), len(cache.allocate(0))) == (0, None, 0)
+    assert (cache.evict(5), cache.num_cached([1]), cache.forget([1])) == (0, 0, 0)
+    cache.clear()
+    check_integrity(cache)
+    assert (cache.num_slots, cache.slots.num_used) == (0, 0)
+
+
+def test_a_large_tree_is_what_a_small_one_was():
+    """Places in the arrays and in the table of children, as both grow."""
+    cache, random = make(5000), np.random.default_rng(0)
+    seen = [()]
+    for _ in range(400):
+        context = (*seen[random.integers(len(seen))], *random.integers(0, 3, 12).tolist())
+        fill(cache, context)
+        seen.append(context[:200])
+    check_integrity(cache)
+    assert all(cache.num_cached(context) == len(context) for context in seen)
 
 
 PIECES = st.lists(

@@ -51,9 +51,19 @@ def _flash(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention-2 (Dao, 2023, arXiv:2307.08691): float16 and bfloat16."""
-    bounded = query, keys, values, bounds, starts, most_queries, len(keys)
     found = torch.ops.aten._flash_attention_forward(
-        *bounded, 0.0, False, False, scale=scale, seqused_k=sizes
+        query,
+        keys,
+        values,
+        bounds,
+        starts,
+        most_queries,
+        len(keys),
+        0.0,
+        False,
+        False,
+        scale=scale,
+        seqused_k=sizes,
     )
     return found[0], found[1]
 

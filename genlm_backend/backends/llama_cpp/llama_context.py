@@ -16,7 +16,6 @@ from genlm_backend.backends.llama_cpp.binding import library, log_caught
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
 from genlm_backend.backends.llama_cpp.sequence_states import SequenceCounts
 from genlm_backend.errors import EvaluationError, OptionError, UnsupportedModelError
-from genlm_backend.prefix.nodes import Ints
 
 
 class ContextSize(NamedTuple):
@@ -122,7 +121,11 @@ class LlamaContext:
     # ---------------------------------------------------------------- passes
 
     def compute(
-        self, tokens: Ints, positions: Ints, sequences: Ints, has_output: Ints
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        sequences: NDArray[np.int32],
+        has_output: NDArray[np.int8],
     ) -> torch.Tensor:
         """Compute tokens and keep them; return the logits: float32 ``[num_outputs, vocab]``."""
         vocab_size, start = self.model.vocab_size, 0
@@ -138,8 +141,13 @@ class LlamaContext:
                 start += num_outputs
         return logits
 
-    # Of int32, and of int8 the last.
-    def _decode(self, tokens: Ints, positions: Ints, sequences: Ints, has_output: Ints) -> None:
+    def _decode(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        sequences: NDArray[np.int32],
+        has_output: NDArray[np.int8],
+    ) -> None:
         lib, size, ones = self._lib, len(tokens), np.ones(len(tokens), np.int32)
         addresses = sequences.ctypes.data + np.arange(size, dtype=np.uintp) * sequences.itemsize
         batch = lib.llama_batch()

@@ -77,3 +77,10 @@ def read_by_row(reading, num_rows):
         assert (np.diff(positions[is_there]) > 0).all()
         found[row] += zip(positions[is_there].tolist(), slots[is_there].tolist(), strict=True)
     return [sorted(pairs) for pairs in found]
+
+
+def parts_of(reading):
+    """Return the parts of a reading as a sorted list."""
+    return sorted(
+        (part.positions.tolist(), part.slots.tolist(), part.rows.tolist()) for part in reading.parts
+    )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend.attention.reading import Reading, Rest
-from tests.llm.hf.paths_of import Tree, read_by_row, rows_in_trees
+from tests.llm.hf.paths_of import Tree, parts_of, read_by_row, rows_in_trees
 
 
 def reading_of(tree, nodes, num_new=None, few_tokens=384):
@@ -36,6 +36,15 @@ def test_columns_are_the_slots_of_each_row_behind_padding(rows, wider):
     assert past.columns(width).tolist() == [[0] * (width - len(slots)) + slots for slots in own]
 
 
+def test_rows_below_roots_of_their_own_share_nothing():
+    tree = Tree()
+    other = tree.add(0, 9)
+    tree.depth[other] = 0  # another root
+    ends = [tree.add(root, slot) for root, slot in ((0, 4), (other, 5), (0, 4))]
+    reading = reading_of(tree, ends[:2], few_tokens=0)
+    assert parts_of(reading) == [([0], [4], [0]), ([0], [5], [1])]
+
+
 def test_a_lineage_that_is_forked_at_each_token_is_one_part_as_an_unforked_one():
     tree, node = Tree(), 0
     for i in range(2000):
@@ -46,6 +55,12 @@ def test_a_lineage_that_is_forked_at_each_token_is_one_part_as_an_unforked_one()
     assert part.slots.tolist() == [*range(1, 4000, 2)]
     assert part.rows.tolist() == [*range(32)]
     assert not part.is_consecutive
+
+
+def test_rows_without_anything_cached_have_no_columns():
+    reading = reading_of(Tree(), [0, 0])
+    assert not reading.parts
+    assert reading.rest.slots.shape == (2, 0)
 
 
 # -------------------------------------------------------------------- the next step
@@ -107,6 +122,22 @@ def test_a_rest_is_the_same_whenever_it_is_read(data, num_columns, num_rows):
             slots.tolist(),
             positions.tolist(),
         )
+
+
+def test_a_part_of_all_rows_stays_one_and_others_lose_theirs():
+    tree, node = Tree(), 0
+    for i in range(10):
+        node = tree.add(node, i + 1)
+    ends = [node, node, node, node]
+    for i in range(10):
+        ends[2] = tree.add(ends[2], 20 + i)
+    ends[3] = ends[2]
+    reading = reading_of(tree, ends, few_tokens=10)
+    assert [part.rows.tolist() for part in reading.parts] == [[0, 1, 2, 3], [2, 3]]
+    other = reading.advanced(np.array([3, 0, 2, 3, 1]), np.arange(50, 55))
+    assert [part.rows.tolist() for part in other.parts] == [[0, 1, 2, 3, 4], [0, 2, 3]]
+    (part,) = other.advanced(np.array([1, 4]), np.arange(60, 62)).parts
+    assert part.rows.tolist() == [0, 1]
 
 
 def test_a_reading_is_worn_once_its_rest_has_grown_or_rows_have_become_one():

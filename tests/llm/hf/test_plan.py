@@ -22,6 +22,12 @@ from genlm_backend.prefix.slots import Slots
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
 
 
+def test_a_pass_costs_itself_its_tokens_and_a_share_of_what_is_cached():
+    cost = CostModel(per_forward=8, per_past_token=1 / 4)
+    assert cost.of(0, 5, 7) == 8
+    assert cost.of(3, 5, 7) == 8 + 3 * 5 + 3 * (5 + 7) / 4
+
+
 contexts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 
 
@@ -188,6 +194,31 @@ def test_a_long_shared_prompt_is_computed_once_and_a_short_one_is_not_waited_for
     assert len(plan_waves(segments)) == 1
 
 
+@given(
+    st.lists(contexts, min_size=1, max_size=12, unique=True),
+    st.lists(contexts, max_size=4),
+    st.integers(1, 5),
+)
+def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
+    """The nodes before a segment are those of its context's tokens, in order."""
+    tree = tree_of(cached)
+    jobs = [job_of(tree, context, len(context) - 1) for context in contexts]
+    segments = plan_segments(jobs, CostModel(per_forward=0.0, max_segment=size))
+    for segment in segments:
+        ids, slots = segment.token_ids, tree.allocate(segment.num_tokens)
+        segment.nodes = tree.grow_chain(segment.before, np.array(ids, np.int32), slots)
+    nodes = tree.nodes
+    for segment in segments:
+        ids = segment.job.context
+        assert nodes.token[nodes.path(segment.before)].tolist() == list(ids[: segment.start])
+        assert nodes.depth[segment.nodes].tolist() == list(
+            range(segment.start + 1, segment.stop + 1)
+        )
+        span = segment.span(nodes.slot[segment.nodes])
+        assert tuple(span.token_ids) == tuple(ids[segment.start : segment.stop])
+        assert [segment.start + n for n in span.outputs] == list(segment.outputs)
+
+
 def test_deep_nesting_does_not_recurse():
     jobs = jobs_of([tuple(range(n)) for n in range(1, 3000)])
     segments = plan_segments(jobs, CostModel())
@@ -250,6 +281,11 @@ def test_groups_cost_no_more_than_one_pass_or_one_pass_each(sizes):
 def test_steps_do_not_pay_for_a_prefills_padding():
     sizes = [Size(1, 60)] * 19 + [Size(512, 0)]
     assert sorted(map(len, plan_groups(sizes, CostModel()))) == [1, 19]
+
+
+def test_steps_of_about_one_length_go_together():
+    sizes = [Size(1, 50 + i) for i in range(20)]
+    assert len(plan_groups(sizes, CostModel())) == 1
 
 
 # ---------------------------------------------------------------- running states

@@ -2,6 +2,7 @@
 
 from array import array
 
+from benchmarks.routing import WAYS, simulate
 from genlm_backend.remote.replicas.router import Router
 
 
@@ -46,6 +47,14 @@ def test_a_group_behind_one_prompt_is_parted_where_the_queue_costs_more_than_the
     longer = Router([None] * 2)
     found = [send(longer, [*range(4000), i]) for i in range(20)]
     assert {choice.replica for choice in found} == {0}
+
+
+def test_many_particles_on_many_replicas_compute_little_twice_and_wait_little():
+    found = {way: simulate(way, 16, 1500, 16, 256) for way in WAYS}
+    repeated = {way: one.num_tokens / one.least_tokens for way, one in found.items()}
+    idle = {way: one.idle_share for way, one in found.items()}
+    assert repeated["the router"] < 1.3 < 3 < repeated["random"]
+    assert idle["the router"] < 0.12 < 0.5 < idle["affinity"]
 
 
 def test_a_replica_that_is_lost_gets_nothing_until_it_is_back():
