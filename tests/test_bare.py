@@ -49,7 +49,6 @@ NEEDS_AN_EXTRA = {
     "genlm_backend.attention.mlx.mlx_shared",
     "genlm_backend.attention.torch.layer_kernels",
     "genlm_backend.attention.torch.slots_kernel",
-    "genlm_backend.model.log_softmax_kernel",  # of what torch brings along for CUDA
     "genlm_backend.backends.mlx.mlx_evaluator",
     "genlm_backend.backends.mlx.mlx_runner",
     "genlm_backend.prefix.mlx_states",

@@ -197,173 +197,63 @@ def test_every_error_is_also_what_a_caller_expects():
     assert all(name in (errors.__doc__ or "") for name in named)
 
 
-# Which room may import what of this library, and what none of it may touch.
-PLAIN = {"torch", "numpy", "transformers", "vllm", "mlx"}
-BACKENDS = {"transformers", "vllm", "mlx"}
+# Which rooms each one may import, in addition to "errors".
 ARROWS = {
-    "errors": (set(), PLAIN),
-    "lazy": (set(), PLAIN),
-    "common_prefix": (set(), PLAIN),
-    "readable": (set(), PLAIN),
-    "checks": ({"errors"}, PLAIN - {"torch"}),  # one function asks for devices
-    "command_line": ({"backends", "errors", "generation", "scoring"}, PLAIN),
-    "runtime": ({"errors"}, {"vllm", "mlx"}),
-    "batching": ({"checks", "readable", "runtime", "errors"}, PLAIN),
-    "prefix": ({"checks", "runtime", "errors"}, {"asyncio", "transformers", "vllm"}),
-    "tokenization": ({"checks", "errors"}, {"torch", "vllm", "mlx"}),
-    "trie": (
-        {"checks", "readable", "runtime", "tokenization", "batching", "errors", "lazy"},
-        BACKENDS,
-    ),
-    "vision": ({"checks", "errors"}, BACKENDS),
-    "model": (
-        {"checks", "readable", "runtime", "tokenization", "batching", "prefix", "vision", "errors"},
-        BACKENDS,
-    ),
-    "attention": ({"prefix", "runtime", "errors"}, BACKENDS),
-    "attention.torch": ({"attention", "prefix", "vision", "errors"}, {"vllm", "mlx"}),
-    "attention.mlx": ({"attention", "prefix", "errors"}, {"transformers", "vllm"}),
-    "passes": (
-        {
-            "attention",
-            "attention.torch",
-            "common_prefix",
-            "model",
-            "prefix",
-            "runtime",
-            "vision",
-            "errors",
-        },
-        BACKENDS,
-    ),
-    "remote": ({"checks", "model", "prefix", "runtime", "vision", "errors"}, BACKENDS),
-    "backends": ({"checks", "model", "runtime", "tokenization", "errors"}, {"vllm", "mlx"}),
-    "backends.hf": (
-        {
-            "attention",
-            "attention.torch",
-            "backends",
-            "checks",
-            "model",
-            "passes",
-            "prefix",
-            "remote",
-            "runtime",
-            "tokenization",
-            "vision",
-            "errors",
-        },
-        {"vllm", "mlx"},
-    ),
-    "backends.mlx": (
-        {
-            "attention",
-            "attention.mlx",
-            "backends",
-            "backends.hf",
-            "checks",
-            "model",
-            "passes",
-            "prefix",
-            "runtime",
-            "errors",
-        },
-        {"vllm"},
-    ),
-    "backends.vllm": (
-        {
-            "backends",
-            "checks",
-            "common_prefix",
-            "model",
-            "prefix",
-            "runtime",
-            "tokenization",
-            "vision",
-            "errors",
-        },
-        {"transformers", "mlx"},
-    ),
-    "backends.llama_cpp": (
-        {
-            "attention",
-            "backends",
-            "checks",
-            "model",
-            "passes",
-            "prefix",
-            "remote",
-            "runtime",
-            "errors",
-        },
-        {"vllm", "mlx"},  # chats by transformers
-    ),
-    "remote.replicas": (
-        {
-            "backends",
-            "backends.hf",
-            "batching",
-            "checks",
-            "common_prefix",
-            "model",
-            "prefix",
-            "remote",
-            "runtime",
-            "vision",
-            "errors",
-        },
-        BACKENDS,
-    ),
-    "llm": (
-        {
-            "backends",
-            "backends.hf",
-            "backends.llama_cpp",
-            "backends.mlx",
-            "backends.vllm",
-            "lazy",
-            "model",
-            "remote",
-            "remote.replicas",
-        },
-        PLAIN,
-    ),
-    "generation": (
-        {
-            "backends",
-            "checks",
-            "common_prefix",
-            "errors",
-            "lazy",
-            "llm",
-            "model",
-            "readable",
-            "runtime",
-            "tokenization",
-        },
-        {"vllm", "mlx"},
-    ),
-    "scoring": (
-        {"checks", "errors", "lazy", "model", "runtime", "tokenization"},
-        {"transformers", "vllm", "mlx"},
-    ),
-    "scoring.lm_evaluation": (
-        {
-            "backends",
-            "checks",
-            "errors",
-            "generation",
-            "model",
-            "runtime",
-            "scoring",
-            "tokenization",
-        },
-        {"transformers", "vllm", "mlx"},
-    ),
-    "compat": (
-        {"backends.mlx", "backends.vllm", "checks", "runtime", "tokenization", "errors"},
-        BACKENDS,
-    ),
+    room: {*own.split(), "errors"}
+    for room, _, own in (
+        line.partition(":")
+        for line in """\
+errors:
+lazy:
+common_prefix:
+readable:
+checks:
+command_line: backends generation scoring
+runtime:
+batching: checks readable runtime
+prefix: checks runtime
+tokenization: checks
+trie: batching checks lazy readable runtime tokenization
+vision: checks
+model: batching checks prefix readable runtime tokenization vision
+attention: prefix runtime
+attention.torch: attention prefix vision
+attention.mlx: attention prefix
+passes: attention attention.torch common_prefix model prefix runtime vision
+remote: checks model prefix runtime vision
+backends: checks model runtime tokenization
+backends.hf: attention attention.torch backends checks model passes prefix remote runtime \
+    tokenization vision
+backends.mlx: attention attention.mlx backends backends.hf checks model passes prefix runtime
+backends.vllm: backends checks common_prefix model prefix runtime tokenization vision
+backends.llama_cpp: attention backends checks model passes prefix remote runtime
+remote.replicas: backends backends.hf batching checks common_prefix model prefix remote runtime \
+    vision
+llm: backends backends.hf backends.llama_cpp backends.mlx backends.vllm lazy model remote \
+    remote.replicas
+generation: backends checks common_prefix lazy llm model readable runtime tokenization
+scoring: checks lazy model runtime tokenization
+scoring.lm_evaluation: backends checks generation model runtime scoring tokenization
+compat: backends.mlx backends.vllm checks runtime tokenization
+""".splitlines()
+    )
+}
+# Libraries that none of a room may touch.
+BACKENDS = {"transformers", "vllm", "mlx"}
+OTHERS = {"vllm", "mlx"}
+PLAIN = {"torch", "numpy", *BACKENDS}
+FORBIDDEN = {
+    **dict.fromkeys(ARROWS, BACKENDS),
+    **dict.fromkeys(("errors", "lazy", "common_prefix", "readable", "command_line"), PLAIN),
+    **dict.fromkeys(("batching", "llm"), PLAIN),
+    **dict.fromkeys(("runtime", "attention.torch", "backends", "backends.hf"), OTHERS),
+    **dict.fromkeys(("backends.llama_cpp", "generation"), OTHERS),  # chats by transformers
+    "checks": PLAIN - {"torch"},  # one function asks for devices
+    "prefix": {"asyncio", "transformers", "vllm"},
+    "tokenization": {"torch", "vllm", "mlx"},
+    "attention.mlx": {"transformers", "vllm"},
+    "backends.mlx": {"vllm"},
+    "backends.vllm": {"transformers", "mlx"},
 }
 # Loading looks tokenizers up inside its functions; the bars of loading are transformers' own.
 MAY_NAME_TRANSFORMERS = {
@@ -404,7 +294,7 @@ def test_arrows_point_one_way(path):
     package = package_of(relative)
     if package in ("__init__", "__main__", "_examples"):
         return
-    allowed, forbidden = ARROWS[package]
+    allowed, forbidden = ARROWS[package], FORBIDDEN[package]
     for module in imports_of(path):
         top = module.split(".")[0]
         assert top not in forbidden, f"{relative} imports {module}"

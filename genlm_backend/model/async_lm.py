@@ -829,19 +829,6 @@ class AsyncLM(Closing):
         """
         return 0
 
-    can_forget: bool = False
-    """Whether ``forget`` has any effect."""
-
-    async def forget(
-        self, token_ids: TokenIds, lora_name: str | None = None, keep: int = 0
-    ) -> None:
-        """Free the keys and values of a context beyond its first ``keep`` tokens.
-
-        What another cached context shares with it stays, and so do rows. No answer changes by it.
-        The context may be longer than the model takes: its beginning may be cached.
-        Comes after the batches that have been sent, so that a cancelled query leaves nothing.
-        """
-
     # ---------------------------------------------------------------- adapters
 
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:

@@ -32,7 +32,6 @@ from genlm_backend.errors import (
     CacheError,
     OptionError,
     PictureError,
-    UnknownAdapterError,
 )
 from genlm_backend.model.answering import (
     ADAPTER_CHECKS,
@@ -416,25 +415,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """
         query, tier = self._query(token_ids, lora_name), check_tier("tier", tier)
         return await self._number_of(lambda e: e.num_cached(query, tier))
-
-    @property
-    def can_forget(self) -> bool:
-        """Whether ``forget`` leaves nothing of a context behind."""
-        return self._info.can_forget
-
-    async def forget(
-        self, token_ids: TokenIds, lora_name: str | None = None, keep: int = 0
-    ) -> None:
-        """Free the keys and values of a context beyond its first ``keep`` tokens."""
-        context = self.contexts.check(token_ids)
-        keep = integer(0)("keep", keep)
-        if lora_name is not None:
-            check_adapter_name(lora_name)
-        try:
-            query = Query(context, self._adapter(lora_name))
-        except UnknownAdapterError:  # what was computed with it has gone with it
-            return
-        await self._number_of(lambda e: e.forget(query, keep))
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute a prompt now and keep its keys and values until a cache is cleared.

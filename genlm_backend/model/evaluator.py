@@ -45,7 +45,6 @@ class EvaluatorInfo:
             ones stays unused.
         device: Device on which it takes token ids: "cpu", "cuda:0", …; ``None`` where it does not
             say.
-        can_forget: Whether nothing of a context stays behind once it has been forgotten.
         takes_adapters: Whether adapters can be added.
         uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
             callers slow down.
@@ -69,7 +68,6 @@ class EvaluatorInfo:
     kv_cache_dtype: str | None = None
     slots_per_block: int = 1
     device: str | None = None
-    can_forget: bool = False
     takes_adapters: bool = False
     uses_openmp: bool = False
     scores: bool = False
@@ -222,14 +220,6 @@ class Evaluator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def forget(self, query: Query, keep: int) -> None:
-        """Free the keys and values of a context beyond its first ``keep`` tokens.
-
-        What another cached context shares with it stays. The context may be longer than the
-        evaluator takes.
-        """
-
-    @abc.abstractmethod
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its keys and values until ``clear()``.
 
@@ -339,10 +329,10 @@ class StatelessEvaluator(Evaluator):
         info: What it is able to do.
     """
 
-    info: EvaluatorInfo = EvaluatorInfo(can_forget=True)
+    info: EvaluatorInfo = EvaluatorInfo()
 
     def __init__(self, vocab_size: int | None = None) -> None:
-        self.info = EvaluatorInfo(vocab_size=vocab_size, can_forget=True)
+        self.info = EvaluatorInfo(vocab_size=vocab_size)
 
     @final
     def open(self) -> EvaluatorInfo:
@@ -353,10 +343,6 @@ class StatelessEvaluator(Evaluator):
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return 0."""
         return 0
-
-    @final
-    def forget(self, query: Query, keep: int) -> None:
-        """Do nothing: there is nothing to forget."""
 
     @final
     def pin(self, query: Query) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Final, Generic, TypeAlias, TypeVar, final
 
@@ -17,8 +16,6 @@ from genlm_backend.checks import byte_count, integer, optional
 from genlm_backend.checks import device as check_device
 from genlm_backend.runtime.forks import ProcessLock
 from genlm_backend.runtime.spare_memory import SpareMemory
-
-logger = logging.getLogger(__name__)
 
 
 @final
@@ -362,31 +359,6 @@ def _log_softmax(
         ids = _ids_on(logits.device, tuple(undefined_ids))
         fill = logits.index_fill_ if in_place else logits.index_fill
         logits = fill(1, ids, -torch.inf)
-    return _log_softmax_on(logits.device, logits.dtype)(logits)
-
-
-_LogSoftmax: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-@functools.cache
-def _log_softmax_on(device: torch.device, dtype: torch.dtype) -> _LogSoftmax:
-    """Return the kernel for logits of a type, once it has been right on a device; or torch's."""
-    try:
-        from genlm_backend.model.log_softmax_kernel import log_softmax
-
-        generator = torch.Generator().manual_seed(0)
-        logits = 5 * torch.randn(3, 5000, generator=generator, dtype=torch.float32)
-        logits[1, 4500] = torch.nan
-        given = logits.to(device, dtype)
-        pairs = zip(log_softmax(given), _log_softmax_by_torch(given), strict=True)
-        if all(torch.allclose(*pair, rtol=0, atol=2e-5, equal_nan=True) for pair in pairs):
-            return log_softmax
-    except Exception as error:  # of a platform without Triton, or one that compiles no kernel
-        logger.info("rows of logits are computed without a kernel", exc_info=error)
-    return _log_softmax_by_torch
-
-
-def _log_softmax_by_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     table = torch.log_softmax(logits, -1, dtype=torch.float32)
     return table, logits.amax(-1) - table.amax(-1)
 

@@ -160,9 +160,6 @@ class PassEvaluator(Evaluator):
         passes, ids = self.passes, query.context.packed()
         return passes.tree.num_cached(ids[:-1], query.adapter, tier)
 
-    def forget(self, query: Query, keep: int) -> None:
-        self.passes.tree.forget(query.context.packed(), query.adapter, keep)
-
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         with self._in_place(query.adapter):

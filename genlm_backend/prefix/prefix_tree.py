@@ -205,28 +205,6 @@ class PrefixTree:
         slots = self.nodes.slot[self.nodes.path(node)]
         return int((slots > 0).sum() if tier == "device" else (slots < 0).sum())
 
-    def forget(self, token_ids: Any, namespace: Hashable = None, keep: int = 0) -> int:
-        """Free unshared, unpinned slots after the first ``keep`` tokens; return how many."""
-        root = self._roots.get(namespace)
-        if root is None:
-            return 0
-        nodes = self.nodes
-        path = nodes.path(nodes.walk(root, np.asarray(token_ids, np.int32)))[keep:]
-        if not len(path):
-            return 0
-        num_others = nodes.num_children[path].copy()
-        num_others[:-1] -= 1
-        is_free = (num_others == 0) & (nodes.stamp[path] != PINNED)
-        num_kept = len(path) - int(np.logical_and.accumulate(is_free[::-1]).sum())
-        gone = path[num_kept:][::-1].copy()
-        if not len(gone):
-            return 0
-        slots = nodes.slot[gone]
-        nodes.num_on_device[nodes.parent[gone[-1]]] -= slots[-1] > 0
-        nodes.unlink(gone)
-        self._free(slots)
-        return len(gone)
-
     def clear(self) -> None:
         """Unpin and free everything; no slot may be allocated and not linked."""
         if self.slots.num_used != self._num_linked:

@@ -156,11 +156,6 @@ class RemoteEvaluator(RestartableEvaluator):
         return self.ask("load_prefix", path, adapter)
 
     @final
-    def forget(self, query: Query, keep: int) -> None:
-        with contextlib.suppress(EngineDiedError):  # they have gone with it
-            self.ask("forget", query, keep)
-
-    @final
     def pin(self, query: Query) -> bool:
         self._check_adapter(query.adapter)
         return self.ask("pin", query)

@@ -268,7 +268,6 @@ for _backend, _lm in BACKENDS.items():
         "batch_sample": {"prompt_token_ids_list": [[1]], **SAMPLE},
         "draw": {"row": torch.zeros(families.VOCAB)},
         "num_cached_tokens": {"token_ids": [1]},
-        "forget": {"token_ids": [1]},
         "check_adapter": {},
         "remove_lora": {},
         "add_new_lora": {"lora_path": "/no/such/adapter"},

@@ -17,7 +17,6 @@ from genlm_backend.generation import (
 )
 from tests.generation.serving import GatedLM, alone, same, serve
 from tests.llm.conftest import word_tokenizer
-from tests.tree_integrity import check_integrity
 
 
 def test_so_many_at_once_and_the_rest_in_order(engine, gated):
@@ -178,80 +177,3 @@ def test_a_text_that_ends_where_memory_ends_has_ended(engine, model):
         (text,) = request.result(60)
         assert (len(text.token_ids), text.finish_reason) == (length, "length")
         assert request.status() is GenerationStatus.FINISHED
-
-
-@pytest.mark.parametrize("fields", [{}, {"num_beams": 3}, {"do_sample": True, "n": 3, "seed": 0}])
-def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
-    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
-        expected = [alone(lm, [5, 6, i], max_new_tokens=7, **fields) for i in range(4)]
-        lm.clear_cache()
-        serve(engine, lm, prefix_cache=False)
-        requests = [
-            engine.start_request_ids("m", [5, 6, i], max_new_tokens=7, **fields) for i in range(4)
-        ]
-        for request, texts in zip(requests, expected, strict=True):
-            assert same(request.result(30), texts)
-        again = engine.start_request_ids("m", [5, 6, 0], max_new_tokens=3)
-        again.result(30)
-        assert again.statistics().num_cached_tokens == 0
-        stopped = engine.start_request_ids("m", [7, 8], max_new_tokens=200, **fields)
-        while not stopped.status().is_final and lm.statistics().kv_bytes_used == 0:
-            time.sleep(0.001)
-        engine.stop_request(stopped)
-        served = engine._models["m"]
-        engine.loop.submit(served._join()).result(30)
-        assert lm.statistics().kv_bytes_used == 0
-        check_integrity(lm._evaluator.passes.tree)
-
-        stopped = engine.start_request_ids("m", [7, 8], max_new_tokens=80, **fields)
-        while not stopped.status().is_final and lm.statistics().kv_bytes_used == 0:
-            time.sleep(0.001)
-        with served._lock.here:
-            time.sleep(0.1)  # so that the loop comes to the lock, and sees itself what happened
-            engine.stop_request(stopped)
-        engine.loop.submit(served._join()).result(30)
-        assert lm.statistics().kv_bytes_used == 0
-
-
-@pytest.mark.parametrize("fields", [{}, {"num_beams": 3}, {"do_sample": True, "n": 3, "seed": 0}])
-def test_without_a_prefix_cache_a_text_may_come_to_the_models_limit(engine, model, fields):
-    with AsyncTransformer(model, word_tokenizer(), max_length=12, row_cache_bytes=0) as lm:
-        serve(engine, lm, prefix_cache=False)
-        request = engine.start_request_ids("m", [1, 2], eos_token_id=(), **fields)
-        texts = request.result(30)
-        assert {(len(text.token_ids), text.finish_reason) for text in texts} == {(11, "length")}
-        engine.loop.submit(engine._models["m"]._join()).result(30)
-        assert lm.statistics().kv_bytes_used == 0
-
-
-def test_without_a_prefix_cache_nothing_is_kept_for_who_never_begins(engine, model, monkeypatch):
-    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
-        serve(engine, lm, prefix_cache=False, max_batch=1)
-        forget, asked = lm.forget, []
-
-        async def stop_and_forget(*args):
-            asked.append(args)
-            if len(asked) == 2:  # the last: what is to stay has been decided
-                engine.stop_request(waiting)
-            await forget(*args)
-
-        monkeypatch.setattr(lm, "forget", stop_and_forget)
-        with engine._models["m"]._lock.here:
-            first = engine.start_request_ids("m", [5, 6], max_new_tokens=3)
-            waiting = engine.start_request_ids("m", [5, 7], max_new_tokens=3)
-        first.result(30)
-        assert waiting.result(30)[0].token_ids == []
-        assert len(asked) == 2
-        engine.loop.submit(engine._models["m"]._join()).result(30)
-        assert lm.statistics().kv_bytes_used == 0
-
-
-def test_without_a_prefix_cache_requests_under_way_share_what_they_have_in_common(engine, model):
-    prompt = [(7 * i) % 96 for i in range(60)]
-    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
-        serve(engine, lm, prefix_cache=False)
-        short = engine.start_request_ids("m", prompt, max_new_tokens=3)
-        long = engine.start_request_ids("m", prompt, max_new_tokens=20)
-        for request in (short, long):
-            request.result(30)
-        assert lm.statistics().tokens_computed < 2 * len(prompt)

@@ -63,10 +63,9 @@ def test_what_a_runtime_configuration_asks_of_each_backend():
         "hf_opts": {"device_map": "cpu"},
         "timeout": 0.5,
     }
-    more = config.replace(llm_opts={"hf_opts": {"dtype": "bfloat16"}}, prefix_cache=False)
+    more = config.replace(llm_opts={"hf_opts": {"dtype": "bfloat16"}})
     options = more.loading_options("hf")
     assert options["hf_opts"] == {"device_map": "cpu", "dtype": "bfloat16"}
-    assert options["row_cache_bytes"] == 0
     vllm = RuntimeConfig(kv_cache_bytes=999, llm_opts={"engine_opts": {"dtype": "float32"}})
     assert vllm.loading_options("vllm") == {
         "engine_opts": {"kv_cache_memory_bytes": 999, "dtype": "float32"}

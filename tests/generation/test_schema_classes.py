@@ -5,18 +5,15 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Hashable
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import annotated_types
 import pydantic
 import pytest
 from pydantic import (
     AfterValidator,
-    AliasChoices,
-    AliasPath,
     BaseModel,
     ConfigDict,
     Field,
@@ -24,7 +21,6 @@ from pydantic import (
     WithJsonSchema,
     create_model,
 )
-from pydantic_core import SchemaError
 from typing_extensions import TypedDict
 
 from genlm_backend import generate
@@ -135,15 +131,6 @@ class Color(enum.Enum):
     RED = "red"
 
 
-class Pair(enum.Enum):
-    BOTH = (1, 2)
-
-
-class Mixed(NamedTuple):
-    a: Annotated[int, Field(default=1)]
-    b: int
-
-
 _Stripped = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min_length=1)]
 
 
@@ -159,23 +146,14 @@ _Stripped = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min
         (Decimal, "Decimal"),
         (complex, "complex"),
         (type[int], r"type\[…\]"),
-        (Hashable, "Hashable"),
         (pydantic.Json[int], "Json"),
         (_Stripped, "a str whose whitespace is stripped"),
-        (Annotated[bytes, Field(max_length=3)], "bytes with max_length"),
         (Annotated[date, Field(gt=date(2020, 1, 1))], "a date with bounds"),
         (Annotated[timedelta, Field(lt=timedelta(1))], "a timedelta with bounds"),
         (dict[int, str], "dict keys of type int"),
         (dict[Literal[1, 2], str], "dict keys of type literal"),
-        (Literal[Color.RED], "the value <Color.RED"),
-        (Pair, r"the value \(1, 2\)"),
         (dict[date, int], "'propertyNames'"),
         (pydantic.Base64Bytes, "format 'base64'"),
-        (Annotated[pydantic.SecretBytes, Field(max_length=1)], "bytes with max_length"),
-        (Annotated[int | str, Field(min_length=3)], "a length of several types"),
-        (Annotated[list[int] | str, Field(min_length=3)], "a length of several types"),
-        (Annotated[Any, Field(max_length=3)], "a length of several types"),
-        (Annotated[str, Field(pattern=re.compile("^a b$", re.X))], "a compiled pattern with flags"),
         (annotated_types.IsFinite[float], "a predicate"),
         (Annotated[int, annotated_types.Not(bool)], "a predicate"),
         (set[int], "'uniqueItems'; take a list in place of a set"),
@@ -183,7 +161,7 @@ _Stripped = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min
 )  # fmt: skip
 def test_a_type_whose_schema_allows_more_is_refused_by_name_and_place(byte_lm, kind, name):
     outer = create_model("Outer", inner=(create_model("Inner", field=(list[kind], ...)), ...))
-    place = r"at #/\$defs/(Inner/properties/field/items|Pair)\b"
+    place = r"at #/\$defs/Inner/properties/field/items\b"
     with pytest.raises(ConstraintError, match=f"{name}.*{place}"):
         Constraint.from_json_schema(byte_lm, outer)
 
@@ -192,8 +170,6 @@ def test_a_type_whose_schema_allows_more_is_refused_by_name_and_place(byte_lm, k
     ("config", "kind", "name"),
     [
         ({"str_strip_whitespace": True}, Annotated[str, Field(min_length=1)], "is stripped"),
-        ({"str_max_length": 3}, str, "str_max_length"),
-        ({"val_json_bytes": "base64"}, bytes, "in base64"),
         ({"allow_inf_nan": False}, float, "FiniteFloat"),
     ],
 )
@@ -201,47 +177,6 @@ def test_a_config_that_its_schema_does_not_say_is_refused(byte_lm, config, kind,
     model = create_model("Model", __config__=ConfigDict(**config), field=(kind, ...))
     with pytest.raises(ConstraintError, match=rf"{name}.* at #/properties/field"):
         Constraint.from_json_schema(byte_lm, model)
-
-
-def test_a_named_tuple_with_a_default_before_a_field_without_is_refused(byte_lm):
-    said = "a default before a field without|follows default"  # before 2.14 by pydantic itself
-    with pytest.raises((ConstraintError, SchemaError), match=said):
-        Constraint.from_json_schema(byte_lm, TypeAdapter(Mixed))
-
-
-def _aliased(field, **config):
-    return create_model("Model", __config__=ConfigDict(**config), a=(int, field))
-
-
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        *((_aliased(Field(validation_alias=a)), "an AliasPath (take a plain alias)") for a in (
-            AliasPath("x"), AliasPath("x", "y"), AliasPath("x", 0), AliasChoices(AliasPath("x", 0)),
-        )),
-        (_aliased(Field(validation_alias=AliasChoices("x", "y")), extra="allow"), "several names"),
-        (_aliased(Field(1, alias="x"), extra="allow", populate_by_name=True), "several names"),
-    ],
-)  # fmt: skip
-def test_an_alias_that_the_schema_does_not_say_is_refused(byte_lm, model, said):
-    with pytest.raises(ConstraintError, match=f"{re.escape(said)}.* #/properties/[ax],"):
-        Constraint.from_json_schema(byte_lm, model)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        _aliased(Field(1, validation_alias=AliasChoices(AliasPath("y", 0), "x", "z"))),
-        _aliased(Field(1, alias="x"), populate_by_name=True),
-        _aliased(Field(alias="x"), extra="allow", populate_by_name=True),
-        _aliased(Field(1, alias="x"), extra="allow"),
-    ],
-)
-def test_aliases_that_no_other_key_gets_past_are_kept_to(byte_lm, model):
-    constraint = Constraint.from_json_schema(byte_lm, model)
-    texts = ['{"x": 2}', '{"a": "no"}', '{"x": 2, "a": "no"}', '{"y": ["no"]}', '{"z": "no"}']
-    written = [text for text in texts if byte_model.allows(byte_lm, constraint, text)]
-    assert 2 in [model.model_validate_json(text).a for text in written]
 
 
 PARSED = [

@@ -22,8 +22,6 @@ async def test_every_way_to_ask_takes_a_context(lm, backend, close):
     close(await lm.batch_next_token_logprobs([context, [3, 4]]), both)
     close(lm.batch_next_token_logprobs_sync([context, context[:2]]), both)
     assert await lm.num_cached_tokens(context) == await lm.num_cached_tokens([3, 4, 5])
-    await lm.forget(context, keep=1)
-    assert await lm.num_cached_tokens(context) == await lm.num_cached_tokens([3, 4, 5])
     wanted = {"max_tokens": 5, "eos_token_ids": [0], "seed": 7}
     assert await lm.sample(context, **wanted) == await lm.sample([3, 4, 5], **wanted)
     prompts = [[3, 4, 5], [3, 4]]
@@ -88,8 +86,8 @@ async def test_what_cannot_be_asked_is_refused(lm, backend):
         short.next_token_logprobs_sync(short.context([1, 2, 3, 4]))
 
 
-async def test_particles_that_branch_end_and_are_forgotten_have_the_fresh_rows(lm, backend, close):
-    """A history of particles: copies grow apart, some are forgotten, the caches are cleared."""
+async def test_particles_that_branch_and_end_have_the_fresh_rows(lm, backend, close):
+    """A history of particles: copies grow apart, the caches are cleared."""
     generator = random.Random(0)
     particles = [lm.context([7, 8, 9])] * 6
     for step in range(14):
@@ -98,8 +96,6 @@ async def test_particles_that_branch_end_and_are_forgotten_have_the_fresh_rows(l
         close(rows[chosen], backend.expected(list(particles[chosen])))
         if step == 6:
             lm.clear_cache()
-        if step % 3 == 2:
-            await lm.forget(particles[generator.randrange(6)], keep=generator.randrange(6))
         if step % 4 == 3:
             task = asyncio.ensure_future(lm.next_token_logprobs(particles[0] + range(2)))
             await asyncio.sleep(0)

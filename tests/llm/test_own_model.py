@@ -121,12 +121,7 @@ async def test_an_evaluator_with_nothing_but_rows_is_a_backend(tmp_path):
 
     async with BatchedLM(word_tokenizer(), Successor(), batch_size=3) as lm:
         assert await lm.sample([5], 4, [], temperature=0) == [6, 7, 8, 9]
-        assert (await lm.num_cached_tokens([5, 6]), lm.kv_capacity, lm.can_forget) == (
-            0,
-            None,
-            True,
-        )
-        await lm.forget([5, 6])
+        assert (await lm.num_cached_tokens([5, 6]), lm.kv_capacity) == (0, None)
         with pytest.raises(AdapterError, match="takes no LoRA adapters"):
             lm.add_new_lora("somewhere")
         lm.cache_kv([5, 6])  # for which there is nothing to do
@@ -200,7 +195,7 @@ async def test_ids_that_no_token_has_are_excluded_whatever_the_evaluator_says():
 async def test_rows_of_an_evaluator_that_omits_such_ids_are_taken_as_they_are(omits):
     class Wide(StatelessEvaluator):
         def __init__(self):
-            self.info = EvaluatorInfo(100, can_forget=True, omits_undefined=omits)
+            self.info = EvaluatorInfo(100, omits_undefined=omits)
 
         def evaluate(self, queries):
             logits = torch.arange(100.0).repeat(len(queries), 1)
@@ -328,7 +323,7 @@ async def test_what_is_no_row_is_an_error_of_its_askers_alone(kind):
         ({"num_slots": -5}, OptionError),
         ({"vocab_size": 2.5}, OptionTypeError),
         ({"device": "gpu"}, DeviceError),
-        ({"can_forget": "no"}, OptionTypeError),
+        ({"takes_adapters": "no"}, OptionTypeError),
     ],
 )
 def test_what_an_evaluator_says_of_itself_is_checked(fields, kind):

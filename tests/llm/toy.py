@@ -16,7 +16,7 @@ def state_after(state, token_id):
 
 class ToyEvaluator(Evaluator):
     def __init__(self, max_length=None):
-        self.info = EvaluatorInfo(VOCAB, max_length, num_slots=10_000, can_forget=True)
+        self.info = EvaluatorInfo(VOCAB, max_length, num_slots=10_000)
         self.states, self.computed = {}, 0
 
     def open(self):

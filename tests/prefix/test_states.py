@@ -334,14 +334,6 @@ class History(RuleBasedStateMachine):
         self.tree.evict(count)
         self.forget_what_has_gone()
 
-    @rule(key=st.tuples(namespaces, contexts), keep=st.integers(0, 5))
-    def forget(self, key, keep):
-        self.begin()
-        before = self.last(key)
-        self.tree.forget(key[1], key[0], keep)
-        self.forget_what_has_gone()
-        assert self.last(key) >= self.last(key, min(before, keep))
-
     @rule()
     def clear(self):
         self.tree.clear()

@@ -80,22 +80,6 @@ def test_eviction_frees_no_more_than_it_must_and_nothing_in_vain():
     check_integrity(cache, slots.tolist())
 
 
-def test_what_is_forgotten_is_what_nobody_else_has():
-    cache = make(20)
-    fill(cache, [1, 2, 3, 4, 5])
-    held = fill(cache, [1, 2, 9])
-    assert cache.forget([1, 2, 3, 4, 5, 6], keep=4) == 1
-    assert cache.forget([1, 2, 3, 4, 5, 6]) == 2
-    assert cache.forget([1, 2, 9], namespace="adapter") == 0
-    cache.pin(held)
-    assert cache.forget([1, 2, 9]) == 0
-    cache.clear()
-    fill(cache, [1, 2, 9])
-    assert cache.forget([1, 2, 9]) == 3
-    assert cache.slots.num_used == cache.num_evicted == 0
-    check_integrity(cache)
-
-
 def test_a_token_that_was_computed_twice_has_one_slot():
     cache = make(10)
     node = fill(cache, [1, 2])
@@ -155,7 +139,7 @@ def test_a_tree_without_slots_keeps_the_protocol():
     cache = make(0)
     node = cache.match([1, 2, 3])
     assert (cache.nodes.depth[node], cache.allocate(1), len(cache.allocate(0))) == (0, None, 0)
-    assert (cache.evict(5), cache.num_cached([1]), cache.forget([1])) == (0, 0, 0)
+    assert (cache.evict(5), cache.num_cached([1])) == (0, 0)
     cache.clear()
     check_integrity(cache)
     assert (cache.num_slots, cache.slots.num_used) == (0, 0)

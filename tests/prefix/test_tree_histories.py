@@ -224,19 +224,6 @@ class Tree(RuleBasedStateMachine):
         assert self.num_on_host(node) == on_host
         self.check_node(node, token_ids, namespace)
 
-    @rule(token_ids=contexts, other=contexts, keep=st.integers(0, 5))
-    def forget(self, token_ids, other, keep):
-        self.begin()  # as nobody forgets in a round
-        used, cached = self.num_used, self.cache.num_cached(token_ids)
-        of_other = self.cache.num_cached(other)
-        freed = self.cache.forget(token_ids, keep=keep)
-        assert self.num_used == used - freed
-        assert self.cache.num_cached(token_ids) == cached - freed >= min(cached, keep)
-        pairs = zip(token_ids, other, strict=False)
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if shared is not None and of_other > shared:  # it goes another way, which stays
-            assert self.cache.num_cached(other) == of_other
-
     @rule()
     def clear(self):
         slots = self.cache.allocate(1)

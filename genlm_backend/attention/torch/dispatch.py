@@ -43,9 +43,10 @@ def attends_otherwise(how: str) -> ModelStateError:
     )
 
 
-HARMLESS: Final = frozenset(
+_HARMLESS: Final = frozenset(
     {
         "dropout",  # which is none in a model that is not being trained
+        "is_causal",  # unless it is false
         "sliding_window",  # which the mask says too
         "cache_position",
         "max_length_k",
@@ -92,19 +93,12 @@ class TorchPass(SharedPass[Tensor]):
         keys: Tensor,
         values: Tensor,
         mask: Tensor | None,
-        *,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        is_causal: bool | None = None,
-        **options: Any,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Return the outputs of attention of the new tokens: ``[B, Q, heads, value_dim]``."""
-        unknown = {name for name, value in options.items() if value is not None} - HARMLESS
-        if unknown or is_causal is False:
-            raise attends_otherwise(f"with {sorted(unknown) or 'is_causal=False'}")
-        scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
-        found = self.attend(query, keys, values, mask, scale, softcap, s_aux)
+        found = self.attend(query, keys, values, mask, scale, softcap, sinks)
         return found.transpose(1, 2).contiguous()
 
 
@@ -161,12 +155,18 @@ def _attention(
         function = ALL_ATTENTION_FUNCTIONS[former]
     else:  # each file of transformers has its own
         function = sys.modules[type(module).__module__].eager_attention_forward
-    if _current.attention is None:
+    attention = _current.attention
+    if attention is None:
         return function(module, query, key, value, attention_mask, **options)
     if former == "sdpa":  # which heeds nothing but what it names: no soft caps, no sinks
-        named = _parameters(function)
-        options = {name: value for name, value in options.items() if name in named}
-    return _current.attention.attended(query, key, value, attention_mask, **options), None
+        known = _parameters(function)
+        options = {name: value for name, value in options.items() if name in known}
+    named = [options.pop(name, None) for name in ("scaling", "softcap", "s_aux")]
+    scale: float = query.shape[-1] ** -0.5 if named[0] is None else named[0]
+    unknown = sorted(name for name in options.keys() - _HARMLESS if options[name] is not None)
+    if unknown or options.get("is_causal") is False:
+        raise attention.attends_otherwise(f"with {unknown or 'is_causal=False'}")
+    return attention.attended(query, key, value, attention_mask, scale, *named[1:]), None
 
 
 @functools.cache

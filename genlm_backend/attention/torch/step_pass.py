@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.torch.dispatch import HARMLESS
 from genlm_backend.attention.torch.layer import Pair, SlotLayer
 from genlm_backend.attention.torch.step_operators import StepOperators, step_operators
 from genlm_backend.attention.torch.step_tables import StepShape, StepTables, Stretches
@@ -119,6 +118,8 @@ class StepArrays:
 class StepPass:
     """The attention of a decode step, as layers of a model of transformers call it."""
 
+    attends_otherwise = UnrecordableError
+
     def __init__(self, store: KVStore, arrays: StepArrays, num_past: int) -> None:
         self._store, self._arrays, self._num_past = store, arrays, num_past
         numbers = range(len(store.layout.layers))
@@ -168,17 +169,13 @@ class StepPass:
         keys: Tensor,
         values: Tensor,
         mask: Tensor | None,
-        *,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        is_causal: bool | None = None,
-        **options: Any,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Return the outputs of attention: ``[B, 1, heads, dim]``; see ``TorchPass.attended``."""
-        unknown = {name for name, value in options.items() if value is not None} - HARMLESS
         num_rows, num_heads, num_new, dim = query.shape
-        if self._new is None or unknown or is_causal is False or softcap is not None:
+        if self._new is None or softcap is not None:
             raise UnrecordableError("a layer attends in a way of its own")
         has_window = mask is not None
         if num_new > 1 or (has_window and not any(mask is own for own in self._windowed)):
@@ -187,7 +184,6 @@ class StepPass:
         layout, arrays = self._store.layout.layers[layer], self._arrays.arrays
         num_key_heads = layout.num_key_heads
         group_size = num_heads // num_key_heads
-        scale = dim**-0.5 if scaling is None else scaling
         operators = step_operators(query.device, query.dtype, dim, group_size)
         (codes,) = self._store.codes[layer]
         is_kept_so = new[0].dtype is codes.dtype and layout.width == 2 * num_key_heads * dim
@@ -206,7 +202,7 @@ class StepPass:
             arrays[f"{name}_counts"],
             of_parts,
             arrays["pieces"],
-            s_aux,
+            sinks,
             scale,
             num_key_heads,
         )

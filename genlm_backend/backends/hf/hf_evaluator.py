@@ -104,7 +104,6 @@ class HFEvaluator(PassEvaluator):
             num_host_slots=self.passes.tree.host_slots.num_slots or None,
             kv_cache_dtype=self._options.kv_cache_dtype,
             device=str(runner.device),
-            can_forget=True,
             takes_adapters=True,
             uses_openmp=runner.device.type == "cpu",
             scores=not support.reason,  # which tells that what follows a token is not seen

@@ -222,7 +222,6 @@ class LlamaEvaluator(PassEvaluator):
             num_states=num_states or None,
             kv_cache_dtype=self._dtype if num_slots else None,
             device="cpu",
-            can_forget=True,
             takes_adapters=True,
             uses_openmp=True,  # threads of its own, which others that idle slow down as well
             scores=True,

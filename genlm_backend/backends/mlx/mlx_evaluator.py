@@ -104,7 +104,6 @@ class MlxEvaluator(PassEvaluator):
             num_slots=self.passes.tree.num_slots if self.passes.cache.keeps else None,
             num_states=self.passes.cache.state_store.num_states or None,
             device="cpu",  # where rows are
-            can_forget=True,
             takes_adapters=True,
             scores=support.pads or self.passes.cache.keeps,
             omits_undefined=True,

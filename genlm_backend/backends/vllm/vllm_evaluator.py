@@ -134,9 +134,6 @@ class VLLMEvaluator(Evaluator):
         """Return how many of a context's tokens a session has; vLLM does not report a host tier."""
         return 0 if tier == "host" else self.planner.table.source_of(query)[1]
 
-    def forget(self, query: Query, keep: int) -> None:
-        """Do nothing: vLLM frees a block when another context needs it, and not before."""
-
     def pin(self, query: Query) -> bool:
         """Refuse: the oldest sessions are ended, whichever they are."""
         raise CacheError("vLLM ends the oldest sessions, and keeps no prompt for good")

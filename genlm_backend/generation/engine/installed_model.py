@@ -17,9 +17,7 @@ from typing import Literal, TypeAlias, final
 from genlm_backend.backends.registry import check_loading, default_backend, load_model_by_name
 from genlm_backend.checks import shown
 from genlm_backend.checks import timeout as check_timeout
-from genlm_backend.common_prefix import common_length
 from genlm_backend.errors import (
-    BatcherClosedError,
     ContextError,
     GenerationConfigError,
     ModelStateError,
@@ -65,8 +63,6 @@ class _Entry:
     draft: Draft
     submission: int = -1
     task: asyncio.Task[None] | None = None
-    asked: list[list[int]] | None = None
-    is_leaving: bool = False
     has_left: bool = False
 
 
@@ -308,8 +304,7 @@ class InstalledModel:
             entry.task.add_done_callback(self._tasks.discard)
 
     def _cancel(self, entry: _Entry) -> None:
-        # One that is leaving is not cancelled, or what it forgets last would stay.
-        if entry.task is not None and not entry.is_leaving:
+        if entry.task is not None:
             entry.task.cancel()
 
     async def _work(self, entry: _Entry) -> None:
@@ -320,14 +315,12 @@ class InstalledModel:
         except Exception as error:  # the request's own, and nobody else's
             self.end(entry.request, GenerationStatus.FAILED, error)
         finally:
-            entry.is_leaving = True
-            await self._leave(entry)
+            self._leave(entry)
 
     async def _generate(self, entry: _Entry) -> None:
         """Generate a draft to its end, or until its request has ended."""
         queue, draft, lm = entry.request.queue, entry.draft, self.lm
         queue.begin()
-        entry.asked = draft.contexts
         prompt = draft.asked_of(draft.contexts[0])
         # The counts are queued before the question, and so are taken before the prompt is computed.
         count = partial(lm.num_cached_tokens, prompt, draft.lora_name)
@@ -341,42 +334,19 @@ class InstalledModel:
                 queue.put(draft.choose())
                 if draft.is_finished:
                     return
-            if draft.width > 1:  # beams are given up
-                await self._forget(entry, entry.asked)
-            entry.asked = draft.contexts
             await draft.ask()
 
-    async def _leave(self, entry: _Entry) -> None:
+    def _leave(self, entry: _Entry) -> None:
         """Make room for others; the last draft to leave finishes its request."""
         request = entry.request
         with self._lock.here:
             self._running = [other for other in self._running if other is not entry]
-        try:
-            await self._forget(entry, [*(entry.asked or ()), *entry.draft.contexts])
-        finally:
-            with self._lock.here:
-                entry.has_left = True
-                entries = self._requests.get(request, [])
-                if entries and all(other.has_left for other in entries):
-                    self._settle(request, GenerationStatus.FINISHED)
-                else:
-                    self._admit()
-
-    async def _forget(self, entry: _Entry, contexts: list[list[int]]) -> None:
-        """Without a prefix cache, free what this draft alone has asked for."""
-        if self._config.prefix_cache:
-            return
-        lora_name = entry.draft.lora_name
-        with contextlib.suppress(BatcherClosedError):  # there is nothing left to forget
-            for context in contexts:
-                with self._lock.here:
-                    others = [
-                        common_length(context, needed)
-                        for other in self._running
-                        if other.asked is not None and other.draft.lora_name == lora_name
-                        for needed in other.draft.contexts
-                    ]
-                await self.lm.forget(entry.draft.asked_of(context), lora_name, max([0, *others]))
+            entry.has_left = True
+            entries = self._requests.get(request, [])
+            if entries and all(other.has_left for other in entries):
+                self._settle(request, GenerationStatus.FINISHED)
+            else:
+                self._admit()
 
     # ---------------------------------------------------------------- ending
 

@@ -46,8 +46,6 @@ class RuntimeConfig:
             together are one. ``None`` for no bound.
         kv_cache_mode: How keys and values are stored: ``"default"``, as the model does it,
             ``"int8"`` or ``"uint4"``, in eight or four bits for each element.
-        prefix_cache: Whether the keys and values of a request stay for others when it has ended.
-            Without, only requests under way at the same time share those of a common beginning.
         kv_cache_bytes: Bytes of keys and values, at most.
         warm_up: Whether starting the model asks for a context of the maximum length and for a
             batch of the maximum size, so that what does not fit fails then.
@@ -64,7 +62,6 @@ class RuntimeConfig:
     max_length: int | None = None
     max_queue_size: int | None = None
     kv_cache_mode: str = "default"
-    prefix_cache: bool = True
     kv_cache_bytes: int | None = None
     warm_up: bool = True
     backend: str | None = None
@@ -110,7 +107,6 @@ class RuntimeConfig:
         """Return the ``llm_opts`` of ``load_model_by_name`` for these fields."""
         shared = {
             "batch_size": self.max_batch,
-            "row_cache_bytes": None if self.prefix_cache else 0,
             "device": self.device,
             "threads": self.threads,
             "kv_cache_bytes": self.kv_cache_bytes,
@@ -146,8 +142,6 @@ class RuntimeConfig:
             raise RuntimeConfigError(
                 f"max_length={self.max_length} is more than the model's {longest}"
             )
-        if not self.prefix_cache and not lm.can_forget:
-            raise RuntimeConfigError(f"prefix_cache=False: {type(lm).__name__} cannot forget")
 
 
 _CHECKS = {
@@ -157,7 +151,6 @@ _CHECKS = {
     "max_length": optional(integer(2)),
     "max_queue_size": optional(integer(0)),
     "kv_cache_mode": one_of("default", "int8", "uint4"),
-    "prefix_cache": switch,
     "kv_cache_bytes": optional(integer(1, MAX_BYTES)),
     "warm_up": switch,
     "backend": optional(text),

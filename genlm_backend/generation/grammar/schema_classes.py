@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from types import NoneType
 from typing import Any, Final
 
 from genlm_backend.errors import ConstraintError, MissingExtraError
@@ -109,9 +107,6 @@ def _marking_generator() -> type[Any]:
             made, validator = super().generate_inner(schema), _validator(schema)
             if validator == "import_string":  # whose schema is made by no method
                 return {**made, _MARK: "ImportString"}
-            has_length = {"minLength", "maxLength"} & made.keys() and made.get("type") != "string"
-            if has_length and validator in ("min_length_validator", "max_length_validator"):
-                return {**made, _MARK: "a length of several types (give it to each type)"}
             return made
 
         def _marked(self, method: Callable[[Any], Any], core: dict[str, Any]) -> dict[str, Any]:
@@ -127,15 +122,6 @@ def _weaker(core: dict[str, Any], schema: dict[str, Any], config: Any) -> str | 
     kind, bounds = core["type"], {"gt", "ge", "lt", "le"} & core.keys()
     if name := _WEAKER.get(kind) or _WEAKER.get(_validator(core)):
         return name
-    if alias := core.get("validation_alias"):
-        paths = [[alias]] if isinstance(alias, str) else alias
-        if not any(isinstance(path, list) and len(path) == 1 for path in paths):
-            return "an AliasPath (take a plain alias)"
-        by_name = getattr(config, "populate_by_name", 0) or getattr(config, "validate_by_name", 0)
-        is_required = core["schema"]["type"] != "default" and core.get("required", True)
-        is_several = len(paths) > 1 or (by_name and not is_required)
-        if is_several and getattr(config, "extra", None) == "allow":
-            return "a field of several names beside extra='allow' (give it one name)"
     if kind in ("date", "datetime", "time", "timedelta"):
         if core.get("now_op") or core.get("tz_constraint", "aware") != "aware":
             return core.get("now_op", "naive").title() + kind.title()
@@ -143,25 +129,9 @@ def _weaker(core: dict[str, Any], schema: dict[str, Any], config: Any) -> str | 
     if kind == "float" and not core.get("allow_inf_nan", getattr(config, "allow_inf_nan", True)):
         return None if len(bounds) == 2 else "FiniteFloat"  # 1e999 is a number of JSON
     if kind == "str":
-        if getattr(core.get("pattern"), "flags", re.UNICODE) != re.UNICODE:
-            return "a compiled pattern with flags"
         strips = core.get("strip_whitespace", getattr(config, "str_strip_whitespace", False))
         if strips and {"min_length", "pattern"} & core.keys():
             return "a str whose whitespace is stripped before it is checked"
-        has_bounds = getattr(config, "str_min_length", 0) or getattr(config, "str_max_length", None)
-        return "str_min_length and str_max_length of a model" if has_bounds else None
-    is_long = "max_length" in core or _validator(core) == "max_length_validator"
-    if kind == "bytes" or (is_long and _innermost_type(core) == "bytes"):
-        is_text = getattr(config, "val_json_bytes", "utf8") == "utf8"
-        return None if is_text and not is_long else "bytes with max_length or in base64"
-    if kind == "named-tuple":
-        has_default = [field["schema"]["type"] == "default" for field in core["fields"]]
-        return None if has_default == sorted(has_default) else "a default before a field without"
-    values = [*core.get("expected", ()), *(member.value for member in core.get("members", ()))]
-    if odd := [v for v in values if not isinstance(v, (str, int, float, NoneType))]:
-        return f"the value {odd[0]!r}"
-    if kind == "chain" and core["steps"][-1]["type"] == "is-instance":
-        return core["steps"][-1]["cls"].__name__
     key = core.get("keys_schema")
     if key and not {"propertyNames", "patternProperties"} & schema.keys():
         while "schema" in key:
@@ -176,10 +146,3 @@ def _validator(core: Any) -> str:
     function = core.get("function")
     function = function.get("function") if isinstance(function, dict) else function
     return getattr(getattr(function, "func", function), "__qualname__", "")
-
-
-def _innermost_type(core: Any) -> str:
-    """Return pydantic's core type of the JSON that a type is validated from."""
-    while inner := core.get("schema") or core.get("strict_schema") or core.get("json_schema"):
-        core = inner
-    return core["type"]

@@ -28,7 +28,7 @@ from genlm_backend.vision.pictures import PictureRules
 T = TypeVar("T")
 
 _SUMMED: Final = ("num_slots", "num_states", "num_host_slots")
-_COMMON: Final = ("can_forget", "takes_adapters", "scores", "reads_out")
+_COMMON: Final = ("takes_adapters", "scores", "reads_out")
 """Abilities of all replicas together, and those that all need to have."""
 
 
@@ -135,9 +135,6 @@ class ReplicaSet(Evaluator):
 
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         return max(self._of_living(lambda e: e.num_cached(query, tier)), default=0)
-
-    def forget(self, query: Query, keep: int) -> None:
-        self._of_living(lambda e: e.forget(query, keep))
 
     def pin(self, query: Query) -> bool:
         pinned = self._of_living(lambda e: e.pin(query))

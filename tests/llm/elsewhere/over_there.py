@@ -51,7 +51,7 @@ class Unpicklable(Exception):
 class Told(StatelessEvaluator):
     """Does what the last token of a context says; its rows tell the process and the context."""
 
-    info = EvaluatorInfo(vocab_size=toy.VOCAB, can_forget=True, scores=True)
+    info = EvaluatorInfo(vocab_size=toy.VOCAB, scores=True)
 
     def __init__(self):
         super().__init__(toy.VOCAB)

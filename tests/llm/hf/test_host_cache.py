@@ -87,8 +87,6 @@ async def test_tiers_are_told_apart():
         await lm.next_token_logprobs(second)
         assert await count(lm, first) == [23, 12, 11]
         assert await count(lm, [*first[:15], 1]) == [15, 12, 3]
-        await lm.forget(first, keep=14)
-        assert await count(lm, first) == [14, 12, 2]
         with pytest.raises(OptionError, match="tier"):
             await lm.num_cached_tokens(first, tier="gpu")
         check(lm)

@@ -94,7 +94,7 @@ async def test_texts_and_requests_with_an_adapter(lm, models):
             context.append(int(fresh_row(model, context).argmax()))
         assert text.token_ids == context[2:]
     with Engine() as engine:
-        engine.install_model("m", lm, warm_up=False, prefix_cache=False)
+        engine.install_model("m", lm, warm_up=False)
         engine.start_model("m")
         requests = [
             engine.start_request_ids("m", [3, 4], max_new_tokens=6, lora_name=name)

@@ -253,11 +253,6 @@ class Histories(RuleBasedStateMachine):
                 self.ask(asked)
             self.passes.runner.failing = []
 
-    @rule(index=st.integers(0), keep=st.integers(0, 9))
-    def forget(self, index, keep):
-        context = self.seen[index % len(self.seen)]
-        self.passes.tree.forget(context.packed(), None, keep)
-
     @rule(index=st.integers(0))
     def pin(self, index):
         if self.is_pinned:

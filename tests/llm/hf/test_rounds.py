@@ -157,9 +157,6 @@ async def test_what_is_done_between_steps_changes_no_row(lm, tmp_path):
         act()
         contexts = [c + tokens(generator, 1) for c in contexts]
         await check(lm, contexts)
-        for keep in (len(contexts[0]) - 1, 10, 0):
-            await lm.forget(contexts[0], keep=keep)
-            await check(lm, [c + tokens(generator, 1) for c in contexts])
 
 
 async def test_a_slice_of_a_context_goes_on_otherwise(lm):

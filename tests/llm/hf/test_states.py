@@ -367,9 +367,6 @@ async def test_what_is_done_between_steps_changes_no_row(name, tmp_path):
             act()
             contexts = [c + tokens(generator, 1) for c in generator.choices(contexts, k=3)]
             await check(lm, name, contexts)
-            for keep in (len(contexts[0]) - 1, 5, 0):
-                await lm.forget(contexts[0], keep=keep)
-                await check(lm, name, [c + tokens(generator, 1) for c in contexts])
 
 
 @pytest.mark.parametrize("name", FEW)

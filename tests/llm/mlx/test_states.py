@@ -138,7 +138,6 @@ def test_a_state_is_read(name):
 _OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("ask"), st.lists(st.integers(0, 30), min_size=1, max_size=6)),
-        st.tuples(st.just("forget"), st.integers(0, 30)),
         st.tuples(st.just("pin"), st.integers(0, 30)),
         st.tuples(st.just("clear"), st.just(0)),
     ),
@@ -168,9 +167,6 @@ def test_no_history_changes_a_row(name, operations, num_states, seed):
                     asked.append([*cut, *new][:25])
                 check(name, lm.batch_next_token_logprobs_sync(asked), asked)
                 known += asked
-            elif operation == "forget":
-                context = known[places % len(known)]
-                asyncio.run(lm.forget(context, keep=generator.randint(0, len(context))))
             elif operation == "pin":
                 try:
                     lm.cache_kv(known[places % len(known)])

@@ -15,7 +15,7 @@ class Mortal(StatelessEvaluator):
 
     def __init__(self, width=VOCAB):
         super().__init__(width)
-        self.info = EvaluatorInfo(width, num_slots=10_000, can_forget=True)
+        self.info = EvaluatorInfo(width, num_slots=10_000)
         self.asked, self.adapters = [], []
         self.dies_with = self.is_dead = False
 

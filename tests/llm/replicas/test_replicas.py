@@ -213,7 +213,7 @@ def test_mistakes_are_told_before_anything_is_queued():
 class WithAdapters(Mortal):
     def __init__(self, refuses):
         super().__init__()
-        self.info = EvaluatorInfo(VOCAB, can_forget=True, takes_adapters=True)
+        self.info = EvaluatorInfo(VOCAB, takes_adapters=True)
         self.refuses = refuses
 
 
@@ -255,7 +255,7 @@ class Reluctant(RestartableEvaluator, Mortal):
 
     def __init__(self):
         super().__init__()
-        self.info = EvaluatorInfo(VOCAB, num_slots=10_000, can_forget=True, takes_adapters=True)
+        self.info = EvaluatorInfo(VOCAB, num_slots=10_000, takes_adapters=True)
         self.adapters, self.loaded = {}, {}
         self.may_restart = threading.Event()
 
@@ -378,7 +378,6 @@ def longest_kept(self, query, tier=None):
 
 Remembering.num_cached = longest_kept
 Remembering.counts = lambda self: EvaluatorCounts(num_forwards=len(self.asked))
-Remembering.forget = lambda self, query, keep: self.asked.clear()
 
 
 async def test_cached_tokens_are_counted_before_what_is_asked_later():
@@ -389,13 +388,10 @@ async def test_cached_tokens_are_counted_before_what_is_asked_later():
         try:
             counted = asyncio.ensure_future(lm.num_cached_tokens([1, 2, 3]))
             await ask_all(lm, [[1, 2, 3]])
-            forgotten = asyncio.ensure_future(lm.forget([1, 2, 3]))
-            await ask_all(lm, [[1, 2]])
         finally:
             release.set()
         assert await counted == 0
-        await forgotten
-        assert await lm.num_cached_tokens([1, 2, 3]) == 2
+        assert await lm.num_cached_tokens([1, 2, 3]) == 3
         other.result()
 
 
