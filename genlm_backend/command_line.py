@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from genlm_backend.errors import OptionError
 
-Answer: TypeAlias = Callable[[Any, str], Coroutine[Any, Any, dict[str, Any]]]
+TextFunction: TypeAlias = Callable[[Any, str], Coroutine[Any, Any, dict[str, Any]]]
 """A function of a model and a text that returns the fields of the text's line."""
 
 _AT_ONCE: Final = 200
@@ -42,7 +42,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _command(
-    commands: Any, name: str, answers: Callable[[argparse.Namespace], Answer], about: str
+    commands: Any, name: str, answers: Callable[[argparse.Namespace], TextFunction], about: str
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
@@ -105,7 +105,7 @@ def _ids(value: str) -> list[int]:
 # -------------------------------------------------------------------- what is answered
 
 
-def _score(options: argparse.Namespace) -> Answer:
+def _score(options: argparse.Namespace) -> TextFunction:
     from genlm_backend.scoring import surprisal
 
     async def answer(lm: Any, text: str) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _score(options: argparse.Namespace) -> Answer:
     return answer
 
 
-def _surprisal(options: argparse.Namespace) -> Answer:
+def _surprisal(options: argparse.Namespace) -> TextFunction:
     from genlm_backend.scoring import surprisal
 
     names = ["text", "start", "end", "surprisal", "num_context"]
@@ -148,7 +148,7 @@ def _default_context(options: argparse.Namespace, found: Any) -> dict[str, list[
     return {"context_ids": [*found.context]} if options.context is None else {}
 
 
-def _generate(options: argparse.Namespace) -> Answer:
+def _generate(options: argparse.Namespace) -> TextFunction:
     from genlm_backend.generation import GenerationConfig, generate
 
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
@@ -173,7 +173,7 @@ def _generate(options: argparse.Namespace) -> Answer:
 def answer_texts(options: argparse.Namespace) -> None:
     """Print a line of JSON for each text that the options of a command name."""
     texts = _texts(options.files or ["-"], options.whole)
-    answer: Answer = options.answers(options)
+    answer: TextFunction = options.answers(options)
     from genlm_backend.backends.registry import load_model_by_name
 
     with load_model_by_name(options.model, options.backend, options.llm_opts) as lm:
@@ -206,7 +206,7 @@ async def _print_answers(
     answer: Callable[[str], Coroutine[Any, Any, dict[str, Any]]],
     most: int,
 ) -> None:
-    """Answer texts at the same time, and print each answer once those before it are printed."""
+    """TextFunction texts at the same time, and print each answer once those before it are printed."""
     loop = asyncio.get_running_loop()
     tasks: asyncio.Queue[asyncio.Task[dict[str, Any]] | None] = asyncio.Queue()
     errors: list[Exception] = []

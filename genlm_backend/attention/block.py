@@ -30,7 +30,7 @@ class Attended(Generic[A]):
     values: A  # [N, heads, M, value_dim]
     logsumexp: A  # [N, heads, M] float32
 
-    def merge(self, other: Attended[A], rows: A | None) -> None:
+    def merge_state(self, other: Attended[A], rows: A | None) -> None:
         """Add what the queries of some rows have attended to in another block."""
         operators, values, logsumexp = self.operators, self.values, self.logsumexp
         if rows is not None:
@@ -52,7 +52,7 @@ class Attended(Generic[A]):
         share = operators.lib.sigmoid(sums)[..., None]
         return self.values * operators.as_type_of(share, self.values)
 
-    def apart(self, num_rows: int) -> Attended[A]:
+    def split_rows(self, num_rows: int) -> Attended[A]:
         """Return that of ``[1, heads, G * M, …]`` as one of ``[G, heads, M, …]``."""
         _, num_heads, _, dim = self.values.shape
         return Attended(
@@ -62,7 +62,7 @@ class Attended(Generic[A]):
         )
 
 
-def together(queries: A) -> A:
+def join_rows(queries: A) -> A:
     """From ``[G, heads, M, dim]`` to ``[1, heads, G * M, dim]``."""
     num_rows, num_heads, num_queries, dim = queries.shape
     return queries.swapaxes(0, 1).reshape(1, num_heads, num_rows * num_queries, dim)

@@ -39,25 +39,25 @@ class Part:
         return bool((np.diff(self.slots) == 1).all())
 
 
-class _Grown(NamedTuple):
+class _Appended(NamedTuple):
     """A table whose rows are some of another's, with a column more."""
 
-    before: _Table
+    before: _LazyColumns
     rows: NDArray[np.int64]  # [B] int64
     column: NDArray[np.int64]  # [B] int64
 
 
 @final
 @dataclass(slots=True, eq=False)
-class _Table:
+class _LazyColumns:
     """Integers ``[B, P]``, computed when they are first read."""
 
     # Most decode steps read none: a device makes its own from those of the last step.
-    made: NDArray[np.int64] | _Grown
+    made: NDArray[np.int64] | _Appended
 
     def read(self) -> NDArray[np.int64]:
-        made, later = self.made, list[_Grown]()
-        while isinstance(made, _Grown):
+        made, later = self.made, list[_Appended]()
+        while isinstance(made, _Appended):
             later.append(made)
             made = made.before.made
         if not later:
@@ -79,13 +79,13 @@ class Rest:
 
     num_columns: int
     is_padded: NDArray[np.bool_]  # [B] bool
-    _slots: _Table
-    _positions: _Table
+    _slots: _LazyColumns
+    _positions: _LazyColumns
 
     @classmethod
     def of(cls, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Self:
         is_padded = (positions[:, :1] < 0).sum(1) > 0
-        return cls(slots.shape[1], is_padded, _Table(slots), _Table(positions))
+        return cls(slots.shape[1], is_padded, _LazyColumns(slots), _LazyColumns(positions))
 
     @property
     def slots(self) -> NDArray[np.int64]:
@@ -103,8 +103,8 @@ class Rest:
         return Rest(
             self.num_columns + 1,
             self.is_padded[rows] if self.num_columns else np.zeros(len(rows), np.bool_),
-            _Table(_Grown(self._slots, rows, slots)),
-            _Table(_Grown(self._positions, rows, positions)),
+            _LazyColumns(_Appended(self._slots, rows, slots)),
+            _LazyColumns(_Appended(self._positions, rows, positions)),
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, final
 
 import torch
 
-from genlm_backend.attention.block import Attended, Block, together
+from genlm_backend.attention.block import Attended, Block, join_rows
 from genlm_backend.attention.operators import A, Operators
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.reading import Advance, Part, Reading
@@ -289,8 +289,8 @@ class SharedPass(abc.ABC, Generic[A]):
         for part, own, is_read in zip(indices.parts, masks.parts, masks.is_read, strict=True):
             if is_read:
                 queries = packed if part.rows is None else packed[part.rows]
-                shared = self._in_part(block, together(queries), layer, part, own)
-                total.merge(shared.apart(len(queries)), part.rows)
+                shared = self._in_part(block, join_rows(queries), layer, part, own)
+                total.merge_state(shared.split_rows(len(queries)), part.rows)
         by_head = num_rows, num_heads, num_new
         found = total.values.reshape(*by_head, -1)
         if sinks is None:
@@ -314,7 +314,7 @@ class SharedPass(abc.ABC, Generic[A]):
             if total is None:
                 total = found
             else:
-                total.merge(found, None)
+                total.merge_state(found, None)
         assert total is not None
         return total
 

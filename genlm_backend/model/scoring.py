@@ -50,7 +50,7 @@ class TokenScores(NamedTuple):
 
 
 @final
-class Beginnings(NamedTuple):
+class BytePrefixIntervals(NamedTuple):
     """The tokens that begin as some tokens do, as intervals of an alphabet."""
 
     order: bytes
@@ -82,11 +82,11 @@ class Beginnings(NamedTuple):
         return found
 
 
-def beginnings_of(alphabet: Alphabet, token_ids: Iterable[int]) -> Beginnings:
+def beginnings_of(alphabet: Alphabet, token_ids: Iterable[int]) -> BytePrefixIntervals:
     own = sorted(set(token_ids))
     bounds = alphabet.intervals(own)
     ids = np.array(own, np.int32).tobytes()
-    return Beginnings(alphabet.order, ids, bounds.tobytes(), bounds.shape[1])
+    return BytePrefixIntervals(alphabet.order, ids, bounds.tobytes(), bounds.shape[1])
 
 
 class Beside(NamedTuple):
@@ -109,7 +109,7 @@ class Beside(NamedTuple):
     rank: bool = False
     top: int = 0
     groups: tuple[bytes, ...] = ()
-    beginnings: Beginnings | None = None
+    beginnings: BytePrefixIntervals | None = None
 
     @property
     def width(self) -> int:

@@ -35,7 +35,7 @@ from genlm_backend.scoring.words import (
     word_begins,
 )
 
-Question: TypeAlias = tuple[Context, ReadoutOf]
+ContextReadout: TypeAlias = tuple[Context, ReadoutOf]
 
 
 @final
@@ -287,7 +287,7 @@ def _checked(lm: Any, **options: Any) -> dict[str, Any]:
 
 
 async def _answered(
-    lm: AsyncLM, questions: Sequence[Question], lora_name: str | None, blocks: bool
+    lm: AsyncLM, questions: Sequence[ContextReadout], lora_name: str | None, blocks: bool
 ) -> Iterator[Any]:
     """Return the answers to a wave of questions, each a context with the readout of its row."""
     contexts, makers = [context for context, _ in questions], iter([make for _, make in questions])
@@ -357,7 +357,7 @@ class _Explored:
             return self._begins, alphabet.others & ~self._begins
         return alphabet.ends, alphabet.others
 
-    def questions(self, node: _Node, num_tokens: int) -> list[Question]:
+    def questions(self, node: _Node, num_tokens: int) -> list[ContextReadout]:
         """Return the questions about a node: the mass of both groups, and the top tokens."""
         size = len(self._lm.byte_vocab)
         readouts = masses_of(self._groups(node), size), top_of(num_tokens, size)
@@ -526,7 +526,7 @@ class _Ways:
             return None
         return spans_of(self._words, text)[: len(self._spans)] == self._spans
 
-    def questions(self, path: _Path) -> list[Question]:
+    def questions(self, path: _Path) -> list[ContextReadout]:
         return [(path.context, readout) for readout in self._steps(path.spelt)[1]]
 
     def followed(self, path: _Path, answers: Iterator[Any]) -> tuple[float, list[_Path]]:

@@ -74,7 +74,7 @@ def _in_stretches(
     total = Attended(TORCH, merged, logsumexp.logsumexp(0, keepdim=True))
     if stop < keys.shape[2]:
         left = keys[:, :, stop:], values[:, :, stop:]
-        total.merge(Attended(TORCH, *attend(query, *left, scaling, False)), None)
+        total.merge_state(Attended(TORCH, *attend(query, *left, scaling, False)), None)
     return total.values, total.logsumexp
 
 

@@ -133,12 +133,12 @@ def test_a_query_that_attends_to_nothing_in_two_blocks_merges_with_a_third():
     ]
     total = parts[0]
     for part in parts[1:]:
-        total.merge(part, None)
+        total.merge_state(part, None)
     expected = block.attend_if_any(query, keys, values, mask)
     torch.testing.assert_close(total.values, expected.values, rtol=0, atol=1e-5)
     torch.testing.assert_close(total.logsumexp, expected.logsumexp, rtol=0, atol=1e-5)
     total.logsumexp[0, 0, 0] = torch.nan  # of a model that overflows, which has to be seen
-    total.merge(parts[2], None)
+    total.merge_state(parts[2], None)
     assert total.values[0, 0, 0].isnan().all()
 
 
