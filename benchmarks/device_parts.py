@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm_backend.attention.block import Block
+from genlm_backend.attention.block import SoftmaxAttention
 from genlm_backend.attention.torch.fused import fused_operator
 from genlm_backend.attention.torch.torch_operators import TORCH
 
@@ -503,7 +503,7 @@ def attention(device: str, deadline: float) -> Iterator[Line]:
             )
             query = torch.randn(1, 8, 4 * count, 64, device=device).to(dtype)
             one: Line = {**line, "keys": length, "particles": count}
-            block = Block(TORCH, 64**-0.5)
+            block = SoftmaxAttention(TORCH, 64**-0.5)
             for label, call in (
                 ("fused_ms", lambda q=query, k=keys, v=values, b=block: b.attend(q, k, v, None)),
                 (

@@ -61,7 +61,7 @@ class Events:
         self.captures: list[float] = []
         if DEVICE != "cuda":
             return
-        replay, record = step_graphs.Recorded.replay, step_graphs.CudaRecorder.record
+        replay, record = step_graphs.CapturedGraph.replay, step_graphs.CudaRecorder.record
 
         def timed(recorded: Any, *given: Any) -> Any:
             pair = [torch.cuda.Event(enable_timing=True) for _ in "se"]
@@ -79,7 +79,7 @@ class Events:
             self.captures.append(1e3 * (time.perf_counter() - start))
             return found
 
-        step_graphs.Recorded.replay = timed  # pyright: ignore[reportAttributeAccessIssue]
+        step_graphs.CapturedGraph.replay = timed  # pyright: ignore[reportAttributeAccessIssue]
         step_graphs.CudaRecorder.record = captured  # pyright: ignore[reportAttributeAccessIssue]
 
     def take(self) -> float:
@@ -151,9 +151,9 @@ def profile(lm: Any) -> None:
 
 def host(lm: Any) -> None:
     """Tell what the stages of a step take on the host, in microseconds."""
-    from genlm_backend.attention.paths import Paths
-    from genlm_backend.attention.torch.step_pass import StepArrays
-    from genlm_backend.attention.torch.step_tables import StepTables
+    from genlm_backend.attention.paths import CachedPrefixes
+    from genlm_backend.attention.torch.step_pass import DecodeArrays
+    from genlm_backend.attention.torch.step_tables import DecodeTables
     from genlm_backend.backends.hf import hf_runner, step_graphs
     from genlm_backend.passes import decode_steps, pass_evaluator, passes
     from genlm_backend.prefix import prefix_tree
@@ -177,24 +177,24 @@ def host(lm: Any) -> None:
         undo.append(lambda: setattr(owner, name, original))
 
     for owner, name in (
-        (pass_evaluator.PassEvaluator, "evaluate"),
-        (passes.Passes, "_together"),
-        (decode_steps.DecodeSteps, "rows"),
-        (decode_steps.DecodeSteps, "takes"),
-        (decode_steps.DecodeSteps, "_reading"),
-        (decode_steps, "pack_step"),
+        (pass_evaluator.LocalEvaluator, "evaluate"),
+        (passes.Scheduler, "_together"),
+        (decode_steps.DecodeScheduler, "rows"),
+        (decode_steps.DecodeScheduler, "takes"),
+        (decode_steps.DecodeScheduler, "_reading"),
+        (decode_steps, "pack_decode"),
         (prefix_tree.PrefixTree, "match_all"),
         (prefix_tree.PrefixTree, "allocate"),
         (prefix_tree.PrefixTree, "grow"),
         (prefix_tree.PrefixTree, "link"),
-        (Paths, "of"),
+        (CachedPrefixes, "of"),
         (hf_runner.HFRunner, "forward"),
         (hf_runner.HFRunner, "_has_changed"),
-        (step_graphs.StepGraphs, "plan"),
-        (step_graphs.StepGraphs, "_of"),
-        (step_graphs.StepGraphs, "replayed"),
-        (StepTables, "of"),
-        (StepArrays, "fill"),
+        (step_graphs.CudaGraphRunner, "plan"),
+        (step_graphs.CudaGraphRunner, "_of"),
+        (step_graphs.CudaGraphRunner, "replayed"),
+        (DecodeTables, "of"),
+        (DecodeArrays, "fill"),
         (pass_evaluator, "rows_of_logits"),
         (pass_evaluator, "answers_by_rows"),
     ):

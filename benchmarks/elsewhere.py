@@ -17,7 +17,7 @@ import torch
 from benchmarks.systems import PROMPT_TOKENS, TEXT
 from benchmarks.workload import Numbers, Row
 from genlm_backend import AsyncLM, AsyncTransformer
-from genlm_backend.llm import AsyncReplicas, ProcessEvaluator, Query, StatelessEvaluator
+from genlm_backend.llm import AsyncReplicas, ProcessEvaluator, RowQuery, StatelessEvaluator
 from genlm_backend.llm import Row as ModelRow
 
 PYTHON_SECONDS = 0.03
@@ -33,7 +33,7 @@ class ReadyRows(StatelessEvaluator):
         super().__init__(width)
         self._rows = [ModelRow(torch.zeros(width).log_softmax(-1), 0.0) for _ in range(100)]
 
-    def evaluate(self, queries: Sequence[Query]) -> list[ModelRow]:
+    def evaluate(self, queries: Sequence[RowQuery]) -> list[ModelRow]:
         return self._rows[: len(queries)]
 
 
@@ -188,7 +188,7 @@ def _beside_python(lm: AsyncTransformer, prompt: list[int], numbers: Numbers, pl
 def milliseconds_of_a_row(num_rows: int = 20) -> list[float]:
     """What a row costs more than one of a single number, from an evaluator that has it ready."""
     times: dict[int, list[float]] = {}
-    queries = [Query([i]) for i in range(num_rows)]
+    queries = [RowQuery([i]) for i in range(num_rows)]
     for width in (1, WIDTH):
         evaluator = ProcessEvaluator(partial(ReadyRows, width))
         evaluator.open()

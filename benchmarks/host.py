@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from benchmarks.workloads import free_forward, seconds, tokenizer_of
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.reading import FEW_TOKENS, Reading
+from genlm_backend.attention.paths import CachedPrefixes
+from genlm_backend.attention.reading import FEW_TOKENS, CascadePlan
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.llm import BatchedLM, Row, StatelessEvaluator
 from genlm_backend.model.row import rows_of_logits
@@ -107,13 +107,13 @@ def reading(repeats: int) -> Numbers:
     wide = _behind(4000, False, 256, 100)
     lineages = {name: _behind(2000, name == "forked", 32, 1) for name in ("forked", "unforked")}
     ones = np.ones(256, np.int64)
-    made = Reading.of(wide, ones, FEW_TOKENS)
+    made = CascadePlan.of(wide, ones, FEW_TOKENS)
     rows, slots = np.arange(256) // 2, np.arange(256)
     timed: dict[str, Callable[[], object]] = {
-        "anew": lambda: Reading.of(wide, ones, FEW_TOKENS),
+        "anew": lambda: CascadePlan.of(wide, ones, FEW_TOKENS),
         "stepped": lambda: made.advanced(rows, slots),
         **{
-            name: partial(Reading.of, past, ones[:32], FEW_TOKENS)
+            name: partial(CascadePlan.of, past, ones[:32], FEW_TOKENS)
             for name, past in lineages.items()
         },
     }
@@ -124,7 +124,7 @@ def reading(repeats: int) -> Numbers:
     }
 
 
-def _behind(num_shared: int, is_forked: bool, num_rows: int, num_own: int) -> Paths:
+def _behind(num_shared: int, is_forked: bool, num_rows: int, num_own: int) -> CachedPrefixes:
     """Return paths of rows that share tokens and have others of their own.
 
     Args:
@@ -142,7 +142,7 @@ def _behind(num_shared: int, is_forked: bool, num_rows: int, num_own: int) -> Pa
         parent[shared + 1], depth[shared + 1] = shared, depth[shared] + 1
     parent[own] = np.concatenate([[shared[-1]] * num_rows, own[:-num_rows]])
     depth[own] = num_shared + 1 + np.arange(len(own)) // num_rows
-    return Paths(parent, depth, np.arange(len(parent), dtype=np.int32), own[-num_rows:])
+    return CachedPrefixes(parent, depth, np.arange(len(parent), dtype=np.int32), own[-num_rows:])
 
 
 async def _steps_of_many(count: int, kind: str, num_steps: int) -> tuple[float, float]:
@@ -282,5 +282,5 @@ def _remembering(lm: Any) -> list[Any]:
 
 def _milliseconds_of_reading(batch: Any) -> float:
     start = time.perf_counter()
-    Reading.of(batch.past, batch.num_new, FEW_TOKENS)
+    CascadePlan.of(batch.past, batch.num_new, FEW_TOKENS)
     return 1e3 * (time.perf_counter() - start)

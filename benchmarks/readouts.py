@@ -18,7 +18,7 @@ from genlm_backend.llm import (
     BatchedLM,
     Context,
     ProcessEvaluator,
-    Query,
+    RowQuery,
     StatelessEvaluator,
     rows_of_logits,
 )
@@ -37,7 +37,7 @@ class RandomRows(StatelessEvaluator):
         generator = torch.Generator().manual_seed(0)
         self._rows = rows_of_logits(4 * torch.randn(num_rows, width, generator=generator))
 
-    def evaluate(self, queries: Sequence[Query]) -> list[ModelRow]:
+    def evaluate(self, queries: Sequence[RowQuery]) -> list[ModelRow]:
         return self._rows[: len(queries)]
 
 

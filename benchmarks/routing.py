@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from benchmarks.workload import Numbers, Row
-from genlm_backend.remote.replicas.router import Choice, Router, SentTree
+from genlm_backend.remote.replicas.router import Choice, Router, RoutingTree
 
 NUM_REPLICAS, NUM_PARTICLES, NUM_STEPS = 64, 10_000, 32
 NUM_PROMPT, BATCH_SIZE = 512, 64
@@ -43,7 +43,7 @@ class Others:
     """
 
     def __init__(self, way: str, num_replicas: int) -> None:
-        self._way, self._sent = way, SentTree([None] * num_replicas)
+        self._way, self._sent = way, RoutingTree([None] * num_replicas)
         self._router = Router([None] * num_replicas)
         self._random, self._count = random.Random(0), 0
 
@@ -87,7 +87,7 @@ def simulate(
     A step ends when the slowest replica has answered; each takes ``PER_FORWARD`` for every batch
     and one for every token that it has not computed before.
     """
-    router, one = make(way, num_replicas), SentTree([None])
+    router, one = make(way, num_replicas), RoutingTree([None])
     generator = random.Random(1)
     contexts = [array("i", range(num_prompt)) for _ in range(num_particles)]
     num_tokens, busy, total = 0, 0.0, 0.0

@@ -89,12 +89,14 @@ def choosing(repeats: int) -> Numbers:
     import numpy as np
 
     from genlm_backend.prefix.prefix_tree import PrefixTree
-    from genlm_backend.prefix.slots import Slots
-    from genlm_backend.prefix.states import States
+    from genlm_backend.prefix.slots import SlotAllocator
+    from genlm_backend.prefix.states import StateCache
 
     numbers: dict[str, list[float]] = {}
     for num_states, is_full in ((1_000, False), (100_000, False), (100_000, True)):
-        tree = PrefixTree(Slots(num_states + 10_000), states=partial(States, num_states=num_states))
+        tree = PrefixTree(
+            SlotAllocator(num_states + 10_000), states=partial(StateCache, num_states=num_states)
+        )
         nodes = np.repeat(np.int32(tree.root(None)), NUM_PARTICLES)
         tokens = np.arange(NUM_PARTICLES, dtype=np.int32)
         num_before = num_states // NUM_PARTICLES if is_full else 0

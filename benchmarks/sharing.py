@@ -25,7 +25,7 @@ def model(way: str) -> Any:
         trial.WAYS = trial.WAYS[-1:]
     lm = load_ours(batch_size=32, row_cache_bytes=0, kv_cache_bytes=2 << 30)
     name = type(lm._evaluator.passes.cache.attend).__name__
-    assert (name == "GatherAttend") == (way == "gathered")
+    assert (name == "GatherAttention") == (way == "gathered")
     return lm
 
 

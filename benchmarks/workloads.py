@@ -285,13 +285,13 @@ def awaits(repeats: int) -> Numbers:
     ``free forward``: the Hugging Face backend whole (prefix cache, planning, packing) around a
     forward pass that returns ready logits. Contexts grow by one token a step behind a prompt.
     """
-    from genlm_backend.llm import BatchedLM, Query, Row, StatelessEvaluator
+    from genlm_backend.llm import BatchedLM, Row, RowQuery, StatelessEvaluator
 
     tokenizer = tokenizer_of(1000)
     row = Row(torch.zeros(1000).log_softmax(-1))
 
     class Free(StatelessEvaluator):
-        def evaluate(self, queries: Sequence[Query]) -> list[Row]:
+        def evaluate(self, queries: Sequence[RowQuery]) -> list[Row]:
             return [row] * len(queries)
 
     async def particle(lm: Any, index: int, num_steps: int) -> None:
@@ -336,7 +336,7 @@ def free_forward(vocab_size: int = 1000, num_layers: int = 1, **options: Any) ->
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from genlm_backend import AsyncTransformer
-    from genlm_backend.attention.packing import PackedBatch, pack
+    from genlm_backend.attention.packing import ForwardBatch, pack
 
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -351,7 +351,7 @@ def free_forward(vocab_size: int = 1000, num_layers: int = 1, **options: Any) ->
     logits = torch.zeros(given["batch_size"], vocab_size)
 
     def forward(spans: Any, attend: Any) -> torch.Tensor:
-        batch = spans if isinstance(spans, PackedBatch) else pack(spans)
+        batch = spans if isinstance(spans, ForwardBatch) else pack(spans)
         return logits[: len(batch.output_rows)]
 
     cast(Any, lm._hf).passes.runner.forward = forward

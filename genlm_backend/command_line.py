@@ -206,7 +206,7 @@ async def _print_answers(
     answer: Callable[[str], Coroutine[Any, Any, dict[str, Any]]],
     most: int,
 ) -> None:
-    """TextFunction texts at the same time, and print each answer once those before it are printed."""
+    """Answer texts at the same time, and print each answer once those before it are printed."""
     loop = asyncio.get_running_loop()
     tasks: asyncio.Queue[asyncio.Task[dict[str, Any]] | None] = asyncio.Queue()
     errors: list[Exception] = []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from genlm_backend.model.batched_lm import BatchedLM
     from genlm_backend.model.context import Context
     from genlm_backend.model.draw import Draw, PackedMask
-    from genlm_backend.model.drawing import Drawing, SeveralDraws
+    from genlm_backend.model.drawing import SampleManyReadout, SampleReadout
     from genlm_backend.model.evaluator import (
         Evaluator,
         EvaluatorCounts,
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
         StatelessEvaluator,
     )
     from genlm_backend.model.lm_statistics import LMStatistics
-    from genlm_backend.model.query import Adapter, Query
+    from genlm_backend.model.query import Adapter, RowQuery
     from genlm_backend.model.readout import Readout
     from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
     from genlm_backend.model.sampling import Sampled
-    from genlm_backend.model.scoring import Scoring, TokenScores
+    from genlm_backend.model.scoring import ScoreQuery, TokenScores
     from genlm_backend.model.token_readouts import TopTokens
     from genlm_backend.remote.process_evaluator import ProcessEvaluator
     from genlm_backend.remote.ray_evaluator import RayEvaluator
@@ -48,7 +48,6 @@ __all__ = [
     "BatchedLM",
     "Context",
     "Draw",
-    "Drawing",
     "Evaluator",
     "EvaluatorCounts",
     "EvaluatorInfo",
@@ -57,14 +56,15 @@ __all__ = [
     "MockEvaluator",
     "PackedMask",
     "ProcessEvaluator",
-    "Query",
     "RayEvaluator",
     "Readout",
     "RestartableEvaluator",
     "Row",
+    "RowQuery",
+    "SampleManyReadout",
+    "SampleReadout",
     "Sampled",
-    "Scoring",
-    "SeveralDraws",
+    "ScoreQuery",
     "StatelessEvaluator",
     "TokenScores",
     "TopTokens",

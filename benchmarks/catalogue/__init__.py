@@ -23,7 +23,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     particles.Smc(),
     particles.Clients(),
     models.SharedContext(),
-    models.Scoring(),
+    models.ScoreQuery(),
     harness.Harness(),
     models.StepOverhead(),
     models.Host(),

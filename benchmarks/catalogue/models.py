@@ -6,7 +6,7 @@ from benchmarks import dressing, growth, host, running_states, sharing, trace, w
 from benchmarks.workload import SHARE, Found, Numbers, Row, Workload, median
 
 
-class Scoring(Workload):
+class ScoreQuery(Workload):
     """200 texts scored, against padded batches through the model."""
 
     name = "scoring"

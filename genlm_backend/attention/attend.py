@@ -1,4 +1,4 @@
-"""Attend: from a packed batch to what the model attends to; and how one is made over a store."""
+"""AttentionBackend: from a packed batch to what the model attends to; and how one is made over a store."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any, Generic, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.reading import Reading
+from genlm_backend.attention.packing import ForwardBatch
+from genlm_backend.attention.paths import CachedPrefixes
+from genlm_backend.attention.reading import CascadePlan
 
 Given = TypeVar("Given")
 
 
-class Attend(abc.ABC, Generic[Given]):
+class AttentionBackend(abc.ABC, Generic[Given]):
     """A way for the new tokens of a forward pass to attend to those before them."""
 
-    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
+    def reading(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan | None:
         """Return a new reading for a batch to carry; a pass without one makes it when it begins."""
         return None
 
     @abc.abstractmethod
-    def attending(self, batch: PackedBatch, model: Any) -> AbstractContextManager[Given]:
+    def forward_context(self, batch: ForwardBatch, model: Any) -> AbstractContextManager[Given]:
         """Prepare one forward pass, which is made within the context.
 
         With the pass, or after it, the keys and values of the batch's new tokens go to the slots
@@ -40,9 +40,9 @@ class Attend(abc.ABC, Generic[Given]):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A maker of an ``Attend`` over a store of keys and values."""
+class AttentionSpec:
+    """A maker of an ``AttentionBackend`` over a store of keys and values."""
 
-    over: Callable[[Any], Attend[Any]]
-    probing: Callable[[Any], Attend[Any]]
+    over: Callable[[Any], AttentionBackend[Any]]
+    probing: Callable[[Any], AttentionBackend[Any]]
     is_called: bool = False

@@ -14,7 +14,7 @@ A = TypeVar("A", bound=Any)
 
 @final
 @dataclass(frozen=True, slots=True)
-class Operators(Generic[A]):
+class ArrayOps(Generic[A]):
     """The operators of one library; those that end in ``_`` may overwrite their first argument."""
 
     lib: Any  # has ``concatenate``, ``log``, ``logaddexp``, ``sigmoid`` and ``zeros_like``

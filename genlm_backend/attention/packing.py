@@ -1,7 +1,7 @@
 """From spans of token ids, or arrays of a step, to the rectangle of one forward pass; pure.
 
 New tokens are padded on the **right**, where causality hides the padding from every real token of
-its row. What a row's tokens attend to before them is up to an ``Attend``.
+its row. What a row's tokens attend to before them is up to an ``AttentionBackend``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.paths import CachedPrefixes
 
 if TYPE_CHECKING:
-    from genlm_backend.attention.reading import Reading
+    from genlm_backend.attention.reading import CascadePlan
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenChunk:
     """Consecutive tokens of one context that go through the model in one pass."""
 
     token_ids: Sequence[int]
@@ -38,7 +38,7 @@ class Span:
         object.__setattr__(self, "num_new", len(self.token_ids))
 
 
-class RowStates(abc.ABC):
+class BatchStates(abc.ABC):
     """The running states of the rows of one pass: before it and, once it is made, after it."""
 
     @abc.abstractmethod
@@ -56,32 +56,32 @@ class RowStates(abc.ABC):
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedBatch:
+class ForwardBatch:
     """The arrays of one forward pass of ``B`` rows, padded to ``Q`` new tokens."""
 
     input_ids: torch.Tensor  # [B, Q] int64
     position_ids: torch.Tensor  # [B, Q] int64
-    new_slots: torch.Tensor  # [num_new] int64
-    new_columns: torch.Tensor | None  # [num_new] int64
+    slot_mapping: torch.Tensor  # [num_new] int64
+    unpadded_index: torch.Tensor | None  # [num_new] int64
     output_rows: torch.Tensor  # [num_outputs] int64
     output_columns: torch.Tensor  # [num_outputs] int64
     num_new: NDArray[np.int64]  # [B] int64
-    num_past: NDArray[np.int64]  # [B] int64
-    past: Paths
-    reading: Reading | None = None
-    states: RowStates | None = None
-    is_step: bool = False
+    prefix_lens: NDArray[np.int64]  # [B] int64
+    past: CachedPrefixes
+    reading: CascadePlan | None = None
+    states: BatchStates | None = None
+    is_decode: bool = False
 
     _new_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = field(
         default_factory=dict, init=False, repr=False
     )
 
     def new_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``new_slots`` and ``new_columns`` on a device, to which they are moved once."""
+        """Return ``slot_mapping`` and ``unpadded_index`` on a device, moved there once."""
         if device not in self._new_on:
-            columns = self.new_columns
+            columns = self.unpadded_index
             moved = None if columns is None else columns.to(device)
-            self._new_on[device] = self.new_slots.to(device), moved
+            self._new_on[device] = self.slot_mapping.to(device), moved
         return self._new_on[device]
 
     @property
@@ -95,59 +95,61 @@ class PackedBatch:
 
 
 def pack(
-    spans: Sequence[Span], past: Paths | None = None, states: RowStates | None = None
-) -> PackedBatch:
+    spans: Sequence[TokenChunk],
+    past: CachedPrefixes | None = None,
+    states: BatchStates | None = None,
+) -> ForwardBatch:
     """Pad spans to one rectangle."""
     num_new = np.array([span.num_new for span in spans])
-    past = Paths.none(len(spans)) if past is None else past
-    num_past = past.num_tokens
+    past = CachedPrefixes.none(len(spans)) if past is None else past
+    prefix_lens = past.num_tokens
     num_columns = int(num_new.max())
     columns = np.arange(num_columns)
     is_new = columns < num_new[:, None]
     input_ids = np.zeros(is_new.shape, np.int64)
     input_ids[is_new] = _joined(span.token_ids for span in spans)
-    first = num_past + np.array([span.shift for span in spans])
+    first = prefix_lens + np.array([span.shift for span in spans])
     position_ids = first[:, None] + np.minimum(columns, num_new[:, None] - 1)
-    new_slots = _joined(span.slots for span in spans)
-    new_columns = None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new))
+    slot_mapping = _joined(span.slots for span in spans)
+    unpadded_index = None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new))
     outputs = [(index, column) for index, span in enumerate(spans) for column in span.outputs]
     output_rows, output_columns = np.array(outputs, np.int64).reshape(-1, 2).T
-    return PackedBatch(
+    return ForwardBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
-        new_slots=torch.from_numpy(new_slots),
-        new_columns=new_columns,
+        slot_mapping=torch.from_numpy(slot_mapping),
+        unpadded_index=unpadded_index,
         output_rows=torch.from_numpy(output_rows.copy()),
         output_columns=torch.from_numpy(output_columns.copy()),
         num_new=num_new,
-        num_past=num_past,
+        prefix_lens=prefix_lens,
         past=past,
         states=states,
     )
 
 
-def pack_step(
+def pack_decode(
     token_ids: NDArray[np.int64],
     slots: NDArray[np.int64],
-    past: Paths,
-    reading: Reading | None,
-    states: RowStates | None = None,
-) -> PackedBatch:
+    past: CachedPrefixes,
+    reading: CascadePlan | None,
+    states: BatchStates | None = None,
+) -> ForwardBatch:
     """Pack a decode step: one new token of each row, and the output after it."""
-    num_past, (rows, columns, ones) = past.num_tokens, _of_step(len(token_ids))
-    return PackedBatch(
+    prefix_lens, (rows, columns, ones) = past.num_tokens, _of_step(len(token_ids))
+    return ForwardBatch(
         input_ids=torch.from_numpy(token_ids)[:, None],
-        position_ids=torch.from_numpy(num_past)[:, None],
-        new_slots=torch.from_numpy(slots),
-        new_columns=None,
+        position_ids=torch.from_numpy(prefix_lens)[:, None],
+        slot_mapping=torch.from_numpy(slots),
+        unpadded_index=None,
         output_rows=rows,
         output_columns=columns,
         num_new=ones,
-        num_past=num_past,
+        prefix_lens=prefix_lens,
         past=past,
         reading=reading,
         states=states,
-        is_step=True,
+        is_decode=True,
     )
 
 

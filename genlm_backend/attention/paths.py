@@ -1,4 +1,4 @@
-"""Paths: the cached tokens of the rows of a pass, as nodes of a prefix tree."""
+"""CachedPrefixes: the cached tokens of the rows of a pass, as nodes of a prefix tree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Paths:
+class CachedPrefixes:
     """The cached tokens of ``B`` rows, each a path from a node of a prefix tree up to its root."""
 
     # The arrays of the tree, by node; they are valid until the tree changes.

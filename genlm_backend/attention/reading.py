@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.paths import CachedPrefixes
 from genlm_backend.attention.reading_loops import divide
 
 FEW_TOKENS = 384
@@ -23,7 +23,7 @@ MANY_NEW_TOKENS: Final = 16
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class SharedPrefix:
     """Cached tokens, and the rows whose contexts all have them."""
 
     rows: NDArray[np.int64]  # [G] int64
@@ -74,7 +74,7 @@ class _LazyColumns:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Rest:
+class Suffix:
     """Slots that each row reads for itself: ``P`` columns, padded on the left, then new ones."""
 
     num_columns: int
@@ -99,8 +99,8 @@ class Rest:
 
     def advanced(
         self, rows: NDArray[np.int64], slots: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> Rest:
-        return Rest(
+    ) -> Suffix:
+        return Suffix(
             self.num_columns + 1,
             self.is_padded[rows] if self.num_columns else np.zeros(len(rows), np.bool_),
             _LazyColumns(_Appended(self._slots, rows, slots)),
@@ -110,7 +110,7 @@ class Rest:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Advance:
+class PlanDelta:
     """The way from a reading to that of the next decode step."""
 
     before: object
@@ -125,22 +125,22 @@ MIN_ADDED: Final = 64
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class CascadePlan:
     """How a pass reads what is cached."""
 
-    parts: tuple[Part, ...]
-    rest: Rest
-    num_past: NDArray[np.int64]  # [B] int64
+    parts: tuple[SharedPrefix, ...]
+    rest: Suffix
+    prefix_lens: NDArray[np.int64]  # [B] int64
     # How far it is from one that would be made anew: what was read to make it, and its rows then.
     num_columns: int
     num_tokens: int
     origins: NDArray[np.int64]  # [B] int64
     num_repeated: int = 0
-    advance: Advance | None = None
+    advance: PlanDelta | None = None
     identity: object = field(default_factory=object)
 
     @classmethod
-    def of(cls, past: Paths, num_new: NDArray[np.int64], few_tokens: int) -> Self:
+    def of(cls, past: CachedPrefixes, num_new: NDArray[np.int64], few_tokens: int) -> Self:
         """Divide what the rows of a pass have cached, in time linear in the distinct tokens."""
         # A tree may be large, and most of it is not touched: fresh zeros cost what is written.
         numbers = np.zeros(len(past.parent), np.int32)
@@ -149,49 +149,51 @@ class Reading:
         slots, positions, shared, bounds, starts, num_rows, order, rest = divide(
             *tree, past.nodes, is_long, few_tokens, numbers
         )
-        parts: list[Part] = []
+        parts: list[SharedPrefix] = []
         for start, stop in itertools.pairwise(bounds.tolist()):
             own = shared[start:stop]
             first, size = starts[own[0]], num_rows[own[0]]
-            parts.append(Part(np.sort(order[first : first + size]), positions[own], slots[own]))
+            parts.append(
+                SharedPrefix(np.sort(order[first : first + size]), positions[own], slots[own])
+            )
         wear = rest[0].shape[1], len(shared) + rest[0].size, np.arange(len(past.nodes))
-        return cls(tuple(parts), Rest.of(*rest), past.num_tokens, *wear)
+        return cls(tuple(parts), Suffix.of(*rest), past.num_tokens, *wear)
 
     @property
-    def is_worn(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether the next step should make a new reading instead of advancing this one."""
         # Tokens that rows have come to share since are copied for each row. A new one pays once the
         # rest is twice as wide, or once as many tokens were copied in vain as making one takes.
         num_added = self.rest.num_columns - self.num_columns
         return num_added > max(MIN_ADDED, self.num_columns) or self.num_repeated > self.num_tokens
 
-    def advanced(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Reading:
+    def advanced(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> CascadePlan:
         """Return the reading of the next decode step, each of whose rows has a token more."""
-        parts: list[Part] = []
+        parts: list[SharedPrefix] = []
         numbers: list[int] = []
         everybody = np.arange(len(rows))
         for number, part in enumerate(self.parts):
-            if len(part.rows) == len(self.num_past) == len(rows):
+            if len(part.rows) == len(self.prefix_lens) == len(rows):
                 parts.append(part)  # the same object, for which tables may have been made
                 numbers.append(number)
                 continue
             own = everybody
-            if len(part.rows) < len(self.num_past):
-                is_reader = np.zeros(len(self.num_past), bool)
+            if len(part.rows) < len(self.prefix_lens):
+                is_reader = np.zeros(len(self.prefix_lens), bool)
                 is_reader[part.rows] = True
                 own = np.flatnonzero(is_reader[rows])
             if len(own):
-                parts.append(Part(own, part.positions, part.slots))
+                parts.append(SharedPrefix(own, part.positions, part.slots))
                 numbers.append(number)
-        num_past, origins = self.num_past[rows], self.origins[rows]
+        prefix_lens, origins = self.prefix_lens[rows], self.origins[rows]
         num_others = len(rows) - int(np.count_nonzero(np.bincount(origins)))
-        return Reading(
+        return CascadePlan(
             tuple(parts),
-            self.rest.advanced(rows, slots, num_past),
-            num_past + 1,
+            self.rest.advanced(rows, slots, prefix_lens),
+            prefix_lens + 1,
             self.num_columns,
             self.num_tokens,
             origins,
             self.num_repeated + num_others * self.num_columns,
-            Advance(self.identity, rows, slots, tuple(numbers)),
+            PlanDelta(self.identity, rows, slots, tuple(numbers)),
         )

@@ -1,4 +1,4 @@
-"""Compiled loops that divide what the rows of a pass have cached; see ``Reading``.
+"""Compiled loops that divide what the rows of a pass have cached; see ``CascadePlan``.
 
 Tokens are numbered from 1, as each row in turn meets them on its way up; 0 stands for all roots.
 So a token's ancestors have larger numbers of the same row, or numbers of an earlier row. In the

@@ -18,10 +18,10 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, final
 
 import torch
 
-from genlm_backend.attention.block import Attended, Block, join_rows
-from genlm_backend.attention.operators import A, Operators
-from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.reading import Advance, Part, Reading
+from genlm_backend.attention.block import AttentionState, SoftmaxAttention, join_rows
+from genlm_backend.attention.operators import A, ArrayOps
+from genlm_backend.attention.packing import ForwardBatch
+from genlm_backend.attention.reading import CascadePlan, PlanDelta, SharedPrefix
 from genlm_backend.errors import ModelStateError
 
 LONG_COPY: Final = 4096
@@ -51,7 +51,9 @@ class PartIndices(Generic[A]):
     num_tokens: int
 
     @classmethod
-    def of(cls, operators: Operators[A], part: Part, num_rows: int, device: Any) -> PartIndices[A]:
+    def of(
+        cls, operators: ArrayOps[A], part: SharedPrefix, num_rows: int, device: Any
+    ) -> PartIndices[A]:
         rows = _rows_of(operators, part, num_rows, device)
         if part.is_consecutive:
             return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1), len(part))
@@ -65,7 +67,7 @@ class PartIndices(Generic[A]):
         return slots if stop - start == self.num_tokens else slots[:, start:stop]
 
 
-def _rows_of(operators: Operators[A], part: Part, num_rows: int, device: Any) -> A | None:
+def _rows_of(operators: ArrayOps[A], part: SharedPrefix, num_rows: int, device: Any) -> A | None:
     if len(part.rows) == num_rows:
         return None
     return operators.put(torch.from_numpy(part.rows), device)
@@ -76,14 +78,14 @@ def _rows_of(operators: Operators[A], part: Part, num_rows: int, device: Any) ->
 class Indices(Generic[A]):
     """The indices of one pass of ``B`` rows, on one device."""
 
-    operators: Operators[A]
+    operators: ArrayOps[A]
     device: Any
     rest: A  # [B, P]
     parts: tuple[PartIndices[A], ...]
 
     @classmethod
-    def of(cls, operators: Operators[A], reading: Reading, device: Any) -> Indices[A]:
-        num_rows = len(reading.num_past)
+    def of(cls, operators: ArrayOps[A], reading: CascadePlan, device: Any) -> Indices[A]:
+        num_rows = len(reading.prefix_lens)
         return cls(
             operators,
             device,
@@ -91,7 +93,7 @@ class Indices(Generic[A]):
             tuple(PartIndices.of(operators, part, num_rows, device) for part in reading.parts),
         )
 
-    def advanced(self, reading: Reading, advance: Advance) -> Indices[A]:
+    def advanced(self, reading: CascadePlan, advance: PlanDelta) -> Indices[A]:
         """Return the indices of the next step; one row and one slot each go to the device."""
         operators, device, num_rows = self.operators, self.device, len(advance.rows)
         rows, slots = (
@@ -112,9 +114,9 @@ class Indices(Generic[A]):
         return concat([past[0], keys], 2), concat([past[1], values], 2)
 
 
-def new_positions(batch: PackedBatch) -> torch.Tensor:
+def new_positions(batch: ForwardBatch) -> torch.Tensor:
     """Return where the columns of new tokens stand in their contexts: int64 ``[B, Q]``."""
-    first = torch.from_numpy(batch.num_past)
+    first = torch.from_numpy(batch.prefix_lens)
     return first[:, None] + torch.arange(batch.input_ids.shape[1], dtype=torch.int64)
 
 
@@ -124,7 +126,7 @@ class PassMasks(Generic[A]):
     """Which keys the queries of a pass may attend to, in layers of one kind."""
 
     # Heads of a group are queries of their own, the first head's ``Q`` before the second's.
-    operators: Operators[A]
+    operators: ArrayOps[A]
     device: Any
     rest: A | None  # [B, 1, group * Q, P + Q] float32
     parts: tuple[A | None, ...]  # [1, 1, G * group * Q, n]
@@ -134,10 +136,10 @@ class PassMasks(Generic[A]):
     @classmethod
     def of(
         cls,
-        operators: Operators[A],
+        operators: ArrayOps[A],
         allowed: torch.Tensor | None,
-        batch: PackedBatch,
-        reading: Reading,
+        batch: ForwardBatch,
+        reading: CascadePlan,
         group_size: int,
         device: Any,
     ) -> PassMasks[A]:
@@ -175,7 +177,7 @@ class PassMasks(Generic[A]):
             is_causal and not reading.rest.num_columns,
         )
 
-    def advanced(self, reading: Reading, advance: Advance) -> PassMasks[A]:
+    def advanced(self, reading: CascadePlan, advance: PlanDelta) -> PassMasks[A]:
         """Return the masks of the next decode step, where all before count in both."""
         operators, device, rest = self.operators, self.device, self.rest
         if rest is not None and not reading.rest.is_padded.any():
@@ -208,16 +210,16 @@ class LastArrays(NamedTuple):
     masks: dict[tuple[object, ...], PassMasks[Any]]
 
 
-class SharedPass(abc.ABC, Generic[A]):
+class CascadeRun(abc.ABC, Generic[A]):
     """The attention of the layers of one forward pass, one after another."""
 
-    operators: Operators[A]
+    operators: ArrayOps[A]
 
     def __init__(
-        self, store: Stored[A], batch: PackedBatch, reading: Reading, last: LastArrays | None
+        self, store: Stored[A], batch: ForwardBatch, reading: CascadePlan, last: LastArrays | None
     ) -> None:
         self._store, self._batch, self._reading = store, batch, reading
-        self.num_past = int(batch.num_past.max())
+        self.prefix_len = int(batch.prefix_lens.max())
         # Made when first needed on a device; a decode step makes them of the last one's there, if
         # it goes on from that.
         self._indices: dict[Any, Indices[A]] = {}
@@ -280,7 +282,7 @@ class SharedPass(abc.ABC, Generic[A]):
         num_rows, num_heads, num_new, dim = query.shape
         num_groups, group_size = keys.shape[1], num_heads // keys.shape[1]
         packed = query.reshape(num_rows, num_groups, group_size * num_new, dim)
-        block = Block(operators, scaling, softcap)
+        block = SoftmaxAttention(operators, scaling, softcap)
         indices, masks = self._made(given, group_size, operators.device_of(query))
         total = block.attend_causally(packed, keys, values, group_size) if masks.is_causal else None
         if total is None:
@@ -295,18 +297,18 @@ class SharedPass(abc.ABC, Generic[A]):
         found = total.values.reshape(*by_head, -1)
         if sinks is None:
             return found
-        total = Attended(operators, found, total.logsumexp.reshape(*by_head))
-        return total.dampened(sinks[:, None])
+        total = AttentionState(operators, found, total.logsumexp.reshape(*by_head))
+        return total.with_sinks(sinks[:, None])
 
     def _in_part(
-        self, block: Block[A], query: A, layer: int, part: PartIndices[A], mask: A | None
-    ) -> Attended[A]:
+        self, block: SoftmaxAttention[A], query: A, layer: int, part: PartIndices[A], mask: A | None
+    ) -> AttentionState[A]:
         """Attend to a part: at once if it is read in place, or else stretch by stretch."""
         attend = block.attend if mask is None else block.attend_if_any
         size = part.num_tokens
         num_stretches = 1 if self._store.is_exact else max(1, round(size / LONG_COPY))
         bounds = [i * size // num_stretches for i in range(num_stretches + 1)]
-        total: Attended[A] | None = None
+        total: AttentionState[A] | None = None
         for start, stop in itertools.pairwise(bounds):
             kept = self._store.read_by_head(layer, part.between(start, stop))
             own = mask if mask is None else mask[..., start:stop]

@@ -14,7 +14,7 @@ import torch
 from genlm_backend.checks import Check, integer, optional, sequence
 from genlm_backend.model.batched_lm import BatchedLM
 from genlm_backend.model.evaluator import StatelessEvaluator
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from genlm_backend.model.row import Row, rows_of_logits
 from genlm_backend.tokenization import decode_vocab
 
@@ -91,11 +91,11 @@ class MockEvaluator(StatelessEvaluator):
             eos_token_ids=eos_token_ids,
         )
 
-    def evaluate(self, queries: Sequence[Query], /) -> Sequence[Row]:
+    def evaluate(self, queries: Sequence[RowQuery], /) -> Sequence[Row]:
         logits = torch.stack([self._logits(query) for query in queries])
         return rows_of_logits(logits, in_place=True)
 
-    def _logits(self, query: Query) -> torch.Tensor:
+    def _logits(self, query: RowQuery) -> torch.Tensor:
         digest = hashlib.sha384(array("q", query.token_ids).tobytes()).digest()
         words = np.frombuffer(digest, dtype=np.uint64)
         random = np.random.Generator(np.random.Philox(key=words[:2], counter=words[2:]))

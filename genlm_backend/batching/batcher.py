@@ -17,14 +17,14 @@ from genlm_backend.batching.policy import (
     BatchPolicy,
     BatchState,
     Decision,
-    Ticker,
+    QuietDetector,
 )
 from genlm_backend.batching.round import (
     Answers,
     Caller,
     Loop,
-    Round,
-    Several,
+    MultiWaiter,
+    PendingBatch,
     as_weight,
     deliver,
     evaluated,
@@ -57,8 +57,8 @@ class Batcher(Generic[Q, R]):
     to be modified copies them first.
 
     A caller that is cancelled disturbs nobody, and its query is not evaluated unless somebody
-    else wants it. An ``evaluate`` that takes long calls ``check_wanted()`` between its steps, and
-    ends where nobody is left. An exception out of ``evaluate`` reaches the callers of that batch
+    else wants it. An ``evaluate`` that takes long calls ``check_cancelled()`` between its steps,
+    and ends where nobody is left. An exception out of ``evaluate`` reaches the callers of that batch
     and no one else; one that it returns in place of a result, the callers of that query.
 
     It belongs to the process that first asks it; a fork of that process gets a ``ForkedError``.
@@ -69,7 +69,7 @@ class Batcher(Generic[Q, R]):
         key: Queries with equal keys are one query; what it raises refuses one. Default: the query.
         weight: What a query counts for in a batch, zero or more and 1 by default; what it raises
             refuses one. One too heavy for any goes alone.
-        computed_with: What the result of a query is computed with: of the queries of a batch with
+        forward_key: What the result of a query is computed with: of the queries of a batch with
             equal values the first alone counts. Default: each counts.
         name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
 
@@ -84,7 +84,7 @@ class Batcher(Generic[Q, R]):
         key: Callable[[Q], Hashable] | None = None,
         name: str = "batcher",
         weight: Callable[[Q], float] | None = None,
-        computed_with: Callable[[Q], Hashable] | None = None,
+        forward_key: Callable[[Q], Hashable] | None = None,
     ) -> None:
         self._evaluate = function("evaluate", evaluate)
         if any(map(inspect.iscoroutinefunction, (evaluate, type(evaluate).__call__))):
@@ -96,7 +96,7 @@ class Batcher(Generic[Q, R]):
         self.policy = optional(_POLICY)("policy", policy) or BatchPolicy()
         self._key = optional(function)("key", key)
         self._weight = optional(function)("weight", weight)
-        self._computed_with = optional(function)("computed_with", computed_with)
+        self._computed_with = optional(function)("forward_key", forward_key)
         self._name = text("name", name)
         self._worker, self._lock = Worker(f"genlm-{name}"), ProcessLock()
         self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
@@ -105,10 +105,13 @@ class Batcher(Generic[Q, R]):
         self._given_up: QueryDroppedError | None = None  # what has ended it
         self._is_closed = False
         self._fences: dict[_Call[Any], int] = {}  # calls that are queued: the query after each
-        self._waiting, self._running = Round(0), Round(0)  # the queue, and what is evaluated
+        self._waiting, self._running = (
+            PendingBatch(0),
+            PendingBatch(0),
+        )  # the queue, and what is evaluated
         self._numbers: dict[Hashable, int] = {}  # of the queries of both, by key
-        self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
-        self._is_busy = self._is_urgent = False
+        self._tickers: dict[asyncio.AbstractEventLoop, QuietDetector] = {}
+        self._is_busy = self._flush_requested = False
         self._num_arrived = 0
         self._num_submitted = self._num_joined = self._num_skipped = self._num_failed = 0
         self._batch_sizes: Counter[int] = Counter()
@@ -139,7 +142,7 @@ class Batcher(Generic[Q, R]):
         What is still waiting of them then, and is nobody else's, is not evaluated. Raises what
         ``submit`` does.
         """
-        caller, numbers = Several(asyncio.get_running_loop()), None
+        caller, numbers = MultiWaiter(asyncio.get_running_loop()), None
         try:
             numbers = self._ask(caller, caller.loop, queries)
             return await caller.future if numbers else []
@@ -159,7 +162,7 @@ class Batcher(Generic[Q, R]):
         """
         if self._worker.is_current_thread():
             raise RuntimeError("evaluate() cannot wait for its own batcher")
-        caller, numbers = Several(None), None
+        caller, numbers = MultiWaiter(None), None
         try:
             numbers = self._ask(caller, None, queries)
             return caller.future.result() if numbers else []
@@ -172,7 +175,7 @@ class Batcher(Generic[Q, R]):
         """Let everything that waits go now, or as soon as the worker is free."""
         with self._lock.here:
             if self._waiting:
-                self._is_urgent = True
+                self._flush_requested = True
                 self._advance(None)
 
     def drain(self) -> None:
@@ -197,7 +200,7 @@ class Batcher(Generic[Q, R]):
     def drop(self, reason: str | Exception = "the query was dropped before it was answered") -> int:
         """Settle every waiter with a ``QueryDroppedError``; return how many there were.
 
-        A batch that is being evaluated ends at its next ``check_wanted()``, and the results of
+        A batch that is being evaluated ends at its next ``check_cancelled()``, and the results of
         one that does not ask are not delivered. Given an error in place of the reason, those who
         still wait for a batch get that, and no others.
         """
@@ -284,7 +287,7 @@ class Batcher(Generic[Q, R]):
         if self._worker.is_stopped:
             raise BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
 
-    def check_wanted(self) -> None:
+    def check_cancelled(self) -> None:
         """Raise if nobody waits any more for what the worker thread is doing.
 
         For ``evaluate``, and for what ``call`` runs, between two steps of long work: the error is
@@ -352,17 +355,17 @@ class Batcher(Generic[Q, R]):
                 numbers = self._enter_all(caller, loop, queries)
             numbers = numbers or [self._enter(caller, loop, query) for query in queries]
             self._num_submitted += len(numbers)
-            if type(caller) is Several:
+            if type(caller) is MultiWaiter:
                 caller.wait_for(numbers)
             if loop is None:
                 # Nothing to hurry where all of them joined what is under evaluation.
-                self._is_urgent = bool(self._waiting)
+                self._flush_requested = bool(self._waiting)
                 self._advance(None)
             elif numbers and max(numbers) >= self._waiting.first and not self._is_busy:
                 # While the loop's next turn is coming, that decides, but for a full batch.
                 ticker = self._tickers.get(loop)
                 is_full = len(self._waiting) >= self.policy.max_batch_size
-                if ticker is None or is_full or self._is_urgent or not ticker.is_coming:
+                if ticker is None or is_full or self._flush_requested or not ticker.is_coming:
                     self._advance(loop)
         return numbers
 
@@ -399,7 +402,7 @@ class Batcher(Generic[Q, R]):
         self._num_arrived += 1
         return number
 
-    def _round_of(self, number: int) -> Round | None:
+    def _round_of(self, number: int) -> PendingBatch | None:
         """Return the round that a query is in; ``None`` for one that has been answered."""
         waiting, running = self._waiting, self._running
         if waiting.first <= number < waiting.stop:
@@ -408,7 +411,7 @@ class Batcher(Generic[Q, R]):
 
     def _leave(self, caller: Caller, numbers: Iterable[int] | None, error: BaseException) -> None:
         """Take a caller off its queries, and those that it was the last caller of off the queue."""
-        leave(caller.future if type(caller) is Several else caller)
+        leave(caller.future if type(caller) is MultiWaiter else caller)
         if isinstance(error, GeneratorExit):
             return  # the garbage collector's, maybe where its thread holds the lock
         with self._lock.here:
@@ -416,7 +419,7 @@ class Batcher(Generic[Q, R]):
                 left = self._round_of(number)
                 if left is not None and left.leave(number, caller) and left is self._waiting:
                     self._prune((number,))
-            self._is_urgent = self._is_urgent and bool(self._waiting)
+            self._flush_requested = self._flush_requested and bool(self._waiting)
 
     def _prune(self, numbers: Iterable[int]) -> None:
         """Take queries that no caller waits for off the queue."""
@@ -424,11 +427,11 @@ class Batcher(Generic[Q, R]):
             self._numbers.pop(self._waiting.forget(number), None)
             self._num_skipped += 1
         if not self._waiting:
-            self._waiting = Round(self._waiting.stop)
+            self._waiting = PendingBatch(self._waiting.stop)
 
     def _advance(self, loop: Loop) -> None:
         """Decide what becomes of the queue after a change that ``loop`` (or a thread) made."""
-        state = BatchState(len(self._waiting), self._is_busy, self._is_urgent)
+        state = BatchState(len(self._waiting), self._is_busy, self._flush_requested)
         decision = self.policy.decide(state)
         if decision is Decision.FIRE:
             self._fire()
@@ -436,7 +439,7 @@ class Batcher(Generic[Q, R]):
             if loop not in self._tickers:
                 for closed in [other for other in self._tickers if other.is_closed()]:
                     del self._tickers[closed]
-                self._tickers[loop] = Ticker()
+                self._tickers[loop] = QuietDetector()
             ticker = self._tickers[loop]
             if not ticker.is_coming:
                 ticker.start(self._num_arrived)
@@ -456,7 +459,7 @@ class Batcher(Generic[Q, R]):
             ticker = self._tickers[loop]
             ticker.is_scheduled = False
             state = ticker.tick(
-                self._num_arrived, len(self._waiting), self._is_busy, self._is_urgent
+                self._num_arrived, len(self._waiting), self._is_busy, self._flush_requested
             )
             decision = self.policy.decide(state)
             if decision is Decision.YIELD:
@@ -477,18 +480,22 @@ class Batcher(Generic[Q, R]):
         else:
             self._is_busy = True
 
-    def _refused(self, error: BaseException, begun: Iterable[Round] = ()) -> list[Answers]:
+    def _refused(self, error: BaseException, begun: Iterable[PendingBatch] = ()) -> list[Answers]:
         """Empty the queue; return who gets the error, callers of a batch that has begun too."""
-        queue, self._waiting, self._is_urgent = self._waiting, Round(self._waiting.stop), False
+        queue, self._waiting, self._flush_requested = (
+            self._waiting,
+            PendingBatch(self._waiting.stop),
+            False,
+        )
         for key in queue.keys:
             self._numbers.pop(key, None)
         return [answers for round in (queue, *begun) for answers in round.refused(error)]
 
-    def _take(self) -> Round:
+    def _take(self) -> PendingBatch:
         while gone := self._waiting.gone(size := self._size()):
             self._prune(gone)
         batch = self._running = self._waiting.cut(size)
-        self._is_urgent = self._is_urgent and bool(self._waiting)
+        self._flush_requested = self._flush_requested and bool(self._waiting)
         self._batch_sizes.update([len(batch)] if len(batch) else [])
         return batch
 
@@ -512,11 +519,11 @@ class Batcher(Generic[Q, R]):
         except BaseException as raised:  # of a key that has changed, say: nobody waits for ever
             self._fail(presentable(raised))
 
-    def _settle(self, batch: Round, results: list[R], error: BaseException | None) -> None:
+    def _settle(self, batch: PendingBatch, results: list[R], error: BaseException | None) -> None:
         with self._lock.here:
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
             self._is_wanted, self._given_up, self._sleepers = None, None, frozenset()
-            self._running = Round(batch.stop)
+            self._running = PendingBatch(batch.stop)
             if is_given_up:
                 self._put_back(batch)
                 answers = []
@@ -536,7 +543,7 @@ class Batcher(Generic[Q, R]):
             if loop is not None:
                 call_threadsafe(loop, self._wake, loop)
 
-    def _forget(self, batch: Round) -> None:
+    def _forget(self, batch: PendingBatch) -> None:
         """Let queries that equal those of a batch be evaluated anew."""
         if not self._waiting:
             self._numbers.clear()
@@ -545,13 +552,13 @@ class Batcher(Generic[Q, R]):
             if self._numbers.get(key) == number:
                 self._numbers.pop(key, None)
 
-    def _put_back(self, batch: Round) -> None:
+    def _put_back(self, batch: PendingBatch) -> None:
         """Return an abandoned batch to the queue, for callers that have come since."""
         self._forget(batch)
         for number, key in enumerate(batch.keys, batch.first):
             if batch.callers[number - batch.first] is not None:
                 self._numbers[key] = number
-                self._is_urgent = True
+                self._flush_requested = True
         self._waiting.put_back(batch)
 
     def _fail(self, error: BaseException) -> None:
@@ -559,7 +566,7 @@ class Batcher(Generic[Q, R]):
             answers = self._refused(error, (self._running,))
             self._is_wanted, self._given_up, self._sleepers = None, None, frozenset()
             self._numbers, self._is_busy = {}, False
-            self._running = Round(self._waiting.first)
+            self._running = PendingBatch(self._waiting.first)
         deliver(answers)
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -35,7 +35,7 @@ class BatchState:
 
     num_pending: int  # distinct queries that wait for a batch
     is_busy: bool = False  # the worker is evaluating a batch
-    is_urgent: bool = False  # a caller blocks a thread, or asked for a flush
+    flush_requested: bool = False  # a caller blocks a thread, or asked for a flush
     num_passes: int = 0  # turns of the event loop since the oldest waiting query could go
     num_quiet_passes: int = 0  # the latest of these that brought no new query
     waited: float = 0.0  # seconds since the oldest waiting query could go
@@ -85,7 +85,7 @@ class BatchPolicy:
             return Decision.SLEEP
         if (
             state.num_pending >= self.max_batch_size
-            or state.is_urgent
+            or state.flush_requested
             or state.num_quiet_passes >= self.quiet_passes
             or state.num_passes >= self.max_passes
             or state.waited >= self.timeout
@@ -103,7 +103,7 @@ _CHECKS = {
 
 
 @final
-class Ticker:
+class QuietDetector:
     """The turns of one event loop since queries began to wait."""
 
     __slots__ = ("_last", "_num_quiet_turns", "_num_turns", "_seen", "_since", "is_scheduled")
@@ -125,7 +125,7 @@ class Ticker:
         return self.is_scheduled and time.monotonic() - self._last <= LOST_SECONDS
 
     def tick(
-        self, num_arrived: int, num_pending: int, is_busy: bool, is_urgent: bool
+        self, num_arrived: int, num_pending: int, is_busy: bool, flush_requested: bool
     ) -> BatchState:
         """Count a turn; return the state of the queue with what this loop has seen of it."""
         self._num_turns += 1
@@ -134,7 +134,7 @@ class Ticker:
         self._last = time.monotonic()
         waited = self._last - self._since
         return BatchState(
-            num_pending, is_busy, is_urgent, self._num_turns, self._num_quiet_turns, waited
+            num_pending, is_busy, flush_requested, self._num_turns, self._num_quiet_turns, waited
         )
 
 

@@ -1,4 +1,4 @@
-"""Round: queries and their callers, from the first query to the last answer."""
+"""PendingBatch: queries and their callers, from the first query to the last answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Loop: TypeAlias = asyncio.AbstractEventLoop | None
 
 
 @final
-class Several:
+class MultiWaiter:
     """The caller of many queries, who awaits all of their results at once."""
 
     __slots__ = ("_num_missing", "_numbers", "_results", "future", "is_settled", "loop")
@@ -61,7 +61,7 @@ class Several:
 
 _NOTHING = object()
 
-Caller: TypeAlias = "asyncio.Future[Any] | Several"
+Caller: TypeAlias = "asyncio.Future[Any] | MultiWaiter"
 """One that waits for one query is its future."""
 
 
@@ -72,7 +72,7 @@ def leave(future: Any) -> None:
 
 def is_waiting(callers: Any) -> bool:
     """Whether a caller, or one of a dictionary of them, would still see a result."""
-    if type(callers) is not Several:
+    if type(callers) is not MultiWaiter:
         if type(callers) is dict:
             return any(map(is_waiting, callers))
         if callers is None:
@@ -87,7 +87,7 @@ def is_waiting(callers: Any) -> bool:
 
 
 @final
-class Round:
+class PendingBatch:
     """Queries numbered in order, with their callers: first the queue, then a batch cut from it."""
 
     def __init__(self, first: int) -> None:
@@ -171,7 +171,7 @@ class Round:
         own = self.callers[:stop]
         if self._are_futures(own) and not any(loop and loop.is_closed() for loop in self.loops):
             gone = [f.done() or getattr(f, "is_gone", False) for f in own]
-        elif set(map(type, own)) == {Several} and all(map(is_waiting, set(own))):
+        elif set(map(type, own)) == {MultiWaiter} and all(map(is_waiting, set(own))):
             return []
         else:
             gone = [c is not None and not is_waiting(c) for c in own]
@@ -194,18 +194,16 @@ class Round:
             return self.queries[: len(self.evaluated)]
         return [self.queries[index] for index in self.evaluated]
 
-    def size(
-        self, max_weight: float, computed_with: Callable[[Any], Hashable] | None = None
-    ) -> int:
+    def size(self, max_weight: float, forward_key: Callable[[Any], Hashable] | None = None) -> int:
         """Return how many of the oldest queries make a batch."""
         is_plain = not self.weights and not self.num_abandoned
-        if is_plain and (computed_with is None or len(self.callers) <= max_weight):
+        if is_plain and (forward_key is None or len(self.callers) <= max_weight):
             return min(len(self.callers), int(max_weight))
         total, counted = 0.0, set[Hashable]()
         for index, callers in enumerate(self.callers):
             if callers is None:
                 continue
-            own = index if computed_with is None else computed_with(self.queries[index])
+            own = index if forward_key is None else forward_key(self.queries[index])
             if own in counted:
                 continue
             weight = self.weights.get(self.first + index, 1.0)
@@ -215,9 +213,9 @@ class Round:
             counted.add(own)
         return len(self.callers)
 
-    def cut(self, size: int) -> Round:
+    def cut(self, size: int) -> PendingBatch:
         """Take off the oldest queries; those with callers are evaluated."""
-        batch = Round(self.first)
+        batch = PendingBatch(self.first)
         batch.loops = self.loops.copy()
         batch.keys, batch.queries = self.keys[:size], self.queries[:size]
         batch.callers = self.callers[:size]
@@ -235,7 +233,7 @@ class Round:
             self.loops = set()
         return batch
 
-    def put_back(self, batch: Round) -> None:
+    def put_back(self, batch: PendingBatch) -> None:
         """Put a batch that was cut off back to where it was."""
         # What waited behind it may all have gone since: others have the numbers that come after.
         num_between = self.first - batch.stop
@@ -256,8 +254,8 @@ class Round:
         if len(self.loops) == 1 and self._are_futures(self.callers):
             (loop,) = self.loops
             return [(loop, self._taken(), results)]
-        if set(map(type, self.callers)) == {Several} and len(set(self.callers)) == 1:
-            several: Several = self.callers[0]
+        if set(map(type, self.callers)) == {MultiWaiter} and len(set(self.callers)) == 1:
+            several: MultiWaiter = self.callers[0]
             given = several.told_all(self.first, results)
             if given is not _NOTHING:
                 self._taken()
@@ -278,7 +276,7 @@ class Round:
         for index, result in zip(indices, results, strict=True):
             of_one = callers[index]
             for caller in of_one if type(of_one) is dict else (of_one,):
-                if type(caller) is Several:
+                if type(caller) is MultiWaiter:
                     loop, future = caller.loop, caller.future
                     given = caller.told(self.first + index, result)
                 elif caller is not None:

@@ -31,7 +31,7 @@ from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.hf_config import SHARED_FIELDS, own_config
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.context import Context, Contexts
+from genlm_backend.model.context import Context, ContextFactory
 from genlm_backend.model.query import TokenIds
 from genlm_backend.model.sampling import listed_ids, seed_of
 from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
@@ -467,7 +467,7 @@ _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type
 
 
 def _rows_of(
-    inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any], contexts: Contexts
+    inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any], contexts: ContextFactory
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any] | None]:
     """Return token ids ``[batch, length]``, which of them count, and inputs made of pictures."""
     named = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
@@ -506,7 +506,7 @@ def _rows_of(
     return rows, mask, {name: value for name, value in named.items() if name not in left}
 
 
-def _listed(value: Any, contexts: Contexts) -> Any:
+def _listed(value: Any, contexts: ContextFactory) -> Any:
     """Return each ``Context`` as a list, and whatever else it is as it came."""
     if isinstance(value, Context):
         if value.pictures is not None:

@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.draft import Draft, Text
+from genlm_backend.generation.draft import Text, TextSequence
 from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
@@ -32,7 +32,7 @@ class _Beam:
 
 
 @final
-class BeamSearch(Draft):
+class BeamSearch(TextSequence):
     """``num_beams`` texts at once, of which the ``n`` with the best scores are returned."""
 
     # Beam search (Lowerre, 1976): each step extends all beams by all tokens and goes on with the

@@ -1,4 +1,4 @@
-"""Draft: texts of one prompt in the making; Sample: one of them, chosen token after token."""
+"""TextSequence: texts of one prompt in the making; Sample: one of them, chosen token after token."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import Draw
-from genlm_backend.model.drawing import Cuts, Drawing
+from genlm_backend.model.drawing import SampleReadout, SamplingFilter
 from genlm_backend.model.query import NO_QUERY, TokenIds
 from genlm_backend.model.sampling import Sampler
 from genlm_backend.model.token_readouts import Top
 from genlm_backend.runtime.together import together
 
 
-class Draft(abc.ABC):
+class TextSequence(abc.ABC):
     """Texts of one prompt in the making: await ``ask()``, then ``choose()``, until finished."""
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
@@ -128,7 +128,7 @@ class Text:
 
 
 @final
-class Sample(Draft):
+class Sample(TextSequence):
     """One text, whose tokens are drawn by the model, or here after logits are processed."""
 
     def __init__(
@@ -139,8 +139,8 @@ class Sample(Draft):
         self._least = max(config.min_length, len(prompt.token_ids) + config.min_new_tokens)
         temperature = 1.0 if config.temperature is None else config.temperature
         self._sampler = Sampler(temperature if config.is_sampled else 0.0, config.seed, stream)
-        cuts = Cuts(config.top_k, config.top_p, config.min_p)
-        self._cuts = cuts if config.is_sampled and cuts != Cuts() else None
+        cuts = SamplingFilter(config.top_k, config.top_p, config.min_p)
+        self._cuts = cuts if config.is_sampled and cuts != SamplingFilter() else None
         self._text = Text(config.stop or ())
         self._drawn: Draw | None = None
         self._top: tuple[tuple[int, float], ...] = ()
@@ -149,7 +149,7 @@ class Sample(Draft):
         """Await a token, drawn by the model, unless its logits have to be processed here."""
         context, lora_name = self.asked_of(self.contexts[0]), self._config.lora_name
         drawing = partial(
-            Drawing,
+            SampleReadout,
             temperature=self._sampler.temperature,
             uniform=self._sampler.uniform(),
             may_fail=True,

@@ -17,7 +17,7 @@ from genlm_backend.generation.config import (
     GenerationConfig,
     GenerationFields,
 )
-from genlm_backend.generation.draft import Draft, Sample
+from genlm_backend.generation.draft import Sample, TextSequence
 from genlm_backend.generation.generated import GeneratedToken, Generation
 from genlm_backend.generation.prompt import Chat, Prompt, is_many
 from genlm_backend.model.async_lm import AsyncLM
@@ -154,11 +154,11 @@ async def _generated(
     return warning, found if many else found[0]
 
 
-async def _finished(drafts: list[Draft], num_texts: int, bar: Any) -> list[Generation]:
+async def _finished(drafts: list[TextSequence], num_texts: int, bar: Any) -> list[Generation]:
     """Return the texts of a prompt, whose drafts run at the same time until they are done."""
     texts: dict[int, list[GeneratedToken]] = defaultdict(list)
 
-    async def finish(draft: Draft) -> None:
+    async def finish(draft: TextSequence) -> None:
         while not draft.is_finished:
             await draft.ask()
             for token in draft.choose():
@@ -223,7 +223,7 @@ def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> Gene
 
 def make_drafts(
     lm: AsyncLM, prompt: Prompt, config: GenerationConfig, stream: int = 0
-) -> list[Draft]:
+) -> list[TextSequence]:
     """Return the drafts of a prompt: one for each text, or one beam search."""
     if config.num_beams > 1:
         return [BeamSearch(lm, prompt, config)]

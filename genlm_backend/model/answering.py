@@ -1,4 +1,4 @@
-"""Answering: the work of a model's worker thread on a batch, and its adapters by name."""
+"""ResultCollector: the work of a model's worker thread on a batch, and its adapters by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.model.query import UNKNOWN_ADAPTER, Adapter
 from genlm_backend.model.readout import answers_by_rows, is_own
 from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
-from genlm_backend.model.scoring import Answer, Question
+from genlm_backend.model.scoring import Query, Result
 
 ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
 
@@ -63,12 +63,12 @@ class AdapterNames:
             )
         return named[name]
 
-    def check(self, query: Question) -> None:
+    def check(self, query: Query) -> None:
         error = self.error_of(query)
         if error is not None:
             raise error
 
-    def error_of(self, query: Question) -> UnknownAdapterError | None:
+    def error_of(self, query: Query) -> UnknownAdapterError | None:
         """Return the error of a query whose adapter has gone since it was made, or ``None``."""
         adapter = query.adapter
         if adapter is None or adapter in self._loaded:
@@ -79,7 +79,7 @@ class AdapterNames:
 
 
 @final
-class Answering:
+class ResultCollector:
     """Calls the evaluator on a batch, checks its answers and caches rows without undefined ids."""
 
     def __init__(self, evaluator: Evaluator, rows: RowCache[Row], adapters: AdapterNames) -> None:
@@ -102,15 +102,15 @@ class Answering:
         self._vocab_size = vocab_size
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
-    def weight(self, question: Question) -> float:
+    def weight(self, question: Query) -> float:
         """Return the weight of a question in a batch: 1, but for a text by its length."""
         return 1.0 if self._is_bounded else question.weight
 
-    def computed_with(self, question: Question) -> Hashable:
+    def forward_key(self, question: Query) -> Hashable:
         """Return a key that all questions share whose answers are read off one row."""
-        return question if self._is_bounded else question.computed_with
+        return question if self._is_bounded else question.forward_key
 
-    def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
+    def answers(self, questions: Sequence[Query]) -> list[Result | Exception]:
         """Return an answer, or an error for its callers, to each question of a batch."""
         num_clears = self._rows.num_clears
         refused = self._refused(questions)
@@ -120,21 +120,21 @@ class Answering:
             return [*answers]
         return [refused[q] if q in refused else next(answers) for q in questions]
 
-    def _evaluated(self, questions: Sequence[Question]) -> Any:
+    def _evaluated(self, questions: Sequence[Query]) -> Any:
         if self._reads_out:
             return self._evaluator.evaluate(questions)
         undefined_ids = self._evaluator.undefined_ids if self._is_to_exclude else ()
         return answers_by_rows(self._evaluator.evaluate, questions, undefined_ids)
 
-    def _refused(self, questions: Sequence[Question]) -> dict[Question, Exception]:
+    def _refused(self, questions: Sequence[Query]) -> dict[Query, Exception]:
         if set(map(_ADAPTER, questions)) == {None}:
             return {}
         errors = {question: self._adapters.error_of(question) for question in questions}
         return {question: error for question, error in errors.items() if error is not None}
 
     def _found(
-        self, questions: Sequence[Question], found: Any, num_clears: int
-    ) -> list[Answer | Exception]:
+        self, questions: Sequence[Query], found: Any, num_clears: int
+    ) -> list[Result | Exception]:
         """Check the evaluator's answers, and cache the rows among them."""
         if not isinstance(found, Sequence) or len(found) != len(questions):
             what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
@@ -145,7 +145,7 @@ class Answering:
         pairs = zip(questions, found, strict=True)
         answers = [self._checked(question, answer) for question, answer in pairs]
         pairs = enumerate(zip(questions, answers, strict=True))
-        indices = [i for i, (q, a) in pairs if q.keeps_row and isinstance(a, Row)]
+        indices = [i for i, (q, a) in pairs if q.is_cacheable and isinstance(a, Row)]
         rows = self._kept(
             [questions[i] for i in indices], [answers[i] for i in indices], num_clears
         )
@@ -166,7 +166,7 @@ class Answering:
         """Return the row given that some token comes: no id that none has."""
         return row.without(self._undefined) if len(self._undefined) else row
 
-    def _checked(self, question: Question, answer: Any) -> Answer | Exception:
+    def _checked(self, question: Query, answer: Any) -> Result | Exception:
         """Return an answer, or an ``EvaluationError`` if it is none to the question."""
         size = self._vocab_size
         try:
@@ -184,4 +184,4 @@ class Answering:
         return f"{type(self._evaluator).__name__}.evaluate"
 
 
-_ADAPTER, _KEEPS_ROW = attrgetter("adapter"), attrgetter("keeps_row")
+_ADAPTER, _KEEPS_ROW = attrgetter("adapter"), attrgetter("is_cacheable")

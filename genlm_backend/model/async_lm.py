@@ -20,7 +20,7 @@ from genlm_backend.checks import (
 )
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
-from genlm_backend.model.context import Context, Contexts, listed_contexts
+from genlm_backend.model.context import Context, ContextFactory, listed_contexts
 from genlm_backend.model.draw import (
     Allowed,
     AnyRow,
@@ -31,7 +31,7 @@ from genlm_backend.model.draw import (
 )
 from genlm_backend.model.drawing import Impossible, drawing_of, drawings_of, several_draws_of
 from genlm_backend.model.lm_statistics import LMStatistics
-from genlm_backend.model.query import NO_QUERY, UNKNOWN_ADAPTER, Query, TokenIds
+from genlm_backend.model.query import NO_QUERY, UNKNOWN_ADAPTER, RowQuery, TokenIds
 from genlm_backend.model.sampling import (
     Sampled,
     Sampler,
@@ -40,9 +40,9 @@ from genlm_backend.model.sampling import (
     default_ends,
 )
 from genlm_backend.model.scoring import (
-    NOTHING,
-    Beside,
-    Scoring,
+    NO_EXTRAS,
+    ScoreExtras,
+    ScoreQuery,
     TokenScores,
     beginnings_of,
     beside_of,
@@ -117,7 +117,7 @@ class AsyncLM(Closing):
         self.str_vocab: list[str] = vocabulary.str_vocab
         self.special_ids = vocabulary.special_ids
         self.undefined_ids = vocabulary.undefined_ids
-        self.contexts = Contexts(len(self.byte_vocab))
+        self.contexts = ContextFactory(len(self.byte_vocab))
 
     max_length: int | None = None
     """Longest context that the model takes, in tokens; ``None`` where nothing bounds it."""
@@ -278,7 +278,7 @@ class AsyncLM(Closing):
 
         Args:
             token_ids: The context.
-            readout: A function from a ``Query`` to the ``Readout`` of it, such as a class of
+            readout: A function from a ``RowQuery`` to the ``Readout`` of it, such as a class of
                 readouts that are made of a query alone, or ``lambda query: Margin(query, 3)``.
             lora_name: The adapter to read the context with.
 
@@ -430,7 +430,7 @@ class AsyncLM(Closing):
 
         Each comes after its own prompt. A single prompt is for all of them.
         """
-        return await self._scores(prompts, continuations, lora_name, NOTHING)
+        return await self._scores(prompts, continuations, lora_name, NO_EXTRAS)
 
     batch_score_sync = blocking(batch_score, "scores")
 
@@ -501,9 +501,9 @@ class AsyncLM(Closing):
     batch_score_with_sync = blocking(batch_score_with, "scores")
 
     async def _scores(
-        self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
+        self, prompts: Any, continuations: Any, lora_name: str | None, beside: ScoreExtras
     ) -> list[torch.Tensor]:
-        def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
+        def ask(queries: list[RowQuery]) -> Awaitable[torch.Tensor]:
             contexts = [_listed(query.context) for query in queries]
             return self.batch_next_token_logprobs(contexts, lora_name=lora_name)
 
@@ -513,8 +513,8 @@ class AsyncLM(Closing):
     _scores_sync = blocking(_scores)
 
     def _scorings(
-        self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
-    ) -> list[Scoring]:
+        self, prompts: Any, continuations: Any, lora_name: str | None, beside: ScoreExtras
+    ) -> list[ScoreQuery]:
         self.check_adapter(lora_name)
         return check_scorings(self.contexts, prompts, continuations, self.max_length, beside=beside)
 

@@ -36,20 +36,20 @@ from genlm_backend.errors import (
 from genlm_backend.model.answering import (
     ADAPTER_CHECKS,
     AdapterNames,
-    Answering,
+    ResultCollector,
     check_adapter_name,
 )
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context, listed_contexts
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
-from genlm_backend.model.query import Adapter, Query, TokenIds
+from genlm_backend.model.query import Adapter, RowQuery, TokenIds
 from genlm_backend.model.row import Row, RowCache, table_of
 from genlm_backend.model.scoring import (
-    NOTHING,
-    Beside,
-    Question,
-    Scoring,
+    NO_EXTRAS,
+    Query,
+    ScoreExtras,
+    ScoreQuery,
     check_scorings,
     distinct,
     own_scores,
@@ -132,16 +132,16 @@ class BatchedLM(OfOneProcess, AsyncLM):
         rows = {"row_cache_bytes": row_cache_bytes, "row_cache": row_cache}
         given = checked(self.option_checks, {**bounds, **rows, "output_device": output_device})
         self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
-        if "check_wanted" in vars(evaluator):  # which is put there below
+        if "check_cancelled" in vars(evaluator):  # which is put there below
             raise OptionError("the evaluator is another model's, whose thread calls it")
         self.output_device: torch.device = given["output_device"]
         self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
         self._adapters = AdapterNames()
-        self._answering = Answering(evaluator, self._rows, self._adapters)
+        self._answering = ResultCollector(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
         self._last_counts: EvaluatorCounts | None = None  # of an evaluator that is closed
-        self._batcher: Batcher[Question, Any] = self._asking(BatchPolicy(timeout=timeout))
-        evaluator.check_wanted = self._batcher.check_wanted
+        self._batcher: Batcher[Query, Any] = self._asking(BatchPolicy(timeout=timeout))
+        evaluator.check_cancelled = self._batcher.check_cancelled
         try:
             info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
             self._info = instance(EvaluatorInfo, "an EvaluatorInfo")("info", info)
@@ -179,9 +179,9 @@ class BatchedLM(OfOneProcess, AsyncLM):
         died = ", has died" if self._evaluator.has_died else ""
         return f"<{name} of {size} token ids{device}, {kept}{states}{died}>"
 
-    def _asking(self, policy: BatchPolicy) -> Batcher[Question, Any]:
+    def _asking(self, policy: BatchPolicy) -> Batcher[Query, Any]:
         asked = self._answering
-        options = {"weight": asked.weight, "computed_with": asked.computed_with}
+        options = {"weight": asked.weight, "forward_key": asked.forward_key}
         return Batcher(asked.answers, policy, name=type(self).__name__, **options)
 
     # ---------------------------------------------------------------- rows, scores, draws
@@ -195,7 +195,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         if row is None:  # here, since one coroutine more takes two per cent of a row's time
             self._before_wait()
             row = await self._batcher.submit(query)
-        return row.own_logprobs(self.output_device)
+        return row.copy_logprobs(self.output_device)
 
     async def next_token_logits(
         self, token_ids: TokenIds, lora_name: str | None = None
@@ -220,7 +220,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         if row is None:
             self._before_wait()
             (row,) = self._batcher.submit_sync([query])
-        return row.own_logprobs(self.output_device)
+        return row.copy_logprobs(self.output_device)
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
@@ -230,7 +230,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     batch_next_token_logprobs_sync = blocking(batch_next_token_logprobs, "rows")
 
-    async def _rows_of(self, queries: list[Query]) -> torch.Tensor:
+    async def _rows_of(self, queries: list[RowQuery]) -> torch.Tensor:
         rows, missing = self._known(queries)
         if missing:
             self._before_wait()
@@ -243,37 +243,37 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     _rows_of_sync = blocking(_rows_of)
 
-    async def _submit_all(self, questions: Sequence[Question]) -> list[Any]:
+    async def _submit_all(self, questions: Sequence[Query]) -> list[Any]:
         return await self._batcher.submit_all(questions)
 
-    def _submit_all_sync(self, questions: Sequence[Question]) -> list[Any]:
+    def _submit_all_sync(self, questions: Sequence[Query]) -> list[Any]:
         return self._batcher.submit_sync(questions)
 
-    def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
+    def _query(self, token_ids: TokenIds, lora_name: str | None) -> RowQuery:
         self._batcher.check_open()
         adapter = None if lora_name is None else self._adapter(lora_name)
-        return Query(self.contexts.check(token_ids, self.max_length), adapter)
+        return RowQuery(self.contexts.check(token_ids, self.max_length), adapter)
 
-    def _queries(self, token_ids_list: Sequence[TokenIds], lora_name: str | None) -> list[Query]:
+    def _queries(self, token_ids_list: Sequence[TokenIds], lora_name: str | None) -> list[RowQuery]:
         contexts = listed_contexts("token_ids_list", token_ids_list)
         self._batcher.check_open()
         adapter = None if lora_name is None else self._adapter(lora_name)
         check, max_length = self.contexts.check, self.max_length
-        return [Query(check(token_ids, max_length), adapter) for token_ids in contexts]
+        return [RowQuery(check(token_ids, max_length), adapter) for token_ids in contexts]
 
-    def _known(self, queries: Sequence[Query]) -> tuple[dict[Query, Row], list[Query]]:
+    def _known(self, queries: Sequence[RowQuery]) -> tuple[dict[RowQuery, Row], list[RowQuery]]:
         """Return the cached rows, and the distinct queries that have none."""
         distinct = dict.fromkeys(queries)
         rows = {q: row for q in distinct if (row := self._rows.get(q)) is not None}
         return rows, [query for query in distinct if query not in rows]
 
     async def _scores(
-        self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
+        self, prompts: Any, continuations: Any, lora_name: str | None, beside: ScoreExtras
     ) -> list[torch.Tensor]:
         scorings = self._scorings(prompts, continuations, lora_name, beside)
         asked = distinct(scorings)
         # The evaluator may answer scorings, and not with these numbers.
-        if self._info.scores and (beside == NOTHING or self._info.reads_out):
+        if self._info.scores and (beside == NO_EXTRAS or self._info.reads_out):
             found = await self._submit_all(asked)
         else:
             found = await scores_of_rows(asked, self._rows_of, self.batch_size)
@@ -282,8 +282,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
     _scores_sync = blocking(_scores)
 
     def _scorings(
-        self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
-    ) -> list[Scoring]:
+        self, prompts: Any, continuations: Any, lora_name: str | None, beside: ScoreExtras
+    ) -> list[ScoreQuery]:
         self._batcher.check_open()
         adapter = self._adapter(lora_name)
         found = check_scorings(
@@ -299,7 +299,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
         Args:
             token_ids: The context.
-            readout: A function from a ``Query`` to the ``Readout`` of it, such as a class of
+            readout: A function from a ``RowQuery`` to the ``Readout`` of it, such as a class of
                 readouts that are made of a query alone, or ``lambda query: Margin(query, 3)``.
             lora_name: The adapter to read the context with.
         """
@@ -349,7 +349,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """Run ``verb`` on the worker after the batches already sent, and block for its result."""
         return self._batcher.call(verb)
 
-    def _call_for(self, query: Query, verb: Callable[[], T]) -> T:
+    def _call_for(self, query: RowQuery, verb: Callable[[], T]) -> T:
         """Run ``verb`` as ``_call`` does, if the adapter of its query is still there by then."""
 
         def run() -> T:
@@ -445,7 +445,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """
         self._clear_by(self._evaluator.clear)
 
-    def _is_kept(self, query: Query) -> None:
+    def _is_kept(self, query: RowQuery) -> None:
         """Note, on any thread, that a context's keys and values are cached now."""
 
     def save_prefix(
@@ -492,8 +492,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._batcher.check_open()
         adapter = self._adapter(lora_name)
         load = partial(self._evaluator.load_prefix, where, adapter)
-        context = self.contexts.check(self._call_for(Query((), adapter), load), self.max_length)
-        self._is_kept(Query(context, adapter))
+        context = self.contexts.check(self._call_for(RowQuery((), adapter), load), self.max_length)
+        self._is_kept(RowQuery(context, adapter))
         return context
 
     # ---------------------------------------------------------------- pictures

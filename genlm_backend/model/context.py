@@ -11,7 +11,7 @@ import numpy as np
 
 from genlm_backend.checks import MAX_VOCAB, integer, listed, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError, PictureError
-from genlm_backend.prefix.nodes import NOWHERE, Place
+from genlm_backend.prefix.nodes import NO_HINT, Place
 from genlm_backend.tokenization import Token
 from genlm_backend.vision.pictures import Pictures
 
@@ -45,7 +45,7 @@ class Context(Sequence[int]):
         tail: Those after the last full block.
         contexts: What has checked its ids; contexts of one model have the same.
         place: Where the evaluator of the model has found it, or what it extends, for evaluators to
-            write and read; ``NOWHERE`` where it has not. No part of its value.
+            write and read; ``NO_HINT`` where it has not. No part of its value.
         pictures: The pictures that it begins with, or ``None``.
     """
 
@@ -57,7 +57,7 @@ class Context(Sequence[int]):
 
     blocks: tuple[bytes, ...]
     tail: bytes
-    contexts: Contexts
+    contexts: ContextFactory
     place: Place
     pictures: Pictures | None
 
@@ -67,10 +67,10 @@ class Context(Sequence[int]):
     @classmethod
     def of(
         cls,
-        contexts: Contexts,
+        contexts: ContextFactory,
         packed: bytes,
         blocks: tuple[bytes, ...] = (),
-        place: Place = NOWHERE,
+        place: Place = NO_HINT,
         pictures: Pictures | None = None,
     ) -> Self:
         """Return the context of full blocks and of packed ids after them, without checks."""
@@ -301,7 +301,7 @@ def _shared(ids: list[Any], blocks: tuple[_Block, ...]) -> tuple[bytes, ...]:
 
 
 @final
-class Contexts:
+class ContextFactory:
     """Makes and checks the contexts of one model."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -398,7 +398,7 @@ class Contexts:
 
 
 _FEW: Final = 64
-_NOBODYS: Final = Contexts(MAX_VOCAB)
+_NOBODYS: Final = ContextFactory(MAX_VOCAB)
 
 
 def unpickled(packed: bytes, pictures: Pictures | None = None) -> Context:

@@ -1,4 +1,4 @@
-"""Drawing: the next token, asked for instead of a row."""
+"""SampleReadout: the next token, asked for instead of a row."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from genlm_backend.model.draw import (
     uniform_of,
     weights_of,
 )
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import moved, spare_memory
 from genlm_backend.model.token_readouts import log_sums
 
 
-class Cuts(NamedTuple):
+class SamplingFilter(NamedTuple):
     """Bounds on the tokens that are drawn from, named as in ``generate``."""
 
     top_k: int = 0
@@ -73,7 +73,7 @@ _FEW_OF_NUCLEUS: Final = 512
 
 @final
 @dataclass(frozen=True, slots=True)
-class Drawing(Readout):
+class SampleReadout(Readout):
     """A context, and the random number that its next token is drawn by.
 
     The answer is a ``Draw`` of the token that ``draw_token`` returns of the context's row. So it is
@@ -90,12 +90,12 @@ class Drawing(Readout):
         cuts: Bounds on the tokens that are drawn from; ``None`` for none.
     """
 
-    query: Query
+    query: RowQuery
     temperature: float
     uniform: float
     allowed: bytes | None = None
     may_fail: bool = False
-    cuts: Cuts | None = None
+    cuts: SamplingFilter | None = None
     wanted: ClassVar[str] = "a Draw for a drawing"
     modifies_rows: ClassVar[bool] = False
 
@@ -114,12 +114,14 @@ class Drawing(Readout):
         return is_draw and least <= answer.token_id < vocab_size
 
 
-def _drawn(drawing: Drawing, logprobs: Floats) -> Draw | EvaluationError:
+def _drawn(drawing: SampleReadout, logprobs: Floats) -> Draw | EvaluationError:
     pool = _pool(drawing, logprobs)
     return pool.draw(drawing.uniform) if isinstance(pool, _Pool) else pool
 
 
-def _pool(drawing: Drawing | SeveralDraws, logprobs: Floats) -> _Pool | Draw | EvaluationError:
+def _pool(
+    drawing: SampleReadout | SampleManyReadout, logprobs: Floats
+) -> _Pool | Draw | EvaluationError:
     """Return the tokens of a row to draw from, or the answer if there is none."""
     scores, ids = logprobs, None
     if drawing.allowed is not None:
@@ -143,7 +145,9 @@ def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, Ints | No
     return np.minimum(logprobs, bounds, out=bounds), None
 
 
-def _impossible(drawing: Drawing | SeveralDraws, largest: float) -> Draw | EvaluationError | None:
+def _impossible(
+    drawing: SampleReadout | SampleManyReadout, largest: float
+) -> Draw | EvaluationError | None:
     """Return the answer if none of the scores, given the largest, can be drawn; or ``None``."""
     if drawing.may_fail and largest == -math.inf:
         return NO_DRAW
@@ -164,7 +168,11 @@ class _Pool:
     """The tokens of a row that one or several are drawn from."""
 
     def __init__(
-        self, drawing: Drawing | SeveralDraws, logprobs: Floats, scores: Floats, ids: Ints | None
+        self,
+        drawing: SampleReadout | SampleManyReadout,
+        logprobs: Floats,
+        scores: Floats,
+        ids: Ints | None,
     ) -> None:
         self._scores, self._ids, self._logprobs = scores, ids, logprobs
         temperature = self._temperature = drawing.temperature
@@ -237,31 +245,31 @@ def _log_proposal(
 
 @final
 @dataclass(frozen=True, slots=True)
-class SeveralDraws(Readout):
+class SampleManyReadout(Readout):
     """A context, and the random numbers that several next tokens are drawn by.
 
-    The answer is a tuple of ``Draw``, each as a ``Drawing`` with its number has it. Where they are
-    to be distinct, one is drawn after another from the tokens that are left, which is the
+    The answer is a tuple of ``Draw``, each as a ``SampleReadout`` with its number has it. Where
+    they are to be distinct, one is drawn after another from the tokens that are left, which is the
     distribution of the largest of log-probabilities with Gumbel noise (Kool et al., 2019,
     arXiv:1903.06059); ``log_allowed`` and ``log_proposal`` are those among the tokens that were
     left. It ends where none is left.
 
     Attributes:
         query: The context, and the adapter to read it with.
-        temperature: As a ``Drawing`` has it.
+        temperature: As a ``SampleReadout`` has it.
         uniforms: A number from 0 up to, and not including, 1 for each draw.
-        allowed: As a ``Drawing`` has it.
+        allowed: As a ``SampleReadout`` has it.
         may_fail: Whether draws where no token is possible are ``NO_DRAW``, and no error.
-        cuts: As a ``Drawing`` has it.
+        cuts: As a ``SampleReadout`` has it.
         are_distinct: Whether no token is drawn twice.
     """
 
-    query: Query
+    query: RowQuery
     temperature: float
     uniforms: tuple[float, ...]
     allowed: bytes | None = None
     may_fail: bool = False
-    cuts: Cuts | None = None
+    cuts: SamplingFilter | None = None
     are_distinct: bool = False
     wanted: ClassVar[str] = "a tuple of Draws for several draws"
     modifies_rows: ClassVar[bool] = False
@@ -276,13 +284,13 @@ class SeveralDraws(Readout):
         """Return whether ``answer`` is a tuple of as many draws, or of fewer distinct ones."""
         if not isinstance(answer, tuple):
             return False
-        drawing = Drawing(self.query, self.temperature, 0.0, may_fail=self.may_fail)
+        drawing = SampleReadout(self.query, self.temperature, 0.0, may_fail=self.may_fail)
         num, most = len(answer), len(self.uniforms)
         has_all = num == most or (self.are_distinct and 0 < num < most)
         return has_all and all(drawing.is_answered_by(each, vocab_size) for each in answer)
 
 
-def _all_drawn(draws: SeveralDraws, logprobs: Floats) -> tuple[Draw, ...] | EvaluationError:
+def _all_drawn(draws: SampleManyReadout, logprobs: Floats) -> tuple[Draw, ...] | EvaluationError:
     pool = _pool(draws, logprobs)
     if isinstance(pool, EvaluationError):
         return pool
@@ -299,8 +307,10 @@ def _all_drawn(draws: SeveralDraws, logprobs: Floats) -> tuple[Draw, ...] | Eval
 _NUM_BLOCKS: Final = 256
 
 
-def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw | EvaluationError]:
-    """Draw from rows on a device, where they stay; see ``Drawing.of_rows``."""
+def drawn_at_once(
+    drawings: Sequence[SampleReadout], rows: torch.Tensor
+) -> list[Draw | EvaluationError]:
+    """Draw from rows on a device, where they stay; see ``SampleReadout.of_rows``."""
     device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
     points = np.array([drawing.uniform for drawing in drawings])
     scores, cuts = rows, [_cuts_of(drawing) for drawing in drawings]
@@ -349,7 +359,7 @@ def _drawn_plainly(rows: torch.Tensor, points: Doubles) -> list[Draw | Evaluatio
 
 
 def _sums_to_compare(
-    drawings: Sequence[Drawing], rows: torch.Tensor, of_allowed: Sequence[float]
+    drawings: Sequence[SampleReadout], rows: torch.Tensor, of_allowed: Sequence[float]
 ) -> list[float]:
     """Return log-sums of whole rows if those of the allowed tokens may equal them, or NaN."""
     found = [math.nan] * len(drawings)
@@ -364,11 +374,13 @@ def _sums_to_compare(
     return found
 
 
-def _is_restricted(drawing: Drawing) -> bool:
+def _is_restricted(drawing: SampleReadout) -> bool:
     return drawing.allowed is not None or _cuts_of(drawing) is not None
 
 
-def _answer(drawing: Drawing, numbers: Sequence[float], of_all: float) -> Draw | EvaluationError:
+def _answer(
+    drawing: SampleReadout, numbers: Sequence[float], of_all: float
+) -> Draw | EvaluationError:
     token_id, logprob, of_allowed, largest, total = numbers
     answer = _impossible(drawing, largest)
     if answer is not None:
@@ -379,16 +391,16 @@ def _answer(drawing: Drawing, numbers: Sequence[float], of_all: float) -> Draw |
     return Draw(int(token_id), logprob, log_allowed, log_proposal)
 
 
-def _cuts_of(drawing: Drawing) -> Cuts | None:
+def _cuts_of(drawing: SampleReadout) -> SamplingFilter | None:
     return drawing.cuts if drawing.temperature else None  # the most probable one is within all
 
 
 def _within(
-    cuts: Sequence[Cuts | None], scores: torch.Tensor, weights: torch.Tensor
+    cuts: Sequence[SamplingFilter | None], scores: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return which tokens are drawn from: bool ``[n, vocab]``; see ``Cuts.kept``."""
+    """Return which tokens are drawn from: bool ``[n, vocab]``; see ``SamplingFilter.kept``."""
     device, vocab_size = scores.device, scores.shape[1]
-    bounds = [Cuts() if own is None else own for own in cuts]
+    bounds = [SamplingFilter() if own is None else own for own in cuts]
     is_left = scores > -torch.inf
     rows = [i for i, own in enumerate(bounds) if 0 < own.top_k < vocab_size]
     if rows:
@@ -417,7 +429,7 @@ def _least_of_nuclei(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tenso
         size *= 8
 
 
-def _masks(drawings: Sequence[Drawing], rows: torch.Tensor) -> torch.Tensor:
+def _masks(drawings: Sequence[SampleReadout], rows: torch.Tensor) -> torch.Tensor:
     """Return which tokens may be drawn: bool ``[n, vocab]``, from the bits of each."""
     vocab_size = rows.shape[1]
     everything = np.packbits(np.ones(vocab_size, bool)).tobytes()
@@ -512,15 +524,17 @@ _CUTS: Final = {
 """Checks of the bounds of draws, by name."""
 
 
-def drawing_of(vocab_size: int, generator: Any, **options: Any) -> Callable[[Query], Drawing]:
+def drawing_of(
+    vocab_size: int, generator: Any, **options: Any
+) -> Callable[[RowQuery], SampleReadout]:
     """Return a maker of drawings with checked options and one random number."""
     number_of, alike = _drawn_alike(vocab_size, generator, **options)
-    return partial(Drawing, uniform=number_of(), **alike)
+    return partial(SampleReadout, uniform=number_of(), **alike)
 
 
 def drawings_of(
     vocab_size: int, generator: Any, num_draws: int, *, allowed: Any, **options: Any
-) -> Callable[[Query], Drawing]:
+) -> Callable[[RowQuery], SampleReadout]:
     """Return a maker of ``num_draws`` drawings, one after another, as ``drawing_of`` of one."""
     dtype = getattr(allowed, "dtype", None)
     is_array = dtype is not None and getattr(allowed, "ndim", 0) == 1
@@ -545,21 +559,21 @@ def drawings_of(
         ]
     pairs = iter([(number_of(), own) for own in masks])
 
-    def made(query: Query) -> Drawing:
+    def made(query: RowQuery) -> SampleReadout:
         uniform, own = next(pairs)
-        return Drawing(query, uniform=uniform, allowed=own, **alike)
+        return SampleReadout(query, uniform=uniform, allowed=own, **alike)
 
     return made
 
 
 def several_draws_of(
     vocab_size: int, generator: Any, n: Any, distinct: Any, **options: Any
-) -> Callable[[Query], SeveralDraws]:
+) -> Callable[[RowQuery], SampleManyReadout]:
     """Return a maker of several draws, as ``drawing_of`` of one, with their random numbers."""
     count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
     number_of, alike = _drawn_alike(vocab_size, generator, **options)
     uniforms = tuple(number_of() for _ in range(count))
-    return partial(SeveralDraws, uniforms=uniforms, are_distinct=are_distinct, **alike)
+    return partial(SampleManyReadout, uniforms=uniforms, are_distinct=are_distinct, **alike)
 
 
 def _drawn_alike(
@@ -569,10 +583,10 @@ def _drawn_alike(
     divisor = TEMPERATURE("temperature", temperature)
     may_fail = _IMPOSSIBLE("impossible", impossible) == "return"
     mask, number_of = packed_mask(allowed, vocab_size, may_fail), uniform_of(generator)
-    bounds = Cuts(**checked(_CUTS, cuts))
+    bounds = SamplingFilter(**checked(_CUTS, cuts))
     return number_of if divisor else lambda: 0.0, {
         "temperature": divisor,
         "allowed": mask,
         "may_fail": may_fail,
-        "cuts": None if bounds == Cuts() or not divisor else bounds,
+        "cuts": None if bounds == SamplingFilter() or not divisor else bounds,
     }

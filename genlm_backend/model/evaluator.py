@@ -19,8 +19,8 @@ from genlm_backend.checks import (
     switch,
 )
 from genlm_backend.errors import AdapterError, CacheError, PictureError
-from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.scoring import Answer, Question
+from genlm_backend.model.query import Adapter, RowQuery
+from genlm_backend.model.scoring import Query, Result
 from genlm_backend.prefix.tiers import TierName
 from genlm_backend.runtime.threads import release_idle_threads
 from genlm_backend.vision.pictures import PictureRules
@@ -48,9 +48,9 @@ class EvaluatorInfo:
         takes_adapters: Whether adapters can be added.
         uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
             callers slow down.
-        scores: Whether it answers a ``Scoring`` too. Where not, texts are scored by rows.
-        reads_out: Whether it answers each ``Readout`` too, and tells what a ``Scoring`` has beside
-            the log-probabilities. Where not, it is asked for the rows.
+        scores: Whether it answers a ``ScoreQuery`` too. Where not, texts are scored by rows.
+        reads_out: Whether it answers each ``Readout`` too, and tells what a ``ScoreQuery`` has
+            beside the log-probabilities. Where not, it is asked for the rows.
         image_token_id: The id that stands for a part of a picture, where it sees pictures; ``None``
             where it does not.
         eos_token_ids: The ids that end a text by the model's own generation config; ``None`` where
@@ -177,7 +177,7 @@ class Evaluator(abc.ABC):
             ``info.omits_undefined``; ``BatchedLM`` excludes them otherwise, to the precision of the
             row.
         has_died: Whether it has ended by itself, and answers nothing until it is made again.
-        check_wanted: To be called between two steps of long work. It raises a
+        check_cancelled: To be called between two steps of long work. It raises a
             ``QueryDroppedError`` where nobody waits any more for what is being done, which the
             evaluator lets through. Whoever drives the evaluator puts it here.
     """
@@ -186,7 +186,7 @@ class Evaluator(abc.ABC):
     undefined_ids: tuple[int, ...] = ()
     has_died: bool = False
 
-    check_wanted: Callable[[], None] = staticmethod(_nothing)
+    check_cancelled: Callable[[], None] = staticmethod(_nothing)
 
     @abc.abstractmethod
     def open(self) -> EvaluatorInfo:
@@ -196,7 +196,7 @@ class Evaluator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
+    def evaluate(self, questions: Sequence[Query], /) -> Sequence[Result | Exception]:
         """Return one answer to each of one or more distinct questions, in order: a ``Row``.
 
         An exception in place of a row is for those who asked that query, and disturbs no other;
@@ -204,15 +204,15 @@ class Evaluator(abc.ABC):
         afterwards. They may give a probability to ids that no token has, unless
         ``info.omits_undefined`` says otherwise: ``BatchedLM`` excludes them.
 
-        Where ``info.scores`` says so, there may be a ``Scoring`` among them. Its answer is a
+        Where ``info.scores`` says so, there may be a ``ScoreQuery`` among them. Its answer is a
         float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``
         say: those are left out, and a target among them is ``-inf``. Where ``info.reads_out`` says
         so, there may be a ``Readout``, of whose answer ``undefined_ids`` are left out as well, and
-        a ``Scoring`` may tell more of each token: float64 ``[num_targets, beside.width]``.
+        a ``ScoreQuery`` may tell more of each token: float64 ``[num_targets, beside.width]``.
         """
 
     @abc.abstractmethod
-    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+    def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens need not be computed if it is asked now.
 
         Only the tokens of one tier are counted where one is named; what is in no other is on the
@@ -220,7 +220,7 @@ class Evaluator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def pin(self, query: Query) -> bool:
+    def pin(self, query: RowQuery) -> bool:
         """Compute a context and keep its keys and values until ``clear()``.
 
         Returns:
@@ -231,7 +231,7 @@ class Evaluator(abc.ABC):
     def clear(self) -> None:
         """Free all keys and values, pinned ones too."""
 
-    def save_prefix(self, query: Query, path: str) -> None:
+    def save_prefix(self, query: RowQuery, path: str) -> None:
         """Compute a context and write its keys and values into a file.
 
         Raises:
@@ -340,12 +340,12 @@ class StatelessEvaluator(Evaluator):
         return self.info
 
     @final
-    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+    def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         """Return 0."""
         return 0
 
     @final
-    def pin(self, query: Query) -> bool:
+    def pin(self, query: RowQuery) -> bool:
         """Return ``False``: there is no room."""
         return False
 

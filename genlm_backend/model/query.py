@@ -1,4 +1,4 @@
-"""Query: a question to a model, checked before anything is queued."""
+"""RowQuery: a question to a model, checked before anything is queued."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Adapter(NamedTuple):
 
 
 @final
-class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
+class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     """A context and the adapter to read it with. Equal queries have equal answers.
 
     Immutable. It is a tuple of the adapter and of the context's bytes, whose hashes Python keeps,
@@ -44,8 +44,8 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
         targets: No tokens: a row is wanted, and no score.
         num_targets: Their number.
         beside: What is told of them beside their scores; ``None`` where there are none.
-        is_read_off: Whether its answer is made of rows, where these are: the row itself is none.
-        keeps_row: Whether its answer is a row that may be kept.
+        needs_row: Whether its answer is made of rows, where these are: the row itself is none.
+        is_cacheable: Whether its answer is a row that may be kept.
         weight: How much it counts for in a batch.
         wanted: The answer, as errors say it.
     """
@@ -55,8 +55,8 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     targets: ClassVar[tuple[int, ...]] = ()
     num_targets: ClassVar[int] = 0
     beside: ClassVar[None] = None
-    is_read_off: ClassVar[bool] = False
-    keeps_row: ClassVar[bool] = True
+    needs_row: ClassVar[bool] = False
+    is_cacheable: ClassVar[bool] = True
     weight: ClassVar[float] = 1.0
     wanted: ClassVar[str] = "a Row of float32 [{vocab_size}] for each query"
 
@@ -70,15 +70,15 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Query cannot be changed")
 
-    def __reduce__(self) -> tuple[type[Query], tuple[Context, Adapter | None]]:
-        return Query, (self.context, self.adapter)
+    def __reduce__(self) -> tuple[type[RowQuery], tuple[Context, Adapter | None]]:
+        return RowQuery, (self.context, self.adapter)
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
         """Return whether ``answer`` is a row of a vocabulary of that size."""
         return isinstance(answer, Row) and answer.is_of(vocab_size)
 
     @property
-    def computed_with(self) -> Query:
+    def forward_key(self) -> RowQuery:
         """The question whose answer is computed for this one: itself."""
         return self
 
@@ -92,15 +92,15 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
         """Name of the adapter, or ``None`` for the base model."""
         return None if self.adapter is None else self.adapter.name
 
-    def prefix(self, num_tokens: int) -> Query:
+    def prefix(self, num_tokens: int) -> RowQuery:
         """Return the query of the first tokens, with the same adapter."""
-        return Query(self.context[:num_tokens], self.adapter)
+        return RowQuery(self.context[:num_tokens], self.adapter)
 
     def __repr__(self) -> str:
-        return f"Query({self.context!r}, lora_name={self.lora_name!r})"
+        return f"RowQuery({self.context!r}, lora_name={self.lora_name!r})"
 
 
-NO_QUERY: Final = Query([0])
+NO_QUERY: Final = RowQuery([0])
 """Stands for the query of a row that is known."""
 
 

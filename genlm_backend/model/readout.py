@@ -15,11 +15,11 @@ from genlm_backend.batching.round import presentable
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.context import Context
-from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.row import Row, rows_without, stacked
 
 if TYPE_CHECKING:
-    from genlm_backend.model.scoring import Question
+    from genlm_backend.model.scoring import Query
 
 
 class Readout(abc.ABC):
@@ -35,21 +35,21 @@ class Readout(abc.ABC):
         targets: No tokens: no text is scored.
         num_targets: Their number.
         beside: What is told of them beside their scores; ``None`` where there are none.
-        is_read_off: Whether its answer is made of rows, where these are.
-        keeps_row: Whether its answer is a row that may be kept.
+        needs_row: Whether its answer is made of rows, where these are.
+        is_cacheable: Whether its answer is a row that may be kept.
         weight: How much it counts for in a batch.
         modifies_rows: Whether ``of_rows`` may modify its rows: they are a copy then.
     """
 
     __slots__ = ()
 
-    query: Query
+    query: RowQuery
     wanted: ClassVar[str]
     targets: ClassVar[tuple[int, ...]] = ()
     num_targets: ClassVar[int] = 0
     beside: ClassVar[None] = None
-    is_read_off: ClassVar[bool] = True
-    keeps_row: ClassVar[bool] = False
+    needs_row: ClassVar[bool] = True
+    is_cacheable: ClassVar[bool] = False
     weight: ClassVar[float] = 1.0
     modifies_rows: ClassVar[bool] = True
 
@@ -64,7 +64,7 @@ class Readout(abc.ABC):
         return self.query.context
 
     @property
-    def computed_with(self) -> Query:
+    def forward_key(self) -> RowQuery:
         """The question whose answer is computed for this one: that of the row."""
         return self.query
 
@@ -115,8 +115,8 @@ def is_own(kind: type) -> bool:
 
 
 def answers_by_rows(
-    evaluate: Callable[[Sequence[Question]], Any],
-    questions: Sequence[Question],
+    evaluate: Callable[[Sequence[Query]], Any],
+    questions: Sequence[Query],
     undefined_ids: Sequence[int] = (),
     is_unknown: Callable[[Any], bool] = lambda kind: True,
 ) -> Any:

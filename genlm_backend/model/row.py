@@ -33,11 +33,11 @@ class Row:
         index: Which row of it.
     """
 
-    __slots__ = ("_logprobs", "index", "normaliser", "table")
+    __slots__ = ("_logprobs", "index", "logsumexp", "table")
 
-    def __init__(self, logprobs: torch.Tensor, normaliser: float | None = None) -> None:
+    def __init__(self, logprobs: torch.Tensor, logsumexp: float | None = None) -> None:
         self._logprobs: torch.Tensor | None = logprobs
-        self.normaliser, self.index = normaliser, 0
+        self.logsumexp, self.index = logsumexp, 0
         self.table: torch.Tensor | None = None
 
     @classmethod
@@ -46,9 +46,9 @@ class Row:
         # A view takes a microsecond, and of a batch on a device nobody asks for one.
         views = table.unbind() if table.is_cpu else (None,) * len(table)
         rows: list[Row] = []
-        for index, (view, normaliser) in enumerate(zip(views, normalisers, strict=True)):
+        for index, (view, logsumexp) in enumerate(zip(views, normalisers, strict=True)):
             row = object.__new__(cls)
-            row._logprobs, row.normaliser, row.table, row.index = view, normaliser, table, index
+            row._logprobs, row.logsumexp, row.table, row.index = view, logsumexp, table, index
             rows.append(row)
         return rows
 
@@ -61,7 +61,7 @@ class Row:
         return self._logprobs  # pyright: ignore[reportReturnType]
 
     def __repr__(self) -> str:
-        return f"Row(logprobs={self.logprobs!r}, normaliser={self.normaliser!r})"
+        return f"Row(logprobs={self.logprobs!r}, normaliser={self.logsumexp!r})"
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +71,9 @@ class Row:
     @property
     def is_nan(self) -> bool:
         """Whether the model said NaN somewhere; a known normaliser tells that at once."""
-        if self.normaliser is None:
+        if self.logsumexp is None:
             return bool(self.logprobs.isnan().any())
-        return math.isnan(self.normaliser)
+        return math.isnan(self.logsumexp)
 
     def is_of(self, vocab_size: int) -> bool:
         """Return whether it is a row of that width, as callers get it."""
@@ -84,9 +84,9 @@ class Row:
     def to(self, device: torch.device) -> Row:
         """Return the row on ``device``; itself where it is there."""
         moved = self.logprobs.to(device)
-        return self if moved is self.logprobs else Row(moved, self.normaliser)
+        return self if moved is self.logprobs else Row(moved, self.logsumexp)
 
-    def own_logprobs(self, device: torch.device) -> torch.Tensor:
+    def copy_logprobs(self, device: torch.device) -> torch.Tensor:
         """Return a copy of the log-probabilities on ``device``, for a caller to modify."""
         row = self.logprobs
         if not row.is_cpu or device.type != "cpu":
@@ -95,11 +95,11 @@ class Row:
 
     def own_logits(self, device: torch.device) -> torch.Tensor:
         """Return the logits on ``device``, or the log-probabilities where they are not known."""
-        logits = self.own_logprobs(device)
-        return logits if self.normaliser is None else logits.add_(self.normaliser)
+        logits = self.copy_logprobs(device)
+        return logits if self.logsumexp is None else logits.add_(self.logsumexp)
 
     def __reduce__(self) -> tuple[type[Row], tuple[torch.Tensor, float | None]]:
-        return Row, (self.logprobs.clone(), self.normaliser)  # a view would take its table along
+        return Row, (self.logprobs.clone(), self.logsumexp)  # a view would take its table along
 
     def without(self, token_ids: torch.Tensor) -> Row:
         """Return the row given that none of some tokens comes: they are ``-inf``, int64 ``[n]``."""
@@ -111,7 +111,7 @@ def alone(rows: Sequence[Row]) -> list[Row]:
     own: list[torch.Tensor] = []
     for _, table in _tables(rows):
         own += map(own_copy, table.numpy()) if table.is_cpu else map(torch.clone, table)
-    return [Row(logprobs, row.normaliser) for logprobs, row in zip(own, rows, strict=True)]
+    return [Row(logprobs, row.logsumexp) for logprobs, row in zip(own, rows, strict=True)]
 
 
 def are_rows_of(rows: Sequence[Row], vocab_size: int) -> bool:
@@ -148,12 +148,12 @@ def rows_without(rows: Sequence[Row], token_ids: torch.Tensor) -> list[Row]:
 
 
 def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
-    logprobs = row.own_logprobs(ids.device).index_fill_(0, ids, -torch.inf)
+    logprobs = row.copy_logprobs(ids.device).index_fill_(0, ids, -torch.inf)
     # Of what is left, to the precision that its terms have.
     left = math.log1p(-excluded) if excluded < 0.5 else float(logprobs.logsumexp(-1))
     if left and left > -math.inf:  # or nothing is left, and stays impossible
         logprobs.sub_(left).clamp_(max=0)  # which rounding may be above
-    return Row(logprobs, None if row.normaliser is None else row.normaliser + left)
+    return Row(logprobs, None if row.logsumexp is None else row.logsumexp + left)
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -190,7 +190,7 @@ def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
         return found
     for start, table in _tables(rows):
         stop = start + len(table)
-        normalisers = [row.normaliser for row in rows[start:stop]]
+        normalisers = [row.logsumexp for row in rows[start:stop]]
         found[start:stop] = _rows_moved(table, normalisers, device)
     return found
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from genlm_backend.checks import check_names, checked, integer, optional, sequence, switch
 from genlm_backend.model.draw import TEMPERATURE
-from genlm_backend.model.drawing import Drawing
-from genlm_backend.model.query import Query, check_known_ids
+from genlm_backend.model.drawing import SampleReadout
+from genlm_backend.model.query import RowQuery, check_known_ids
 
 
 @final
@@ -48,9 +48,9 @@ class Sampler:
         """Return the random number of a draw, in [0, 1); 0 at temperature 0."""
         return self._random.random() if self.temperature else 0.0
 
-    def drawing(self, query: Query) -> Drawing:
+    def drawing(self, query: RowQuery) -> SampleReadout:
         """Return the question whose answer is the next token of the stream."""
-        return Drawing(query, self.temperature, self.uniform())
+        return SampleReadout(query, self.temperature, self.uniform())
 
 
 def entropy_of(seed: int | None, stream: int) -> np.random.SeedSequence:

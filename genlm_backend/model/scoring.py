@@ -1,4 +1,4 @@
-"""Scoring: a text whose tokens' log-probabilities are asked for, instead of a row."""
+"""ScoreQuery: a text whose tokens' log-probabilities are asked for, instead of a row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from genlm_backend.checks import integer, listed, switch
 from genlm_backend.errors import OptionError
-from genlm_backend.model.context import Context, Contexts, is_one_context
-from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.context import Context, ContextFactory, is_one_context
+from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.token_readouts import Entropy, Masses, Top, log_sums, packed_groups
 from genlm_backend.tokenization import Alphabet
@@ -89,7 +89,7 @@ def beginnings_of(alphabet: Alphabet, token_ids: Iterable[int]) -> BytePrefixInt
     return BytePrefixIntervals(alphabet.order, ids, bounds.tobytes(), bounds.shape[1])
 
 
-class Beside(NamedTuple):
+class ScoreExtras(NamedTuple):
     """Numbers that are told of each token of a text beside its log-probability, in columns.
 
     The columns are the log-probability; the entropy; the rank; the ids of the most probable tokens,
@@ -123,7 +123,7 @@ class Beside(NamedTuple):
 
     def scores_of(self, columns: torch.Tensor) -> TokenScores:
         """Return the scores in what ``numbers_of_rows`` returns."""
-        if self == NOTHING:
+        if self == NO_EXTRAS:
             return TokenScores(columns)
         sizes = [1, int(self.entropy), int(self.rank), self.top, self.top, int(self.top > 0)]
         parts = columns.split([*sizes, len(self.groups), self._num_beginnings], -1)
@@ -140,13 +140,13 @@ class Beside(NamedTuple):
         )
 
 
-NOTHING: Final = Beside()
+NO_EXTRAS: Final = ScoreExtras()
 """A log-probability alone."""
 
 
-def beside_of(entropy: Any, rank: Any, top: Any, groups: Any, vocab_size: int) -> Beside:
+def beside_of(entropy: Any, rank: Any, top: Any, groups: Any, vocab_size: int) -> ScoreExtras:
     most, masks = integer(0, vocab_size)("top", top), packed_groups(groups, vocab_size)
-    return Beside(switch("entropy", entropy), switch("rank", rank), most, masks)
+    return ScoreExtras(switch("entropy", entropy), switch("rank", rank), most, masks)
 
 
 TOKENS_PER_ROW: Final = 200
@@ -155,26 +155,26 @@ TOKENS_PER_ROW: Final = 200
 
 @final
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class ScoreQuery:
     """A text and the token from which on it is scored. Equal scorings have equal answers.
 
     The answer is float32 ``[num_targets]``: for each token from ``start`` on, the log-probability
     that the row of the tokens before it gives it.
 
     Where more is told of each token, the answer is float64 ``[num_targets, beside.width]``, whose
-    columns ``Beside`` names.
+    columns ``ScoreExtras`` names.
 
     Attributes:
         text: All tokens, prompt and continuation, and the adapter to read them with.
         start: Number of tokens of the prompt; at least 1.
         beside: What is told of each token beside its log-probability.
-        keeps_row: Whether its answer is a row that may be kept.
+        is_cacheable: Whether its answer is a row that may be kept.
     """
 
-    text: Query
+    text: RowQuery
     start: int
-    beside: Beside = NOTHING
-    keeps_row: ClassVar[bool] = False
+    beside: ScoreExtras = NO_EXTRAS
+    is_cacheable: ClassVar[bool] = False
 
     @property
     def adapter(self) -> Adapter | None:
@@ -192,12 +192,12 @@ class Scoring:
         return len(self.text.context) - self.start
 
     @property
-    def is_read_off(self) -> bool:
+    def needs_row(self) -> bool:
         """Whether more than logarithms of single probabilities is read off rows."""
-        return self.beside != NOTHING
+        return self.beside != NO_EXTRAS
 
     @property
-    def computed_with(self) -> Scoring:
+    def forward_key(self) -> ScoreQuery:
         """Itself, since a text is computed for itself."""
         return self
 
@@ -217,34 +217,36 @@ class Scoring:
     @property
     def wanted(self) -> str:
         """The answer, as errors say it."""
-        kind = "float32 [{}]" if self.beside == NOTHING else f"float64 [{{}}, {self.beside.width}]"
+        kind = (
+            "float32 [{}]" if self.beside == NO_EXTRAS else f"float64 [{{}}, {self.beside.width}]"
+        )
         return f"a tensor of {kind.format(self.num_targets)} for a scoring of so many tokens"
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
         """Return whether ``answer`` has the numbers of each target, as callers get them."""
         if not isinstance(answer, torch.Tensor) or answer.requires_grad:
             return False
-        if self.beside == NOTHING:
+        if self.beside == NO_EXTRAS:
             return answer.dtype is torch.float32 and answer.shape == (self.num_targets,)
         shape = self.num_targets, self.beside.width
         return answer.dtype is torch.float64 and answer.shape == shape
 
 
-Question: TypeAlias = Query | Scoring | Readout
+Query: TypeAlias = RowQuery | ScoreQuery | Readout
 """A question to an evaluator: a context's row, a text's scores, or what is read off a row."""
 
-Answer: TypeAlias = Any
+Result: TypeAlias = Any
 """The answer: a ``Row`` to a query, scores to a scoring, of a readout what its kind says."""
 
 
 def check_scorings(
-    contexts: Contexts,
+    contexts: ContextFactory,
     prompts: Any,
     continuations: Any,
     max_length: int | None = None,
     adapter: Adapter | None = None,
-    beside: Beside = NOTHING,
-) -> list[Scoring]:
+    beside: ScoreExtras = NO_EXTRAS,
+) -> list[ScoreQuery]:
     """Return the scorings of continuations, each after its own prompt, or all after one."""
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
@@ -262,16 +264,16 @@ def check_scorings(
         text = context.followed_by(contexts.packed(continuation, name="continuation"))
         if len(text) > len(context):
             contexts.check(text[:-1], max_length)
-        scorings.append(Scoring(Query(text, adapter), len(context), beside))
+        scorings.append(ScoreQuery(RowQuery(text, adapter), len(context), beside))
     return scorings
 
 
-def distinct(scorings: Sequence[Scoring]) -> list[Scoring]:
+def distinct(scorings: Sequence[ScoreQuery]) -> list[ScoreQuery]:
     return [scoring for scoring in dict.fromkeys(scorings) if scoring.num_targets]
 
 
 def own_scores(
-    scorings: Sequence[Scoring], found: Mapping[Scoring, torch.Tensor], device: torch.device
+    scorings: Sequence[ScoreQuery], found: Mapping[ScoreQuery, torch.Tensor], device: torch.device
 ) -> list[torch.Tensor]:
     """Return the scores of each text on ``device``, copied for a caller to modify."""
     return [
@@ -281,12 +283,12 @@ def own_scores(
 
 
 async def scores_of_rows(
-    scorings: Sequence[Scoring],
-    ask: Callable[[list[Query]], Awaitable[torch.Tensor]],
+    scorings: Sequence[ScoreQuery],
+    ask: Callable[[list[RowQuery]], Awaitable[torch.Tensor]],
     chunk_size: int,
 ) -> list[torch.Tensor]:
     """Return the scores of texts read off rows, for models that score nothing themselves."""
-    beside = scorings[0].beside if scorings else NOTHING
+    beside = scorings[0].beside if scorings else NO_EXTRAS
     ends = [range(own.start, len(own.text.context)) for own in scorings]
     places = [(own.text, end) for own, its in zip(scorings, ends, strict=True) for end in its]
     found = list[torch.Tensor]()
@@ -299,16 +301,18 @@ async def scores_of_rows(
 
 
 @torch.inference_mode()
-def numbers_of_rows(rows: torch.Tensor, targets: Sequence[int], beside: Beside) -> torch.Tensor:
+def numbers_of_rows(
+    rows: torch.Tensor, targets: Sequence[int], beside: ScoreExtras
+) -> torch.Tensor:
     """Return the numbers of each token, read off a row of its own."""
     ids = torch.tensor(targets, dtype=torch.int64, device=rows.device)[:, None]
     logprobs = rows.gather(1, ids).float()
-    if beside == NOTHING:
+    if beside == NO_EXTRAS:
         return logprobs[:, 0]
     is_nan = rows.amax(1).isnan()
     rows = rows.float().masked_fill(is_nan[:, None], 0) if is_nan.any() else rows.float()
     columns = [logprobs[:, 0].double().cpu()]
-    query = Query(())
+    query = RowQuery(())
     if beside.entropy:
         entropies = Entropy.of_rows([Entropy(query)] * len(rows), rows)
         columns.append(torch.tensor(entropies, dtype=torch.float64))
@@ -339,7 +343,7 @@ def _ranks(rows: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> tor
     return ((rows > logprobs) | ((rows == logprobs) & (columns < ids))).sum(1)
 
 
-def _no_scores(beside: Beside) -> torch.Tensor:
-    if beside == NOTHING:
+def _no_scores(beside: ScoreExtras) -> torch.Tensor:
+    if beside == NO_EXTRAS:
         return torch.empty(0, dtype=torch.float32)
     return torch.empty(0, beside.width, dtype=torch.float64)

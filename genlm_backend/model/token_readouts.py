@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from genlm_backend.checks import function, integer, listed, sequence, shown
 from genlm_backend.errors import OptionTypeError
 from genlm_backend.model.draw import as_ids_or_bools, packed_mask
-from genlm_backend.model.query import Query, check_known_ids
+from genlm_backend.model.query import RowQuery, check_known_ids
 from genlm_backend.model.readout import Readout, is_own
 from genlm_backend.model.row import spare_memory
 
@@ -51,15 +51,15 @@ class TopTokens(_TopFields):
         return f"TopTokens({', '.join([*shown, *more])}; log_rest: {self.log_rest:.3f})"
 
 
-ReadoutOf: TypeAlias = Callable[[Query], Readout]
+ReadoutOf: TypeAlias = Callable[[RowQuery], Readout]
 """A maker of the readout of a query."""
 
 
-def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
+def readout_of(make: Callable[[RowQuery], Any], query: RowQuery) -> Readout:
     return _checked(function("readout", make)(query), query)
 
 
-def readouts_of(make: Callable[[Query], Any], queries: Sequence[Query]) -> list[Readout]:
+def readouts_of(make: Callable[[RowQuery], Any], queries: Sequence[RowQuery]) -> list[Readout]:
     """Return the readouts that ``make`` makes of queries, in order; see ``readout_of``."""
     made = [function("readout", make)(query) for query in queries]
     # Those of this library are alike, and looked at together.
@@ -73,7 +73,7 @@ def readouts_of(make: Callable[[Query], Any], queries: Sequence[Query]) -> list[
 _QUERY: Final = operator.attrgetter("query")
 
 
-def _checked(readout: Any, query: Query) -> Readout:
+def _checked(readout: Any, query: RowQuery) -> Readout:
     if not isinstance(readout, Readout):
         raise OptionTypeError(f"readout must make a Readout of the query, got {shown(readout)}")
     if getattr(readout, "query", None) is not query:
@@ -91,7 +91,7 @@ def _checked(readout: Any, query: Query) -> Readout:
 class Top(Readout):
     """The ``k`` most probable tokens after a context; the answer is a ``TopTokens``."""
 
-    query: Query
+    query: RowQuery
     k: int
     wanted: ClassVar[str] = "TopTokens of k tokens for a Top"
     modifies_rows: ClassVar[bool] = False
@@ -127,7 +127,7 @@ class Top(Readout):
 class Chosen(Readout):
     """Log-probabilities of chosen tokens after a context: float32 ``[len(token_ids)]``."""
 
-    query: Query
+    query: RowQuery
     token_ids: tuple[int, ...]
     wanted: ClassVar[str] = "a tensor of float32 [len(token_ids)] for a Chosen"
     modifies_rows: ClassVar[bool] = False
@@ -149,7 +149,7 @@ class Chosen(Readout):
 class Entropy(Readout):
     """Entropy of the token after a context, in nats: a ``float``, summed in float64."""
 
-    query: Query
+    query: RowQuery
     wanted: ClassVar[str] = "a float for an Entropy"
     modifies_rows: ClassVar[bool] = False
 
@@ -170,7 +170,7 @@ class Entropy(Readout):
 class Masses(Readout):
     """Logarithms of the probabilities of groups of tokens together: float64 ``[len(groups)]``."""
 
-    query: Query
+    query: RowQuery
     groups: tuple[bytes, ...]
     wanted: ClassVar[str] = "a tensor of float64 [len(groups)] for Masses"
     modifies_rows: ClassVar[bool] = False

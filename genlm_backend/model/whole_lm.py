@@ -22,4 +22,4 @@ class WholeLM(BatchedLM):
         """
         query, evaluator = self._query(token_ids, lora_name), cast(Any, self._evaluator)
         row = self._call_for(query, lambda: evaluator.evaluate_whole(query))
-        return self._answering.defined(row).own_logprobs(self.output_device)
+        return self._answering.defined(row).copy_logprobs(self.output_device)

@@ -1,4 +1,4 @@
-"""DecodeSteps: steps of many contexts by one token each, as arrays."""
+"""DecodeScheduler: steps of many contexts by one token each, as arrays."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.packing import pack_step
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.reading import Reading
+from genlm_backend.attention.packing import pack_decode
+from genlm_backend.attention.paths import CachedPrefixes
+from genlm_backend.attention.reading import CascadePlan
 from genlm_backend.model.context import Context
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Question
+from genlm_backend.model.scoring import Query
 from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.job import PICTURES
 from genlm_backend.passes.prefill_plan import CostModel
@@ -27,7 +27,7 @@ NUM_REMEMBERED: Final = 8
 class _RememberedReading(NamedTuple):
     """The reading of a decode step, from which that of a later one may go on."""
 
-    reading: Reading
+    reading: CascadePlan
     handles: NDArray[np.int64]  # [B] int64
     order: NDArray[np.intp]  # [B]
 
@@ -41,7 +41,7 @@ class _RememberedReading(NamedTuple):
 
 
 @final
-class DecodeSteps:
+class DecodeScheduler:
     """Steps of contexts of which everything but the last token is cached."""
 
     def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
@@ -53,7 +53,7 @@ class DecodeSteps:
 
     def takes(
         self,
-        questions: Sequence[Question],
+        questions: Sequence[Query],
         nodes: NDArray[np.int32],
         sizes: NDArray[np.int32],
         cost: CostModel,
@@ -81,13 +81,13 @@ class DecodeSteps:
             return None
         new = tree.grow(nodes, tokens, slots)
         try:
-            forwards.check_wanted()
-            past = Paths.of(tree.nodes, nodes)
+            forwards.check_cancelled()
+            past = CachedPrefixes.of(tree.nodes, nodes)
             reading = self._reading(nodes, past)
             states = cache.states_behind(nodes)
-            batch = pack_step(tokens.astype(np.int64), slots, past, reading, states)
+            batch = pack_decode(tokens.astype(np.int64), slots, past, reading, states)
             rows = forwards.finish(forwards.runner.forward(batch, cache.attend))
-            is_sound = ~np.isnan(np.array([row.normaliser for row in rows], np.float64))
+            is_sound = ~np.isnan(np.array([row.logsumexp for row in rows], np.float64))
         except BaseException:
             tree.drop(new)
             raise
@@ -110,7 +110,7 @@ class DecodeSteps:
             context.place = place
         return rows, kept
 
-    def _reading(self, nodes: NDArray[np.int32], past: Paths) -> Reading | None:
+    def _reading(self, nodes: NDArray[np.int32], past: CachedPrefixes) -> CascadePlan | None:
         """Return how a step after nodes reads their cached tokens."""
         attend, tree = self._cache.attend, self._cache.tree
         # While these are the same, nodes are where they were.
@@ -121,6 +121,6 @@ class DecodeSteps:
         handles = tree.nodes.handles(nodes)
         for last in reversed(self._remembered):
             found = last.find(handles)
-            if found is not None and not last.reading.is_worn:
+            if found is not None and not last.reading.is_stale:
                 return last.reading.advanced(found, tree.nodes.slot[nodes].astype(np.int64))
         return attend.reading(past, np.ones(len(nodes), np.int64))

@@ -10,12 +10,12 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from genlm_backend.attention.packing import PackedBatch, RowStates, Span, pack
-from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.packing import BatchStates, ForwardBatch, TokenChunk, pack
+from genlm_backend.attention.paths import CachedPrefixes
 from genlm_backend.model.row import Row, stacked
-from genlm_backend.model.scoring import NOTHING, Beside, numbers_of_rows
-from genlm_backend.passes.job import Job
-from genlm_backend.passes.prefill_plan import Segment
+from genlm_backend.model.scoring import NO_EXTRAS, ScoreExtras, numbers_of_rows
+from genlm_backend.passes.job import ScheduledQuery
+from genlm_backend.passes.prefill_plan import PrefillChunk
 from genlm_backend.prefix.nodes import Nodes
 
 
@@ -27,7 +27,7 @@ class Runner(abc.ABC):
     tokens_computed: int
 
     @abc.abstractmethod
-    def forward(self, spans: Sequence[Span] | PackedBatch, attend: Any) -> torch.Tensor:
+    def forward(self, spans: Sequence[TokenChunk] | ForwardBatch, attend: Any) -> torch.Tensor:
         """Return the logits at the outputs of each span: ``[num_outputs, model_vocab]``.
 
         Args:
@@ -36,7 +36,7 @@ class Runner(abc.ABC):
         """
 
     @abc.abstractmethod
-    def running_states(self, layout: Any, before: Sequence[Any] | None) -> RowStates:
+    def running_states(self, layout: Any, before: Sequence[Any] | None) -> BatchStates:
         """Return the running states of the rows of a pass.
 
         Args:
@@ -55,32 +55,38 @@ class Forwards:
         runner: Runner,
         finish: Callable[[torch.Tensor], list[Row]],
         score: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor],
-        check_wanted: Callable[[], None],
+        check_cancelled: Callable[[], None],
     ) -> None:
-        self.runner, self.finish, self.check_wanted = runner, finish, check_wanted
+        self.runner, self.finish, self.check_cancelled = runner, finish, check_cancelled
         self._score = score
 
     def of_segments(
-        self, segments: Sequence[Segment], nodes: Nodes, states: RowStates | None, attend: Any
+        self,
+        segments: Sequence[PrefillChunk],
+        nodes: Nodes,
+        states: BatchStates | None,
+        attend: Any,
     ) -> None:
         """Run segments in one pass, and hand its outputs to the jobs that want them."""
         spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
         before = np.array([segment.before for segment in segments], np.int32)
-        logits = self.runner.forward(pack(spans, Paths.of(nodes, before), states), attend)
+        logits = self.runner.forward(pack(spans, CachedPrefixes.of(nodes, before), states), attend)
         outputs = (output for segment in segments for output in segment.outputs.items())
         wanted = [
             (index, job, position) for index, (position, jobs) in enumerate(outputs) for job in jobs
         ]
         self._hand_out(logits, wanted)
 
-    def alone(self, job: Job, span: Span, attend: Any, start: int = 0) -> None:
+    def alone(self, job: ScheduledQuery, span: TokenChunk, attend: Any, start: int = 0) -> None:
         """Run tokens of one context in a pass of their own, and hand the job its outputs."""
-        self.check_wanted()
+        self.check_cancelled()
         logits = self.runner.forward([span], attend)
         wanted = [(row, job, start + position) for row, position in enumerate(span.outputs)]
         self._hand_out(logits, wanted)
 
-    def _hand_out(self, logits: torch.Tensor, wanted: Sequence[tuple[int, Job, int]]) -> None:
+    def _hand_out(
+        self, logits: torch.Tensor, wanted: Sequence[tuple[int, ScheduledQuery, int]]
+    ) -> None:
         """Give jobs what is made of the logits after positions: scores first, and then rows."""
         scored = [(index, job, at - job.first) for index, job, at in wanted if job.targets]
         if scored:
@@ -96,14 +102,16 @@ class Forwards:
                 if not job.targets:
                     job.row = rows[index]
 
-    def _put_scores(self, logits: torch.Tensor, wanted: Sequence[tuple[int, Job, int]]) -> None:
+    def _put_scores(
+        self, logits: torch.Tensor, wanted: Sequence[tuple[int, ScheduledQuery, int]]
+    ) -> None:
         """Put the scores of targets into their jobs."""
-        kinds: defaultdict[Beside, list[tuple[int, Job, int]]] = defaultdict(list)
+        kinds: defaultdict[ScoreExtras, list[tuple[int, ScheduledQuery, int]]] = defaultdict(list)
         for one in wanted:
             kinds[one[1].beside].append(one)
         for beside, own in kinds.items():
             rows, targets = [row for row, _, _ in own], [job.targets[i] for _, job, i in own]
-            if beside == NOTHING:
+            if beside == NO_EXTRAS:
                 scores = self._score(logits, rows, targets)[:, None].double()
             else:
                 table = stacked(self.finish(logits[rows]))

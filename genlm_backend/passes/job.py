@@ -1,4 +1,4 @@
-"""Job: one context on its way to a row, or one text on its way to its scores."""
+"""ScheduledQuery: one context on its way to a row, or one text on its way to its scores."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 from genlm_backend.model.context import Context
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import NOTHING, Beside, Question
+from genlm_backend.model.scoring import NO_EXTRAS, Query, ScoreExtras
 
 PICTURES: Final = attrgetter("context.pictures")
 
 
-def first_output(question: Question) -> int:
+def first_output(question: Query) -> int:
     """Return the first position of a question's context after which logits are wanted."""
     return len(question.context) - (question.num_targets or 1)
 
 
 @final
 @dataclass(slots=True, eq=False)
-class Job:
+class ScheduledQuery:
     """One context on its way, and the outputs that are wanted after its tokens."""
 
     context: Context
@@ -39,7 +39,7 @@ class Job:
     shift: int = 0
     num_known: int = 0
     row: Row | None = None
-    beside: Beside = NOTHING
+    beside: ScoreExtras = NO_EXTRAS
     scores: NDArray[np.float64] = field(init=False)  # [num_targets, beside.width] float64
 
     def __post_init__(self) -> None:
@@ -49,9 +49,9 @@ class Job:
         self.scores = np.zeros((len(self.targets), self.beside.width))
 
     @classmethod
-    def of(cls, question: Question, node: int = 0, start: int = 0) -> Self:
+    def of(cls, question: Query, node: int = 0, start: int = 0) -> Self:
         return cls(
-            question.context, node, start, question.targets, beside=question.beside or NOTHING
+            question.context, node, start, question.targets, beside=question.beside or NO_EXTRAS
         )
 
     @property
@@ -68,7 +68,7 @@ class Job:
         outputs = self.outputs
         return [outputs[i : i + size] for i in range(0, len(outputs), size)]
 
-    def is_spoilt(self, outputs: Iterable[int]) -> bool:
+    def has_nan(self, outputs: Iterable[int]) -> bool:
         """Return whether NaN came of some of its outputs."""
         if self.row is not None:
             return self.row.is_nan
@@ -85,6 +85,6 @@ class Job:
     def answer(self) -> Row | torch.Tensor:
         if self.targets:
             scores = torch.from_numpy(self.scores)
-            return scores[:, 0].float() if self.beside == NOTHING else scores.clone()
+            return scores[:, 0].float() if self.beside == NO_EXTRAS else scores.clone()
         assert self.row is not None
         return self.row

@@ -1,4 +1,4 @@
-"""Openings: contexts that begin with pictures, up to where they go on as text."""
+"""MultimodalPrefixes: contexts that begin with pictures, up to where they go on as text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.packing import Span
-from genlm_backend.attention.torch.opening_attend import OpeningAttend, positions_of
+from genlm_backend.attention.packing import TokenChunk
+from genlm_backend.attention.torch.opening_attend import MultimodalPrefillAttention, positions_of
 from genlm_backend.model.context import Context
-from genlm_backend.model.scoring import Answer, Question
+from genlm_backend.model.scoring import Query, Result
 from genlm_backend.passes.forwards import Forwards
-from genlm_backend.passes.job import Job, first_output
+from genlm_backend.passes.job import ScheduledQuery, first_output
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.vision.pictures import Pictures
 
@@ -24,16 +24,16 @@ FEW_BEHIND: Final = 64
 
 
 @final
-class Openings:
+class MultimodalPrefixes:
     """The pictures that contexts begin with, each of which goes through the model at once."""
 
     def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
         self._forwards, self._cache = forwards, cache
         self._shifts: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
-    def begin(self, questions: Sequence[Question]) -> dict[Question, Answer]:
+    def begin(self, questions: Sequence[Query]) -> dict[Query, Result]:
         """Compute the openings that are not cached; return the results that their passes give."""
-        answers: dict[Question, Answer] = {}
+        answers: dict[Query, Result] = {}
         for question in questions:
             pictures = question.context.pictures
             if pictures is None:
@@ -46,14 +46,14 @@ class Openings:
                 answers[question] = answer
         return answers
 
-    def whole(self, question: Question) -> Answer:
+    def whole(self, question: Query) -> Result:
         """Return the result of a context that is run alone, without the cache."""
-        job, pictures = Job.of(question), question.context.pictures
+        job, pictures = ScheduledQuery.of(question), question.context.pictures
         assert pictures is not None
         # A model counts the tokens that stand for parts of pictures. If one comes after the
         # opening, as text, the rest goes through the model in a second pass.
         is_apart = _holds_parts(job, pictures)
-        attend = OpeningAttend(pictures, self._cache.layout, goes_on=is_apart)
+        attend = MultimodalPrefillAttention(pictures, self._cache.layout, goes_on=is_apart)
         end, size = pictures.num_tokens, len(question.context)
         if not is_apart:
             self._forwards.alone(job, _span(job, pictures, size), attend)
@@ -61,7 +61,7 @@ class Openings:
         self._forwards.alone(job, _span(job, pictures, end), attend)
         outputs = [position - end for position in job.outputs_in(end, size)]
         shift = end + self.shift(question.context)
-        behind = Span(job.context.packed(end), outputs=outputs, shift=shift)
+        behind = TokenChunk(job.context.packed(end), outputs=outputs, shift=shift)
         self._forwards.alone(job, behind, attend, end)
         return job.answer
 
@@ -76,7 +76,7 @@ class Openings:
             self._shifts[pictures] = shift
         return self._shifts[pictures]
 
-    def _begun(self, question: Question, pictures: Pictures) -> Answer | None:
+    def _begun(self, question: Query, pictures: Pictures) -> Result | None:
         """Have an opening kept; return the answer if it came with it."""
         tree, end, size = self._cache.tree, pictures.num_tokens, len(question.context)
         tree.begin()
@@ -84,7 +84,7 @@ class Openings:
         start, is_within = int(tree.nodes.depth[node]), first_output(question) < end
         if start == end and not is_within:
             return None
-        is_apart = _holds_parts(Job.of(question), pictures)
+        is_apart = _holds_parts(ScheduledQuery.of(question), pictures)
         if is_within and is_apart:
             return self.whole(question)
         is_answered = is_within or (size - end <= FEW_BEHIND and not is_apart)
@@ -92,12 +92,17 @@ class Openings:
         slots = tree.allocate(0 if start == end else stop - start, [node])
         if slots is None:
             return self.whole(question)
-        job = Job.of(question)
+        job = ScheduledQuery.of(question)
         self._run(job, pictures, node, slots, stop)
         return job.answer if is_answered else None
 
     def _run(
-        self, job: Job, pictures: Pictures, node: int, slots: NDArray[np.int64], stop: int
+        self,
+        job: ScheduledQuery,
+        pictures: Pictures,
+        node: int,
+        slots: NDArray[np.int64],
+        stop: int,
     ) -> None:
         """Run the first tokens of a context; those that have slots are kept if no NaN came."""
         cache, tree = self._cache, self._cache.tree
@@ -105,22 +110,22 @@ class Openings:
         new = tree.grow_chain(node, tokens, slots)
         try:
             store = cache.store if len(slots) else None
-            attend = OpeningAttend(pictures, cache.layout, store, slots.tolist(), stop)
+            attend = MultimodalPrefillAttention(pictures, cache.layout, store, slots.tolist(), stop)
             span = _span(job, pictures, stop)
             self._forwards.alone(job, span, attend)
-            is_spoilt = any(job.is_spoilt(range(i, i + 1)) for i in span.outputs)
-            if len(slots) and not is_spoilt and cache.store.is_finite(slots):
+            has_nan = any(job.has_nan(range(i, i + 1)) for i in span.outputs)
+            if len(slots) and not has_nan and cache.store.is_finite(slots):
                 new = tree.link(new)[:0]
         finally:
             tree.drop(new)
 
 
-def _holds_parts(job: Job, pictures: Pictures) -> bool:
+def _holds_parts(job: ScheduledQuery, pictures: Pictures) -> bool:
     """Return whether the token of a part of a picture comes after the opening, as text."""
     return pictures.image_token_id in job.context.packed(pictures.num_tokens)
 
 
-def _span(job: Job, pictures: Pictures, stop: int) -> Span:
+def _span(job: ScheduledQuery, pictures: Pictures, stop: int) -> TokenChunk:
     """Return the first tokens of a context as the model takes them."""
     ids = pictures.ids(job.context.packed(pictures.num_tokens, stop))
-    return Span(ids, outputs=job.outputs_in(0, stop))
+    return TokenChunk(ids, outputs=job.outputs_in(0, stop))

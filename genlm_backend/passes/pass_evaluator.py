@@ -1,4 +1,4 @@
-"""PassEvaluator: the base of evaluators that make forward passes themselves."""
+"""LocalEvaluator: the base of evaluators that make forward passes themselves."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, Final, final
 
 import torch
 
-from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.attend import AttentionBackend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts
-from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.readout import answers_by_rows
 from genlm_backend.model.row import Row, rows_of_logits, rows_on, scores_of_logits
-from genlm_backend.model.scoring import Answer, Question
+from genlm_backend.model.scoring import Query, Result
 from genlm_backend.passes.forwards import Forwards, Runner
-from genlm_backend.passes.passes import Passes
+from genlm_backend.passes.passes import Scheduler
 from genlm_backend.passes.prefill_plan import CostModel
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix.tiers import TierName
@@ -31,20 +31,20 @@ from genlm_backend.runtime.threads import frequent_switches
 logger = logging.getLogger(__name__)
 
 
-class PassEvaluator(Evaluator):
+class LocalEvaluator(Evaluator):
     """Answers queries by forward passes, and keeps keys, values and states in a prefix cache."""
 
     def __init__(
         self,
         runner: Runner,
         device_type: str,
-        attend_whole: Attend,
+        attend_whole: AttentionBackend,
         output_device: torch.device | None = None,
     ) -> None:
         self._output_device = self._row_device = output_device
         self._is_room_short = False
-        forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_wanted())
-        self.passes = Passes(forwards, CostModel.on(device_type), attend_whole)
+        forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_cancelled())
+        self.passes = Scheduler(forwards, CostModel.on(device_type), attend_whole)
 
     @torch.inference_mode()  # where its logits come from, which are overwritten
     def _finished(self, logits: torch.Tensor) -> list[Row]:
@@ -58,7 +58,7 @@ class PassEvaluator(Evaluator):
         """Return a context in which passes compute with an adapter, or as the model came."""
 
     @final
-    def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
+    def evaluate(self, questions: Sequence[Query], /) -> Sequence[Result | Exception]:
         """Return one answer to each question; readouts are computed on the model's device."""
         with frequent_switches():
             if not any(map(_IS_READ_OFF, questions)):
@@ -69,7 +69,7 @@ class PassEvaluator(Evaluator):
             finally:
                 self._row_device = self._output_device
 
-    def _returned(self, answers: list[Answer | Exception]) -> list[Answer | Exception]:
+    def _returned(self, answers: list[Result | Exception]) -> list[Result | Exception]:
         """Move rows from the device that has computed them to the output device."""
         if self._output_device is None:
             return answers
@@ -78,7 +78,7 @@ class PassEvaluator(Evaluator):
             answers[i] = row
         return answers
 
-    def _by_adapter(self, questions: Sequence[Question]) -> list[Answer | Exception]:
+    def _by_adapter(self, questions: Sequence[Query]) -> list[Result | Exception]:
         if len(set(map(_ADAPTER, questions))) == 1:  # as a rule
             return self._of_adapter(list(questions))
         indices: defaultdict[Adapter | None, list[int]] = defaultdict(list)
@@ -86,7 +86,7 @@ class PassEvaluator(Evaluator):
             indices[question.adapter].append(index)
         return self._in_parts(questions, indices.values())
 
-    def _of_adapter(self, questions: list[Question]) -> list[Answer | Exception]:
+    def _of_adapter(self, questions: list[Query]) -> list[Result | Exception]:
         """Return the answers to questions of one adapter, or the error that they meet."""
         try:
             with self._in_place(questions[0].adapter):
@@ -131,10 +131,10 @@ class PassEvaluator(Evaluator):
             warnings.warn_explicit(said, RuntimeWarning, **where)
 
     def _in_parts(
-        self, questions: Sequence[Question], parts: Iterable[list[int]]
-    ) -> list[Answer | Exception]:
+        self, questions: Sequence[Query], parts: Iterable[list[int]]
+    ) -> list[Result | Exception]:
         """Return the answers to questions of one adapter each, given their indices part by part."""
-        answers: dict[int, Answer | Exception] = {}
+        answers: dict[int, Result | Exception] = {}
         try:
             for part in filter(None, parts):
                 answers.update(
@@ -145,22 +145,22 @@ class PassEvaluator(Evaluator):
             answers.clear()  # an error remembers this frame, which must not know it in turn
 
     @final
-    def evaluate_whole(self, query: Query) -> Row:
+    def evaluate_whole(self, query: RowQuery) -> Row:
         """Return the row of a context that is run whole and alone, without the cache."""
         with self._in_place(query.adapter):
             return self.passes.row_alone(query)
 
     # ---------------------------------------------------------------- what is kept
 
-    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+    def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens need not be computed again."""
-        if len(query.context) > self.passes.most_shared:
+        if len(query.context) > self.passes.max_cacheable_len:
             return 0
         # The last token always goes through the model: its logits are the answer.
         passes, ids = self.passes, query.context.packed()
         return passes.tree.num_cached(ids[:-1], query.adapter, tier)
 
-    def pin(self, query: Query) -> bool:
+    def pin(self, query: RowQuery) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         with self._in_place(query.adapter):
             node = self.passes.computed(query)
@@ -197,7 +197,7 @@ class PassEvaluator(Evaluator):
         release_cached_memory()
 
 
-_ADAPTER, _IS_READ_OFF = attrgetter("adapter"), attrgetter("is_read_off")
+_ADAPTER, _IS_READ_OFF = attrgetter("adapter"), attrgetter("needs_row")
 
 _FEWEST_AGAIN: Final = 256
 """Tokens that were computed again before a warning says that room is short."""

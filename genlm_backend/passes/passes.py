@@ -1,4 +1,4 @@
-"""Passes: answers to a batch of questions, from as few tokens through the model as possible."""
+"""Scheduler: answers to a batch of questions, from as few tokens through the model as possible."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any, Final, cast, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.attend import AttentionBackend
 from genlm_backend.errors import ContextError, QueryDroppedError
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Answer, Question
-from genlm_backend.passes.decode_steps import DecodeSteps
+from genlm_backend.model.scoring import Query, Result
+from genlm_backend.passes.decode_steps import DecodeScheduler
 from genlm_backend.passes.forwards import Forwards
-from genlm_backend.passes.job import PICTURES, Job, first_output
-from genlm_backend.passes.openings import Openings
+from genlm_backend.passes.job import PICTURES, ScheduledQuery, first_output
+from genlm_backend.passes.openings import MultimodalPrefixes
 from genlm_backend.passes.prefill_plan import (
     CostModel,
-    Segment,
+    PrefillChunk,
     StatePlan,
     cut_to_sound,
     plan_groups,
@@ -39,18 +39,18 @@ _NUM_TARGETS: Final = attrgetter("num_targets")
 
 
 @final
-class Passes:
+class Scheduler:
     """Forward passes for contexts of one adapter at a time, and the cache of their prefixes."""
 
     # Contexts of a batch share prefixes with each other and with earlier ones: match, plan,
     # allocate, run, link. If each has one new token, it is a decode step, which needs no plan.
     # Without slots, every context is run whole.
-    def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: Attend) -> None:
+    def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: AttentionBackend) -> None:
         self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
         self.runner = forwards.runner
         self.pads = self.takes_several_tokens = True
         self.needs_equal_lengths = False
-        self.most_shared, self.tokens_reused, self.tokens_without_room = math.inf, 0, 0
+        self.max_cacheable_len, self.tokens_reused, self.tokens_without_room = math.inf, 0, 0
         self.keep(PrefixCache(forwards.runner, attend_whole))
 
     def keep(self, cache: PrefixCache) -> None:
@@ -58,16 +58,16 @@ class Passes:
         self.cache = cache
         if cache.most_rows is not None:
             self.cost = replace(self.cost, max_rows=cache.most_rows)
-        self._steps = DecodeSteps(self.forwards, cache)
-        self.openings = Openings(self.forwards, cache)
+        self._steps = DecodeScheduler(self.forwards, cache)
+        self.openings = MultimodalPrefixes(self.forwards, cache)
 
     @property
     def tree(self) -> PrefixTree:
         return self.cache.tree
 
-    def evaluate(self, questions: list[Question]) -> list[Answer]:
+    def evaluate(self, questions: list[Query]) -> list[Result]:
         """Return one answer to each question; out of memory, halve the batch and try again."""
-        answers: list[Answer] | None = None
+        answers: list[Result] | None = None
         try:
             apart = self._apart(questions)
             if not apart:
@@ -81,30 +81,30 @@ class Passes:
             return _in_halves(questions, self.evaluate)
         return answers
 
-    def _apart(self, questions: Sequence[Question]) -> dict[Question, Answer]:
+    def _apart(self, questions: Sequence[Query]) -> dict[Query, Result]:
         """Return the answers to questions that share no pass: of long contexts, and of pictures."""
-        apart: dict[Question, Answer] = {}
-        if self.most_shared < math.inf:
-            long = [q for q in questions if len(q.context) > self.most_shared]
+        apart: dict[Query, Result] = {}
+        if self.max_cacheable_len < math.inf:
+            long = [q for q in questions if len(q.context) > self.max_cacheable_len]
             apart = {question: self._answer_of_long(question) for question in long}
         if self.cache.keeps and any(map(PICTURES, questions)):
             apart.update(self.openings.begin([q for q in questions if q not in apart]))
         return apart
 
-    def row_alone(self, query: Query) -> Row:
+    def row_alone(self, query: RowQuery) -> Row:
         """Return the row of a context that is run whole and alone, without the cache."""
         # A model whose rotary frequencies grow keeps those of its longest context until a short one
         # comes.
-        if len(query.context) > self.most_shared:
-            self.whole([Query([0], query.adapter)])
+        if len(query.context) > self.max_cacheable_len:
+            self.whole([RowQuery([0], query.adapter)])
         (row,) = self.whole([query])
         return cast(Row, row)
 
-    def _answer_of_long(self, question: Question) -> Answer | ContextError:
+    def _answer_of_long(self, question: Query) -> Result | ContextError:
         """Return the row of a context of more tokens than contexts may share."""
         if not question.num_targets:
-            return self.row_alone(Query(question.context, question.adapter))
-        limit = int(self.most_shared)
+            return self.row_alone(RowQuery(question.context, question.adapter))
+        limit = int(self.max_cacheable_len)
         return ContextError(
             f"a text of {len(question.context) + 1} tokens is scored at once up to {limit + 1}: "
             f"beyond {limit} tokens, this model reads all positions otherwise, so that each score "
@@ -112,13 +112,13 @@ class Passes:
             "texts in windows; next_token_logprobs takes any length"
         )
 
-    def whole(self, questions: list[Question], *, pads: bool = True) -> list[Answer]:
+    def whole(self, questions: list[Query], *, pads: bool = True) -> list[Result]:
         """Return one result for each question without reading or writing a slot."""
         with_pictures = [question for question in questions if question.context.pictures]
         if with_pictures:
             apart = {question: self.openings.whole(question) for question in with_pictures}
             return _beside(apart, questions, partial(self.whole, pads=pads))
-        jobs = [Job.of(question) for question in questions]
+        jobs = [ScheduledQuery.of(question) for question in questions]
         # A text with more outputs than a pass may have is run again, from its beginning, for the
         # rest.
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
@@ -126,15 +126,15 @@ class Passes:
         # NaN that padding may have made is computed again alone. Scores before a token that
         # overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
         again = [(job, part) for job, part in wanted if (job, part[0]) in padded]
-        again = [(job, part) for job, part in again if job.is_spoilt(part)]
+        again = [(job, part) for job, part in again if job.has_nan(part)]
         self._run_whole(again, pads=False)
         return [job.answer for job in jobs]
 
     def _run_whole(
-        self, wanted: Sequence[tuple[Job, Sequence[int]]], pads: bool
-    ) -> set[tuple[Job, int]]:
+        self, wanted: Sequence[tuple[ScheduledQuery, Sequence[int]]], pads: bool
+    ) -> set[tuple[ScheduledQuery, int]]:
         """Run contexts from their beginnings; return the outputs of padded passes."""
-        segments, padded = plan_whole(wanted), set[tuple[Job, int]]()
+        segments, padded = plan_whole(wanted), set[tuple[ScheduledQuery, int]]()
         if not segments:
             return padded
         for group in plan_groups([segment.size for segment in segments], self.cost, pads=pads):
@@ -149,12 +149,12 @@ class Passes:
                 )
         return padded
 
-    def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
+    def _forward(self, segments: Sequence[PrefillChunk], attend: AttentionBackend) -> None:
         """Run segments in one pass, and keep the states that they have come to."""
         before = np.array([segment.before for segment in segments], np.int32)
         states = self.cache.states_behind(before) if attend is self.cache.attend else None
         if states is None:
-            self.forwards.check_wanted()
+            self.forwards.check_cancelled()
             self.forwards.of_segments(segments, self.tree.nodes, None, attend)
             return
         self.tree.states.release(before)
@@ -166,7 +166,7 @@ class Passes:
         num_behind = np.array([segment.num_behind for segment in segments])
         left = np.arange(len(segments))
         for i in range(int(num_passes.max())):
-            self.forwards.check_wanted()
+            self.forwards.check_cancelled()
             if i:
                 rows = np.flatnonzero(num_passes[left] > i)
                 states, left = self.cache.states_again(states, rows), left[rows]
@@ -178,7 +178,7 @@ class Passes:
 
     # ---------------------------------------------------------------- with slots
 
-    def computed(self, query: Query) -> int | None:
+    def computed(self, query: RowQuery) -> int | None:
         """Compute a context, with a state that a later query of it goes on from."""
         tree, size = self.tree, len(query.context)
         if tree.states.num_states and size > 1 and query.context.pictures is None:
@@ -192,7 +192,7 @@ class Passes:
             is_kept = self.cache.has_state(self.cache.resumed(node))
         return node if is_kept else None
 
-    def _together(self, questions: list[Question]) -> list[Answer]:
+    def _together(self, questions: list[Query]) -> list[Result]:
         """Answer questions from the cache, the openings of their contexts included."""
         if not self.cache.keeps:
             return self.whole(questions)
@@ -214,7 +214,7 @@ class Passes:
         if has_states:
             nodes = self._at_states(nodes, lengths)
         self.tree.use(nodes)
-        answers: list[Answer] | None = None
+        answers: list[Result] | None = None
         if not self.cache.host_state_store.num_states or self.tree.states.fetch(nodes):
             if not are_scored and self._steps.takes(
                 questions, nodes, sizes, self.cost, self.needs_equal_lengths
@@ -244,11 +244,13 @@ class Passes:
         return nodes
 
     def _planned(
-        self, questions: list[Question], nodes: NDArray[np.int32], matched: NDArray[np.int32]
-    ) -> list[Answer] | None:
+        self, questions: list[Query], nodes: NDArray[np.int32], matched: NDArray[np.int32]
+    ) -> list[Result] | None:
         """Answer questions by segments and waves; ``None`` if there is no room for all."""
         starts = self.tree.nodes.depth[nodes].tolist()
-        jobs = [Job.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)]
+        jobs = [
+            ScheduledQuery.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)
+        ]
         for job, num_known in zip(jobs, self.tree.nodes.depth[matched].tolist(), strict=True):
             job.num_known, job.shift = num_known, self.openings.shift(job.context)
         if not all(map(_has_opening, jobs)):
@@ -266,12 +268,12 @@ class Passes:
         for question, place in zip(questions, places, strict=True):
             question.context.place = place
         answers = [job.answer for job in jobs]
-        spoilt = [i for i, job in enumerate(jobs) if job.is_spoilt(job.outputs)]
+        spoilt = [i for i, job in enumerate(jobs) if job.has_nan(job.outputs)]
         return self._sound(questions, answers, spoilt)
 
     def _sound(
-        self, questions: Sequence[Question], answers: Sequence[Answer], spoilt: Sequence[int]
-    ) -> list[Answer]:
+        self, questions: Sequence[Query], answers: Sequence[Result], spoilt: Sequence[int]
+    ) -> list[Result]:
         """Return the results, of which those at ``spoilt`` have NaN and are computed whole."""
         sound = list(answers)
         # A masked key has weight zero, and 0 × NaN is NaN: a context that overflows spoils its own
@@ -282,7 +284,9 @@ class Passes:
                 sound[i] = answer
         return sound
 
-    def _run(self, jobs: list[Job], segments: list[Segment], slots: NDArray[Any]) -> None:
+    def _run(
+        self, jobs: list[ScheduledQuery], segments: list[PrefillChunk], slots: NDArray[Any]
+    ) -> None:
         """Compute the jobs' results, and cache all tokens that none shows to have overflown."""
         start, has_states = 0, self.cache.state_store.num_states > 0
         for segment in segments:
@@ -295,12 +299,12 @@ class Passes:
             self.tree.states.hold(before)
             self.tree.states.go_on_from(before)
         held = {segment: segment.nodes for segment in segments}  # which are not linked
-        computed: list[Segment] = []
+        computed: list[PrefillChunk] = []
         try:
             for segments_of_pass in self._passes(segments):
                 self._forward(segments_of_pass, self.cache.attend)
                 computed += segments_of_pass
-            if any(job.is_spoilt(job.outputs) for job in jobs):
+            if any(job.has_nan(job.outputs) for job in jobs):
                 cut_to_sound(segments)
                 computed = [segment for segment in segments if segment.num_tokens]
             self._link(computed, held)
@@ -316,7 +320,7 @@ class Passes:
 
     # ---------------------------------------------------------------- running states
 
-    def _end(self, segment: Segment) -> int:
+    def _end(self, segment: PrefillChunk) -> int:
         """Return the node at the end of a segment; 0 if another one has its state already."""
         if not segment.num_behind:
             tokens = np.asarray(segment.token_ids, np.int32)
@@ -325,7 +329,7 @@ class Passes:
                 return 0
         return int(segment.nodes[-1])
 
-    def _plan(self, jobs: list[Job]) -> list[Segment]:
+    def _plan(self, jobs: list[ScheduledQuery]) -> list[PrefillChunk]:
         """Return segments, cut for later batches if these leave room for their states."""
         num_states = self.cache.state_store.num_states
         if not num_states:
@@ -333,12 +337,12 @@ class Passes:
         states = StatePlan(self.takes_several_tokens, is_short=num_states < 2 * len(jobs))
         return plan_segments(jobs, self.cost, states)
 
-    def _passes(self, segments: Sequence[Segment]) -> list[list[Segment]]:
-        has_states, passes = self.cache.state_store.num_states > 0, list[list[Segment]]()
+    def _passes(self, segments: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+        has_states, passes = self.cache.state_store.num_states > 0, list[list[PrefillChunk]]()
         for wave in plan_waves(segments):
             sizes = [segment.size for segment in wave]
             if not self.takes_several_tokens:  # those that go on one by one do so side by side
-                sizes = [size._replace(num_new=1) if size.num_past else size for size in sizes]
+                sizes = [size._replace(num_new=1) if size.prefix_len else size for size in sizes]
             groups = plan_groups(
                 sizes,
                 self.cost,
@@ -348,7 +352,9 @@ class Passes:
             passes += [[wave[i] for i in group] for group in groups]
         return passes
 
-    def _link(self, segments: Sequence[Segment], held: dict[Segment, NDArray[np.int32]]) -> None:
+    def _link(
+        self, segments: Sequence[PrefillChunk], held: dict[PrefillChunk, NDArray[np.int32]]
+    ) -> None:
         """Link the nodes of segments, and give their jobs the nodes at which they end."""
         if not segments:
             return
@@ -364,17 +370,17 @@ class Passes:
                         job.node = int(nodes[position - segment.start])
 
 
-def _has_opening(job: Job) -> bool:
+def _has_opening(job: ScheduledQuery) -> bool:
     """Return whether the opening of a context is kept: it may have had to go for another one's."""
     pictures = job.context.pictures
     return pictures is None or job.start >= pictures.num_tokens
 
 
 def _beside(
-    apart: dict[Question, Answer],
-    questions: Sequence[Question],
-    evaluate: Callable[[list[Question]], list[Answer]],
-) -> list[Answer]:
+    apart: dict[Query, Result],
+    questions: Sequence[Query],
+    evaluate: Callable[[list[Query]], list[Result]],
+) -> list[Result]:
     """Return the answers to all questions, of which some have been answered apart."""
     others = [question for question in questions if question not in apart]
     answers = {**apart, **dict(zip(others, evaluate(others) if others else (), strict=True))}
@@ -382,17 +388,17 @@ def _beside(
 
 
 def _in_halves(
-    questions: list[Question],
-    evaluate: Callable[[list[Question]], list[Answer]],
+    questions: list[Query],
+    evaluate: Callable[[list[Query]], list[Result]],
     starts: NDArray[np.int32] | None = None,
-) -> list[Answer]:
+) -> list[Result]:
     """Return answers to two halves of a batch."""
     order, middle = np.arange(len(questions)), len(questions) // 2
     if starts is not None:
         order = np.argsort(starts, kind="stable")
         cuts = np.flatnonzero(np.diff(starts[order])) + 1
         middle = int(cuts[np.argmin(abs(cuts - middle))]) if len(cuts) else middle
-    answers: dict[int, Answer] = {}
+    answers: dict[int, Result] = {}
     for half in (order[:middle].tolist(), order[middle:].tolist()):
         answers.update(zip(half, evaluate([questions[i] for i in half]), strict=True))
     return [answers[i] for i in range(len(questions))]

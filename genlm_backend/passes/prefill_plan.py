@@ -19,10 +19,10 @@ from typing import Final, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.packing import Span
+from genlm_backend.attention.packing import TokenChunk
 from genlm_backend.common_prefix import common_length
 from genlm_backend.model.context import Context
-from genlm_backend.passes.job import Job
+from genlm_backend.passes.job import ScheduledQuery
 
 _MANY: Final = 32
 """Tokens that are more to compute again than a pass for the last ones of them takes."""
@@ -47,21 +47,23 @@ class CostModel:
         # A GPU reads its weights for one token in the time that it computes some hundred in.
         return cls(per_forward=128.0, per_past_token=1 / 64, max_segment=2048, max_tokens=16384)
 
-    def of(self, num_rows: int, num_new: int, num_past: int) -> float:
+    def of(self, num_rows: int, num_new: int, prefix_len: int) -> float:
         """Cost of a pass of ``num_rows`` rows padded to these lengths."""
-        return self.per_forward + num_rows * (num_new + self.per_past_token * (num_past + num_new))
+        return self.per_forward + num_rows * (
+            num_new + self.per_past_token * (prefix_len + num_new)
+        )
 
 
 @dataclass(slots=True, eq=False)
-class Segment:
+class PrefillChunk:
     """Consecutive tokens to compute, of one context on behalf of all that share them."""
 
-    job: Job
+    job: ScheduledQuery
     start: int
     stop: int
-    parent: Segment | None
+    parent: PrefillChunk | None
     wave: int
-    outputs: dict[int, list[Job]] = field(default_factory=dict)
+    outputs: dict[int, list[ScheduledQuery]] = field(default_factory=dict)
     nodes: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     num_behind: int = 0
 
@@ -85,18 +87,18 @@ class Segment:
             return self.job.node
         return int(self.parent.nodes[self.start - self.parent.start - 1])
 
-    def by_token(self) -> list[Segment]:
-        found = list[Segment]()
+    def by_token(self) -> list[PrefillChunk]:
+        found = list[PrefillChunk]()
         for i, start in enumerate(range(self.start, self.stop)):
             own = {start: self.outputs[start]} if start in self.outputs else {}
-            one = Segment(self.job, start, start + 1, self if i else self.parent, 0, own)
+            one = PrefillChunk(self.job, start, start + 1, self if i else self.parent, 0, own)
             one.nodes = self.nodes[i : i + 1]
             found.append(one)
         return found
 
-    def span(self, slots: NDArray[np.int32]) -> Span:
+    def span(self, slots: NDArray[np.int32]) -> TokenChunk:
         """Return the span of its new tokens, without those before it."""
-        return Span(
+        return TokenChunk(
             token_ids=self.token_ids,
             slots=slots,
             outputs=[position - self.start for position in self.outputs],
@@ -115,19 +117,19 @@ class Size(NamedTuple):
     """Size of one row of a forward pass."""
 
     num_new: int
-    num_past: int
+    prefix_len: int
     num_outputs: int = 1
 
 
 def plan_segments(
-    jobs: Sequence[Job], cost: CostModel, states: StatePlan | None = None
-) -> list[Segment]:
+    jobs: Sequence[ScheduledQuery], cost: CostModel, states: StatePlan | None = None
+) -> list[PrefillChunk]:
     """Return segments that together answer every job, parents before their children."""
-    segments: list[Segment] = []
+    segments: list[PrefillChunk] = []
     # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
     # in common, the cache would have found it for both. (Of a text that is scored, what is wanted
     # counts as uncached; where others have it cached, it is computed for itself.)
-    by_node: defaultdict[int, list[Job]] = defaultdict(list)
+    by_node: defaultdict[int, list[ScheduledQuery]] = defaultdict(list)
     for job in jobs:
         by_node[job.node].append(job)
     for group in by_node.values():
@@ -135,7 +137,7 @@ def plan_segments(
         if len(group) == 1:
             (job,) = group
             outputs = dict.fromkeys(job.outputs, group)
-            segments.append(Segment(job, start, job.stop, None, 0, outputs))
+            segments.append(PrefillChunk(job, start, job.stop, None, 0, outputs))
             continue
         for part in _split(sorted(group, key=lambda job: job.missing), start):
             if states is None or states.takes_several_tokens or start or _may_part(part, cost):
@@ -146,41 +148,41 @@ def plan_segments(
     return _chunk(segments, cost, states)
 
 
-def _may_part(jobs: Sequence[Job], cost: CostModel) -> bool:
+def _may_part(jobs: Sequence[ScheduledQuery], cost: CostModel) -> bool:
     """Return whether sorted contexts share more than it costs to go on from there one by one."""
     num_shared = common_length(jobs[0].missing, jobs[-1].missing)
     num_passes = max(job.stop for job in jobs) - num_shared
     return num_shared * (len(jobs) - 1) > num_passes * cost.per_forward
 
 
-def plan_whole(wanted: Iterable[tuple[Job, Sequence[int]]]) -> list[Segment]:
+def plan_whole(wanted: Iterable[tuple[ScheduledQuery, Sequence[int]]]) -> list[PrefillChunk]:
     """Return segments from the first token on, for outputs of one context each; equal ones once."""
-    segments: dict[Context, Segment] = {}
+    segments: dict[Context, PrefillChunk] = {}
     for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):
         stop = positions[-1] + 1
         ids = job.context[:stop]
-        segment = segments.setdefault(ids, Segment(job, 0, stop, None, 0))
+        segment = segments.setdefault(ids, PrefillChunk(job, 0, stop, None, 0))
         for position in positions:
             segment.outputs.setdefault(position, []).append(job)
     return list(segments.values())
 
 
-def _split(jobs: Iterable[Job], position: int) -> list[list[Job]]:
+def _split(jobs: Iterable[ScheduledQuery], position: int) -> list[list[ScheduledQuery]]:
     """Group sorted jobs of one cached prefix by the token at ``position``."""
     return [list(part) for _, part in groupby(jobs, lambda job: job.missing[position - job.start])]
 
 
 def _add_segments(
-    part: list[Job],
+    part: list[ScheduledQuery],
     start: int,
     answered: int,
-    parent: Segment | None,
+    parent: PrefillChunk | None,
     wave: int,
     cost: CostModel,
-    segments: list[Segment],
+    segments: list[PrefillChunk],
 ) -> None:
     """Add segments for sorted jobs, of one cached prefix, that agree up to position ``start``."""
-    segment = Segment(part[0], start, start, parent, wave)
+    segment = PrefillChunk(part[0], start, start, parent, wave)
     segments.append(segment)
     while True:
         shared = part[0].stop
@@ -207,11 +209,13 @@ def _add_segments(
                 _add_segments(branch, start, shared, parent, wave, cost, segments)
 
 
-def _chunk(segments: list[Segment], cost: CostModel, states: StatePlan | None) -> list[Segment]:
+def _chunk(
+    segments: list[PrefillChunk], cost: CostModel, states: StatePlan | None
+) -> list[PrefillChunk]:
     """Cut segments into chains of bounded size, with running states at likely branches too."""
-    chunks: list[Segment] = []
-    by_origin: dict[Segment, list[Segment]] = {}
-    cuts: defaultdict[Segment, list[int]] = defaultdict(list)
+    chunks: list[PrefillChunk] = []
+    by_origin: dict[PrefillChunk, list[PrefillChunk]] = {}
+    cuts: defaultdict[PrefillChunk, list[int]] = defaultdict(list)
     for segment in segments:
         if states is None:
             break
@@ -241,14 +245,14 @@ def _chunk(segments: list[Segment], cost: CostModel, states: StatePlan | None) -
             outputs = {position: segment.outputs[position] for position in positions[first:end]}
             if parent is not None and parent.stop == start:
                 parent.num_behind += 1
-            parent = Segment(segment.job, start, stop, parent, wave, outputs)
+            parent = PrefillChunk(segment.job, start, stop, parent, wave, outputs)
             pieces.append(parent)
             start, first = stop, end
         chunks.extend(pieces)
     return chunks
 
 
-def _later_starts(segment: Segment, cost: CostModel, states: StatePlan) -> Iterator[int]:
+def _later_starts(segment: PrefillChunk, cost: CostModel, states: StatePlan) -> Iterator[int]:
     """Yield positions in a segment from whose state later contexts are likely to go on."""
     known = segment.job.num_known
     is_far = not states.takes_several_tokens and segment.start == 0
@@ -261,15 +265,15 @@ def _later_starts(segment: Segment, cost: CostModel, states: StatePlan) -> Itera
         yield segment.stop - 1
 
 
-def cut_to_sound(segments: Sequence[Segment]) -> None:
+def cut_to_sound(segments: Sequence[PrefillChunk]) -> None:
     """Cut off each segment's tokens from which nothing without NaN has been computed."""
     # If a row or score is a number, so are the keys and values that it was computed from.
     stops = {segment: segment.start for segment in segments}
     for segment in segments:
         for position, jobs in segment.outputs.items():
-            if all(job.is_spoilt(range(position, position + 1)) for job in jobs):
+            if all(job.has_nan(range(position, position + 1)) for job in jobs):
                 continue
-            read: Segment | None = segment
+            read: PrefillChunk | None = segment
             stop = position + 1
             while read is not None and stops[read] < stop:
                 stops[read], stop, read = stop, read.start, read.parent
@@ -277,9 +281,9 @@ def cut_to_sound(segments: Sequence[Segment]) -> None:
         segment.stop = stop
 
 
-def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
+def plan_waves(segments: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
     """Return the segments in order of execution: each wave needs only the ones before it."""
-    waves: list[list[Segment]] = [[] for _ in range(1 + max(s.wave for s in segments))]
+    waves: list[list[PrefillChunk]] = [[] for _ in range(1 + max(s.wave for s in segments))]
     for segment in segments:
         waves[segment.wave].append(segment)
     return waves
@@ -297,7 +301,7 @@ def plan_groups(
     if needs_equal_lengths or has_states:
         kinds: defaultdict[int, list[int]] = defaultdict(list)
         for i, size in enumerate(sizes):
-            kinds[size.num_past if needs_equal_lengths else min(size.num_past, 1)].append(i)
+            kinds[size.prefix_len if needs_equal_lengths else min(size.prefix_len, 1)].append(i)
         return [
             [rows[i] for i in group]
             for rows in kinds.values()
@@ -321,14 +325,17 @@ def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int
         options = []
         for start in range(max(0, end - 32) if pads else end - 1, end):
             rows = [sizes[i] for i in order[cuts[start] : cuts[end]]]
-            num_new, num_past = max(row.num_new for row in rows), max(row.num_past for row in rows)
+            num_new, prefix_len = (
+                max(row.num_new for row in rows),
+                max(row.prefix_len for row in rows),
+            )
             num_outputs = sum(row.num_outputs for row in rows)
             num_passes = max(
                 -(-len(rows) * num_new // max(cost.max_tokens, num_new)),
                 -(-num_outputs // max(cost.max_outputs, len(rows))),
                 -(-len(rows) // cost.max_rows),
             )
-            total = best[start][0] + cost.of(len(rows), num_new, num_past)
+            total = best[start][0] + cost.of(len(rows), num_new, prefix_len)
             options.append((total + (num_passes - 1) * cost.per_forward, start))
         best.append(min(options))
     groups: list[list[int]] = []

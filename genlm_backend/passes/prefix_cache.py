@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import RowStates
+from genlm_backend.attention.attend import AttentionBackend
+from genlm_backend.attention.packing import BatchStates
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import Adapter
 from genlm_backend.passes.forwards import Runner
 from genlm_backend.prefix.budgets import Budgets, most_rows
-from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.kv_store import KVLayout, KVPool
 from genlm_backend.prefix.nodes import Nodes
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slot_mover import Mover
-from genlm_backend.prefix.slots import Slots
-from genlm_backend.prefix.states import StateLayout, States, StateStore
+from genlm_backend.prefix.slot_mover import TierCopier
+from genlm_backend.prefix.slots import SlotAllocator
+from genlm_backend.prefix.states import StateCache, StateLayout, StatePool
 
 NO_BUDGETS: Final = Budgets()
 
@@ -37,29 +37,31 @@ class PrefixCache:
     def __init__(
         self,
         runner: Runner,
-        attend: Attend,
-        store: KVStore | None = None,
+        attend: AttentionBackend,
+        store: KVPool | None = None,
         num_slots: int = 0,
-        host_store: KVStore | None = None,
+        host_store: KVPool | None = None,
         num_host_slots: int = 0,
-        states: StateStore | None = None,
-        host_states: StateStore | None = None,
+        states: StatePool | None = None,
+        host_states: StatePool | None = None,
         budgets: Budgets = NO_BUDGETS,
         may_pin: Callable[[int], bool] = lambda node: True,
     ) -> None:
-        none = StateStore(StateLayout(), 0)
+        none = StatePool(StateLayout(), 0)
         self._runner, self.attend, self.keeps = runner, attend, store is not None
-        self.store = KVStore(KVLayout(), 0) if store is None else store
+        self.store = KVPool(KVLayout(), 0) if store is None else store
         self.state_store = none if states is None else states
         self.host_state_store = none if host_states is None else host_states
         self.layout, self.budgets, self._may_pin = self.store.layout, budgets, may_pin
-        moves = None if host_store is None else Mover(self.store.codes, host_store.codes)
-        self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves, self._states_of)
+        moves = None if host_store is None else TierCopier(self.store.codes, host_store.codes)
+        self.tree = PrefixTree(
+            SlotAllocator(num_slots), SlotAllocator(num_host_slots), moves, self._states_of
+        )
 
-    def _states_of(self, nodes: Nodes) -> States:
+    def _states_of(self, nodes: Nodes) -> StateCache:
         states, host = self.state_store, self.host_state_store
-        moves = Mover(states.codes, host.codes, first=1) if host.num_states else None
-        return States(nodes, states.num_states, host.num_states, moves)
+        moves = TierCopier(states.codes, host.codes, first=1) if host.num_states else None
+        return StateCache(nodes, states.num_states, host.num_states, moves)
 
     @property
     def most_rows(self) -> int | None:
@@ -132,7 +134,7 @@ class PrefixCache:
 
     # ---------------------------------------------------------------- rows of a pass
 
-    def states_behind(self, nodes: NDArray[np.int32]) -> RowStates | None:
+    def states_behind(self, nodes: NDArray[np.int32]) -> BatchStates | None:
         """Return the running states after nodes: all are roots or none is."""
         if not self.state_store.num_states:
             return None
@@ -140,12 +142,12 @@ class PrefixCache:
         before = None if begins else self.state_store.read(self.tree.nodes.state[nodes])
         return self._runner.running_states(self.state_store.layout, before)
 
-    def states_again(self, states: RowStates, rows: NDArray[np.int64]) -> RowStates:
+    def states_again(self, states: BatchStates, rows: NDArray[np.int64]) -> BatchStates:
         """Return the states that rows of a pass have come to, for another one of them."""
         return self._runner.running_states(self.state_store.layout, states.behind(rows))
 
     def keep_states(
-        self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: RowStates
+        self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: BatchStates
     ) -> None:
         """Give the states that rows have come to to nodes, as far as there is room."""
         _, rows = np.unique(nodes, return_index=True)

@@ -1,4 +1,4 @@
-"""KVStore: the bytes of keys and values, one token a slot."""
+"""KVPool: the bytes of keys and values, one token a slot."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class KVLayout:
 
 
 @final
-class KVStore:
+class KVPool:
     """Preallocated keys and values of every slot, in every layer."""
 
     def __init__(self, layout: KVLayout, num_slots: int, pins: bool = False) -> None:

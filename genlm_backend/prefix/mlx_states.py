@@ -1,4 +1,4 @@
-"""MlxStateStore: running states in arrays of MLX."""
+"""MlxStatePool: running states in arrays of MLX."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class StateArray:
 
 
 @final
-class MlxStateStore:
-    """Running states by number, as in ``StateStore``; number 0 stands for none."""
+class MlxStatePool:
+    """Running states by number, as in ``StatePool``; number 0 stands for none."""
 
     def __init__(self, layout: StateLayout, num_states: int) -> None:
         self.layout, self.num_states = layout, num_states

@@ -1,4 +1,4 @@
-"""MlxStore: keys and values of slots in arrays of MLX."""
+"""MlxKVPool: keys and values of slots in arrays of MLX."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerShape:
 
 
 @final
-class MlxStore:
+class MlxKVPool:
     """Keys and values of every slot, in every layer."""
 
     layout = KVLayout()

@@ -21,7 +21,7 @@ PINNED: Final = np.iinfo(np.int64).max
 Place: TypeAlias = tuple[object, int]
 """A node in one use of it: what all nodes of a tree have until it is cleared, and a number."""
 
-NOWHERE: Final[Place] = (None, 0)
+NO_HINT: Final[Place] = (None, 0)
 """The place of what has not been found anywhere."""
 
 _NODE_BITS: Final = 28

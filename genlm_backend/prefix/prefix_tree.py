@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix import node_loops
-from genlm_backend.prefix.nodes import NOWHERE, PINNED, Ints, Nodes, Place
-from genlm_backend.prefix.slot_mover import Mover
-from genlm_backend.prefix.slots import Slots
-from genlm_backend.prefix.states import NO_STATE, States
+from genlm_backend.prefix.nodes import NO_HINT, PINNED, Ints, Nodes, Place
+from genlm_backend.prefix.slot_mover import TierCopier
+from genlm_backend.prefix.slots import SlotAllocator
+from genlm_backend.prefix.states import NO_STATE, StateCache
 from genlm_backend.prefix.tiers import TierName
 
 
@@ -25,15 +25,15 @@ class PrefixTree:
     # each token, in arrays. One thread at a time may call it; README.md has the protocol.
     def __init__(
         self,
-        slots: Slots,
-        host_slots: Slots | None = None,
-        moves: Mover | None = None,
-        states: Callable[[Nodes], States] | None = None,
+        slots: SlotAllocator,
+        host_slots: SlotAllocator | None = None,
+        moves: TierCopier | None = None,
+        states: Callable[[Nodes], StateCache] | None = None,
     ) -> None:
         self.slots = slots
-        self.host_slots = Slots(0) if host_slots is None else host_slots
+        self.host_slots = SlotAllocator(0) if host_slots is None else host_slots
         self.nodes = Nodes()
-        self.states = States(self.nodes, 0) if states is None else states(self.nodes)
+        self.states = StateCache(self.nodes, 0) if states is None else states(self.nodes)
         self.num_recomputed = 0
         self._dropped = np.zeros(_NUM_DROPPED, np.uint64)
         self.num_evicted = self.num_to_host = self.num_to_device = self.num_slot_changes = 0
@@ -61,7 +61,7 @@ class PrefixTree:
             root = self._roots[namespace] = self.nodes.new_root()
         return root
 
-    def match(self, token_ids: Any, namespace: Hashable = None, place: Place = NOWHERE) -> int:
+    def match(self, token_ids: Any, namespace: Hashable = None, place: Place = NO_HINT) -> int:
         """Return the node of the longest cached prefix, which is not evicted before ``begin``."""
         tokens = np.asarray(token_ids, np.int32)
         sizes = np.array([len(tokens)], np.int32)

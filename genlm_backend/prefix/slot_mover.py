@@ -1,4 +1,4 @@
-"""Mover: copies keys and values, or running states, between two stores."""
+"""TierCopier: copies keys and values, or running states, between two stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Codes: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
 
 
 @final
-class Mover:
+class TierCopier:
     """Copies slots, as they are coded, from one store to another of the same layout."""
 
     def __init__(self, device: Codes, host: Codes, first: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Slots: which of them are free; each holds one token's keys and values across all layers."""
+"""SlotAllocator: which of them are free; each holds one token's keys and values across all layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PADDING_SLOT: Final = 0
 
 
 @final
-class Slots:
+class SlotAllocator:
     """The free list of a store, without tensors: slots from 1 on; slot 0 is for padding."""
 
     def __init__(self, num_slots: int) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from genlm_backend.prefix import node_loops
 from genlm_backend.prefix.nodes import Ints, Nodes
-from genlm_backend.prefix.slot_mover import Mover
+from genlm_backend.prefix.slot_mover import TierCopier
 
 _FEWEST_TO_MOVE: Final = 32
 """Tokens after another state from which on one is copied to the host: a guess, not measured."""
@@ -84,7 +84,7 @@ class StateLayout:
 
 
 @final
-class StateStore:
+class StatePool:
     """Preallocated running states, by number from 1 on."""
 
     def __init__(self, layout: StateLayout, num_states: int, pins: bool = False) -> None:
@@ -121,14 +121,14 @@ class StateStore:
 
 
 @final
-class States:
+class StateCache:
     """The running states of nodes, by number, within a fixed budget."""
 
     def __init__(
-        self, nodes: Nodes, num_states: int, num_on_host: int = 0, moves: Mover | None = None
+        self, nodes: Nodes, num_states: int, num_on_host: int = 0, moves: TierCopier | None = None
     ) -> None:
         self._nodes, self.num_states = nodes, num_states
-        self.host, self._moves = HostStates(nodes, num_on_host), moves
+        self.host, self._moves = HostStateCache(nodes, num_on_host), moves
         self.num_evicted = self.num_to_host = self.num_to_device = 0
         self.clear()
 
@@ -361,7 +361,7 @@ class States:
 
 
 @final
-class HostStates:
+class HostStateCache:
     """Running states in host memory, negative in ``Nodes.state``; the least recent go first."""
 
     def __init__(self, nodes: Nodes, num_states: int) -> None:

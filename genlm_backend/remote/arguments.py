@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final, final
 
 from genlm_backend.model.context import Context, unpickled
-from genlm_backend.remote.messages import NotKnown, Reply
+from genlm_backend.remote.messages import Reply, UnknownIds
 from genlm_backend.vision.pictures import Pictures
 
 MAX_CONTEXT_BYTES: Final = 1 << 28
@@ -62,7 +62,7 @@ class _Kept:
 
 
 @final
-class Sender:
+class ArgumentEncoder:
     """Packs arguments for one process or actor; they must be sent, in this order, or forgotten."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Sender:
         if verb == "clear":
             self.forget()
         reply = ask(self.packed(arguments))
-        if isinstance(reply.value, NotKnown):
+        if isinstance(reply.value, UnknownIds):
             self.forget()
             reply = ask(self.packed(arguments))
         return reply
@@ -148,7 +148,7 @@ class Sender:
 
 @final
 class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, sender: Sender) -> None:
+    def __init__(self, buffer: io.BytesIO, sender: ArgumentEncoder) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
         self._sender = sender
 
@@ -161,8 +161,8 @@ class _Pickler(pickle.Pickler):
 
 
 @final
-class Receiver:
-    """Unpacks the arguments of one ``Sender`` after another, in the order of packing."""
+class ArgumentDecoder:
+    """Unpacks the arguments of one ``ArgumentEncoder`` after another, in the order of packing."""
 
     def __init__(self) -> None:
         self._epoch = b""

@@ -18,7 +18,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.model.readout import packed
 from genlm_backend.model.row import Row, put_rows
 from genlm_backend.remote.channel import Channel, SharedRows
-from genlm_backend.remote.far_end import FarEnd
+from genlm_backend.remote.far_end import EvaluatorServer
 from genlm_backend.remote.messages import DROP, PackedError, Reply, Request
 
 _LOOK_SECONDS: Final = 0.2
@@ -31,7 +31,9 @@ class Server:
 
     def __init__(self, channel: Channel, rows: SharedRows, parent: int) -> None:
         self._channel, self._rows, self._parent = channel, rows, parent
-        self._end = FarEnd(self._put, BaseException)  # whatever is raised, the parent is told
+        self._end = EvaluatorServer(
+            self._put, BaseException
+        )  # whatever is raised, the parent is told
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def serve(self) -> None:

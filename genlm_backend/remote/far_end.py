@@ -1,4 +1,4 @@
-"""FarEnd: an evaluator as a process or an actor runs it for callers elsewhere."""
+"""EvaluatorServer: an evaluator as a process or an actor runs it for callers elsewhere."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from genlm_backend.errors import (
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.model.readout import answers_by_rows
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Question
-from genlm_backend.remote.arguments import Receiver
+from genlm_backend.model.scoring import Query
+from genlm_backend.remote.arguments import ArgumentDecoder
 from genlm_backend.remote.messages import (
     Answers,
-    InTable,
-    NotKnown,
     PackedError,
     Reply,
     Request,
+    RowRef,
     Table,
+    UnknownIds,
 )
 
 Carry: TypeAlias = Callable[[list[Row]], tuple[Table | None, list[Row]]]
 
 
 @final
-class FarEnd:
+class EvaluatorServer:
     """Makes an evaluator on request, and calls its methods one at a time."""
 
     def __init__(self, carry: Carry, told: type[BaseException] = Exception) -> None:
         self._carry, self._told = carry, told
         self._evaluator: Evaluator | None = None
-        self._receiver = Receiver()
+        self._receiver = ArgumentDecoder()
         self._current = self._dropped = -1
         self._rows: list[Row] = []
         self._reads_out = self._omits_undefined = False
@@ -68,12 +68,12 @@ class FarEnd:
 
     def _answer(self, verb: str, packed: bytes) -> Any:
         if verb == "open":  # whoever asks begins anew
-            self._receiver = Receiver()
+            self._receiver = ArgumentDecoder()
         elif self._evaluator is None:  # and so knows nothing of what the one before it was sent
             raise EngineDiedError("the actor of a replica has been started again")
         arguments = self._receiver.arguments(packed)
         if arguments is None:
-            return NotKnown()
+            return UnknownIds()
         evaluator = self._evaluator
         if verb == "open" or evaluator is None:
             return self._open(*arguments)
@@ -106,13 +106,13 @@ class FarEnd:
         evaluator = make()
         if not isinstance(evaluator, Evaluator):
             raise EvaluationError(f"{make!r} must return an Evaluator, got {type(evaluator)}")
-        evaluator.check_wanted = self._check_wanted
+        evaluator.check_cancelled = self._check_wanted
         self._evaluator = evaluator  # first: it is closed where opening it raises, too
         info = evaluator.open() if evaluator.info is None else evaluator.info
         self._reads_out, self._omits_undefined = info.reads_out, info.omits_undefined
         return info
 
-    def _answers(self, evaluator: Evaluator, questions: Sequence[Question]) -> Any:
+    def _answers(self, evaluator: Evaluator, questions: Sequence[Query]) -> Any:
         """Return answers without their rows, which go separately."""
         if self._reads_out:
             found: Any = evaluator.evaluate(questions)
@@ -126,7 +126,7 @@ class FarEnd:
         self._rows = [row for row in rows if len(row.logprobs) == width]
         in_table = {id(row) for row in self._rows}
         answers = [
-            InTable(answer.normaliser) if id(answer) in in_table else sendable(answer)
+            RowRef(answer.logsumexp) if id(answer) in in_table else sendable(answer)
             for answer in found
         ]
         return Answers(answers, width)

@@ -81,14 +81,14 @@ class Reply(NamedTuple):
     table: Table | None = None
 
 
-class NotKnown(NamedTuple):
+class UnknownIds(NamedTuple):
     """The reply to arguments that have a number unknown there."""
 
 
-class InTable(NamedTuple):
+class RowRef(NamedTuple):
     """A stand-in for a row whose log-probabilities are in a table."""
 
-    normaliser: float | None
+    logsumexp: float | None
 
 
 class Answers(NamedTuple):

@@ -79,7 +79,7 @@ class ProcessEvaluator(RemoteEvaluator):
 
     def _reply(self, verb: str, packed: bytes) -> Reply:
         assert self._child is not None
-        return self._child.ask(verb, packed, self.check_wanted)
+        return self._child.ask(verb, packed, self.check_cancelled)
 
     def _started(self) -> Any:
         self._child = ChildProcess()
@@ -155,13 +155,13 @@ class ChildProcess:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def ask(self, verb: str, packed: bytes, check_wanted: Callable[[], None]) -> Reply:
+    def ask(self, verb: str, packed: bytes, check_cancelled: Callable[[], None]) -> Reply:
         self._number += 1
 
         def look() -> None:
             if self.has_ended:
                 raise EOFError
-            check_wanted()
+            check_cancelled()
 
         try:
             self._channel.send(_message(Request(self._number, verb, packed)), look)

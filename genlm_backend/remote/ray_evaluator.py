@@ -23,7 +23,7 @@ from genlm_backend.errors import (
 )
 from genlm_backend.model.evaluator import Evaluator
 from genlm_backend.model.row import Row, own_table, put_rows
-from genlm_backend.remote.far_end import FarEnd, library_version
+from genlm_backend.remote.far_end import EvaluatorServer, library_version
 from genlm_backend.remote.messages import Reply, Request, Table
 from genlm_backend.remote.process_evaluator import pickled
 from genlm_backend.remote.remote_evaluator import RemoteEvaluator
@@ -45,7 +45,7 @@ class EvaluatorActor:
     """Carries out requests; rows go with the reply, through Ray's object store."""
 
     def __init__(self) -> None:
-        self._end = FarEnd(_with_reply)
+        self._end = EvaluatorServer(_with_reply)
 
     def ask(self, number: int, verb: str, packed: bytes) -> Reply:
         return self._end.reply(Request(number, verb, packed))
@@ -113,7 +113,7 @@ class RayEvaluator(RemoteEvaluator):
         try:
             asked = self._actor.ask.remote(self._number, verb, packed)
             while not ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
-                self.check_wanted()
+                self.check_cancelled()
             reply: Reply = ray.get(asked)
         except QueryDroppedError:
             self._actor.drop.options(concurrency_group="dropping").remote(self._number)
@@ -150,7 +150,7 @@ class RayEvaluator(RemoteEvaluator):
         begin = time.monotonic()
         is_told = False
         while not ray.wait([placed], timeout=_LOOK_SECONDS)[0]:
-            self.check_wanted()
+            self.check_cancelled()
             if not is_told and time.monotonic() - begin > _PLACE_SECONDS:
                 is_told = True
                 asked = {n: self._options[n] for n in ("num_cpus", "num_gpus")}
@@ -184,7 +184,7 @@ class RayEvaluator(RemoteEvaluator):
 
         end = time.monotonic() + _RETURN_SECONDS
         while time.monotonic() < end:
-            self.check_wanted()
+            self.check_cancelled()
             try:
                 asked = self._actor.drop.options(concurrency_group="dropping").remote(-1)
                 if ray.wait([asked], timeout=_LOOK_SECONDS)[0]:

@@ -15,13 +15,13 @@ import torch
 
 from genlm_backend.errors import AdapterError, EngineDiedError
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
-from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.readout import answers_by_rows, is_own
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Answer, Question
+from genlm_backend.model.scoring import Query, Result
 from genlm_backend.prefix.tiers import TierName
-from genlm_backend.remote.arguments import Sender
-from genlm_backend.remote.messages import Answers, InTable, PackedError, Reply
+from genlm_backend.remote.arguments import ArgumentEncoder
+from genlm_backend.remote.messages import Answers, PackedError, Reply, RowRef
 from genlm_backend.runtime.threads import frequent_switches
 from genlm_backend.vision.pictures import PictureRules
 
@@ -38,7 +38,7 @@ class RemoteEvaluator(RestartableEvaluator):
         self._lost: dict[Adapter | None, str] = {}
         self._counts = EvaluatorCounts()
         self._sent_ids: tuple[int, ...] = ()
-        self._sender = Sender()
+        self._sender = ArgumentEncoder()
 
     @final
     def ask(self, verb: str, *arguments: Any) -> Any:
@@ -73,7 +73,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def open(self) -> EvaluatorInfo:
-        self._sent_ids, self._sender = (), Sender()
+        self._sent_ids, self._sender = (), ArgumentEncoder()
         try:
             info = self._started()
         except BaseException:
@@ -101,7 +101,7 @@ class RemoteEvaluator(RestartableEvaluator):
     # ---------------------------------------------------------------- answers
 
     @final
-    def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
+    def evaluate(self, questions: Sequence[Query], /) -> Sequence[Result | Exception]:
         if self._sent_ids != self.undefined_ids:
             self.ask("undefined_ids", self.undefined_ids)
             self._sent_ids = self.undefined_ids
@@ -117,12 +117,12 @@ class RemoteEvaluator(RestartableEvaluator):
             for question in questions
         ]
 
-    def _answers(self, questions: Sequence[Question]) -> Sequence[Answer | Exception]:
+    def _answers(self, questions: Sequence[Query]) -> Sequence[Result | Exception]:
         with frequent_switches():
             found = self.ask("evaluate", questions)
             if not isinstance(found, Answers):
                 return found  # for the caller to refuse
-            known = [each.normaliser for each in found.answers if isinstance(each, InTable)]
+            known = [each.logsumexp for each in found.answers if isinstance(each, RowRef)]
             rows: list[Row] = []
             for table in self._tables(len(known), found.width):
                 rows += Row.of_table(table, known[len(rows) : len(rows) + len(table)])
@@ -130,7 +130,7 @@ class RemoteEvaluator(RestartableEvaluator):
             return [_unpacked(answer, in_order) for answer in found.answers]
 
     @final
-    def evaluate_whole(self, query: Query) -> Row:
+    def evaluate_whole(self, query: RowQuery) -> Row:
         return self.ask("evaluate_whole", query)
 
     @final
@@ -142,11 +142,11 @@ class RemoteEvaluator(RestartableEvaluator):
     # ---------------------------------------------------------------- what is kept
 
     @final
-    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+    def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         return 0 if query.adapter in self._lost else self.ask("num_cached", query, tier)
 
     @final
-    def save_prefix(self, query: Query, path: str) -> None:
+    def save_prefix(self, query: RowQuery, path: str) -> None:
         self._check_adapter(query.adapter)
         self.ask("save_prefix", query, path)
 
@@ -156,7 +156,7 @@ class RemoteEvaluator(RestartableEvaluator):
         return self.ask("load_prefix", path, adapter)
 
     @final
-    def pin(self, query: Query) -> bool:
+    def pin(self, query: RowQuery) -> bool:
         self._check_adapter(query.adapter)
         return self.ask("pin", query)
 
@@ -208,7 +208,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
 
 def _unpacked(answer: Any, rows: Iterator[Row]) -> Any:
-    if isinstance(answer, InTable):
+    if isinstance(answer, RowRef):
         return next(rows)
     return answer.error() if isinstance(answer, PackedError) else answer
 

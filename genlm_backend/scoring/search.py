@@ -18,7 +18,7 @@ from genlm_backend.checks import checked, instance, integer, number, shown, swit
 from genlm_backend.errors import ContextError, OptionError, OptionTypeError
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context
-from genlm_backend.model.query import Query, TokenIds
+from genlm_backend.model.query import RowQuery, TokenIds
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
 from genlm_backend.runtime.blocking import blocking_form, is_blocking
@@ -292,7 +292,7 @@ async def _answered(
     """Return the answers to a wave of questions, each a context with the readout of its row."""
     contexts, makers = [context for context, _ in questions], iter([make for _, make in questions])
 
-    def readout(query: Query) -> Readout:
+    def readout(query: RowQuery) -> Readout:
         return next(makers)(query)
 
     if blocks:

@@ -470,7 +470,7 @@ def test_whatever_happens_every_caller_gets_its_own_answer(plans, batch_size, br
 
 async def test_what_is_computed_together_counts_once(recorder):
     policy = BatchPolicy(max_batch_size=4, timeout=1000.0)
-    batcher = Batcher(recorder, policy, computed_with=lambda query: query % 7)
+    batcher = Batcher(recorder, policy, forward_key=lambda query: query % 7)
     queries = [*range(60), *range(100, 170, 7)]
     results = await asyncio.gather(*map(batcher.submit, queries))
     assert results == [2 * query for query in queries]

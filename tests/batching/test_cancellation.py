@@ -238,7 +238,7 @@ class Steps:
     def __call__(self, queries):
         self.batches.append(queries)
         for _ in range(self.num_steps):
-            self.batcher.check_wanted()
+            self.batcher.check_cancelled()
             self.num_made += 1
             self.begun.release()
             assert self.allowed.acquire(timeout=30)
@@ -289,7 +289,7 @@ async def test_an_evaluation_that_somebody_waits_for_goes_on():
 async def given_up(steps, monkeypatch):
     """Give up a batch of the query 1, which ends when the event that is returned is set."""
     is_given_up, joined = threading.Event(), threading.Event()
-    check = steps.batcher.check_wanted
+    check = steps.batcher.check_cancelled
 
     def check_and_wait():
         try:
@@ -299,7 +299,7 @@ async def given_up(steps, monkeypatch):
             assert joined.wait(30)
             raise
 
-    monkeypatch.setattr(steps.batcher, "check_wanted", check_and_wait)
+    monkeypatch.setattr(steps.batcher, "check_cancelled", check_and_wait)
     task = asyncio.ensure_future(steps.batcher.submit(1))
     await steps.until_begun()
     await gone(task)
@@ -393,9 +393,9 @@ async def test_a_call_ends_at_its_next_step_when_the_batcher_closes():
 
 def test_asking_off_the_worker_thread_raises_nothing(recorder):
     batcher = Batcher(recorder, PATIENT)
-    batcher.check_wanted()
+    batcher.check_cancelled()
     batcher.close()
-    batcher.check_wanted()
+    batcher.check_cancelled()
 
 
 async def test_drop_with_an_error_of_ones_own(recorder):
@@ -440,7 +440,7 @@ async def test_a_task_that_a_signal_s_handler_cancels_is_told_before_its_result_
         signal.pthread_kill(main, signal.SIGUSR1)
         handled.wait(10)
         for _ in range(1000):  # what ends it is that nobody waits, or that the one has been told
-            batcher.check_wanted()
+            batcher.check_cancelled()
             if told.wait(0.01):
                 break
         was_told.append(told.is_set())

@@ -67,7 +67,7 @@ def test_an_interrupt_at_any_line_leaves_the_batcher_answering(is_started, how):
             elif how == "call":
                 interrupted = partial(asked.call, int)
             else:
-                waiting = round.Several(loop)
+                waiting = round.MultiWaiter(loop)
                 asked._ask(waiting, loop, [1])
                 interrupted = asked.flush
             is_whole = interrupted_at(number, interrupted)

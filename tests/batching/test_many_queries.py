@@ -161,7 +161,7 @@ def test_a_loop_that_is_interrupted_in_a_pass_and_goes_on_answers_all(number):
         return interrupting
 
     def of_passes(frame, event, argument):
-        is_pass = frame.f_code in (Batcher._turn.__code__, policy.Ticker.tick.__code__)
+        is_pass = frame.f_code in (Batcher._turn.__code__, policy.QuietDetector.tick.__code__)
         return interrupting if is_pass else None
 
     before = sys.gettrace()

@@ -14,7 +14,7 @@ states = st.builds(
     BatchState,
     num_pending=st.integers(0, 10),
     is_busy=st.booleans(),
-    is_urgent=st.booleans(),
+    flush_requested=st.booleans(),
     num_passes=st.integers(0, 100),
     num_quiet_passes=st.integers(0, 100),
     waited=st.floats(0, 1),
@@ -26,7 +26,7 @@ def test_the_defaults_are_those_that_the_documentation_names():
         max_batch_size=20, timeout=0.02, quiet_passes=4, max_passes=1000
     )
     assert BatchState(1) == BatchState(
-        1, is_busy=False, is_urgent=False, num_passes=0, num_quiet_passes=0, waited=0.0
+        1, is_busy=False, flush_requested=False, num_passes=0, num_quiet_passes=0, waited=0.0
     )
 
 
@@ -47,7 +47,7 @@ def test_nothing_fires_while_busy_or_empty(state):
         (BatchState(3, num_passes=2, num_quiet_passes=2, waited=0.019), Decision.YIELD),
         (BatchState(4), Decision.FIRE),
         (BatchState(9), Decision.FIRE),
-        (BatchState(1, is_urgent=True), Decision.FIRE),
+        (BatchState(1, flush_requested=True), Decision.FIRE),
         (BatchState(1, num_quiet_passes=3), Decision.FIRE),
         (BatchState(1, num_passes=50), Decision.FIRE),
         (BatchState(1, waited=0.02), Decision.FIRE),

@@ -13,7 +13,7 @@ from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, generate_sync, stream
 from genlm_backend.generation.draft import make_processors
-from genlm_backend.model.drawing import Cuts, Drawing
+from genlm_backend.model.drawing import SampleReadout, SamplingFilter
 from genlm_backend.model.query import NO_QUERY
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -86,10 +86,12 @@ def test_distributions_are_those_of_transformers(model, seed):
 
 def check_drawn(config, logits, expected, num_draws=1000):
     """Compare draws by as many random numbers, evenly spread, with the probabilities of tokens."""
-    bounds = Cuts(config.top_k, config.top_p, config.min_p)
+    bounds = SamplingFilter(config.top_k, config.top_p, config.min_p)
     row, found = logits.log_softmax(-1), {}
     for i in range(num_draws):
-        draw = Drawing(NO_QUERY, config.temperature, i / num_draws, cuts=bounds).of_logprobs(row)
+        draw = SampleReadout(NO_QUERY, config.temperature, i / num_draws, cuts=bounds).of_logprobs(
+            row
+        )
         found[draw.token_id] = math.exp(draw.log_proposal)
     ids = list(found)
     torch.testing.assert_close(torch.tensor([*found.values()]), expected[ids], rtol=1e-5, atol=1e-7)

@@ -42,7 +42,7 @@ class Endless(StatelessEvaluator):
     def evaluate(self, queries):
         self.is_begun.set()
         while True:
-            self.check_wanted()
+            self.check_cancelled()
 
 
 def exit():

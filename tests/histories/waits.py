@@ -45,7 +45,7 @@ class Slow(StatelessEvaluator):
         time.sleep(0.5)
         while any(first_token(query) != ANSWERED for query in queries):
             if self.looks:
-                self.check_wanted()
+                self.check_cancelled()
             time.sleep(0.001)
         return self._evaluate(queries)
 
@@ -95,7 +95,7 @@ class OfModel:
 def of_model_here(lm):
     evaluator = lm._evaluator
     inner = Slow(evaluator)
-    inner.check_wanted = evaluator.check_wanted
+    inner.check_cancelled = evaluator.check_cancelled
     evaluator.evaluate = inner.evaluate
     return OfModel(lm)
 

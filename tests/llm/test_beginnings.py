@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genlm_backend.errors import ContextError, ContextTypeError
-from genlm_backend.model.context import Contexts
+from genlm_backend.model.context import ContextFactory
 
 
 class Indexed:
@@ -61,8 +61,8 @@ def test_what_was_asked_before_makes_no_difference(name):
             plain[place] = known
             strange = list(plain)
             strange[place] = STRANGE[name]
-            expected = outcome(Contexts(1000), strange)
-            asked = Contexts(1000)
+            expected = outcome(ContextFactory(1000), strange)
+            asked = ContextFactory(1000)
             for _ in range(2):
                 asked.of(plain)
             assert outcome(asked, strange) == expected
@@ -72,7 +72,7 @@ def test_what_was_asked_before_makes_no_difference(name):
 @pytest.mark.parametrize("element", [torch.tensor(5), np.int64(5), Indexed(5)])
 def test_a_list_of_no_plain_integers_changes_no_error_of_the_next(element):
     for first in (1 << 100, Decimal(5), "5", -1):
-        asked = Contexts(1000)
+        asked = ContextFactory(1000)
         asked.of([element] * 600)
         ids = [first] + [5] * 599
-        assert outcome(asked, ids) == outcome(Contexts(1000), ids)
+        assert outcome(asked, ids) == outcome(ContextFactory(1000), ids)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from genlm_backend.errors import ContextError, ContextTypeError
 from genlm_backend.llm import Context
-from genlm_backend.model.context import TOKENS_PER_BLOCK, Contexts
+from genlm_backend.model.context import TOKENS_PER_BLOCK, ContextFactory
 
 VOCAB = 100
 bounds = st.none() | st.integers(-1200, 1200)
@@ -43,7 +43,7 @@ steps = st.lists(
 def check_equal(context, ids):
     assert isinstance(context, Sequence)
     assert (len(context), tuple(context), bool(context)) == (len(ids), ids, bool(ids))
-    afresh = Contexts(VOCAB).of(ids)
+    afresh = ContextFactory(VOCAB).of(ids)
     assert context == afresh
     assert hash(context) == hash(afresh)
     assert pickle.loads(pickle.dumps(context)) == context
@@ -61,7 +61,7 @@ def check_equal(context, ids):
 @given(long_ids(), steps, st.data())
 def test_whatever_it_is_grown_and_cut_from_it_is_the_tuple_of_its_ids(ids, steps, data):
     """Each step goes on from any of the contexts so far, none of which changes by it."""
-    made = [(Contexts(VOCAB).of(ids), ids)]
+    made = [(ContextFactory(VOCAB).of(ids), ids)]
     for action, value in steps:
         context, ids = made[data.draw(st.integers(0, len(made) - 1))]
         if action == "extend":
@@ -80,7 +80,7 @@ def test_whatever_it_is_grown_and_cut_from_it_is_the_tuple_of_its_ids(ids, steps
 
 
 def test_it_is_a_value():
-    context = Contexts(VOCAB).of([3, 4, 5])
+    context = ContextFactory(VOCAB).of([3, 4, 5])
     assert context.index(4) == 1
     assert context.count(5) == 1
     assert 3 in context
@@ -98,7 +98,7 @@ def test_it_is_a_value():
 
 
 def test_many_threads_may_extend_one_context():
-    context = Contexts(VOCAB).of(range(40)) + [1] * 990
+    context = ContextFactory(VOCAB).of(range(40)) + [1] * 990
 
     def grow(seed):
         mine = context
@@ -113,7 +113,7 @@ def test_many_threads_may_extend_one_context():
 
 
 def test_what_it_is_extended_by_is_checked():
-    context = Contexts(VOCAB).of([1])
+    context = ContextFactory(VOCAB).of([1])
     for wrong in (VOCAB, -1, 1 << 40):
         for extend in (context.extend, lambda i: context + [i], lambda i: context + [2, i]):
             with pytest.raises(ContextError, match=f"token id {wrong} is outside"):
@@ -140,7 +140,7 @@ def test_what_it_is_extended_by_is_checked():
 
 
 def test_a_context_of_another_model_is_refused_and_an_unpickled_one_is_checked():
-    ours, theirs = Contexts(VOCAB), Contexts(VOCAB)
+    ours, theirs = ContextFactory(VOCAB), ContextFactory(VOCAB)
     context = theirs.of([1, 2])
     for use in (ours.of, ours.check, ours.of([1]).__add__):
         with pytest.raises(ContextError, match="another model"):
@@ -148,7 +148,7 @@ def test_a_context_of_another_model_is_refused_and_an_unpickled_one_is_checked()
     loaded = pickle.loads(pickle.dumps(context)) + [99]
     assert ours.of(loaded).contexts is ours
     with pytest.raises(ContextError, match="token id 99"):
-        Contexts(50).of(loaded)
+        ContextFactory(50).of(loaded)
     assert ours.of(list(context)) == context
 
 
@@ -156,7 +156,7 @@ def test_a_context_of_another_model_is_refused_and_an_unpickled_one_is_checked()
 
 
 def test_a_list_may_change_once_it_has_been_asked():
-    contexts, ids = Contexts(VOCAB), [5] * 1100
+    contexts, ids = ContextFactory(VOCAB), [5] * 1100
     made = [contexts.of(ids) for _ in range(3)]
     ids[:3] = [6, 6, 6]
     ids.append(7)
@@ -171,7 +171,7 @@ def test_a_list_may_change_once_it_has_been_asked():
 
 
 def test_lists_that_begin_alike_share_their_blocks():
-    contexts, prompt = Contexts(VOCAB), [i % VOCAB for i in range(1200)]
+    contexts, prompt = ContextFactory(VOCAB), [i % VOCAB for i in range(1200)]
     made = [contexts.of([*prompt, i]) for i in range(5)]
     assert all(own.blocks[1] is made[1].blocks[1] for own in made[2:])
     longer = [contexts.of([*prompt, *range(90), *range(90), *range(90), *range(90)])] * 2

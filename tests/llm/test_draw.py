@@ -14,12 +14,12 @@ from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
 from genlm_backend.model.draw import draw, draw_token, weights_of
 from genlm_backend.model.drawing import (
     NO_DRAW,
-    Cuts,
-    Drawing,
-    SeveralDraws,
+    SampleManyReadout,
+    SampleReadout,
+    SamplingFilter,
     drawn_at_once,
 )
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from tests.llm.conftest import word_tokenizer
 
 SIZE = 49_152
@@ -302,7 +302,7 @@ def test_draws_from_many_rows_at_once_are_those_of_each(data):
     logits[random.random(logits.shape) < data.draw(st.sampled_from([0, 0.5, 0.95]))] = -np.inf
     logits[:, random.integers(vocab_size)] = 0  # which is possible
     rows = torch.from_numpy(logits).log_softmax(-1).float()
-    query = Query([1])
+    query = RowQuery([1])
     drawings = []
     for row in rows.numpy():
         allowed = random.random(vocab_size) < 0.5
@@ -312,10 +312,10 @@ def test_draws_from_many_rows_at_once_are_those_of_each(data):
         uniform = data.draw(
             st.sampled_from([0.0, 0.5, 1 - 2**-53]) | st.floats(0, 1, exclude_max=True)
         )
-        drawings.append(Drawing(query, temperature, uniform, mask))
+        drawings.append(SampleReadout(query, temperature, uniform, mask))
     found = drawn_at_once(drawings, rows)
     for draw_found, drawing, row in zip(found, drawings, rows, strict=True):
-        (expected,) = Drawing.of_rows([drawing], row[None])
+        (expected,) = SampleReadout.of_rows([drawing], row[None])
         assert draw_found.token_id in tokens_by_share(row.numpy(), drawing)
         assert draw_found.logprob == row[draw_found.token_id].item()
         assert draw_found.log_allowed == pytest.approx(expected.log_allowed, abs=1e-5)
@@ -330,9 +330,9 @@ def test_many_rows_of_which_none_is_possible():
     rows[0, 5], rows[2, 699] = 0, 0
     nothing = np.packbits(np.zeros(700, bool)).tobytes()
     drawings = [
-        Drawing(Query([1]), 1.0, 0.9),
-        Drawing(Query([1]), 1.0, 0.9),
-        Drawing(Query([1]), 1.0, 0.9, nothing, True),
+        SampleReadout(RowQuery([1]), 1.0, 0.9),
+        SampleReadout(RowQuery([1]), 1.0, 0.9),
+        SampleReadout(RowQuery([1]), 1.0, 0.9, nothing, True),
     ]
     first, second, third = drawn_at_once(drawings, rows)
     assert first == (5, 0.0, 0.0, 0.0)
@@ -357,16 +357,20 @@ def test_several_draws_are_as_many_single_ones(data):
     options = {
         "temperature": data.draw(st.sampled_from([0.0, 0.4, 1.0, 3.0, math.inf])),
         "allowed": data.draw(st.sampled_from([None, np.packbits(mask).tobytes()])),
-        "cuts": data.draw(st.sampled_from([None, Cuts(top_k=4), Cuts(top_p=0.8)])),
+        "cuts": data.draw(
+            st.sampled_from([None, SamplingFilter(top_k=4), SamplingFilter(top_p=0.8)])
+        ),
     }
     uniforms = tuple(random.random(data.draw(st.integers(1, 8))).tolist())
-    query = Query([1])
-    single = [Drawing(query, uniform=uniform, **options) for uniform in uniforms]
-    several = SeveralDraws(query, uniforms=uniforms, **options)
+    query = RowQuery([1])
+    single = [SampleReadout(query, uniform=uniform, **options) for uniform in uniforms]
+    several = SampleManyReadout(query, uniforms=uniforms, **options)
     assert several.of_logprobs(row) == tuple(each.of_logprobs(row) for each in single)
 
     # Distinct ones: each is a single draw of what the ones before it have left.
-    found = SeveralDraws(query, uniforms=uniforms, are_distinct=True, **options).of_logprobs(row)
+    found = SampleManyReadout(query, uniforms=uniforms, are_distinct=True, **options).of_logprobs(
+        row
+    )
     is_left = np.unpackbits(
         np.frombuffer(options["allowed"] or np.packbits(np.ones(size, bool)).tobytes(), np.uint8),
         count=size,
@@ -380,7 +384,7 @@ def test_several_draws_are_as_many_single_ones(data):
     assert len(found) == min(len(uniforms), is_left.sum())
     for one, uniform in zip(found, uniforms, strict=False):
         own = {"temperature": options["temperature"], "allowed": np.packbits(is_left).tobytes()}
-        drawing = Drawing(query, uniform=uniform, **own)
+        drawing = SampleReadout(query, uniform=uniform, **own)
         assert one.token_id in tokens_by_share(row.numpy(), drawing)
         check_proposal(one, drawing, row.numpy())
         expected = np.logaddexp.reduce(row.numpy()[is_left].astype(np.float64))
@@ -393,8 +397,8 @@ def test_several_draws_are_as_many_single_ones(data):
 def test_distinct_draws_within_a_bound_are_as_many_as_there_are_tokens(top_k, temperature):
     row = torch.tensor([0.0, -6, -7, -8, -9, -10, -11, -math.inf]).log_softmax(-1)
     uniforms = tuple(np.random.default_rng(0).random(9))
-    draws = SeveralDraws(
-        Query([1]), temperature, uniforms, cuts=Cuts(top_k=top_k), are_distinct=True
+    draws = SampleManyReadout(
+        RowQuery([1]), temperature, uniforms, cuts=SamplingFilter(top_k=top_k), are_distinct=True
     ).of_logprobs(row)
     assert sorted(draw.token_id for draw in draws) == list(range(min(top_k, 7)))
 
@@ -406,7 +410,7 @@ def test_distinct_draws_come_in_the_order_of_gumbel_noise():
     random, number = np.random.default_rng(0), 6000
     counts = np.zeros((5, 5))
     for _ in range(number):
-        draws = SeveralDraws(Query([1]), 1.0, tuple(random.random(2)), are_distinct=True)
+        draws = SampleManyReadout(RowQuery([1]), 1.0, tuple(random.random(2)), are_distinct=True)
         first, second = draws.of_logprobs(row)
         counts[first.token_id, second.token_id] += 1
     expected = probabilities[:, None] * probabilities / (1 - probabilities[:, None])
@@ -422,7 +426,7 @@ def test_distinct_draws_find_what_is_all_but_impossible():
     """Weights beside the largest one would be zeros."""
     row = torch.tensor([-0.0, -150.0, -math.inf, -400.0])
     for temperature in (1.0, 0.3):
-        draws = SeveralDraws(Query([1]), temperature, (0.5,) * 4, are_distinct=True)
+        draws = SampleManyReadout(RowQuery([1]), temperature, (0.5,) * 4, are_distinct=True)
         found = draws.of_logprobs(row)
         assert [one.token_id for one in found] == [0, 1, 3]
         assert [one.log_allowed for one in found] == [0.0, -150.0, -400.0]
@@ -449,15 +453,17 @@ def left_by_transformers(row, temperature, cuts, mask):
     return np.isfinite(scores[0].numpy())
 
 
-WAYS = pytest.mark.parametrize("of_rows", [Drawing.of_rows, drawn_at_once], ids=["here", "at once"])
+WAYS = pytest.mark.parametrize(
+    "of_rows", [SampleReadout.of_rows, drawn_at_once], ids=["here", "at once"]
+)
 """On the processor a row at a time, and as on a device."""
 
 
 @WAYS
 def test_equally_probable_tokens_at_a_bound_all_count(of_rows):
     row = torch.tensor([0.4, 0.1, 0.4, 0.1], dtype=torch.float32).log()
-    cuts = Cuts(top_k=1, top_p=0.5)
-    drawings = [Drawing(Query([1]), 1.0, uniform, cuts=cuts) for uniform in (0.0, LAST)]
+    cuts = SamplingFilter(top_k=1, top_p=0.5)
+    drawings = [SampleReadout(RowQuery([1]), 1.0, uniform, cuts=cuts) for uniform in (0.0, LAST)]
     found = of_rows(drawings, row.expand(2, -1))
     assert [one.token_id for one in found] == [0, 2]
     assert [one.log_allowed for one in found] == pytest.approx([math.log(0.8)] * 2, abs=1e-6)
@@ -473,7 +479,7 @@ def test_bounds_leave_what_those_of_generate_do(of_rows, data):
     row = torch.from_numpy(logits).log_softmax(-1).float().numpy()
     mask = random.random(vocab_size) < data.draw(st.sampled_from([0.3, 2.0]))
     mask[random.integers(vocab_size)] = True
-    cuts = Cuts(
+    cuts = SamplingFilter(
         data.draw(st.sampled_from([0, 1, 2, 30, 10_000])),
         data.draw(st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01])),
         data.draw(st.sampled_from([0.0, 0.05, 0.5, 1.0])),
@@ -483,7 +489,8 @@ def test_bounds_leave_what_those_of_generate_do(of_rows, data):
     packed = np.packbits(mask).tobytes()
     uniforms = [*random.random(20), 0.0, LAST]
     drawings = [
-        Drawing(Query([1]), temperature, float(uniform), packed, cuts=cuts) for uniform in uniforms
+        SampleReadout(RowQuery([1]), temperature, float(uniform), packed, cuts=cuts)
+        for uniform in uniforms
     ]
     rows = torch.from_numpy(row).expand(len(drawings), -1)
     # Of tokens that are equally probable at a bound, transformers may leave some out; here, all
@@ -513,7 +520,7 @@ def test_bounds_of_many_rows_at_once(data):
     rows = torch.from_numpy(logits).log_softmax(-1).float()
     drawings = []
     for _ in range(number):
-        cuts = Cuts(
+        cuts = SamplingFilter(
             int(random.choice([0, 1, 2, 30, 10_000])),
             float(random.choice([1.0, 0.999, 0.9, 0.5, 0.01])),
             float(random.choice([0.0, 0.05, 0.5, 1.0])),
@@ -521,15 +528,15 @@ def test_bounds_of_many_rows_at_once(data):
         mask = random.random(vocab_size) < 0.7
         mask[random.integers(vocab_size)] = True
         drawings.append(
-            Drawing(
-                Query([1]),
+            SampleReadout(
+                RowQuery([1]),
                 float(random.choice([0, 0.7, 1, 2])),
                 random.random(),
                 [None, np.packbits(mask).tobytes()][random.integers(2)],
                 cuts=[None, cuts][random.integers(2)],
             )
         )
-    at_once, one_by_one = drawn_at_once(drawings, rows), Drawing.of_rows(drawings, rows)
+    at_once, one_by_one = drawn_at_once(drawings, rows), SampleReadout.of_rows(drawings, rows)
     for found, expected in zip(at_once, one_by_one, strict=True):
         assert found.token_id == expected.token_id
         assert found == pytest.approx(expected, abs=1e-5)

@@ -25,9 +25,9 @@ from genlm_backend.llm import (
     Adapter,
     BatchedLM,
     EvaluatorInfo,
-    Query,
     Row,
-    Scoring,
+    RowQuery,
+    ScoreQuery,
     StatelessEvaluator,
     rows_of_logits,
 )
@@ -235,7 +235,7 @@ def test_an_evaluator_that_cannot_open_is_closed_and_leaves_no_thread():
 def test_everything_that_evaluators_take_and_give_pickles():
     evaluator = toy.ToyEvaluator()
     info = evaluator.open()
-    query = Query((1, 2, 3), Adapter("polite", 4))
+    query = RowQuery((1, 2, 3), Adapter("polite", 4))
     (row,) = evaluator.evaluate([query])
     values = [info, query, evaluator.counts(), UnknownAdapterError("gone"), QueryDroppedError("x")]
     for value in values:
@@ -244,7 +244,7 @@ def test_everything_that_evaluators_take_and_give_pickles():
         assert loaded == value or str(loaded) == str(value)
     loaded = pickle.loads(pickle.dumps(row))
     assert torch.equal(loaded.logprobs, row.logprobs)
-    assert loaded.normaliser == row.normaliser
+    assert loaded.logsumexp == row.logsumexp
     assert pickle.loads(pickle.dumps(query)).context == query.context
 
 
@@ -345,7 +345,7 @@ async def test_a_model_without_scores_asks_for_few_rows_at_once():
 
         def evaluate(self, queries):
             self.sizes.append(len(queries))
-            assert all(isinstance(query, Query) for query in queries)
+            assert all(isinstance(query, RowQuery) for query in queries)
             return super().evaluate(queries)
 
     evaluator = Watched()
@@ -369,7 +369,7 @@ class Scores(StatelessEvaluator):
     def evaluate(self, queries):
         self.asked.append(list(queries))
         (row,) = rows_of_logits(torch.zeros(1, 96))
-        return [row if isinstance(query, Query) else self.answer(query) for query in queries]
+        return [row if isinstance(query, RowQuery) else self.answer(query) for query in queries]
 
 
 async def test_an_evaluator_may_answer_scorings_beside_queries():
@@ -380,10 +380,10 @@ async def test_an_evaluator_may_answer_scorings_beside_queries():
         assert scores.tolist() == again.tolist() == [3, 4]
         assert row.shape == (96,)
         (batch,) = evaluator.asked
-        scoring = Scoring(Query((1, 2, 3, 4)), 2)
+        scoring = ScoreQuery(RowQuery((1, 2, 3, 4)), 2)
         assert len(batch) == 2
-        assert set(batch) == {scoring, Query((5,))}
-        assert scoring not in (Scoring(Query((1, 2, 3, 4)), 3), Query((1, 2, 3, 4)))
+        assert set(batch) == {scoring, RowQuery((5,))}
+        assert scoring not in (ScoreQuery(RowQuery((1, 2, 3, 4)), 3), RowQuery((1, 2, 3, 4)))
         assert pickle.loads(pickle.dumps(scoring)) == scoring
         assert (tuple(scoring.context), scoring.adapter) == ((1, 2, 3), None)
 

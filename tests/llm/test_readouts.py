@@ -22,10 +22,10 @@ from genlm_backend.errors import (
     OptionTypeError,
     UnknownAdapterError,
 )
-from genlm_backend.llm import BatchedLM, Draw, Query, Readout, Row, StatelessEvaluator, TopTokens
+from genlm_backend.llm import BatchedLM, Draw, Readout, Row, RowQuery, StatelessEvaluator, TopTokens
 from genlm_backend.model import token_readouts
 from genlm_backend.model.draw import PackedMask
-from genlm_backend.model.drawing import Drawing
+from genlm_backend.model.drawing import SampleReadout
 from genlm_backend.model.readout import answers_by_rows, read_off
 from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
 from tests.llm.conftest import random_contexts, word_tokenizer
@@ -247,7 +247,7 @@ async def test_ids_that_no_token_has_are_in_no_readout():
 class Largest(Readout):
     """A kind of one's own, in one class."""
 
-    query: Query
+    query: RowQuery
     wanted: ClassVar[str] = "a float for a Largest"
 
     @classmethod
@@ -335,7 +335,7 @@ class Mistaken(Largest):
 
 async def test_readouts_that_are_none_are_refused_before_anything_is_asked(lm):
     asked = lm.statistics().num_awaits
-    for wrong in (Questionless, Unhashable, lambda query: Largest(Query([9])), lambda query: 5):
+    for wrong in (Questionless, Unhashable, lambda query: Largest(RowQuery([9])), lambda query: 5):
         for row_is_there in (False, True):
             with pytest.raises(OptionTypeError, match="readout must"):
                 await lm.read([3, 4], wrong)
@@ -417,13 +417,13 @@ def test_readouts_of_any_rows(table, data):
     picked = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=8))
     ks = [data.draw(st.integers(1, width)) for _ in picked]
     ids = [tuple(data.draw(st.lists(st.integers(0, width - 1), max_size=4))) for _ in picked]
-    queries = [Query([i]) for i in picked]
+    queries = [RowQuery([i]) for i in picked]
     packed = [np.packbits([i in own for i in range(width)]).tobytes() for own in ids]
     asked = [
         *map(Top, queries, ks),
         *map(Chosen, queries, ids),
         *map(Entropy, queries),
-        *(Drawing(query, 1.0, 0.3) for query in queries),
+        *(SampleReadout(query, 1.0, 0.3) for query in queries),
         *(Masses(query, (bytes(-(-width // 8)), *packed)) for query in queries),
         *queries,
     ]
@@ -433,7 +433,7 @@ def test_readouts_of_any_rows(table, data):
     assert evaluator.num_asked == len(set(picked))
     for question, answer in zip(asked, found, strict=True):
         row = rows[question.context[-1]]
-        if isinstance(question, Query):
+        if isinstance(question, RowQuery):
             assert torch.equal(answer.logprobs, row)
             continue
         assert question.is_answered_by(answer, width)
@@ -461,7 +461,7 @@ def test_of_equal_tokens_the_first_are_taken(levels, k, is_tiny):
     """Here, where a large row is looked through in parts, and as on another device."""
     row = torch.tensor(levels, dtype=torch.float32) * (30.0 if is_tiny else 1.0)
     row = row.log_softmax(-1)
-    (here,) = read_off([Top(Query([1]), k)], [Row(row)])
+    (here,) = read_off([Top(RowQuery([1]), k)], [Row(row)])
     values, ids = token_readouts._largest(row[None], k)
     log_rest = token_readouts.log_sums(row[None].scatter(1, ids, -torch.inf))
     for top in (here, TopTokens(ids[0], values[0], float(log_rest[0]))):
@@ -472,7 +472,7 @@ def test_the_rest_is_exact_where_it_is_tiny():
     row = torch.full((1000,), -20.0 - math.log(997), dtype=torch.float64)
     row[[7, 30]] = math.log(0.5)
     row[999] = -math.inf
-    (top,) = read_off([Top(Query([1]), 2)], [Row(row.float())])
+    (top,) = read_off([Top(RowQuery([1]), 2)], [Row(row.float())])
     assert top.token_ids.tolist() == [7, 30]
     assert top.log_rest == pytest.approx(-20, abs=1e-6)
 

@@ -40,7 +40,7 @@ def test_a_row_sums_to_one_and_tells_its_normaliser(size, scale):
     assert logprobs.shape == (3, size)
     tolerance = 4e-6 * max(1.0, scale)
     torch.testing.assert_close(logprobs.double(), exact, rtol=0, atol=tolerance)
-    normalisers = np.array([row.normaliser for row in rows])
+    normalisers = np.array([row.logsumexp for row in rows])
     np.testing.assert_allclose(normalisers, logits.double().logsumexp(-1), rtol=0, atol=tolerance)
     np.testing.assert_allclose(logprobs.double().exp().sum(-1).numpy(), 1, atol=tolerance)
 
@@ -70,7 +70,7 @@ def test_scores_are_single_numbers_of_the_rows(dtype, undefined):
 
 def test_a_token_that_is_certain_and_a_row_that_is_nothing():
     (certain,) = rows_of_logits(torch.tensor([[-torch.inf, 2.0, -torch.inf]]))
-    assert (certain.logprobs.tolist(), certain.normaliser) == ([-torch.inf, 0.0, -torch.inf], 2.0)
+    assert (certain.logprobs.tolist(), certain.logsumexp) == ([-torch.inf, 0.0, -torch.inf], 2.0)
     for wrong in ([-torch.inf] * 3, [0.0, torch.nan], [0.0, torch.inf]):
         (row,) = rows_of_logits(torch.tensor([wrong]))
         assert row.logprobs.isnan().all()
@@ -97,8 +97,8 @@ def test_a_row_without_some_tokens_is_the_row_given_that_none_of_them_comes(shar
     atol = 2e-5 if share < 1 - 1e-9 else 2e-4
     torch.testing.assert_close(found.logprobs.double(), exact.log_softmax(-1)[0], rtol=0, atol=atol)
     assert float(found.logprobs.double().exp().sum()) == pytest.approx(1, abs=1e-5)
-    assert found.normaliser == pytest.approx(float(exact.logsumexp(-1)), abs=atol)
-    assert Row(row.logprobs).without(ids).normaliser is None
+    assert found.logsumexp == pytest.approx(float(exact.logsumexp(-1)), abs=atol)
+    assert Row(row.logprobs).without(ids).logsumexp is None
 
 
 def in_layouts(rows):
@@ -145,7 +145,7 @@ def test_rows_are_restricted_and_copied_wherever_they_lie(number, width):
         torch.testing.assert_close(
             made.logprobs.double(), exact - exact.logsumexp(-1), rtol=0, atol=2e-6
         )
-        assert made.normaliser == pytest.approx(2 + float(exact.logsumexp(-1)), abs=2e-6)
+        assert made.logsumexp == pytest.approx(2 + float(exact.logsumexp(-1)), abs=2e-6)
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -291,7 +291,7 @@ def test_rows_are_views_of_one_table_and_can_be_copied():
     assert rows_of_logits(torch.empty(0, 5)) == []
     cpu = torch.device("cpu")
     kept = first.logprobs.clone()
-    for copy_of in (first.own_logprobs(cpu), first.own_logits(cpu)):
+    for copy_of in (first.copy_logprobs(cpu), first.own_logits(cpu)):
         copy_of.fill_(7)
     assert torch.equal(first.logprobs, kept)
     assert first.to(cpu) is first
@@ -299,7 +299,7 @@ def test_rows_are_views_of_one_table_and_can_be_copied():
     assert len(pickle.dumps(many[0])) < 20 * 96
     loaded = pickle.loads(pickle.dumps(first))
     assert torch.equal(loaded.logprobs, first.logprobs)
-    assert loaded.normaliser == first.normaliser
+    assert loaded.logsumexp == first.logsumexp
 
 
 @pytest.mark.parametrize("most_bytes", [1, 5 * 28, 1 << 20])
@@ -313,7 +313,7 @@ def test_large_tables_go_elsewhere_in_parts(most_bytes, by_threads, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     table = torch.randn(12, 7, dtype=torch.float32)
     rows = row_module._rows_moved(table, [float(i) for i in range(12)], torch.device("meta"))
-    assert [one.normaliser for one in rows] == list(range(12))
+    assert [one.logsumexp for one in rows] == list(range(12))
     assert len({id(one.table) for one in rows}) == {1: 12, 140: 3}.get(most_bytes, 1)
     for one, expected in zip(rows, table, strict=True):
         assert torch.equal(one.logprobs, expected)

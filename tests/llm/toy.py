@@ -23,7 +23,7 @@ class ToyEvaluator(Evaluator):
         return self.info
 
     def evaluate(self, queries):
-        self.check_wanted()
+        self.check_cancelled()
         logits = [WEIGHTS[2] @ self.state(query.token_ids) for query in queries]
         return rows_of_logits(torch.from_numpy(np.stack(logits)))
 

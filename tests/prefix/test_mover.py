@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from genlm_backend.prefix.kv_store import KVLayout, KVStore, LayerLayout
-from genlm_backend.prefix.slot_mover import Mover
+from genlm_backend.prefix.kv_store import KVLayout, KVPool, LayerLayout
+from genlm_backend.prefix.slot_mover import TierCopier
 
 CPU = torch.device("cpu")
 LAYERS = (
@@ -18,7 +18,7 @@ LAYERS = (
 
 def stores(kept=None):
     layout = KVLayout(LAYERS).kept_as(kept)
-    device, host = KVStore(layout, 40), KVStore(layout.on_host(), 60)
+    device, host = KVPool(layout, 40), KVPool(layout.on_host(), 60)
     for layer, shapes in enumerate(LAYERS):
         device.write(layer, torch.arange(1, 41), torch.randn(40, shapes.width))
         host.write(layer, torch.arange(1, 61), torch.randn(60, shapes.width))
@@ -34,7 +34,7 @@ def copied(store):
 @given(data=st.data())
 def test_slots_are_where_they_were_sent_and_nothing_else_changes(kept, data):
     device, host = stores(kept)
-    mover = Mover(device.codes, host.codes)
+    mover = TierCopier(device.codes, host.codes)
     for source, target, move in (
         (device, host, mover.to_host),
         (host, device, mover.to_device),
@@ -84,7 +84,7 @@ def test_long_stretches_are_copied_where_they_lie(first, size, is_copied_in_plac
         for part, codes in zip(before, layer, strict=True):
             part[[slot - first for slot in new]] = codes[[slot - first for slot in old]]
     with Called() as called:
-        Mover(device.codes, host.codes, first).to_host(old, new)
+        TierCopier(device.codes, host.codes, first).to_host(old, new)
     assert ("index_select" not in called.names) == is_copied_in_place
     for before, layer in zip(expected, host.codes, strict=True):
         assert all(map(torch.equal, before, layer))

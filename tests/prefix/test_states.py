@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import Slots
-from genlm_backend.prefix.states import States
+from genlm_backend.prefix.slots import SlotAllocator
+from genlm_backend.prefix.states import StateCache
 from tests.tree_integrity import check_integrity
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
@@ -59,11 +59,11 @@ class History(RuleBasedStateMachine):
         super().__init__()
         self.copies = Copies()
         self.tree = PrefixTree(
-            Slots(self.num_slots),
-            Slots(self.num_host_slots),
+            SlotAllocator(self.num_slots),
+            SlotAllocator(self.num_host_slots),
             Copies(),
             partial(
-                States,
+                StateCache,
                 num_states=self.num_states,
                 num_on_host=self.num_on_host,
                 moves=self.copies,
@@ -392,7 +392,7 @@ TestStatesAndTokensOnHost = StatesAndTokensOnHost.TestCase
 
 def tree_of(num_states, *computed):
     """A tree in which contexts were given states, one batch after the other."""
-    tree = PrefixTree(Slots(100), states=partial(States, num_states=num_states))
+    tree = PrefixTree(SlotAllocator(100), states=partial(StateCache, num_states=num_states))
     for context in computed:
         add(tree, context)
     return tree

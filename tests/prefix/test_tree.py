@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend.errors import CacheError
-from genlm_backend.prefix.nodes import NOWHERE, Nodes
+from genlm_backend.prefix.nodes import NO_HINT, Nodes
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import Slots
+from genlm_backend.prefix.slots import SlotAllocator
 from tests.tree_integrity import check_integrity, check_nodes
 
 
 def make(num_slots):
-    return PrefixTree(Slots(num_slots))
+    return PrefixTree(SlotAllocator(num_slots))
 
 
 def slots_of(cache, node):
@@ -61,7 +61,7 @@ def test_a_place_is_nothing_once_its_token_has_gone():
     cache.evict(2)
     other = fill(cache, [1, 2, 5, 6, 7])  # in the place of what has gone
     assert recalled(cache, place, [1, 2, 3, 4]) == (0, slots_of(cache, other)[:2])
-    assert recalled(cache, NOWHERE, [1, 2]) == (0, slots_of(cache, other)[:2])
+    assert recalled(cache, NO_HINT, [1, 2]) == (0, slots_of(cache, other)[:2])
     place = place_of(cache, other)
     assert recalled(cache, place, [1, 2, 5], "adapter") == (0, [])
     assert recalled(make(4), place, [1, 2, 5]) == (0, [])

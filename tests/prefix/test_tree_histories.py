@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from genlm_backend.errors import CacheError
-from genlm_backend.prefix.nodes import NOWHERE
+from genlm_backend.prefix.nodes import NO_HINT
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import Slots
+from genlm_backend.prefix.slots import SlotAllocator
 from tests.tree_integrity import check_integrity
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
@@ -53,7 +53,9 @@ class Tree(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.copies = Copies()
-        self.cache = PrefixTree(Slots(self.num_slots), Slots(self.num_host_slots), self.copies)
+        self.cache = PrefixTree(
+            SlotAllocator(self.num_slots), SlotAllocator(self.num_host_slots), self.copies
+        )
         self.used: list[tuple[int, list[int], str | None]] = []  # in this round
         self.seen: list[tuple[list[int], str | None]] = []
         self.pinned: list[tuple[str | None, list[int]]] = []
@@ -83,7 +85,7 @@ class Tree(RuleBasedStateMachine):
         self.cache.begin()
         self.used.clear()
 
-    def look_up(self, token_ids, namespace, place=NOWHERE):
+    def look_up(self, token_ids, namespace, place=NO_HINT):
         num_cached = self.cache.num_cached(token_ids, namespace)
         tiers = [self.cache.num_cached(token_ids, namespace, tier) for tier in ("device", "host")]
         node = self.cache.match(token_ids, namespace, place)
@@ -164,7 +166,7 @@ class Tree(RuleBasedStateMachine):
     def look_up_from(self, held, num_kept, more):
         """What begins as a remembered context does, or is a part of it, is found as ever."""
         place, token_ids, namespace = held
-        self.look_up(token_ids[:num_kept] or [1], namespace, place if num_kept else NOWHERE)
+        self.look_up(token_ids[:num_kept] or [1], namespace, place if num_kept else NO_HINT)
         self.look_up([*token_ids, *more] or [1], namespace, place)
 
     @rule(held=places)
@@ -285,7 +287,7 @@ def test_the_least_recently_used_go_first(sizes):
     random, num_on_host = Random(0), 0
     for _ in range(5):
         tree = Tree()
-        tree.cache = PrefixTree(*map(Slots, sizes), tree.copies)
+        tree.cache = PrefixTree(*map(SlotAllocator, sizes), tree.copies)
         for _ in range(150):
             tree.begin()
             begin = random.choice(tree.seen)[0] if tree.seen and random.random() < 0.8 else []
@@ -303,7 +305,7 @@ def test_the_least_recently_used_go_first(sizes):
 
 
 def test_eviction_is_in_the_order_of_use():
-    cache = PrefixTree(Slots(30))
+    cache = PrefixTree(SlotAllocator(30))
     for context in ([1, 2, 3], [1, 2, 4], [5, 6, 7]):
         cache.begin()
         node = cache.match(context)

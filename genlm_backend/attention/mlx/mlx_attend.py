@@ -1,4 +1,4 @@
-"""MlxGatherAttend copies every row's past out of its slots, padded on the left, as in torch."""
+"""MlxGatherAttention copies every row's past out of its slots, padded on the left, as in torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.attend import AttentionBackend
 from genlm_backend.attention.mlx.mlx_row_states import caches_of, leaves
-from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.prefix.mlx_store import MlxStore
+from genlm_backend.attention.packing import ForwardBatch
+from genlm_backend.prefix.mlx_store import MlxKVPool
 
 if TYPE_CHECKING:
-    from genlm_backend.attention.mlx.mlx_shared import MlxPass
+    from genlm_backend.attention.mlx.mlx_shared import MlxCascadeRun
 
 Caches: TypeAlias = list[Any] | None
 """Stand-ins for a model's caches, one for each; ``None`` for none."""
 
-MlxAttend: TypeAlias = Attend[Caches]
+MlxAttend: TypeAlias = AttentionBackend[Caches]
 """A way for the new tokens of a forward pass of MLX to attend to those before them."""
 
 
@@ -29,7 +29,7 @@ class MlxSlotLayer:
     """A stand-in for one of a model's caches, for one forward pass."""
 
     def __init__(
-        self, store: MlxStore, number: int, offset: int | mx.array, of_pass: _Past | MlxPass
+        self, store: MlxKVPool, number: int, offset: int | mx.array, of_pass: _Past | MlxCascadeRun
     ) -> None:
         self.store, self._number, self.offset, self.of_pass = store, number, offset, of_pass
         self.new: tuple[mx.array, mx.array] | None = None
@@ -57,42 +57,42 @@ class MlxSlotLayer:
         return found[0], found[1]
 
 
-def keep_new(batch: PackedBatch, layers: Caches) -> None:
+def keep_new(batch: ForwardBatch, layers: Caches) -> None:
     """Write the keys and values that layers have taken into the slots that the batch names."""
     own = [layer for layer in leaves(layers or ()) if isinstance(layer, MlxSlotLayer)]
     if not own:
         return
-    columns = None if batch.new_columns is None else mx.array(batch.new_columns.numpy())
+    columns = None if batch.unpadded_index is None else mx.array(batch.unpadded_index.numpy())
     new = [layer.taken(columns) for layer in own]
     mx.eval(new)
-    own[0].store.write(batch.new_slots.numpy(), new)
+    own[0].store.write(batch.slot_mapping.numpy(), new)
 
 
-def offset_of(batch: PackedBatch) -> int | mx.array:
+def offset_of(batch: ForwardBatch) -> int | mx.array:
     """Return the number of tokens before the new ones: one number for all rows, or ``[B]``."""
-    lengths = batch.num_past.astype(np.int32)
+    lengths = batch.prefix_lens.astype(np.int32)
     return int(lengths[0]) if (lengths == lengths[0]).all() else mx.array(lengths)
 
 
 @final
-class MlxWholeAttend(Attend[Caches]):
+class MlxUncachedAttention(AttentionBackend[Caches]):
     """Attends to the new tokens alone, by new caches of the model that are not kept."""
 
     @contextlib.contextmanager
-    def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[Caches]:
         # Some layers read what others have put into these caches.
         yield make_prompt_cache(model)
 
 
 @final
-class MlxGatherAttend(Attend[Caches]):
+class MlxGatherAttention(AttentionBackend[Caches]):
     """Attends to a copy of each row's past in the slots of a store, and to the new tokens."""
 
-    def __init__(self, store: MlxStore, by_group: bool = False) -> None:
+    def __init__(self, store: MlxKVPool, by_group: bool = False) -> None:
         self._store, self._by_group = store, by_group
 
     @contextlib.contextmanager
-    def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[Caches]:
         own: list[Any] = []
         if self._store.shapes:
             past, offset = _Past(self._store, batch, self._by_group), offset_of(batch)
@@ -106,10 +106,10 @@ class MlxGatherAttend(Attend[Caches]):
 class _Past:
     """The tokens before the new ones of a batch: where they are, and which rows see them."""
 
-    def __init__(self, store: MlxStore, batch: PackedBatch, by_group: bool) -> None:
+    def __init__(self, store: MlxKVPool, batch: ForwardBatch, by_group: bool) -> None:
         self._store = store
-        self._longest = int(batch.num_past.max())
-        self._num_padding = self._longest - batch.num_past
+        self._longest = int(batch.prefix_lens.max())
+        self._num_padding = self._longest - batch.prefix_lens
         self._by_group = by_group
         slots = batch.past.columns(self._longest)
         self._slots = mx.array(slots.astype(np.int32)) if self._longest else None

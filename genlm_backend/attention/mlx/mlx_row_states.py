@@ -9,13 +9,15 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from genlm_backend.attention.packing import RowStates
+from genlm_backend.attention.packing import BatchStates
 from genlm_backend.prefix.nodes import Ints
 from genlm_backend.prefix.states import StateLayout
 
 
-def caches_of(model: Any, attending: Iterable[Any], states: MlxRowStates | None) -> list[Any]:
-    slots = iter(attending)
+def caches_of(
+    model: Any, forward_context: Iterable[Any], states: MlxBatchStates | None
+) -> list[Any]:
+    slots = iter(forward_context)
     caches = [_with(cache, slots) for cache in make_prompt_cache(model)]
     if states is not None:
         states.begin(caches)
@@ -43,7 +45,7 @@ def state_caches(caches: Iterable[Any]) -> list[ArraysCache]:
 
 
 @final
-class MlxRowStates(RowStates):
+class MlxBatchStates(BatchStates):
     """The running states of the rows of one pass, before and after it."""
 
     def __init__(self, layout: StateLayout, before: Sequence[mx.array] | None) -> None:

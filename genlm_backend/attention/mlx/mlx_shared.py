@@ -1,4 +1,4 @@
-"""MlxSharedAttend: cached stretches that several rows share are read once for all of them.
+"""MlxCascadeAttention: cached stretches that several rows share are read once for all of them.
 
 The modules of mlx-lm that models are written in have imported one attention function by its name.
 During a pass that name means ours, which passes to theirs any call with another cache.
@@ -18,16 +18,21 @@ import torch
 from mlx_lm.models import base
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attend import Attend, Way
-from genlm_backend.attention.mlx.mlx_attend import Caches, MlxGatherAttend, MlxSlotLayer, offset_of
+from genlm_backend.attention.attend import AttentionBackend, AttentionSpec
+from genlm_backend.attention.mlx.mlx_attend import (
+    Caches,
+    MlxGatherAttention,
+    MlxSlotLayer,
+    offset_of,
+)
 from genlm_backend.attention.mlx.mlx_row_states import caches_of
-from genlm_backend.attention.operators import Operators
-from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.reading import FEW_TOKENS, Reading
-from genlm_backend.attention.shared_pass import LastArrays, SharedPass, new_positions
+from genlm_backend.attention.operators import ArrayOps
+from genlm_backend.attention.packing import ForwardBatch
+from genlm_backend.attention.paths import CachedPrefixes
+from genlm_backend.attention.reading import FEW_TOKENS, CascadePlan
+from genlm_backend.attention.shared_pass import CascadeRun, LastArrays, new_positions
 from genlm_backend.errors import ModelStateError
-from genlm_backend.prefix.mlx_store import MlxStore
+from genlm_backend.prefix.mlx_store import MlxKVPool
 
 
 def _put(tensor: torch.Tensor, device: Any) -> mx.array:
@@ -39,7 +44,7 @@ def _products(query: mx.array, keys: mx.array, scaling: float) -> mx.array:
     return (query.astype(mx.float32) * scaling) @ keys.astype(mx.float32).swapaxes(2, 3)
 
 
-MLX: Final[Operators[mx.array]] = Operators(
+MLX: Final[ArrayOps[mx.array]] = ArrayOps(
     lib=mx,
     put=_put,
     device_of=lambda array: None,  # all devices have one memory
@@ -115,32 +120,32 @@ def _asking(theirs: Any) -> Any:
 
 
 @final
-class MlxSharedAttend(Attend[Caches]):
+class MlxCascadeAttention(AttentionBackend[Caches]):
     """Attends to each shared stretch of cached tokens once; without one, MLX attends to copies."""
 
     def __init__(
-        self, store: MlxStore, few_tokens: int = FEW_TOKENS, makes_arrays: bool = False
+        self, store: MlxKVPool, few_tokens: int = FEW_TOKENS, makes_arrays: bool = False
     ) -> None:
         self._store, self._few_tokens, self._makes_arrays = store, few_tokens, makes_arrays
-        self._gathered = MlxGatherAttend(store)
+        self._gathered = MlxGatherAttention(store)
         self._dispatch: tuple[Any, Dispatch] | None = None
         self._last: LastArrays | None = None
 
-    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
-        return Reading.of(past, num_new, self._few_tokens) if len(num_new) > 1 else None
+    def reading(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan | None:
+        return CascadePlan.of(past, num_new, self._few_tokens) if len(num_new) > 1 else None
 
     @contextlib.contextmanager
-    def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[Caches]:
         """Yield layers that attend by themselves, and have the model's layers call them."""
         reading = batch.reading or self.reading(batch.past, batch.num_new)
         last, self._last = self._last, None
         if reading is None or not reading.parts:
-            with self._gathered.attending(batch, model) as layers:
+            with self._gathered.forward_context(batch, model) as layers:
                 yield layers
             return
         if self._dispatch is None or self._dispatch[0] is not model:
             self._dispatch = model, Dispatch(model)
-        shared = MlxPass(self._store, batch, reading, last, self._makes_arrays)
+        shared = MlxCascadeRun(self._store, batch, reading, last, self._makes_arrays)
         offset = offset_of(batch)
         own = [_SharedLayer(self._store, i, offset, shared) for i in range(len(self._store.shapes))]
         states: Any = batch.states
@@ -152,7 +157,7 @@ class MlxSharedAttend(Attend[Caches]):
 
 
 @final
-class MlxPass(SharedPass[mx.array]):
+class MlxCascadeRun(CascadeRun[mx.array]):
     """The attention of one forward pass, as layers of a model of mlx-lm call it."""
 
     operators = MLX
@@ -160,9 +165,9 @@ class MlxPass(SharedPass[mx.array]):
 
     def __init__(
         self,
-        store: MlxStore,
-        batch: PackedBatch,
-        reading: Reading,
+        store: MlxKVPool,
+        batch: ForwardBatch,
+        reading: CascadePlan,
         last: LastArrays | None,
         makes_arrays: bool = False,
     ) -> None:
@@ -173,7 +178,7 @@ class MlxPass(SharedPass[mx.array]):
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
         """Return the mask over all positions: an array, or a word for it."""
-        length = self.num_past + num_new
+        length = self.prefix_len + num_new
         if window is not None and window >= length and not self._makes_arrays:
             window = None
         is_array = is_array or window is not None
@@ -210,17 +215,19 @@ class _SharedLayer(MlxSlotLayer):
         sinks: Any,
     ) -> mx.array:
         """Return the outputs of attention: ``[B, heads, Q, value_dim]``."""
-        assert isinstance(self.of_pass, MlxPass)
+        assert isinstance(self.of_pass, MlxCascadeRun)
         given = None if isinstance(mask, str) and mask == "causal" else mask
         found = self.of_pass.attend(queries, keys, values, given, scale, sinks=sinks)
         return found.astype(queries.dtype)
 
 
-GATHERED: Final = Way(MlxGatherAttend, MlxGatherAttend)
-_BY_GROUP: Final = partial(MlxGatherAttend, by_group=True)
+GATHERED: Final = AttentionSpec(MlxGatherAttention, MlxGatherAttention)
+_BY_GROUP: Final = partial(MlxGatherAttention, by_group=True)
 WAYS: Final = (
-    Way(MlxSharedAttend, lambda store: MlxSharedAttend(store, 0, True), is_called=True),
+    AttentionSpec(
+        MlxCascadeAttention, lambda store: MlxCascadeAttention(store, 0, True), is_called=True
+    ),
     GATHERED,
-    Way(_BY_GROUP, _BY_GROUP),
+    AttentionSpec(_BY_GROUP, _BY_GROUP),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""

@@ -25,12 +25,12 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from genlm_backend.attention.shared_pass import SharedPass, new_positions
+from genlm_backend.attention.shared_pass import CascadeRun, new_positions
 from genlm_backend.attention.torch.torch_operators import TORCH
 from genlm_backend.errors import ModelStateError
 
 if TYPE_CHECKING:
-    from genlm_backend.attention.torch.step_pass import StepPass
+    from genlm_backend.attention.torch.step_pass import CudaGraphAttention
 
 PREFIX: Final = "genlm_backend-"
 
@@ -64,7 +64,7 @@ _HARMLESS: Final = frozenset(
 
 
 @final
-class TorchPass(SharedPass[Tensor]):
+class TorchCascadeRun(CascadeRun[Tensor]):
     """The attention of one forward pass, as the layers of a model of transformers call it."""
 
     operators = TORCH
@@ -75,7 +75,7 @@ class TorchPass(SharedPass[Tensor]):
     ) -> Tensor | None:
         """Return the mask that layers of one kind pass to ``attended``."""
         num_rows, num_new = self._batch.input_ids.shape
-        length = self.num_past + num_new
+        length = self.prefix_len + num_new
         if is_causal or (window is not None and window >= length):
             return None
         allowed = allows(
@@ -106,14 +106,14 @@ class TorchPass(SharedPass[Tensor]):
 class _Current(threading.local):
     """The attention of the pass that runs on this thread, if one of ours does."""
 
-    attention: TorchPass | StepPass | None = None
+    attention: TorchCascadeRun | CudaGraphAttention | None = None
 
 
 _current = _Current()
 
 
 @contextlib.contextmanager
-def dispatched_to(attention: TorchPass | StepPass) -> Iterator[None]:
+def dispatched_to(attention: TorchCascadeRun | CudaGraphAttention) -> Iterator[None]:
     """Have layers whose configs name our functions call ``attention``, on this thread."""
     _current.attention = attention
     try:

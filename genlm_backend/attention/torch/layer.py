@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.attention.packing import ForwardBatch
 from genlm_backend.prefix.codecs import Codec
-from genlm_backend.prefix.kv_store import KVStore
+from genlm_backend.prefix.kv_store import KVPool
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values."""
@@ -23,9 +23,9 @@ class SlotLayer(CacheLayerMixin):
     # Even if the model has windows: masks are made for all positions.
     is_sliding = False
 
-    def __init__(self, num_past: int, take: Callable[[Tensor, Tensor], Pair]) -> None:
+    def __init__(self, prefix_len: int, take: Callable[[Tensor, Tensor], Pair]) -> None:
         super().__init__()
-        self.num_past, self._take = num_past, take
+        self.prefix_len, self._take = prefix_len, take
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
@@ -37,16 +37,16 @@ class SlotLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length of past and new together, and the offset of the first column: 0."""
-        return self.num_past + int(query_length), 0
+        return self.prefix_len + int(query_length), 0
 
     def get_seq_length(self) -> int:
-        return self.num_past
+        return self.prefix_len
 
     def get_max_length(self) -> int:
         return -1
 
 
-def write_new(store: KVStore, layer: int, batch: PackedBatch, keys: Tensor, values: Tensor) -> Pair:
+def write_new(store: KVPool, layer: int, batch: ForwardBatch, keys: Tensor, values: Tensor) -> Pair:
     """Store new keys and values of a layer, ``[B, heads, Q, dim]``, without the padding."""
     slots, columns = batch.new_on(store.layout.layers[layer].device)
     rows = store.write(layer, slots, by_token(keys, values, columns))

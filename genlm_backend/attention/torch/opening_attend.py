@@ -1,4 +1,4 @@
-"""OpeningAttend: contexts that begin with pictures, run from their first token on."""
+"""MultimodalPrefillAttention: contexts that begin with pictures, run from their first token on."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.attention.attend import AttentionBackend
+from genlm_backend.attention.packing import ForwardBatch
 from genlm_backend.attention.torch.layer import Pair, SlotLayer, as_read, by_token
 from genlm_backend.attention.torch.torch_row_states import cache_of
-from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.kv_store import KVLayout, KVPool
 from genlm_backend.vision.pictures import Pictures
 
 
 @final
-class OpeningAttend(Attend[dict[str, Any]]):
+class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
     """Attends to one context's own tokens, with pictures; a second pass goes on without them."""
 
     def __init__(
         self,
         pictures: Pictures,
         layout: KVLayout,
-        store: KVStore | None = None,
+        store: KVPool | None = None,
         slots: Sequence[int] = (),
         stop: int = 0,
         goes_on: bool = False,
@@ -51,7 +51,7 @@ class OpeningAttend(Attend[dict[str, Any]]):
         self._is_first = True
 
     @contextlib.contextmanager
-    def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield the pictures, the positions of all tokens, and a cache that keeps what it is to."""
         if not self._is_first:
             yield {"cache": self._cache, "use_cache": True}
@@ -81,12 +81,12 @@ class _OpeningLayer(SlotLayer):
     _past: Pair | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """Return ``[1, heads, num_past + Q, dim]``, keys and values."""
+        """Return ``[1, heads, prefix_len + Q, dim]``, keys and values."""
         new = super().update(key_states, value_states)
         if self._past is not None:
             first, second = (torch.cat(pair, -2) for pair in zip(self._past, new, strict=True))
             new = first, second
-        self._past, self.num_past = new, new[0].shape[-2]
+        self._past, self.prefix_len = new, new[0].shape[-2]
         return new
 
 

@@ -1,4 +1,4 @@
-"""StepPass: the attention of a decode step whose every number is on the device."""
+"""CudaGraphAttention: the attention of a decode step whose every number is on the device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.attention.packing import ForwardBatch
 from genlm_backend.attention.torch.layer import Pair, SlotLayer
 from genlm_backend.attention.torch.step_operators import StepOperators, step_operators
-from genlm_backend.attention.torch.step_tables import StepShape, StepTables, Stretches
+from genlm_backend.attention.torch.step_tables import DecodeShape, DecodeTables, Stretches
 from genlm_backend.attention.torch.torch_row_states import cache_of
-from genlm_backend.prefix.kv_store import KVStore
+from genlm_backend.prefix.kv_store import KVPool
 
 
 class UnrecordableError(RuntimeError):
@@ -27,16 +27,16 @@ class UnrecordableError(RuntimeError):
 
 
 @final
-class StepArrays:
+class DecodeArrays:
     """The inputs of decode steps of one shape: memory on the device, filled in one copy."""
 
-    def __init__(self, shape: StepShape, device: torch.device) -> None:
+    def __init__(self, shape: DecodeShape, device: torch.device) -> None:
         self.shape = shape
         rows, num_readers = shape.rows, shape.rows * shape.pieces
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (rows,),
             "positions": (rows,),
-            "new_slots": (rows,),
+            "slot_mapping": (rows,),
             "readers": (num_readers,),
             "pieces": (rows, shape.pieces),
             "slot_starts": (rows,),
@@ -49,7 +49,7 @@ class StepArrays:
             "recent_counts": (rows,),
             "slots": (shape.tokens,),  # the last, since room for them is rarely filled
         }
-        are_long = {"token_ids", "positions", "new_slots"}
+        are_long = {"token_ids", "positions", "slot_mapping"}
         types = {name: np.dtype(np.int64 if name in are_long else np.int32) for name in shapes}
         ends, end = dict[str, tuple[int, int]](), 0
         for name, of_array in shapes.items():
@@ -70,7 +70,7 @@ class StepArrays:
         self._slots_at = ends["slots"][0]
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 
-    def fill(self, tables: StepTables, batch: PackedBatch) -> None:
+    def fill(self, tables: DecodeTables, batch: ForwardBatch) -> None:
         """Copy the numbers of a step to the device."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this, or it would take our numbers
@@ -78,7 +78,7 @@ class StepArrays:
         of_rows = {
             "token_ids": batch.input_ids[:, 0].numpy(),
             "positions": batch.position_ids[:, 0].numpy(),
-            "new_slots": batch.new_slots.numpy(),
+            "slot_mapping": batch.slot_mapping.numpy(),
             "slot_counts": tables.counts,
         }
         if shape.window:
@@ -115,22 +115,22 @@ class StepArrays:
 
 
 @final
-class StepPass:
+class CudaGraphAttention:
     """The attention of a decode step, as layers of a model of transformers call it."""
 
     attends_otherwise = UnrecordableError
 
-    def __init__(self, store: KVStore, arrays: StepArrays, num_past: int) -> None:
-        self._store, self._arrays, self._num_past = store, arrays, num_past
+    def __init__(self, store: KVPool, arrays: DecodeArrays, prefix_len: int) -> None:
+        self._store, self._arrays, self._prefix_len = store, arrays, prefix_len
         numbers = range(len(store.layout.layers))
-        self._layers = [SlotLayer(num_past, partial(self._take, number)) for number in numbers]
+        self._layers = [SlotLayer(prefix_len, partial(self._take, number)) for number in numbers]
         self.most_tokens: float = math.inf
         self.num_attended = 0
         self._new: tuple[int, Tensor, Tensor] | None = None
         self._windowed: list[Tensor] = []  # what layers with a window are given for a mask
         self._bounds: dict[int, Tensor] = {}  # of readers, by the size of groups of heads
 
-    def inputs(self, batch: PackedBatch) -> dict[str, Any]:
+    def inputs(self, batch: ForwardBatch) -> dict[str, Any]:
         return {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
@@ -152,7 +152,7 @@ class StepPass:
             return None
         if window is None or not _is_window(allows, window):
             raise UnrecordableError("a layer attends to a part of what is before it")
-        if window > self._num_past:
+        if window > self._prefix_len:
             self.most_tokens = min(self.most_tokens, window)
             return None
         if window != self._arrays.shape.window:
@@ -173,7 +173,7 @@ class StepPass:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Return the outputs of attention: ``[B, 1, heads, dim]``; see ``TorchPass.attended``."""
+        """Return outputs of attention: ``[B, 1, heads, dim]``; see ``TorchCascadeRun.attended``."""
         num_rows, num_heads, num_new, dim = query.shape
         if self._new is None or softcap is not None:
             raise UnrecordableError("a layer attends in a way of its own")
@@ -189,7 +189,7 @@ class StepPass:
         is_kept_so = new[0].dtype is codes.dtype and layout.width == 2 * num_key_heads * dim
         if operators is None or not is_kept_so:
             raise UnrecordableError("there are no operators for heads of this kind")
-        operators.write(new[0], new[1], arrays["new_slots"], codes)
+        operators.write(new[0], new[1], arrays["slot_mapping"], codes)
         queries = query.reshape(num_rows, num_heads, dim)
         of_parts, name = None, "recent" if has_window else "slot"
         if self._arrays.shape.pieces and not has_window:

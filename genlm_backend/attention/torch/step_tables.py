@@ -17,8 +17,8 @@ from typing import Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.reading import Part, Reading
+from genlm_backend.attention.paths import CachedPrefixes
+from genlm_backend.attention.reading import CascadePlan, SharedPrefix
 
 MAX_PIECES: Final = 32
 """Stretches that a row may read."""
@@ -49,7 +49,7 @@ FEW_SLOTS: Final = 64
 to nothing, and a pass that is recorded again for want of it a tenth of a second."""
 
 
-class StepShape(NamedTuple):
+class DecodeShape(NamedTuple):
     """The shape of the tables of a decode step."""
 
     rows: int
@@ -58,7 +58,7 @@ class StepShape(NamedTuple):
     stretches: int
     window: int = 0
 
-    def holds(self, other: StepShape) -> bool:
+    def holds(self, other: DecodeShape) -> bool:
         """Whether the tables of another shape have room, and few more rows would be computed."""
         return (
             self.window == other.window
@@ -76,11 +76,11 @@ class Stretches(NamedTuple):
     readers: NDArray[np.int64]  # [N] int64
     num_readers: NDArray[np.int64]  # [S] int64
     pieces: NDArray[np.int64]  # [B, pieces] int64
-    apart: tuple[Part, ...]  # read slot by slot
+    apart: tuple[SharedPrefix, ...]  # read slot by slot
 
 
 @final
-class StepTables(NamedTuple):
+class DecodeTables(NamedTuple):
     """Tables of what the ``B`` rows of a decode step read."""
 
     slots: NDArray[np.int64]  # [tokens] int64
@@ -92,24 +92,24 @@ class StepTables(NamedTuple):
     @classmethod
     def of(
         cls,
-        reading: Reading,
-        past: Paths,
-        new_slots: NDArray[np.int64],
+        reading: CascadePlan,
+        past: CachedPrefixes,
+        slot_mapping: NDArray[np.int64],
         group_size: int,
         num_key_heads: int,
         window: int = 0,
-    ) -> StepTables:
-        num_rows = len(new_slots)
+    ) -> DecodeTables:
+        num_rows = len(slot_mapping)
         shared = _stretches_of(reading.parts, num_rows, group_size, num_key_heads)
-        slots, counts = _slot_by_slot(reading, shared.apart, new_slots)
+        slots, counts = _slot_by_slot(reading, shared.apart, slot_mapping)
         recent = np.empty((num_rows, window), np.int64)
         if window:
-            recent[:, 0] = new_slots
+            recent[:, 0] = slot_mapping
             past.write_last(recent[:, 1:])
-        return cls(slots, counts, shared, recent, np.minimum(reading.num_past + 1, window))
+        return cls(slots, counts, shared, recent, np.minimum(reading.prefix_lens + 1, window))
 
     @property
-    def shape(self) -> StepShape:
+    def shape(self) -> DecodeShape:
         """The smallest of the shapes that passes are recorded for, in which the tables fit."""
         num_rows = _rounded_rows(len(self.counts))
         per_row = FEW_SLOTS
@@ -121,16 +121,16 @@ class StepTables(NamedTuple):
         most = num_rows * num_pieces
         room = next((size for size in (4, 16, 64) if len(starts) <= size), most)
         num_stretches, window = min(most, room), self.recent.shape[1]
-        return StepShape(num_rows, num_rows * per_row, num_pieces, num_stretches, window)
+        return DecodeShape(num_rows, num_rows * per_row, num_pieces, num_stretches, window)
 
 
 @functools.lru_cache(maxsize=8)
 def _stretches_of(
-    parts: tuple[Part, ...], num_rows: int, group_size: int, num_key_heads: int
+    parts: tuple[SharedPrefix, ...], num_rows: int, group_size: int, num_key_heads: int
 ) -> Stretches:
     """Return how rows read parts, which are the same in most steps as in the step before."""
-    in_place: list[tuple[Part, list[tuple[int, int]]]] = []
-    apart: list[Part] = []
+    in_place: list[tuple[SharedPrefix, list[tuple[int, int]]]] = []
+    apart: list[SharedPrefix] = []
     for part in parts:
         runs = _runs(part.slots)
         is_small = len(part) <= LONG and len(part) * len(part.rows) <= MANY_READ
@@ -182,7 +182,7 @@ def num_stretches(size: int, num_rows: int, num_blocks: int) -> int:
 
 
 def _divided(
-    parts: Sequence[tuple[Part, list[tuple[int, int]]]], group_size: int, num_key_heads: int
+    parts: Sequence[tuple[SharedPrefix, list[tuple[int, int]]]], group_size: int, num_key_heads: int
 ) -> list[tuple[NDArray[np.int64], int, int]]:
     """Return stretches, long ones divided so that a device is busy: rows, first slot, size."""
     num_blocks = sum(
@@ -220,11 +220,11 @@ def _pieces(
 
 
 def _slot_by_slot(
-    reading: Reading, parts: Sequence[Part], new_slots: NDArray[np.int64]
+    reading: CascadePlan, parts: Sequence[SharedPrefix], slot_mapping: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the slots that are read one by one, row by row, and their number of each row."""
-    num_rows = len(new_slots)
-    columns = np.concatenate([reading.rest.slots, new_slots[:, None]], 1)
+    num_rows = len(slot_mapping)
+    columns = np.concatenate([reading.rest.slots, slot_mapping[:, None]], 1)
     is_there = np.ones(columns.shape, np.bool_)
     if reading.rest.is_padded.any():
         is_there[:, :-1] = reading.rest.positions >= 0

@@ -13,36 +13,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genlm_backend.attention import reading as sharing
-from genlm_backend.attention.attend import Attend, Way
-from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.reading import Reading
+from genlm_backend.attention.attend import AttentionBackend, AttentionSpec
+from genlm_backend.attention.packing import ForwardBatch
+from genlm_backend.attention.paths import CachedPrefixes
+from genlm_backend.attention.reading import CascadePlan
 from genlm_backend.attention.shared_pass import LastArrays
-from genlm_backend.attention.torch.dispatch import TorchPass, attends_otherwise, dispatched_to
+from genlm_backend.attention.torch.dispatch import TorchCascadeRun, attends_otherwise, dispatched_to
 from genlm_backend.attention.torch.layer import Pair, SlotLayer, as_read, write_new
 from genlm_backend.attention.torch.torch_row_states import cache_of
-from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.kv_store import KVLayout, KVPool
 from genlm_backend.prefix.slots import PADDING_SLOT
 from genlm_backend.prefix.states import StateLayout
 
 
 @final
-class SharedAttend(Attend[dict[str, Any]]):
+class CascadeAttention(AttentionBackend[dict[str, Any]]):
     """Attends to each stretch of cached tokens once for all rows that have it."""
 
-    def __init__(self, store: KVStore, few_tokens: int | None = None) -> None:
+    def __init__(self, store: KVPool, few_tokens: int | None = None) -> None:
         self._store = store
         self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
         self._last: LastArrays | None = None
 
-    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading:
-        return Reading.of(past, num_new, self._few_tokens)
+    def reading(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan:
+        return CascadePlan.of(past, num_new, self._few_tokens)
 
     @contextlib.contextmanager
-    def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Have the model's layers call the attention of a pass."""
         reading = batch.reading or self.reading(batch.past, batch.num_new)
-        shared = TorchPass(self._store, batch, reading, self._last)
+        shared = TorchCascadeRun(self._store, batch, reading, self._last)
         self._last = None
 
         def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
@@ -51,7 +51,7 @@ class SharedAttend(Attend[dict[str, Any]]):
 
         layout = self._store.layout
         num_layers = len(layout.layers)
-        layers = [SlotLayer(shared.num_past, partial(take, i)) for i in range(num_layers)]
+        layers = [SlotLayer(shared.prefix_len, partial(take, i)) for i in range(num_layers)]
         with dispatched_to(shared):
             yield {"cache": cache_of(layers, layout.states, batch.states), "use_cache": True}
         if not shared.is_complete(num_layers):
@@ -62,20 +62,20 @@ class SharedAttend(Attend[dict[str, Any]]):
         self._last = shared.for_later()
 
 
-def _gathered(batch: PackedBatch) -> tuple[Tensor, Tensor, int]:
+def _gathered(batch: ForwardBatch) -> tuple[Tensor, Tensor, int]:
     """Return slots and mask of past and new columns, int64 ``[B, P + Q]`` each, and ``P``."""
-    num_past = int(batch.num_past.max())
+    prefix_len = int(batch.prefix_lens.max())
     new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
-    new[slice(None) if batch.new_columns is None else batch.new_columns] = batch.new_slots
+    new[slice(None) if batch.unpadded_index is None else batch.unpadded_index] = batch.slot_mapping
     new = new.reshape(batch.input_ids.shape)
-    slots = np.concatenate([batch.past.columns(num_past), new], 1)
-    mask = np.arange(slots.shape[1]) >= num_past - batch.num_past[:, None]
+    slots = np.concatenate([batch.past.columns(prefix_len), new], 1)
+    mask = np.arange(slots.shape[1]) >= prefix_len - batch.prefix_lens[:, None]
     mask = torch.from_numpy(mask.astype(np.int64))
-    return torch.from_numpy(slots), mask, num_past
+    return torch.from_numpy(slots), mask, prefix_len
 
 
 @final
-class GatherAttend(Attend[dict[str, Any]]):
+class GatherAttention(AttentionBackend[dict[str, Any]]):
     """Attends to copies of the keys and values in the slots of a store."""
 
     # The past is padded on the left and the new tokens on the right:
@@ -85,18 +85,18 @@ class GatherAttend(Attend[dict[str, Any]]):
     #
     # So the distance of two columns of a row is that of their positions, from which causal and
     # sliding-window masks are made. Only the left padding is masked; causality hides the right one.
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVPool) -> None:
         self._store = store
 
     @contextlib.contextmanager
-    def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield the mask of the left padding, and a cache of transformers over the slots."""
         layout = self._store.layout
         if not layout.layers:  # but states
             cache = cache_of((), layout.states, batch.states)
             yield {"cache": cache, "use_cache": True}
             return
-        slots, mask, num_past = _gathered(batch)
+        slots, mask, prefix_len = _gathered(batch)
         # Moved once to each device that has a layer.
         on = {device: slots.to(device) for device in {layer.device for layer in layout.layers}}
 
@@ -105,13 +105,13 @@ class GatherAttend(Attend[dict[str, Any]]):
             write_new(self._store, layer, batch, keys, values)
             return self._store.read_by_head(layer, on[layout.layers[layer].device])
 
-        layers = [SlotLayer(num_past, partial(take, i)) for i in range(len(layout.layers))]
+        layers = [SlotLayer(prefix_len, partial(take, i)) for i in range(len(layout.layers))]
         cache = cache_of(layers, layout.states, batch.states)
         yield {"attention_mask": mask, "cache": cache, "use_cache": True}
 
 
 @final
-class WholeAttend(Attend[dict[str, Any]]):
+class UncachedAttention(AttentionBackend[dict[str, Any]]):
     """Attends to the new tokens alone: there are none before them, and nothing is kept."""
 
     def __init__(self, layout: KVLayout | None = None) -> None:
@@ -120,7 +120,7 @@ class WholeAttend(Attend[dict[str, Any]]):
         self._states = StateLayout() if layout is None else layout.states
 
     @contextlib.contextmanager
-    def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield a mask of the right padding, int64 ``[B, Q]``."""
         columns = np.arange(batch.input_ids.shape[1])
         mask = torch.from_numpy((columns < batch.num_new[:, None]).astype(np.int64))
@@ -133,7 +133,7 @@ class WholeAttend(Attend[dict[str, Any]]):
 
 
 WAYS: Final = (
-    Way(SharedAttend, lambda store: SharedAttend(store, 4), is_called=True),
-    Way(GatherAttend, GatherAttend),
+    AttentionSpec(CascadeAttention, lambda store: CascadeAttention(store, 4), is_called=True),
+    AttentionSpec(GatherAttention, GatherAttention),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""

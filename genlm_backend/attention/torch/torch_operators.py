@@ -9,8 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from genlm_backend.attention.block import Attended
-from genlm_backend.attention.operators import Operators
+from genlm_backend.attention.block import AttentionState
+from genlm_backend.attention.operators import ArrayOps
 from genlm_backend.attention.torch.fused import Found, fused_operator
 
 FEW_QUERIES: Final = 16
@@ -71,10 +71,10 @@ def _in_stretches(
     found, logsumexp = attend(queries, parted_keys, parted_values, scaling, False)
     shares = logsumexp.softmax(0).unsqueeze(-1)
     merged = (found * shares).sum(0, keepdim=True).to(found.dtype)
-    total = Attended(TORCH, merged, logsumexp.logsumexp(0, keepdim=True))
+    total = AttentionState(TORCH, merged, logsumexp.logsumexp(0, keepdim=True))
     if stop < keys.shape[2]:
         left = keys[:, :, stop:], values[:, :, stop:]
-        total.merge_state(Attended(TORCH, *attend(query, *left, scaling, False)), None)
+        total.merge_state(AttentionState(TORCH, *attend(query, *left, scaling, False)), None)
     return total.values, total.logsumexp
 
 
@@ -92,7 +92,7 @@ def _fused_causally(
     return found.reshape(*shape, found.shape[-1]), logsumexp.reshape(shape)
 
 
-TORCH: Final[Operators[Tensor]] = Operators(
+TORCH: Final[ArrayOps[Tensor]] = ArrayOps(
     lib=torch,
     put=lambda tensor, device: tensor.to(device),
     device_of=operator.attrgetter("device"),

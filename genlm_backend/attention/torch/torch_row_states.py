@@ -16,18 +16,18 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from genlm_backend.attention.packing import RowStates
+from genlm_backend.attention.packing import BatchStates
 from genlm_backend.attention.torch.layer import Pair, SlotLayer
 from genlm_backend.prefix.states import StateLayout
 
 
 def cache_of(
-    attending: Iterable[SlotLayer], layout: StateLayout, states: RowStates | None
+    forward_context: Iterable[SlotLayer], layout: StateLayout, states: BatchStates | None
 ) -> Cache:
     """Return a cache of layers that attend and, if a model has such, of layers with states."""
     if not layout.layers:
-        return Cache(layers=[*attending])
-    slots, layers = iter(attending), list[Any]()
+        return Cache(layers=[*forward_context])
+    slots, layers = iter(forward_context), list[Any]()
     for layer in layout.layers:
         if layer.is_empty:
             layers.append(empty_layer())
@@ -48,7 +48,7 @@ def empty_layer() -> Any:
 
 
 @final
-class TorchRowStates(RowStates):
+class TorchBatchStates(BatchStates):
     """The running states of the rows of one pass, before and after it."""
 
     def __init__(self, layout: StateLayout, before: Sequence[Tensor] | None) -> None:

@@ -15,8 +15,8 @@ from genlm_backend.errors import OptionError
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix.budgets import Budgets, default_kv_budget, state_budget
 from genlm_backend.prefix.codecs import KVCacheDtype, needs_mean
-from genlm_backend.prefix.kv_store import KVLayout, KVStore
-from genlm_backend.prefix.states import StateStore
+from genlm_backend.prefix.kv_store import KVLayout, KVPool
+from genlm_backend.prefix.states import StatePool
 from genlm_backend.runtime.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,9 @@ def cache_of(
     states = host_states = host_store = None
     if of_states:
         with _fits("state_cache_bytes", of_states):
-            states = StateStore(layout.states, of_states // size)
+            states = StatePool(layout.states, of_states // size)
     with _fits("kv_cache_bytes", wanted.kv_cache_bytes):
-        store = KVStore(layout, num_slots)
+        store = KVPool(layout, num_slots)
     if host and layout.devices == {"cpu"}:
         warnings.warn(
             "host_cache_bytes gains nothing here, since all that is kept is in the "
@@ -102,9 +102,9 @@ def cache_of(
     pins = "cuda" in layout.devices
     with _fits("host_cache_bytes", host):
         if num_host_states:
-            host_states = StateStore(layout.states.on_host(), num_host_states, pins)
+            host_states = StatePool(layout.states.on_host(), num_host_states, pins)
         if num_host_slots:
-            host_store = KVStore(layout.on_host(), num_host_slots, pins)
+            host_store = KVPool(layout.on_host(), num_host_slots, pins)
     return PrefixCache(
         runner,
         support.attend(store),

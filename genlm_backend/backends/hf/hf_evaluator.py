@@ -12,14 +12,14 @@ from typing import Any, final
 
 import torch
 
-from genlm_backend.attention.torch.torch_attend import WholeAttend
+from genlm_backend.attention.torch.torch_attend import UncachedAttention
 from genlm_backend.backends.hf.architecture import check_predicts
 from genlm_backend.backends.hf.hf_cache import cache_of, layout_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.model_picture_rules import examine_pictures, image_token_id
 from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.prefix_file import PrefixFiles
-from genlm_backend.backends.hf.step_graphs import StepGraphs
+from genlm_backend.backends.hf.step_graphs import CudaGraphRunner
 from genlm_backend.backends.hf.support import (
     check_model,
     examine,
@@ -29,15 +29,15 @@ from genlm_backend.backends.hf.support import (
     vocab_width,
 )
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
-from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.sampling import ends_of_model
-from genlm_backend.passes.pass_evaluator import PassEvaluator
+from genlm_backend.passes.pass_evaluator import LocalEvaluator
 from genlm_backend.runtime.threads import use_num_threads
 from genlm_backend.vision.pictures import PictureRules
 
 
 @final
-class HFEvaluator(PassEvaluator):
+class HFEvaluator(LocalEvaluator):
     """Answers queries by a causal language model of transformers, without a cache if need be."""
 
     def __init__(
@@ -48,12 +48,12 @@ class HFEvaluator(PassEvaluator):
         check_model(model)
         model.eval()
         self._runner = runner = HFRunner(model)
-        runner.check_wanted = lambda: self.check_wanted()
+        runner.check_cancelled = lambda: self.check_cancelled()
         runner.merges = self._options.packs_weights
-        super().__init__(runner, runner.device.type, WholeAttend(), output_device)
+        super().__init__(runner, runner.device.type, UncachedAttention(), output_device)
         has_bytes = self._options.kv_cache_bytes != 0
         self._files = PrefixFiles(self.passes, runner, has_bytes=has_bytes)
-        self.passes.most_shared = rotary_limit(model)
+        self.passes.max_cacheable_len = rotary_limit(model)
         max_length = self._options.max_length
         self._max_length = longest_context(model) if max_length is None else max_length
 
@@ -74,7 +74,7 @@ class HFEvaluator(PassEvaluator):
         self._in_place(None)
         check_predicts(runner, width)
         support = examine(runner, width, self._max_length)
-        longest = min(longest_context(runner.model) or math.inf, self.passes.most_shared)
+        longest = min(longest_context(runner.model) or math.inf, self.passes.max_cacheable_len)
         layout = layout_of(runner, support, self._options.kv_cache_dtype, width, longest)
         if support.spread_alone:
             warnings.warn(
@@ -87,14 +87,14 @@ class HFEvaluator(PassEvaluator):
         self.passes.pads = support.pads
         self.passes.needs_equal_lengths = support.needs_equal_lengths
         self.passes.takes_several_tokens = support.takes_several_tokens
-        self.passes.attend_whole, self.passes.cache.layout = WholeAttend(layout), layout
+        self.passes.attend_whole, self.passes.cache.layout = UncachedAttention(layout), layout
         self._attend = support.attend
         cache = cache_of(runner, support, layout, self._options)
         if cache is not None:
             self.passes.keep(cache)
             given = runner.model, runner.parameters, cache.attend, cache.store
-            if not support.needs_equal_lengths and StepGraphs.can_be(*given):
-                runner.graphs = StepGraphs(cache.store)
+            if not support.needs_equal_lengths and CudaGraphRunner.can_be(*given):
+                runner.graphs = CudaGraphRunner(cache.store)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
         return EvaluatorInfo(
             vocab_size=width,
@@ -136,7 +136,7 @@ class HFEvaluator(PassEvaluator):
 
     # ---------------------------------------------------------------- files of prefixes
 
-    def save_prefix(self, query: Query, path: str) -> None:
+    def save_prefix(self, query: RowQuery, path: str) -> None:
         """Compute a context and write its keys and values into a file."""
         self._files.check_can_keep(len(query.context))
         with self._in_place(query.adapter):

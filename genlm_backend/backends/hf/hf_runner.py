@@ -8,17 +8,17 @@ from typing import Any, Final, final
 
 import torch
 
-from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import PackedBatch, Span, pack
-from genlm_backend.attention.torch.torch_row_states import TorchRowStates
+from genlm_backend.attention.attend import AttentionBackend
+from genlm_backend.attention.packing import ForwardBatch, TokenChunk, pack
+from genlm_backend.attention.torch.torch_row_states import TorchBatchStates
 from genlm_backend.backends.hf import fused_residuals
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
 from genlm_backend.backends.hf.lora import adapters_of, layers_of_peft, put_adapter
 from genlm_backend.backends.hf.merged_linear import merge_linear_layers
 from genlm_backend.backends.hf.model_state import ModelSnapshot
 from genlm_backend.backends.hf.packed_weights import PackedWeights
-from genlm_backend.backends.hf.step_graphs import StepGraphs
-from genlm_backend.backends.hf.twin import Twin, twin_of
+from genlm_backend.backends.hf.step_graphs import CudaGraphRunner
+from genlm_backend.backends.hf.twin import ModelView, twin_of
 from genlm_backend.errors import AdapterError
 from genlm_backend.model.query import Adapter
 from genlm_backend.passes.forwards import Runner
@@ -36,13 +36,13 @@ class HFRunner(Runner):
 
     def __init__(self, model: Any) -> None:
         self.model: Any = model
-        self.twin: Any = Twin(model, is_apart=False)
+        self.twin: Any = ModelView(model, is_apart=False)
         self.packed, self._state = PackedWeights(), ModelSnapshot(model, is_apart=False)
         # PEFT changes an adapter's own twin, so that neither other adapters nor the model change.
-        self._twins: dict[Adapter | None, Twin] = {None: self.twin}
-        self.graphs: StepGraphs | None = None
+        self._twins: dict[Adapter | None, ModelView] = {None: self.twin}
+        self.graphs: CudaGraphRunner | None = None
         self._is_unseen = False
-        self.check_wanted: Callable[[], object] = lambda: None
+        self.check_cancelled: Callable[[], object] = lambda: None
         self.num_forwards = 0
         self.tokens_computed = 0
         self.num_captured_steps = 0
@@ -52,9 +52,11 @@ class HFRunner(Runner):
         self._fuses = self.device.type in fused_residuals.KERNELS
 
     @torch.inference_mode()
-    def forward(self, spans: Sequence[Span] | PackedBatch, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, spans: Sequence[TokenChunk] | ForwardBatch, attend: AttentionBackend
+    ) -> torch.Tensor:
         """Return the logits at the outputs of each span: ``[num_outputs, model_vocab]``."""
-        batch = spans if isinstance(spans, PackedBatch) else pack(spans)
+        batch = spans if isinstance(spans, ForwardBatch) else pack(spans)
         graphs, logits = self.graphs, None
         plan = None if graphs is None else graphs.plan(self.twin, batch)
         if plan is not None and graphs is not None:
@@ -72,9 +74,9 @@ class HFRunner(Runner):
         self.tokens_computed += batch.num_new_tokens
         return logits
 
-    def _launched(self, batch: PackedBatch, attend: Attend) -> torch.Tensor:
+    def _launched(self, batch: ForwardBatch, attend: AttentionBackend) -> torch.Tensor:
         """Run a pass operator by operator."""
-        with attend.attending(batch, self.twin.module) as given:
+        with attend.forward_context(batch, self.twin.module) as given:
             inputs: dict[str, Any] = {
                 "input_ids": batch.input_ids,
                 "position_ids": batch.position_ids,
@@ -89,8 +91,8 @@ class HFRunner(Runner):
 
     def running_states(
         self, layout: StateLayout, before: Sequence[torch.Tensor] | None
-    ) -> TorchRowStates:
-        return TorchRowStates(layout, before)
+    ) -> TorchBatchStates:
+        return TorchBatchStates(layout, before)
 
     def caching(self, is_wanted: bool) -> dict[str, bool]:
         """Return the argument that has a model keep what it reads, or not, if it takes one."""
@@ -112,7 +114,7 @@ class HFRunner(Runner):
         self._state = ModelSnapshot(self.model, is_apart=bool(twin.copies))
 
     @torch.inference_mode()
-    def _logits(self, twin: Twin, token_ids: torch.Tensor) -> torch.Tensor:
+    def _logits(self, twin: ModelView, token_ids: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = twin.module(input_ids=token_ids, **self.caching(False)).logits
         return found.float()
 
@@ -140,12 +142,12 @@ class HFRunner(Runner):
             twin.undress()
             self._dress(twin)
 
-    def twin_with(self, adapter: Adapter | None) -> Twin:
+    def twin_with(self, adapter: Adapter | None) -> ModelView:
         """Return the twin that computes with an adapter, or as the model came."""
         self._check()
         return self._twins[adapter]
 
-    def _dress(self, twin: Twin) -> None:
+    def _dress(self, twin: ModelView) -> None:
         """Give a twin what passes need in addition to its weights."""
         self.packed.place(twin.copies)
         if self._fuses:
@@ -155,7 +157,7 @@ class HFRunner(Runner):
             fused_residuals.fuse_residuals(twin.copies)
         fuse_rotary(twin.copies)  # on a device that has the kernel
         twin.pick()
-        twin.ask_between_layers(lambda: self.check_wanted())
+        twin.ask_between_layers(lambda: self.check_cancelled())
 
     def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
         """Load an adapter in PEFT's format, and try it."""

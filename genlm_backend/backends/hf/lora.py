@@ -12,7 +12,7 @@ from torch import nn
 
 from genlm_backend.backends.hf.forward_names import given_cache, returned_cache
 from genlm_backend.backends.hf.rows_apart import rounding
-from genlm_backend.backends.hf.twin import Twin
+from genlm_backend.backends.hf.twin import ModelView
 from genlm_backend.backends.loading import check_reachable
 from genlm_backend.errors import AdapterError, MissingExtraError
 
@@ -30,7 +30,7 @@ _Saved = tuple[Any, dict[str, torch.Tensor]]
 """The configuration of an adapter, and its weights."""
 
 
-def put_adapter(path: str, twin: Twin, bare: Twin, is_cached: bool) -> None:
+def put_adapter(path: str, twin: ModelView, bare: ModelView, is_cached: bool) -> None:
     """Put an adapter in a directory or a repository on the hub into a twin; ``bare`` is another."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("LoRA adapters need PEFT: pip install 'genlm-backend[lora]'")
@@ -68,7 +68,7 @@ def _read(path: str) -> _Saved:
     return config, {name: w.clone() for name, w in load_peft_weights(path, device="cpu").items()}
 
 
-def _put_layers(saved: _Saved, twin: Twin, bare: Twin, is_cached: bool) -> None:
+def _put_layers(saved: _Saved, twin: ModelView, bare: ModelView, is_cached: bool) -> None:
     """Put the layers of an adapter into their places in a twin, tried once."""
     plain = base_of(bare.module)
     before, noise = _row(plain), _inconsistency(plain, is_cached)
@@ -91,7 +91,7 @@ def _put_layers(saved: _Saved, twin: Twin, bare: Twin, is_cached: bool) -> None:
         )
 
 
-def _take_out(twin: Twin) -> None:
+def _take_out(twin: ModelView) -> None:
     """Put the model's own layers into the places of PEFT's in a twin."""
     if not twin.copies:
         raise ValueError(
@@ -103,7 +103,7 @@ def _take_out(twin: Twin) -> None:
             module._modules[name] = own_layer(child)
 
 
-def _injected(saved: _Saved, twin: Twin) -> torch.Tensor:
+def _injected(saved: _Saved, twin: ModelView) -> torch.Tensor:
     """Let PEFT put its layers into a twin; return the row that its wrapper has."""
     from peft import get_peft_model, set_peft_model_state_dict
 
@@ -130,7 +130,7 @@ def _injected(saved: _Saved, twin: Twin) -> torch.Tensor:
 
 
 def _kept_apart(
-    twin: Twin, written: Collection[nn.Parameter]
+    twin: ModelView, written: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
     """Give a twin parameters and hooks of its own until it is undressed; return the parameters."""
     own: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays so

@@ -10,15 +10,15 @@ from typing import Any, Final
 import torch
 from transformers.cache_utils import DynamicCache
 
-from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import Span, pack
-from genlm_backend.attention.torch.opening_attend import OpeningAttend, positions_of
+from genlm_backend.attention.attend import AttentionBackend
+from genlm_backend.attention.packing import TokenChunk, pack
+from genlm_backend.attention.torch.opening_attend import MultimodalPrefillAttention, positions_of
 from genlm_backend.backends.hf.forward_names import given_cache
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import distance, row_of
 from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import PictureError, QueryDroppedError
-from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.kv_store import KVLayout, KVPool
 from genlm_backend.vision.pictures import PictureRules, Pictures, image_token_id_of
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def _parameters(model: Any) -> Mapping[str, Any]:
 def examine_pictures(
     runner: HFRunner,
     layout: KVLayout,
-    attend: Callable[[KVStore], Attend],
+    attend: Callable[[KVPool], AttentionBackend],
     token_ids: Sequence[int],
     inputs: Mapping[str, torch.Tensor],
     image_token_id: int,
@@ -101,23 +101,29 @@ def examine_pictures(
 
 def _whole(runner: HFRunner, layout: KVLayout, pictures: Pictures, ids: list[int]) -> torch.Tensor:
     last = range(len(ids) - _NUM_ROWS, len(ids))
-    return row_of(runner.forward([Span(ids, outputs=last)], OpeningAttend(pictures, layout)))
+    return row_of(
+        runner.forward(
+            [TokenChunk(ids, outputs=last)], MultimodalPrefillAttention(pictures, layout)
+        )
+    )
 
 
 def _in_steps(
     runner: HFRunner,
     layout: KVLayout,
-    attend: Callable[[KVStore], Attend],
+    attend: Callable[[KVPool], AttentionBackend],
     pictures: Pictures,
     ids: list[int],
 ) -> torch.Tensor:
     stop, size = pictures.num_tokens, len(ids)
-    store = KVStore(layout, size)
+    store = KVPool(layout, size)
     slots = range(1, stop + 1)
-    runner.forward([Span(ids[:stop])], OpeningAttend(pictures, layout, store, slots, stop))
+    runner.forward(
+        [TokenChunk(ids[:stop])], MultimodalPrefillAttention(pictures, layout, store, slots, stop)
+    )
     opening = torch.tensor([ids[:stop]], dtype=torch.int64)
     _, shift = positions_of(runner.model, opening, pictures)
-    behind = Span(
+    behind = TokenChunk(
         ids[stop:], range(stop + 1, size + 1), range(size - stop - _NUM_ROWS, size - stop), shift
     )
     return row_of(runner.forward(pack([behind], paths_of([slots])), attend(store)))

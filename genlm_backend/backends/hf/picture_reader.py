@@ -14,7 +14,7 @@ import torch
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import OptionTypeError, PictureError
-from genlm_backend.model.context import Context, Contexts
+from genlm_backend.model.context import Context, ContextFactory
 from genlm_backend.model.evaluator import Evaluator
 from genlm_backend.tokenization.bos import without_bos
 from genlm_backend.vision.pictures import (
@@ -56,7 +56,7 @@ class PictureReader:
     def __init__(
         self,
         given: Any,
-        contexts: Contexts,
+        contexts: ContextFactory,
         image_token_id: Any,
         ask: Callable[[Callable[[Evaluator], PictureRules]], PictureRules],
     ) -> None:

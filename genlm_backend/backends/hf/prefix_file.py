@@ -22,8 +22,8 @@ from genlm_backend.backends.hf.fingerprint import Fingerprint, weights_digest, w
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.support import vocab_width
 from genlm_backend.errors import CacheError, PrefixFileError
-from genlm_backend.model.query import Adapter, Query
-from genlm_backend.passes.passes import Passes
+from genlm_backend.model.query import Adapter, RowQuery
+from genlm_backend.passes.passes import Scheduler
 from genlm_backend.prefix.kv_store import KVLayout
 
 FORMAT: Final = "genlm_backend prefix 1"
@@ -157,7 +157,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 class PrefixFiles:
     """Files with the keys and values of a model, whose fingerprints it keeps."""
 
-    def __init__(self, passes: Passes, runner: HFRunner, *, has_bytes: bool) -> None:
+    def __init__(self, passes: Scheduler, runner: HFRunner, *, has_bytes: bool) -> None:
         self._passes, self._runner, self._has_bytes = passes, runner, has_bytes
         # What a digest was made of, and the digest.
         self._digests: dict[Adapter | None, tuple[object, str]] = {}
@@ -167,13 +167,13 @@ class PrefixFiles:
         if not self._passes.cache.keeps:
             why = "it runs contexts whole" if self._has_bytes else "kv_cache_bytes is 0"
             raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
-        limit = self._passes.most_shared
+        limit = self._passes.max_cacheable_len
         if num_tokens > limit:
             raise CacheError(
                 f"contexts of more than {limit} tokens are run whole, and nothing is kept of them"
             )
 
-    def save(self, node: int | None, query: Query, path: Path) -> None:
+    def save(self, node: int | None, query: RowQuery, path: Path) -> None:
         """Write the keys, values and state up to the node of a context."""
         if node is None:
             raise CacheError(

@@ -12,8 +12,8 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from genlm_backend.attention.packing import Span, pack
-from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.packing import TokenChunk, pack
+from genlm_backend.attention.paths import CachedPrefixes
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
 from genlm_backend.passes.forwards import Runner
 
@@ -24,7 +24,7 @@ _TIMES: Final = 20
 """Rows so many times farther off than others are computed in another way, beyond rounding."""
 
 
-def paths_of(pasts: Sequence[Sequence[int]]) -> Paths:
+def paths_of(pasts: Sequence[Sequence[int]]) -> CachedPrefixes:
     """Return the paths of rows given the slots of what each has cached, of contexts in no tree."""
     numbers: dict[tuple[int, int], int] = {}  # of nodes, by the one above and the slot
     parent, depth, slot, ends = [0], [0], [0], list[int]()
@@ -38,19 +38,19 @@ def paths_of(pasts: Sequence[Sequence[int]]) -> Paths:
                 slot.append(own)
         ends.append(node)
     above, depths, slots = (np.array(values, np.int32) for values in (parent, depth, slot))
-    return Paths(above, depths, slots, np.array(ends, np.int64))
+    return CachedPrefixes(above, depths, slots, np.array(ends, np.int64))
 
 
 def rows_from_slots(runner: Runner, attend: Any, long: list[int], short: list[int]) -> torch.Tensor:
     """Return rows of two contexts and the first again, in two steps and padded to one batch."""
     size = len(long) + len(short)
     long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
-    first = [Span(long[:-2], long_slots[:-2]), Span(short[:1], short_slots[:1])]
+    first = [TokenChunk(long[:-2], long_slots[:-2]), TokenChunk(short[:1], short_slots[:1])]
     runner.forward(first, attend)
     second = [
-        Span(long[-2:], long_slots[-2:], (1,)),
-        Span(short[1:], short_slots[1:], (len(short) - 2,)),
-        Span(long[-2:], range(size + 1, size + 3), (1,)),
+        TokenChunk(long[-2:], long_slots[-2:], (1,)),
+        TokenChunk(short[1:], short_slots[1:], (len(short) - 2,)),
+        TokenChunk(long[-2:], range(size + 1, size + 3), (1,)),
     ]
     past = paths_of([long_slots[:-2], short_slots[:1], long_slots[:-2]])
     return row_of(runner.forward(pack(second, past), attend))
@@ -120,11 +120,11 @@ class StateTrial:
         ]
         return begun, logits
 
-    def _spans(self, tokens: Sequence[list[int]]) -> list[Span]:
+    def _spans(self, tokens: Sequence[list[int]]) -> list[TokenChunk]:
         """Return spans of the next tokens of contexts, with slots of their own."""
-        spans: list[Span] = []
+        spans: list[TokenChunk] = []
         for ids in tokens:
             first = self._num_slots + 1
             self._num_slots += len(ids)
-            spans.append(Span(ids, range(first, first + len(ids)), (len(ids) - 1,)))
+            spans.append(TokenChunk(ids, range(first, first + len(ids)), (len(ids) - 1,)))
         return spans

@@ -1,4 +1,4 @@
-"""StepGraphs: decode steps recorded as CUDA graphs, one for each shape of their tables.
+"""CudaGraphRunner: decode steps recorded as CUDA graphs, one for each shape of their tables.
 
 A pass of one token for each row is a thousand launches, each of which takes the processor longer
 than a GPU computes. Recorded, they are one launch. What a pass depends on is then on the device, in
@@ -20,17 +20,21 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.attend import AttentionBackend
+from genlm_backend.attention.packing import ForwardBatch
+from genlm_backend.attention.paths import CachedPrefixes
 from genlm_backend.attention.torch.dispatch import dispatched_to
 from genlm_backend.attention.torch.step_operators import step_operators
-from genlm_backend.attention.torch.step_pass import StepArrays, StepPass, UnrecordableError
-from genlm_backend.attention.torch.step_tables import StepShape, StepTables
-from genlm_backend.attention.torch.torch_attend import SharedAttend
+from genlm_backend.attention.torch.step_pass import (
+    CudaGraphAttention,
+    DecodeArrays,
+    UnrecordableError,
+)
+from genlm_backend.attention.torch.step_tables import DecodeShape, DecodeTables
+from genlm_backend.attention.torch.torch_attend import CascadeAttention
 from genlm_backend.backends.hf.forward_names import cache_argument
-from genlm_backend.backends.hf.twin import Twin
-from genlm_backend.prefix.kv_store import KVStore, LayerLayout
+from genlm_backend.backends.hf.twin import ModelView
+from genlm_backend.prefix.kv_store import KVPool, LayerLayout
 from genlm_backend.runtime.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -57,15 +61,15 @@ FARTHEST: Final = 0.25
 
 @final
 @dataclass(slots=True, eq=False)
-class Recorded:
+class CapturedGraph:
     """A recorded pass of some shape."""
 
-    arrays: StepArrays
+    arrays: DecodeArrays
     most_tokens: float
     run_again: Callable[[], object]
     logits: torch.Tensor  # [rows, model_vocab]
 
-    def replay(self, tables: StepTables, batch: PackedBatch) -> torch.Tensor:
+    def replay(self, tables: DecodeTables, batch: ForwardBatch) -> torch.Tensor:
         """Run a recorded pass; the next replay overwrites its logits, ``[B, model_vocab]``."""
         self.arrays.fill(tables, batch)
         self.run_again()
@@ -81,12 +85,12 @@ class _OfTwin:
     pointers: list[int]
     memory: list[Any]  # of the tensors, which a replay reads wherever they are by now
     group_size: int
-    by_shape: dict[StepShape, Recorded] = field(default_factory=dict)
-    failed: set[StepShape] = field(default_factory=set)
+    by_shape: dict[DecodeShape, CapturedGraph] = field(default_factory=dict)
+    failed: set[DecodeShape] = field(default_factory=set)
     window: int = 0
     num_errors: int = 0
 
-    def find(self, shape: StepShape) -> StepShape | None:
+    def find(self, shape: DecodeShape) -> DecodeShape | None:
         """Return the shape of the pass of fewest rows that tables have room in, if there is one."""
         return min((known for known in self.by_shape if known.holds(shape)), default=None)
 
@@ -94,34 +98,36 @@ class _OfTwin:
 class Plan(NamedTuple):
     """A decode step that may run recorded."""
 
-    tables: StepTables
-    recorded: Recorded | None
+    tables: DecodeTables
+    recorded: CapturedGraph | None
 
 
 @final
-class StepGraphs:
+class CudaGraphRunner:
     """Recorded decode steps of a model, over a store of its keys and values."""
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVPool) -> None:
         self._store = store
         layers = store.layout.layers
         self.device = layers[0].device
         self._num_key_heads = layers[0].num_key_heads
         self._recorder = CudaRecorder(self.device)
-        self._twins: weakref.WeakKeyDictionary[Twin, _OfTwin | None] = weakref.WeakKeyDictionary()
+        self._twins: weakref.WeakKeyDictionary[ModelView, _OfTwin | None] = (
+            weakref.WeakKeyDictionary()
+        )
         # How often each number of rows has been met that no pass was recorded for.
         self._num_seen: Counter[int] = Counter()
-        self._alive: list[Recorded] = []
+        self._alive: list[CapturedGraph] = []
         self._num_failed = 0
 
     @staticmethod
     def can_be(
-        model: Any, parameters: Collection[str], attend: Attend[Any], store: KVStore
+        model: Any, parameters: Collection[str], attend: AttentionBackend[Any], store: KVPool
     ) -> bool:
         """Whether decode steps can be recorded, as far as it shows before one runs."""
         layers = store.layout.layers
         return (
-            isinstance(attend, SharedAttend)
+            isinstance(attend, CascadeAttention)
             and "position_ids" in parameters
             and cache_argument(parameters) is not None
             and store.is_exact
@@ -143,18 +149,18 @@ class StepGraphs:
         self._recorder.forget()
         self._num_failed = 0
 
-    def plan(self, twin: Twin, batch: PackedBatch) -> Plan | None:
+    def plan(self, twin: ModelView, batch: ForwardBatch) -> Plan | None:
         """Return how a pass may run recorded; ``None`` if it runs eagerly."""
-        if not batch.is_step or batch.reading is None or batch.states is not None:
+        if not batch.is_decode or batch.reading is None or batch.states is not None:
             return None
         own = self._of(twin)
         if own is None:
             return None
-        longest = int(batch.num_past.max()) + 1
-        tables = StepTables.of(
+        longest = int(batch.prefix_lens.max()) + 1
+        tables = DecodeTables.of(
             batch.reading,
             batch.past,
-            batch.new_slots.numpy(),
+            batch.slot_mapping.numpy(),
             own.group_size,
             self._num_key_heads,
             own.window if longest > own.window else 0,
@@ -172,7 +178,7 @@ class StepGraphs:
             return None
         return Plan(tables, None)
 
-    def replayed(self, plan: Plan, twin: Twin, batch: PackedBatch) -> torch.Tensor | None:
+    def replayed(self, plan: Plan, twin: ModelView, batch: ForwardBatch) -> torch.Tensor | None:
         """Replay the recorded pass; ``None`` if there is none, or it fails."""
         if plan.recorded is None:
             return None
@@ -191,7 +197,7 @@ class StepGraphs:
             self._num_failed = num_failed
         return None
 
-    def learn(self, plan: Plan, twin: Twin, batch: PackedBatch, logits: torch.Tensor) -> None:
+    def learn(self, plan: Plan, twin: ModelView, batch: ForwardBatch, logits: torch.Tensor) -> None:
         """Record a pass of a number of rows that has been met before, and compare it."""
         own, shape = self._twins.get(twin), plan.tables.shape
         if own is None or not self._is_as_it_was(twin):
@@ -200,19 +206,19 @@ class StepGraphs:
         if self._num_seen[shape.rows] < MIN_SEEN:
             return
         own.failed.add(shape)  # until it has been seen to be right
-        new_slots, codes = batch.new_slots.numpy(), None
+        slot_mapping, codes = batch.slot_mapping.numpy(), None
         try:
-            codes = self._store.take(new_slots)  # a wrong recording writes wrong ones
+            codes = self._store.take(slot_mapping)  # a wrong recording writes wrong ones
             recorded = self._recorded(plan, twin, batch)
             self._alive.append(recorded)
             distance = _distance(recorded.replay(plan.tables, batch), logits)
         except Exception as error:  # whatever third-party code does that cannot be recorded
             if codes is not None:
-                self._store.put(new_slots, codes)
+                self._store.put(slot_mapping, codes)
             self._note(own, twin, shape, error)
             return
         if not distance <= FARTHEST:  # or NaN
-            self._store.put(new_slots, codes)
+            self._store.put(slot_mapping, codes)
             logger.warning(
                 "decode steps of %s run as ever: a recorded one is %.2g off", shape, distance
             )
@@ -225,7 +231,7 @@ class StepGraphs:
             self._num_seen.clear()
             self.forget()
 
-    def _note(self, own: _OfTwin, twin: Twin, shape: StepShape, error: Exception) -> None:
+    def _note(self, own: _OfTwin, twin: ModelView, shape: DecodeShape, error: Exception) -> None:
         """Note why a pass was not recorded, and whether others are to be."""
         if isinstance(error, UnrecordableError) and error.window is not None:
             own.window = error.window  # with which it is tried again
@@ -245,7 +251,7 @@ class StepGraphs:
         else:
             logger.info("decode steps of %s are not recorded: %s", shape, error, exc_info=error)
 
-    def _of(self, twin: Twin) -> _OfTwin | None:
+    def _of(self, twin: ModelView) -> _OfTwin | None:
         """Return the recorded passes of a twin; ``None`` if there can be none."""
         if self._num_failed > MAX_ERRORS or _has_global_hooks():
             return None
@@ -261,7 +267,7 @@ class StepGraphs:
         self._twins[twin] = own
         return own
 
-    def _is_as_it_was(self, twin: Twin) -> bool:
+    def _is_as_it_was(self, twin: ModelView) -> bool:
         """Whether the parameters of a twin are where they were; else its passes are forgotten."""
         own = self._twins.get(twin)
         if own is not None and [one.data_ptr() for one in own.tensors] == own.pointers:
@@ -269,28 +275,28 @@ class StepGraphs:
         self.forget()
         return False
 
-    def _recorded(self, plan: Plan, twin: Twin, batch: PackedBatch) -> Recorded:
+    def _recorded(self, plan: Plan, twin: ModelView, batch: ForwardBatch) -> CapturedGraph:
         shape = plan.tables.shape
-        arrays = StepArrays(shape, self.device)
+        arrays = DecodeArrays(shape, self.device)
         arrays.fill(plan.tables, batch)
         tensors, rows = arrays.arrays, shape.rows
-        on_device = PackedBatch(
+        on_device = ForwardBatch(
             input_ids=tensors["token_ids"][:, None],
             position_ids=tensors["positions"][:, None],
-            new_slots=tensors["new_slots"],
-            new_columns=None,
+            slot_mapping=tensors["slot_mapping"],
+            unpadded_index=None,
             output_rows=torch.arange(rows, dtype=torch.int64),
             output_columns=torch.zeros(rows, dtype=torch.int64),
             num_new=batch.num_new,
-            num_past=batch.num_past,
-            past=Paths.none(rows),
-            is_step=True,
+            prefix_lens=batch.prefix_lens,
+            past=CachedPrefixes.none(rows),
+            is_decode=True,
         )
-        num_past, num_layers = int(batch.num_past.max()), len(self._store.layout.layers)
+        prefix_len, num_layers = int(batch.prefix_lens.max()), len(self._store.layout.layers)
         most_tokens: list[float] = []
 
         def run() -> torch.Tensor:
-            step = StepPass(self._store, arrays, num_past)
+            step = CudaGraphAttention(self._store, arrays, prefix_len)
             with dispatched_to(step):
                 logits = twin.logits(on_device, step.inputs(on_device))
             if step.num_attended != num_layers:
@@ -299,7 +305,7 @@ class StepGraphs:
             return logits.contiguous()
 
         run_again, logits = self._recorder.record(run)
-        return Recorded(arrays, min(most_tokens), run_again, logits)
+        return CapturedGraph(arrays, min(most_tokens), run_again, logits)
 
 
 _RECORDING: Final = threading.Lock()

@@ -22,9 +22,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import Span
-from genlm_backend.attention.torch.torch_attend import WAYS, GatherAttend, WholeAttend
+from genlm_backend.attention.attend import AttentionBackend
+from genlm_backend.attention.packing import TokenChunk
+from genlm_backend.attention.torch.torch_attend import WAYS, GatherAttention, UncachedAttention
 from genlm_backend.attention.torch.torch_row_states import empty_layer
 from genlm_backend.backends.hf.forward_names import given_cache, parameters_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
@@ -39,7 +39,7 @@ from genlm_backend.backends.hf.trial import (
 )
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.prefix.kv_store import KVLayout, KVStore, LayerLayout
+from genlm_backend.prefix.kv_store import KVLayout, KVPool, LayerLayout
 from genlm_backend.prefix.states import CacheLayer, StateLayout, StateTensor
 from genlm_backend.runtime.progress import stage
 from genlm_backend.runtime.threads import one_thread
@@ -56,7 +56,7 @@ class KVSupport:
     """The layout that can be kept of a model and the way to attend to it, or why nothing can be."""
 
     layout: KVLayout = field(default_factory=KVLayout)
-    attend: Callable[[KVStore], Attend] = GatherAttend
+    attend: Callable[[KVPool], AttentionBackend] = GatherAttention
     reason: str = ""
     pads: bool = True
     needs_equal_lengths: bool = False
@@ -158,7 +158,7 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
     size = min(length // 2, 11)  # a prime: some pad a context to a multiple of a number
     if not size:
         return True
-    short = Span(long[:size], outputs=(size - 1,))
+    short = TokenChunk(long[:size], outputs=(size - 1,))
     ids = torch.tensor([short.token_ids], dtype=torch.int64, device=runner.device)
     name, failure = type(runner.model).__name__, None
     with tried(runner), torch.inference_mode():
@@ -168,7 +168,7 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
         for unknown in (set[str](), {"position_ids"}):
             runner.parameters -= unknown
             try:
-                (alone,) = row_of(runner.forward([short], WholeAttend()))
+                (alone,) = row_of(runner.forward([short], UncachedAttention()))
             except Exception as error:  # third-party model code may raise anything
                 failure = error
                 continue
@@ -180,8 +180,8 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
                 "without, told positions or not: its passes could not be padded"
             ) from failure
         try:
-            batch = [short, Span(long, outputs=(length - 1,))]
-            padded, _ = row_of(runner.forward(batch, WholeAttend()))
+            batch = [short, TokenChunk(long, outputs=(length - 1,))]
+            padded, _ = row_of(runner.forward(batch, UncachedAttention()))
         except Exception as error:  # and it may take contexts of one length
             logger.debug("%s takes no padding", name, exc_info=error)
             return False
@@ -221,7 +221,9 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
         )
         return KVSupport(reason=f"it does not run on a foreign cache: {error!r}")
     if distance(expected.third, bare_row) > tolerance:  # its positions, or it looks ahead
-        (alone_row,) = row_of(runner.forward([Span(long[:3], outputs=(2,))], WholeAttend()))
+        (alone_row,) = row_of(
+            runner.forward([TokenChunk(long[:3], outputs=(2,))], UncachedAttention())
+        )
         if distance(alone_row, bare_row) > tolerance:
             return KVSupport(reason="it counts positions in a way of its own")
     if way is None:

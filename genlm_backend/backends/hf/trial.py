@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import torch
 
-from genlm_backend.attention.attend import Way
-from genlm_backend.attention.packing import Span, pack
-from genlm_backend.attention.torch.torch_attend import WAYS, WholeAttend
+from genlm_backend.attention.attend import AttentionSpec
+from genlm_backend.attention.packing import TokenChunk, pack
+from genlm_backend.attention.torch.torch_attend import WAYS, UncachedAttention
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import MOST_ROUNDING, distance, farthest, rounding, row_of
 from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of, rows_from_slots
-from genlm_backend.prefix.kv_store import KVLayout, KVStore
-from genlm_backend.prefix.states import StateStore
+from genlm_backend.prefix.kv_store import KVLayout, KVPool
+from genlm_backend.prefix.states import StatePool
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ def expected_rows(runner: HFRunner, long: list[int], other: list[int], vocab_siz
     # part in its row, or the row from slots, where nothing follows, is another one.
     whole = runner.forward(
         [
-            Span(long, outputs=(2, *last)),
-            Span(wrong, outputs=last),
-            Span(other, outputs=(len(short) - 1,)),
+            TokenChunk(long, outputs=(2, *last)),
+            TokenChunk(wrong, outputs=last),
+            TokenChunk(other, outputs=(len(short) - 1,)),
         ],
-        WholeAttend(),
+        UncachedAttention(),
     )
     third, long_row, wrong_row, short_row = row_of(whole)
     return Expected(long, short, long_row, short_row, third, distance(wrong_row, long_row))
@@ -75,24 +75,24 @@ def dtype_of(layout: KVLayout) -> torch.dtype:
 
 
 def difference_of(
-    runner: HFRunner, layout: KVLayout, way: Way, expected: Expected
+    runner: HFRunner, layout: KVLayout, way: AttentionSpec, expected: Expected
 ) -> tuple[float, bool]:
     """Return how far rows from slots are from whole ones, and if several tokens go on at once."""
     long, short = expected.long, expected.short
     wanted = expected.long_row, expected.short_row, expected.long_row
     if layout.states:
-        store = KVStore(layout, 4 * (len(long) + len(short)))
-        states = StateStore(layout.states, NUM_STATES)
+        store = KVPool(layout, 4 * (len(long) + len(short)))
+        states = StatePool(layout.states, NUM_STATES)
         trial = StateTrial(runner, states, way.probing(store))
         return trial.found(long, short, *wanted[:2], rounding(dtype_of(layout)))
-    store = KVStore(layout, len(long) + len(short) + 2)
+    store = KVPool(layout, len(long) + len(short) + 2)
     rows = rows_from_slots(runner, way.probing(store), long, short)
     return farthest(map(distance, rows, wanted)), True
 
 
 def first_way(
     runner: HFRunner, layout: KVLayout, expected: Expected, tolerance: float
-) -> tuple[Way | None, float, bool]:
+) -> tuple[AttentionSpec | None, float, bool]:
     """Return the first way whose rows are the expected ones, and its findings or the last ones."""
     difference, takes_several = math.inf, True
     for way in WAYS:
@@ -111,17 +111,19 @@ def first_way(
     return None, difference, takes_several
 
 
-def spread_alone(runner: HFRunner, layout: KVLayout, way: Way, expected: Expected) -> float:
+def spread_alone(
+    runner: HFRunner, layout: KVLayout, way: AttentionSpec, expected: Expected
+) -> float:
     """Return how far the row of a token computed alone is from the expected one; 0 in rounding."""
     # Some kernels of quantised models compute one row in another precision than many; other models
     # only add sums up in another order.
     if layout.states or not getattr(runner.model, "is_quantized", False):
         return 0.0
     *before, last = expected.long
-    attend = way.probing(KVStore(layout, len(expected.long)))
+    attend = way.probing(KVPool(layout, len(expected.long)))
     slots = range(1, len(expected.long) + 1)
-    runner.forward([Span(before, slots[:-1])], attend)
-    batch = pack([Span([last], slots[-1:], (0,))], paths_of([slots[:-1]]))
+    runner.forward([TokenChunk(before, slots[:-1])], attend)
+    batch = pack([TokenChunk([last], slots[-1:], (0,))], paths_of([slots[:-1]]))
     (row,) = row_of(runner.forward(batch, attend))
     spread = distance(row, expected.long_row)
     return spread if spread > rounding(layout.layers[0].dtype) else 0.0

@@ -1,4 +1,4 @@
-"""Twin: a module tree of our own that shares the parameters of a model.
+"""ModelView: a module tree of our own that shares the parameters of a model.
 
 What passes need of a model beside its weights is put into the twin once, and the model is
 left alone: configs that name our attention, an output head that picks positions, packed layers,
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PretrainedConfig
 
-from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.attention.packing import ForwardBatch
 from genlm_backend.attention.torch.dispatch import name_attention
 from genlm_backend.backends.hf.forward_names import cache_argument, parameters_of
 
@@ -48,7 +48,7 @@ AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 
 
 @final
-class Twin:
+class ModelView:
     """A copy of each module of a model, with the same parameters and buffers."""
 
     # Modules, configs, hooks and bound attributes are the twin's own; all other attributes are
@@ -64,7 +64,7 @@ class Twin:
         self._own_configs: list[Any] = []
         self.parameters = parameters_of(model)
         self.cache_argument = cache_argument(self.parameters)
-        self._batch: PackedBatch | None = None
+        self._batch: ForwardBatch | None = None
         self._is_picked, self._can_pick = False, True
         self._picking: partial[Any] | None = None
         self._bare: dict[Any, tuple[type[Any], dict[str, Any]]] = {}
@@ -146,7 +146,7 @@ class Twin:
 
     # ---------------------------------------------------------------- one pass
 
-    def logits(self, batch: PackedBatch, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def logits(self, batch: ForwardBatch, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Run the twin; return logits at the outputs of a batch: ``[num_outputs, model_vocab]``."""
         # Most of the projection onto a wide vocabulary would be thrown away. Hidden states are
         # picked before the output embedding, so that any later scaling or soft cap still happens.
@@ -182,7 +182,7 @@ class Twin:
         self, forward: Any, is_wanted: Callable[[], object], *args: Any, **options: Any
     ) -> Any:
         batch = self._batch
-        if batch is not None and not batch.is_step and batch.num_new_tokens >= _LONG:
+        if batch is not None and not batch.is_decode and batch.num_new_tokens >= _LONG:
             is_wanted()
         return forward(*args, **options)
 
@@ -194,19 +194,19 @@ class Twin:
         self._can_pick = states.dim() == 3 and states.shape[:2] == batch.input_ids.shape
         if self._can_pick:
             self._is_picked = True
-            picked = states.transpose(0, 1) if batch.is_step else _at_outputs(states, batch)[None]
+            picked = states.transpose(0, 1) if batch.is_decode else _at_outputs(states, batch)[None]
             args = picked, *args[1:]
         return forward(*args, **options)
 
     # ---------------------------------------------------------------- other ones
 
-    def another(self) -> Twin:
-        twin = Twin(self._model, names_ours=self._names_ours, is_apart=bool(self.copies))
+    def another(self) -> ModelView:
+        twin = ModelView(self._model, names_ours=self._names_ours, is_apart=bool(self.copies))
         twin._can_pick = self._can_pick
         return twin
 
 
-def _at_outputs(states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+def _at_outputs(states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
     """From ``[B, Q, …]`` to ``[num_outputs, …]``."""
     rows, columns = batch.output_rows.to(states.device), batch.output_columns.to(states.device)
     return states[rows, columns]
@@ -225,25 +225,25 @@ def _is_bound(value: Any) -> bool:
 
 
 @torch.inference_mode()
-def twin_of(model: Any, token_ids: torch.Tensor, **options: Any) -> Twin:
+def twin_of(model: Any, token_ids: torch.Tensor, **options: Any) -> ModelView:
     """Return a twin, or the model in its place if their rows differ in a few tiny passes."""
     name, is_compiled = type(model).__name__, any(map(_is_compiled, model.modules()))
     for _ in range(2):  # the first pass makes some quantised layers ready, and is not as others are
         # Compiled code has a rounding of its own, and nobody wants it compiled for this.
         own = None if is_compiled else model(input_ids=token_ids, **options)
         try:
-            twin = Twin(model)
+            twin = ModelView(model)
             with _left_by(twin) as left:
                 found = twin.module(input_ids=token_ids, **options)
         except Exception as error:  # third-party model code may raise anything
             logger.info("%s runs as it is: its twin does not", name, exc_info=error)
-            return Twin(model, is_apart=False)
+            return ModelView(model, is_apart=False)
         # Code that refers to modules otherwise than by attributes would run the model's own.
         if not left and _have_equal_logits(found if own is None else own, found):
             return twin
         twin.close()
     logger.info("%s runs as it is: its parts refer to each other in ways of their own", name)
-    return Twin(model, is_apart=False)
+    return ModelView(model, is_apart=False)
 
 
 def _have_equal_logits(output: Any, other: Any) -> bool:
@@ -254,7 +254,7 @@ def _have_equal_logits(output: Any, other: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _left_by(twin: Twin) -> Iterator[list[nn.Module]]:
+def _left_by(twin: ModelView) -> Iterator[list[nn.Module]]:
     """Collect the model's own modules that run on this thread while its twin is run."""
     thread, left = threading.get_ident(), list[nn.Module]()
 

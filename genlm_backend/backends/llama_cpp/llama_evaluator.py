@@ -10,8 +10,8 @@ from typing import Any, Final, final
 
 import torch
 
-from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.attention.attend import AttentionBackend
+from genlm_backend.attention.packing import ForwardBatch
 from genlm_backend.backends.llama_cpp.binding import library
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
 from genlm_backend.backends.llama_cpp.llama_context import ContextSize, LlamaContext
@@ -24,8 +24,8 @@ from genlm_backend.backends.llama_cpp.sequence_states import (
 )
 from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.model.evaluator import EvaluatorInfo
-from genlm_backend.model.query import Adapter, Query
-from genlm_backend.passes.pass_evaluator import PassEvaluator
+from genlm_backend.model.query import Adapter, RowQuery
+from genlm_backend.passes.pass_evaluator import LocalEvaluator
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix.budgets import Budgets
 from genlm_backend.prefix.kv_store import FREE_SLOTS, KVLayout
@@ -61,11 +61,11 @@ class CellStore:
 
 
 @final
-class CellAttend(Attend[None]):
+class LlamaCppAttention(AttentionBackend[None]):
     """The way to attend of llama.cpp: to the cells of a row's sequence."""
 
     @contextlib.contextmanager
-    def attending(self, batch: PackedBatch, model: Any) -> Iterator[None]:
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[None]:
         """Do nothing: llama.cpp finds a row's cells by its sequence."""
         yield
 
@@ -80,7 +80,7 @@ def load_evaluator(path: str, num_gpu_layers: int, options: Mapping[str, Any]) -
 
 
 @final
-class LlamaEvaluator(PassEvaluator):
+class LlamaEvaluator(LocalEvaluator):
     """Answers queries by a GGUF model, in llama.cpp's unified cache."""
 
     def __init__(
@@ -114,7 +114,7 @@ class LlamaEvaluator(PassEvaluator):
         self._adapter: Adapter | None = None
         has_cells = support.bytes_per_token > 0
         self._runner = LlamaRunner(self._context, length, self._num_slots, has_cells=has_cells)
-        super().__init__(self._runner, "cpu", CellAttend(), _CPU)
+        super().__init__(self._runner, "cpu", LlamaCppAttention(), _CPU)
         # The most contexts of a batch, so that each has a sequence beside those that are pinned.
         self._most_rows = counts.most_rows or counts.num_contexts // (2 if keeps else 1)
         self.passes.cost = replace(
@@ -205,7 +205,7 @@ class LlamaEvaluator(PassEvaluator):
             passes.keep(
                 PrefixCache(
                     self._runner,
-                    CellAttend(),
+                    LlamaCppAttention(),
                     store,
                     num_slots,
                     states=states,
@@ -247,7 +247,7 @@ class LlamaEvaluator(PassEvaluator):
             )
         return True
 
-    def pin(self, query: Query) -> bool:
+    def pin(self, query: RowQuery) -> bool:
         """Compute a context and keep it until ``clear()``; return whether there was room."""
         is_pinned = super().pin(query)
         if is_pinned:
@@ -258,7 +258,7 @@ class LlamaEvaluator(PassEvaluator):
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
         """Let llama.cpp compute with an adapter, or as the model came."""
-        if self._runner.is_spoilt:
+        if self._runner.has_nan:
             self._runner.clear()
         if adapter != self._adapter:
             self._context.use_adapter(None if adapter is None else self._adapters[adapter])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.packing import PackedBatch, Span, pack
+from genlm_backend.attention.packing import ForwardBatch, TokenChunk, pack
 from genlm_backend.backends.llama_cpp.llama_context import LlamaContext, OutOfCellsError
 from genlm_backend.backends.llama_cpp.sequence_states import SequenceRowStates
 from genlm_backend.backends.llama_cpp.sequences import Sequences
@@ -27,7 +27,7 @@ class _Tokens(NamedTuple):
     has_output: NDArray[np.int8]  # [n]
 
     @classmethod
-    def of(cls, batch: PackedBatch) -> _Tokens:
+    def of(cls, batch: ForwardBatch) -> _Tokens:
         is_new = np.arange(batch.input_ids.shape[1]) < batch.num_new[:, None]
         has_output = np.zeros(is_new.shape, np.int8)
         has_output[batch.output_rows.numpy(), batch.output_columns.numpy()] = 1
@@ -44,7 +44,7 @@ class LlamaRunner(Runner):
     """Forward passes of one model: spans in, logits at the wanted positions out."""
 
     tree: PrefixTree
-    is_spoilt = False
+    has_nan = False
 
     def __init__(
         self, context: LlamaContext, length: int, num_slots: int, *, has_cells: bool
@@ -54,11 +54,11 @@ class LlamaRunner(Runner):
         self._has_cells = has_cells
         self._sequences = Sequences(context, length, num_slots, self._compute_again)
 
-    def forward(self, spans: Sequence[Span] | PackedBatch, attend: Any) -> torch.Tensor:
+    def forward(self, spans: Sequence[TokenChunk] | ForwardBatch, attend: Any) -> torch.Tensor:
         """Return the logits at each span's outputs: float32 ``[num_outputs, vocab]``."""
-        batch = spans if isinstance(spans, PackedBatch) else pack(spans)
+        batch = spans if isinstance(spans, ForwardBatch) else pack(spans)
         tokens = _Tokens.of(batch)
-        if not len(batch.new_slots):
+        if not len(batch.slot_mapping):
             logits = self._computed_apart(tokens)
         else:
             try:
@@ -69,9 +69,9 @@ class LlamaRunner(Runner):
         self.tokens_computed += batch.num_new_tokens
         return logits
 
-    def _computed_to_stay(self, batch: PackedBatch, tokens: _Tokens) -> torch.Tensor:
+    def _computed_to_stay(self, batch: ForwardBatch, tokens: _Tokens) -> torch.Tensor:
         """Return the logits of rows whose tokens have slots, and keep these tokens."""
-        slots = batch.new_slots.numpy()
+        slots = batch.slot_mapping.numpy()
         ends = batch.past.nodes if self._has_cells else np.zeros(batch.num_rows, np.int64)
         self._sequences.release(slots)
         rows = self._sequences.place(self.tree.nodes, ends)
@@ -87,15 +87,15 @@ class LlamaRunner(Runner):
         # NaN in a cell reaches every row, as 0 × NaN is NaN. Cached rows that are NaN come here
         # too, so that a row is NaN only if it is alone, in cells that have held nothing.
         own, row = np.unique(tokens.row, return_inverse=True)
-        is_alone = self.is_spoilt and len(own) == 1
-        if self.is_spoilt:
+        is_alone = self.has_nan and len(own) == 1
+        if self.has_nan:
             self.clear()
         rows = self._sequences.place(self.tree.nodes, np.zeros(len(own), np.int64))
         logits = self._computed(rows, tokens._replace(row=row))
         for sequence in rows.tolist():
             self._sequences.cut(sequence, 0)
         if logits.isnan().any():
-            self.is_spoilt = True
+            self.has_nan = True
             if not is_alone:
                 parts = [_Tokens._make(of[tokens.row == i] for of in tokens) for i in own.tolist()]
                 return torch.cat([self._computed_apart(part) for part in parts])
@@ -135,7 +135,7 @@ class LlamaRunner(Runner):
         self.tree.clear()
         self._sequences.clear()
         self._context.clear()
-        self.is_spoilt = False
+        self.has_nan = False
 
     def pin(self, node: int) -> None:
         """Keep the path to a node in a sequence of its own."""

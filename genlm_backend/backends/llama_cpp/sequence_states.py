@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.packing import RowStates
+from genlm_backend.attention.packing import BatchStates
 from genlm_backend.prefix.budgets import most_rows
 from genlm_backend.prefix.nodes import Ints
 
@@ -22,7 +22,7 @@ class SequenceStateLayout(NamedTuple):
 
 @final
 class SequenceStateStore:
-    """Running states by number, as in ``StateStore``: reads and writes numbers of sequences."""
+    """Running states by number, as in ``StatePool``: reads and writes numbers of sequences."""
 
     # Copies of states share their memory.
     def __init__(
@@ -51,7 +51,7 @@ class SequenceStateStore:
 
 
 @final
-class SequenceRowStates(RowStates):
+class SequenceRowStates(BatchStates):
     """The running states of the rows of one pass, by sequences."""
 
     after: NDArray[np.int64]  # [B]

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import mlx.core as mx
 import torch
 
-from genlm_backend.attention.mlx.mlx_attend import MlxWholeAttend
+from genlm_backend.attention.mlx.mlx_attend import MlxUncachedAttention
 from genlm_backend.backends.mlx.mlx_adapters import MlxAdapters
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
 from genlm_backend.backends.mlx.mlx_support import (
@@ -26,12 +26,12 @@ from genlm_backend.backends.mlx.mlx_support import (
 from genlm_backend.errors import OptionError
 from genlm_backend.model.evaluator import EvaluatorInfo
 from genlm_backend.model.query import Adapter
-from genlm_backend.passes.pass_evaluator import PassEvaluator
+from genlm_backend.passes.pass_evaluator import LocalEvaluator
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix.budgets import Budgets, state_budget
 from genlm_backend.prefix.kv_store import FREE_SLOTS
-from genlm_backend.prefix.mlx_states import MlxStateStore
-from genlm_backend.prefix.mlx_store import MlxStore
+from genlm_backend.prefix.mlx_states import MlxStatePool
+from genlm_backend.prefix.mlx_store import MlxKVPool
 from genlm_backend.runtime.memory import cpu_budget
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ evaluators may be over one model."""
 
 
 @final
-class MlxEvaluator(PassEvaluator):
+class MlxEvaluator(LocalEvaluator):
     """Answers queries by a model of mlx-lm, on MLX's default device, without a cache if need be."""
 
     def __init__(
@@ -64,7 +64,7 @@ class MlxEvaluator(PassEvaluator):
             mx.disable_compile()
         evaluate_all(model)
         self._runner, self._adapters = MlxRunner(model), MlxAdapters(model)
-        whole: Any = MlxWholeAttend()
+        whole: Any = MlxUncachedAttention()
         super().__init__(self._runner, "mps" if is_metal else "cpu", whole, _CPU)
         if prefill_step_size is not None:
             self.passes.cost = replace(self.passes.cost, max_segment=prefill_step_size)
@@ -174,8 +174,8 @@ def cache_of(
     per_slot = sum(shape.bytes_per_slot for shape in kept.shapes)
     of_states = state_budget(state_bytes, budget, size, name, attends=per_slot > 0)
     num_slots = max(0, (budget - of_states) // per_slot - 1) if per_slot else FREE_SLOTS
-    store: Any = MlxStore(kept.shapes, num_slots)
-    states: Any = MlxStateStore(kept.states, of_states // size) if kept.states else None
+    store: Any = MlxKVPool(kept.shapes, num_slots)
+    states: Any = MlxStatePool(kept.states, of_states // size) if kept.states else None
     attend: Any = support.way.over(store)
     budgets = Budgets(budget, states=of_states)
     return PrefixCache(runner, attend, store, num_slots, states=states, budgets=budgets)

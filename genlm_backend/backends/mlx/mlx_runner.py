@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from genlm_backend.attention.mlx.mlx_attend import MlxAttend, keep_new
-from genlm_backend.attention.mlx.mlx_row_states import MlxRowStates
-from genlm_backend.attention.packing import PackedBatch, Span, pack
+from genlm_backend.attention.mlx.mlx_row_states import MlxBatchStates
+from genlm_backend.attention.packing import ForwardBatch, TokenChunk, pack
 from genlm_backend.errors import ModelStateError
 from genlm_backend.passes.forwards import Runner
 from genlm_backend.prefix.states import StateLayout
@@ -27,16 +27,21 @@ class MlxRunner(Runner):
         self.num_forwards = 0
         self.tokens_computed = 0
 
-    def forward(self, spans: Sequence[Span] | PackedBatch, attend: MlxAttend) -> torch.Tensor:
+    def forward(
+        self, spans: Sequence[TokenChunk] | ForwardBatch, attend: MlxAttend
+    ) -> torch.Tensor:
         """Return the logits at the spans' outputs, on the CPU: float32 ``[num_outputs, vocab]``."""
-        batch = spans if isinstance(spans, PackedBatch) else pack(spans)
+        batch = spans if isinstance(spans, ForwardBatch) else pack(spans)
         if self.model.training:
             raise ModelStateError(
                 "the model is in training mode, where its rows are drawn at random: call eval() "
                 "on it before it is asked"
             )
         picked = _Picked(batch.input_ids.shape, batch.output_rows, batch.output_columns)
-        with attend.attending(batch, self.model) as layers, picked.before_projection(self.model):
+        with (
+            attend.forward_context(batch, self.model) as layers,
+            picked.before_projection(self.model),
+        ):
             logits = self.model(mx.array(batch.input_ids.numpy()), cache=layers)
         logits = logits[0] if picked.is_done else picked.of(logits)
         logits = logits.astype(mx.float32)
@@ -49,8 +54,8 @@ class MlxRunner(Runner):
 
     def running_states(
         self, layout: StateLayout, before: Sequence[mx.array] | None
-    ) -> MlxRowStates:
-        return MlxRowStates(layout, before)
+    ) -> MlxBatchStates:
+        return MlxBatchStates(layout, before)
 
 
 @final

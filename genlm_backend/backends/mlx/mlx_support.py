@@ -14,18 +14,18 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from genlm_backend.attention.attend import Way
-from genlm_backend.attention.mlx.mlx_attend import MlxAttend, MlxWholeAttend
+from genlm_backend.attention.attend import AttentionSpec
+from genlm_backend.attention.mlx.mlx_attend import MlxAttend, MlxUncachedAttention
 from genlm_backend.attention.mlx.mlx_row_states import caches_of, leaves, state_caches
 from genlm_backend.attention.mlx.mlx_shared import GATHERED, WAYS
-from genlm_backend.attention.packing import Span
+from genlm_backend.attention.packing import TokenChunk
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
 from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, rows_from_slots
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
-from genlm_backend.prefix.mlx_states import MlxStateStore, StateArray
-from genlm_backend.prefix.mlx_store import LayerShape, MlxStore
+from genlm_backend.prefix.mlx_states import MlxStatePool, StateArray
+from genlm_backend.prefix.mlx_store import LayerShape, MlxKVPool
 from genlm_backend.prefix.states import StateLayout
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class MlxSupport:
 
     vocab_size: int
     kept: KeptLayout = field(default_factory=KeptLayout)
-    way: Way = GATHERED
+    way: AttentionSpec = GATHERED
     reason: str = ""
     pads: bool = True
     takes_several_tokens: bool = True
@@ -86,7 +86,7 @@ def _arrays_in(value: Any) -> Iterator[mx.array]:
 def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     """Find out by a few tiny passes what a model can do."""
     try:
-        logits = runner.forward([Span([1, 2], outputs=(1,))], MlxWholeAttend())
+        logits = runner.forward([TokenChunk([1, 2], outputs=(1,))], MlxUncachedAttention())
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         name = type(runner.model).__name__
         raise UnsupportedModelError(f"{name} does not run on token ids alone: {error}") from error
@@ -102,9 +102,9 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     long, other = ([generator.randrange(vocab_size) for _ in range(length)] for _ in range(2))
     short = other[: length // 2]
     wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
-    whole = [_rows(runner, [ids], MlxWholeAttend())[0] for ids in (long, short, wrong)]
+    whole = [_rows(runner, [ids], MlxUncachedAttention())[0] for ids in (long, short, wrong)]
     tolerance = max(_rounding(runner.model), _SHARE_OF_SPREAD * distance(whole[0], whole[2]))
-    beside = _rows(runner, [long, short], MlxWholeAttend())
+    beside = _rows(runner, [long, short], MlxUncachedAttention())
     pads = farthest(map(distance, beside, whole)) <= tolerance
     kept, reason = _kept(runner.model)
     if kept is None:
@@ -188,14 +188,18 @@ def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
 
 
 def _difference(
-    runner: MlxRunner, kept: KeptLayout, way: Way, contexts: tuple[list[int], ...], whole: Any
+    runner: MlxRunner,
+    kept: KeptLayout,
+    way: AttentionSpec,
+    contexts: tuple[list[int], ...],
+    whole: Any,
 ) -> tuple[float, str, bool]:
     """Return the distance of cached rows, why there are none, and if states take several tokens."""
     long, short = contexts
-    attend = way.probing(MlxStore(kept.shapes, 4 * (len(long) + len(short))))
+    attend = way.probing(MlxKVPool(kept.shapes, 4 * (len(long) + len(short))))
     try:
         if kept.states:
-            trial = StateTrial(runner, MlxStateStore(kept.states, NUM_STATES), attend)
+            trial = StateTrial(runner, MlxStatePool(kept.states, NUM_STATES), attend)
             found = trial.found(long, short, whole[0], whole[1], _rounding(runner.model))
             return found[0], "", found[1]
         rows = rows_from_slots(runner, attend, long, short)
@@ -206,7 +210,7 @@ def _difference(
 
 
 def _rows(runner: MlxRunner, contexts: list[list[int]], attend: MlxAttend) -> torch.Tensor:
-    spans = [Span(ids, outputs=(len(ids) - 1,)) for ids in contexts]
+    spans = [TokenChunk(ids, outputs=(len(ids) - 1,)) for ids in contexts]
     return row_of(runner.forward(spans, attend))
 
 

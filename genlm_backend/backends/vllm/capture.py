@@ -179,7 +179,7 @@ class RowExtension:
         if rows is None:
             return None
         logprobs = torch.stack([row.logprobs for row in rows]).cpu()
-        return logprobs.numpy().tobytes(), [row.normaliser for row in rows]
+        return logprobs.numpy().tobytes(), [row.logsumexp for row in rows]
 
     def read_genlm_rows(self, tags: list[str], wanted: bytes) -> bytes | None:
         """Return the answers to questions of the rows of requests, and let go of their logits."""

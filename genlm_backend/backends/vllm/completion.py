@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Final, final
 
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from genlm_backend.model.sampling import Sampled, seed_of
 
 LEAST_TEMPERATURE: Final = 0.01
@@ -23,7 +23,7 @@ class Completion:
 
     def __init__(
         self,
-        prompt: Query,
+        prompt: RowQuery,
         max_tokens: int,
         eos_token_ids: Collection[int],
         temperature: float,

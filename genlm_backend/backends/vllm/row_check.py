@@ -11,7 +11,7 @@ import torch
 from genlm_backend.backends.vllm.release import installed_release
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 
 _FEWEST: Final = 16
 _ROUNDING: Final = 0.05
@@ -32,7 +32,7 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
     contexts, num_kept = [*forks, *grown], [*points, size, size, len(forks[0])]
 
     def rows(contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        found = planner.evaluate([Query(ids) for ids in contexts], evaluator.check_wanted)
+        found = planner.evaluate([RowQuery(ids) for ids in contexts], evaluator.check_cancelled)
         return [row.logprobs.float() for row in found]
 
     def forgotten() -> None:

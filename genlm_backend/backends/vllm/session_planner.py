@@ -16,9 +16,9 @@ import torch
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.sessions import Placement, SessionTable
 from genlm_backend.errors import EngineDiedError, EvaluationError, QueryDroppedError
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from genlm_backend.model.readout import RowQuestions
-from genlm_backend.model.scoring import Scoring
+from genlm_backend.model.scoring import ScoreQuery
 
 if TYPE_CHECKING:  # it imports vLLM
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
@@ -47,17 +47,17 @@ class SessionPlanner:
 
     def evaluate(
         self,
-        queries: Sequence[Query],
-        check_wanted: Callable[[], None],
+        queries: Sequence[RowQuery],
+        check_cancelled: Callable[[], None],
         wanted: RowQuestions | None = None,
     ) -> list[Any]:
         """Return the engine's row of each query, in as few parts as it has room for."""
         rows: dict[int, Any] = {}
         while len(rows) < len(queries):
-            check_wanted()  # the engine is between two parts, and nothing is amiss
+            check_cancelled()  # the engine is between two parts, and nothing is amiss
             with self._distrusting():
                 left = [i for i in range(len(queries)) if i not in rows]
-                placements = self._plan_part([queries[i] for i in left], check_wanted)
+                placements = self._plan_part([queries[i] for i in left], check_cancelled)
                 del left[len(placements) :]
                 rows.update(self._run_part(left, placements, wanted))
         return [rows[i] for i in range(len(queries))]
@@ -87,12 +87,12 @@ class SessionPlanner:
         return {i: found[session] for i, session in pairs if session in found}
 
     def score(
-        self, texts: Sequence[Scoring], check_wanted: Callable[[], None]
+        self, texts: Sequence[ScoreQuery], check_cancelled: Callable[[], None]
     ) -> list[torch.Tensor]:
         """Return the scores of texts, in as few parts as the engine has room for."""
         scores: list[torch.Tensor] = []
         while len(scores) < len(texts):
-            check_wanted()
+            check_cancelled()
             with self._distrusting():
                 part = self._scorable(texts[len(scores) :])
                 for found in self._engine.score(part, self._end_oldest):
@@ -101,9 +101,9 @@ class SessionPlanner:
                     self.tokens_reused += found.num_reused
         return scores
 
-    def _scorable(self, texts: Sequence[Scoring]) -> list[Scoring]:
+    def _scorable(self, texts: Sequence[ScoreQuery]) -> list[ScoreQuery]:
         """Return as many of the texts, in order, as there is room for; one at least."""
-        part, size, reserved = list[Scoring](), self._engine.block_size, self._num_left()
+        part, size, reserved = list[ScoreQuery](), self._engine.block_size, self._num_left()
         for text in texts[: max(1, self._engine.max_sessions // 2)]:
             reserved += len(text.text.context) // size + 1
             if not self._make_room(reserved) and part:
@@ -112,7 +112,7 @@ class SessionPlanner:
         return part
 
     def _plan_part(
-        self, queries: Sequence[Query], check_wanted: Callable[[], None]
+        self, queries: Sequence[RowQuery], check_cancelled: Callable[[], None]
     ) -> list[Placement]:
         """Place as many of the queries, in order, as there is room for."""
         placements, reserved = list[Placement](), self._num_left()
@@ -133,7 +133,7 @@ class SessionPlanner:
                             f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
                         )
                     self._engine.step(self._end_oldest)  # the room is theirs until they end
-                    check_wanted()
+                    check_cancelled()
                     placement = self.table.place(query)
             reserved += needed
             placements.append(placement)
@@ -218,12 +218,12 @@ class SessionPlanner:
                 completion.fail(error)
 
     def _compute_prompts(self, completions: Sequence[Completion]) -> None:
-        def check_wanted() -> None:
+        def check_cancelled() -> None:
             if all(completion.future.cancelled() for completion in completions):
                 raise QueryDroppedError("nobody waits for the samples any more")
 
         prompts = [*dict.fromkeys(completion.prompt for completion in completions)]
-        self.evaluate(prompts, check_wanted, RowQuestions([()] * len(prompts)))
+        self.evaluate(prompts, check_cancelled, RowQuestions([()] * len(prompts)))
 
     def go_on(self) -> bool:
         """Make a step for the completions, which get its error; return whether any are left."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from genlm_backend.common_prefix import common_length
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 
 
 @final
@@ -20,7 +20,7 @@ from genlm_backend.model.query import Query
 class Placement:
     """The session that one query is computed in, and how much of its context is cached."""
 
-    query: Query
+    query: RowQuery
     session: str
     is_new: bool
     num_shared: int = 0
@@ -36,12 +36,12 @@ class Placement:
 class _Session:
     __slots__ = ("context", "id", "token_ids", "used")
 
-    def __init__(self, session_id: str, context: Query, used: int) -> None:
+    def __init__(self, session_id: str, context: RowQuery, used: int) -> None:
         self.id = session_id
         self.used = used
         self.hold(context)
 
-    def hold(self, context: Query) -> None:
+    def hold(self, context: RowQuery) -> None:
         self.context = context
         self.token_ids = context.context.packed()  # compared without a loop in Python
 
@@ -57,7 +57,7 @@ class SessionTable:
         self._ids = (f"{prefix}-{number}" for number in itertools.count())
         self._clock = itertools.count()
         self._sessions: dict[str, _Session] = {}
-        self._by_context: dict[Query, _Session] = {}
+        self._by_context: dict[RowQuery, _Session] = {}
         # Unseen by the next queries until ``commit``, because the engine has not computed them.
         self._round: list[Placement] = []
         self._held: set[str] = set()
@@ -71,7 +71,7 @@ class SessionTable:
         """Number of sessions, without those that the part of a batch will add."""
         return len(self._sessions)
 
-    def place(self, query: Query) -> Placement:
+    def place(self, query: RowQuery) -> Placement:
         """Choose the session with most of a query's tokens, which is held until ``commit``."""
         best, num_shared = self._longest_prefix(query)
         if best is None:
@@ -87,7 +87,7 @@ class SessionTable:
         self._round.append(placement)
         return placement
 
-    def source_of(self, query: Query) -> tuple[str | None, int]:
+    def source_of(self, query: RowQuery) -> tuple[str | None, int]:
         """Return the session that has most of a context's tokens, if any, and how many."""
         best, num_shared = self._longest_prefix(query)
         return None if best is None else best.id, num_shared
@@ -142,7 +142,7 @@ class SessionTable:
         self._held.clear()
         self._extended.clear()
 
-    def _longest_prefix(self, query: Query) -> tuple[_Session | None, int]:
+    def _longest_prefix(self, query: RowQuery) -> tuple[_Session | None, int]:
         """Return the session that shares most with ``query``, but for its last token."""
         most = len(query.context) - 1
         pictures = query.context.pictures

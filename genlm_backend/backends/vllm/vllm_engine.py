@@ -38,9 +38,9 @@ from genlm_backend.errors import (
     OptionTypeError,
     UnsupportedModelError,
 )
-from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.readout import RowQuestions
-from genlm_backend.model.scoring import Scoring
+from genlm_backend.model.scoring import ScoreQuery
 from genlm_backend.vision.pictures import Pictures
 
 _WAIT = 0.1
@@ -82,7 +82,7 @@ class VLLMEngine:
         self.completions: dict[str, Completion] = {}
         self._sessions: set[str] = set()
         self._untaken: set[str] = set()
-        self._texts: dict[str, Scoring] = {}
+        self._texts: dict[str, ScoreQuery] = {}
         self._requests: list[Any] = []
         self._num_empty_steps = 0
         self._adapters: dict[Adapter, LoRARequest] = {}
@@ -200,7 +200,7 @@ class VLLMEngine:
         self._untaken.difference_update(computed)
         return dict(zip(computed, found, strict=True))
 
-    def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
+    def score(self, texts: list[ScoreQuery], relieve: Callable[[], bool]) -> list[Scored]:
         """Return the scores of texts, each computed in one pass; ``relieve`` as for ``run``."""
         found = self._scored(texts, relieve, is_fresh=False)
         # vLLM computes no logits of cached tokens: texts with cached targets run again from the
@@ -213,7 +213,7 @@ class VLLMEngine:
         return found
 
     def _scored(
-        self, texts: list[Scoring], relieve: Callable[[], bool], is_fresh: bool
+        self, texts: list[ScoreQuery], relieve: Callable[[], bool], is_fresh: bool
     ) -> list[Scored]:
         params = SamplingParams(**_OF_A_ROW, prompt_logprobs=0, skip_reading_prefix_cache=is_fresh)
         waiting = self._texts = {uuid.uuid4().hex: text for text in texts}
@@ -242,7 +242,7 @@ class VLLMEngine:
                 self._call(self._core.abort, list(waiting))
         return [found[name] for name in names]
 
-    def _scored_text(self, output: Any, text: Scoring) -> Scored:
+    def _scored_text(self, output: Any, text: ScoreQuery) -> Scored:
         logprobs, ids, num_computed, num_reused = self._core.logprobs_of(output)
         # A text that was preempted may have gone on behind what another one has computed since.
         targets = torch.tensor(text.targets, dtype=torch.int64)
@@ -405,7 +405,7 @@ class VLLMEngine:
                 raise EvaluationError(f"vLLM did not answer for {_PATIENCE:.0f} seconds")
         self._num_empty_steps = 0
 
-    def _request(self, name: str, query: Query, start: int, params: Any, resumable: bool) -> Any:
+    def _request(self, name: str, query: RowQuery, start: int, params: Any, resumable: bool) -> Any:
         """Return a request of a context's tokens from one of them on."""
         lora = None if query.adapter is None else self._adapters[query.adapter]
         pictures, ids, features = query.context.pictures, list(query.context.packed(start)), None

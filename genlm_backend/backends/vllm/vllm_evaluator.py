@@ -12,10 +12,17 @@ from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
-from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.readout import RowQuestions
 from genlm_backend.model.row import Row, rows_on, rows_without, stacked
-from genlm_backend.model.scoring import NOTHING, Answer, Beside, Question, Scoring, scores_of_rows
+from genlm_backend.model.scoring import (
+    NO_EXTRAS,
+    Query,
+    Result,
+    ScoreExtras,
+    ScoreQuery,
+    scores_of_rows,
+)
 from genlm_backend.prefix.tiers import TierName
 from genlm_backend.runtime.blocking import result_of
 
@@ -66,7 +73,7 @@ class VLLMEvaluator(Evaluator):
 
     # ---------------------------------------------------------------- rows
 
-    def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer]:
+    def evaluate(self, questions: Sequence[Query], /) -> Sequence[Result]:
         """Return one answer to each question; readouts are read off where vLLM computes."""
         scorings: list[Any] = [question for question in questions if question.num_targets]
         if len(scorings) == len(questions):
@@ -84,22 +91,22 @@ class VLLMEvaluator(Evaluator):
 
     def _read(self, questions: Sequence[Any]) -> list[Any]:
         """Return a row for each query, and what readouts are answered by."""
-        asked: defaultdict[Query, list[Any]] = defaultdict(list)
+        asked: defaultdict[RowQuery, list[Any]] = defaultdict(list)
         for question in questions:
-            asked[question.computed_with].append(question)
-        if not any(question.is_read_off for question in questions):
-            return self.planner.evaluate(questions, self.check_wanted)
+            asked[question.forward_key].append(question)
+        if not any(question.needs_row for question in questions):
+            return self.planner.evaluate(questions, self.check_cancelled)
         wanted = RowQuestions([*asked.values()], self.undefined_ids)
-        found = self.planner.evaluate([*asked], self.check_wanted, wanted)
+        found = self.planner.evaluate([*asked], self.check_cancelled, wanted)
         pairs = zip(asked.values(), found, strict=True)
         answer_to = {q: a for own, its in pairs for q, a in zip(own, its, strict=True)}
         return [answer_to[question] for question in questions]
 
-    def _scores(self, scorings: Sequence[Scoring]) -> list[Answer]:
+    def _scores(self, scorings: Sequence[ScoreQuery]) -> list[Result]:
         """Return the scores of texts, each in a pass of its own if that is the faster way."""
         at_once = [scoring for scoring in scorings if self._is_pass(scoring)]
-        found = dict(zip(at_once, self.planner.score(at_once, self.check_wanted), strict=True))
-        rest: defaultdict[Beside, list[Scoring]] = defaultdict(list)
+        found = dict(zip(at_once, self.planner.score(at_once, self.check_cancelled), strict=True))
+        rest: defaultdict[ScoreExtras, list[ScoreQuery]] = defaultdict(list)
         for scoring in scorings:
             if scoring not in found:
                 rest[scoring.beside].append(scoring)
@@ -108,20 +115,20 @@ class VLLMEvaluator(Evaluator):
             found.update(zip(own, scores, strict=True))
         return [found[scoring] for scoring in scorings]
 
-    async def _table(self, queries: Sequence[Query]) -> torch.Tensor:  # without a wait
-        rows = self.planner.evaluate(queries, self.check_wanted)
+    async def _table(self, queries: Sequence[RowQuery]) -> torch.Tensor:  # without a wait
+        rows = self.planner.evaluate(queries, self.check_cancelled)
         if self.undefined_ids:
             rows = rows_without(rows, torch.tensor(self.undefined_ids, dtype=torch.int64))
         return stacked(rows)
 
-    def _is_pass(self, scoring: Scoring) -> bool:
+    def _is_pass(self, scoring: ScoreQuery) -> bool:
         """Return whether one pass scores a text, which gives a number for each token."""
         # The pass knows nothing of undefined ids, computes the prompt again if vLLM has forgotten
         # it, and holds the logits of all tokens at once.
         size = len(scoring.text.context)
         return (
             self.engine.scores_texts
-            and scoring.beside == NOTHING
+            and scoring.beside == NO_EXTRAS
             and not self.undefined_ids
             and scoring.text.context.pictures is None
             and size <= min(_LONGEST_PASS, self.engine.max_length)
@@ -130,11 +137,11 @@ class VLLMEvaluator(Evaluator):
 
     # ---------------------------------------------------------------- what is kept
 
-    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+    def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens a session has; vLLM does not report a host tier."""
         return 0 if tier == "host" else self.planner.table.source_of(query)[1]
 
-    def pin(self, query: Query) -> bool:
+    def pin(self, query: RowQuery) -> bool:
         """Refuse: the oldest sessions are ended, whichever they are."""
         raise CacheError("vLLM ends the oldest sessions, and keeps no prompt for good")
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from genlm_backend.errors import PictureError
-from genlm_backend.model.context import Context, Contexts
+from genlm_backend.model.context import Context, ContextFactory
 from genlm_backend.tokenization.bos import without_bos
 from genlm_backend.vision.pictures import (
     Pictures,
@@ -32,7 +32,7 @@ _READER: Final = "vLLM"
 class VLLMPictureReader:
     """Reads pictures as vLLM does."""
 
-    def __init__(self, engine: VLLMEngine, contexts: Contexts) -> None:
+    def __init__(self, engine: VLLMEngine, contexts: ContextFactory) -> None:
         self._engine, self._contexts = engine, contexts
         contexts.image_token_id, contexts.image_reader = engine.image_token_id, _READER
 

@@ -18,7 +18,7 @@ from genlm_backend.errors import (
 )
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.engine.installed_model import (
-    InstalledModel,
+    ModelEntry,
     ModelState,
     Submission,
 )
@@ -62,7 +62,7 @@ class Engine(OfOneProcess, Closing):
         self._lock = ProcessLock(is_reentrant=True)
         self._lock.claim()
         self._closing = threading.Lock()
-        self._models: dict[str, InstalledModel] = {}
+        self._models: dict[str, ModelEntry] = {}
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class Engine(OfOneProcess, Closing):
         """
         checked(_CHECKS, {"name": name, "runtime_config": runtime_config}, RuntimeConfigError)
         config = (runtime_config or RuntimeConfig()).replace(**fields)
-        installed = InstalledModel(name, model, config, self.loop)
+        installed = ModelEntry(name, model, config, self.loop)
         with self._lock.here:
             self._check_open()
             if name in self._models:
@@ -157,12 +157,12 @@ class Engine(OfOneProcess, Closing):
         """Return how many requests for a model wait; those submitted together count as one."""
         return self._served(name).num_waiting_submissions
 
-    def _served(self, name: str) -> InstalledModel:
+    def _served(self, name: str) -> ModelEntry:
         model = self._model(name)
         model.check_state(ModelState.RUNNING, to="take requests")
         return model
 
-    def _model(self, name: str) -> InstalledModel:
+    def _model(self, name: str) -> ModelEntry:
         with self._lock.here:
             self._check_open()
             if not isinstance(name, str) or name not in self._models:
@@ -335,7 +335,7 @@ class Engine(OfOneProcess, Closing):
         prompts: Iterable[str | Chat | TokenIds],
         config: GenerationConfig | None,
         fields: dict[str, Any],
-    ) -> tuple[InstalledModel, Submission]:
+    ) -> tuple[ModelEntry, Submission]:
         served, config = self._served(model_name), make_config(config, fields)
         return served, served.prepare((prompt, config) for prompt in prompts)
 

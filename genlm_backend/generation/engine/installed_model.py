@@ -1,4 +1,4 @@
-"""InstalledModel: a model of an engine, its states, and the requests that it works at."""
+"""ModelEntry: a model of an engine, its states, and the requests that it works at."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from genlm_backend.errors import (
     RuntimeConfigError,
 )
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.draft import Draft
+from genlm_backend.generation.draft import TextSequence
 from genlm_backend.generation.engine.request import (
     GenerationRequest,
     Signal,
@@ -60,7 +60,7 @@ class _Entry:
     """A draft of a request that waits, runs, or has ended before the others of its request."""
 
     request: GenerationRequest
-    draft: Draft
+    draft: TextSequence
     submission: int = -1
     task: asyncio.Task[None] | None = None
     has_left: bool = False
@@ -70,7 +70,7 @@ Submission: TypeAlias = dict[GenerationRequest, list[_Entry]]
 
 
 @final
-class InstalledModel:
+class ModelEntry:
     """A model of an engine: its states, and the drafts that run."""
 
     def __init__(

@@ -17,11 +17,11 @@ from genlm_backend.batching import BatchPolicy
 from genlm_backend.checks import Check, instance, integer, listed, number
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from genlm_backend.prefix.codecs import KVCacheDtype
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
 from genlm_backend.remote.ray_evaluator import RayEvaluator, connect
-from genlm_backend.remote.replicas.distributor import Distributor
+from genlm_backend.remote.replicas.distributor import ReplicaBatcher
 from genlm_backend.remote.replicas.replica_set import ReplicaSet
 
 
@@ -88,10 +88,10 @@ class AsyncReplicas(BatchedLM):
         token_id = self._info.image_token_id
         self._pictures = PictureReader(processor, self.contexts, token_id, self._asker())
 
-    def _asking(self, policy: BatchPolicy) -> Distributor:
+    def _asking(self, policy: BatchPolicy) -> ReplicaBatcher:
         """Make the replicas and the batcher that sends questions to them."""
         replicas = self._set.begin(self._rows, self._adapters, policy)
-        self._distributor = Distributor(replicas, policy, type(self).__name__, self._is_back)
+        self._distributor = ReplicaBatcher(replicas, policy, type(self).__name__, self._is_back)
         self._set.cleared = self._distributor.cleared
         return self._distributor
 
@@ -239,7 +239,7 @@ class AsyncReplicas(BatchedLM):
 
     # ---------------------------------------------------------------- keys and values
 
-    def _is_kept(self, query: Query) -> None:
+    def _is_kept(self, query: RowQuery) -> None:
         self._distributor.sent_to_all(query)
 
 

@@ -1,4 +1,4 @@
-"""Distributor: a carrier of queries to a replica, and to another one if that dies."""
+"""ReplicaBatcher: a carrier of queries to a replica, and to another one if that dies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, final
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import EngineDiedError
 from genlm_backend.model.evaluator import EvaluatorInfo
-from genlm_backend.model.scoring import Question
+from genlm_backend.model.scoring import Query
 from genlm_backend.remote.replicas.replica import NotAskedError, Replica
 from genlm_backend.remote.replicas.router import Choice, Router
 from genlm_backend.runtime.background_loop import BackgroundLoop
@@ -21,7 +21,7 @@ _MOST_DEATHS: Final = 3
 
 
 @final
-class Distributor(Batcher[Question, Any]):
+class ReplicaBatcher(Batcher[Query, Any]):
     """Sends each question to the replica that answers it soonest, as ``Router`` estimates."""
 
     def __init__(
@@ -34,8 +34,8 @@ class Distributor(Batcher[Question, Any]):
         super().__init__(list, policy, name=name)  # which is asked nothing
         self._replicas, self._is_back = replicas, is_back
         self._router = Router([None] * len(replicas), policy.max_batch_size)
-        self._asked: dict[Question, tuple[Choice, int]] = {}
-        self._left: deque[tuple[Question, Choice]] = deque()  # whose callers wait no more
+        self._asked: dict[Query, tuple[Choice, int]] = {}
+        self._left: deque[tuple[Query, Choice]] = deque()  # whose callers wait no more
         self._last_death = "no replica is alive"
         self._loop: BackgroundLoop | None = None  # for those who block, once somebody does
         for replica in replicas:
@@ -48,7 +48,7 @@ class Distributor(Batcher[Question, Any]):
 
     # ---------------------------------------------------------------- asking
 
-    async def submit(self, query: Question) -> Any:
+    async def submit(self, query: Query) -> Any:
         num_deaths = 0
         while True:
             choice = self._send(query)
@@ -71,10 +71,10 @@ class Distributor(Batcher[Question, Any]):
                 self._ended(query, choice)
                 return answer
 
-    async def submit_all(self, queries: Iterable[Question]) -> list[Any]:
+    async def submit_all(self, queries: Iterable[Query]) -> list[Any]:
         return await together(map(self.submit, queries))
 
-    def submit_sync(self, queries: Iterable[Question]) -> list[Any]:
+    def submit_sync(self, queries: Iterable[Query]) -> list[Any]:
         with self._lock.here:
             self.check_open()
             self._loop = loop = self._loop or BackgroundLoop(self._name)
@@ -83,7 +83,7 @@ class Distributor(Batcher[Question, Any]):
         found = dict(zip(distinct, loop.run(self.submit_all(distinct)), strict=True))
         return [found[query] for query in wanted]
 
-    def _send(self, query: Question) -> Choice:
+    def _send(self, query: Query) -> Choice:
         self.check_open()
         with self._lock.here:
             self._note_left()
@@ -95,7 +95,7 @@ class Distributor(Batcher[Question, Any]):
             self._asked[query] = choice, count + 1
             return choice
 
-    def _ended(self, query: Question, choice: Choice) -> None:
+    def _ended(self, query: Query, choice: Choice) -> None:
         self._left.append((query, choice))
         with self._lock.here:
             self._note_left()
@@ -131,7 +131,7 @@ class Distributor(Batcher[Question, Any]):
         """Number of replicas that answer; 0 once it is closed."""
         return 0 if self.is_closed else sum(load.is_alive for load in self._router.loads)
 
-    def sent_to_all(self, query: Question) -> None:
+    def sent_to_all(self, query: Query) -> None:
         with self._lock.here:
             self._router.sent_to_all(query.adapter, _packed(query))
 
@@ -173,6 +173,6 @@ class Distributor(Batcher[Question, Any]):
             loop.close()
 
 
-def _packed(query: Question) -> bytes:
+def _packed(query: Query) -> bytes:
     blocks, rest = query.context.key
     return b"".join((*blocks, rest))

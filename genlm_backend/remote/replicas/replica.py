@@ -12,11 +12,11 @@ from typing import Any, Final, final
 
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.errors import BatcherClosedError, EngineDiedError, QueryDroppedError
-from genlm_backend.model.answering import AdapterNames, Answering
+from genlm_backend.model.answering import AdapterNames, ResultCollector
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.model.query import Adapter
 from genlm_backend.model.row import Row, RowCache
-from genlm_backend.model.scoring import Question
+from genlm_backend.model.scoring import Query
 
 logger = logging.getLogger(__name__)
 
@@ -42,30 +42,30 @@ class Replica:
         policy: BatchPolicy,
     ) -> None:
         self.number, self.evaluator, self.is_dead = number, evaluator, False
-        self.answering = Answering(evaluator, rows, adapters)
+        self.answering = ResultCollector(evaluator, rows, adapters)
         self.has_died: Callable[[Replica, EngineDiedError], None] = lambda replica, error: None
         self.is_back: Callable[[int, EvaluatorInfo], None] = lambda number, info: None
         self._death = ""
         self._hurry = threading.Event()  # that it is to be restarted without a pause
         self._dying = threading.Lock()  # held while it becomes dead or alive
         name = f"replica {number}"
-        self.batcher: Batcher[Question, Any] = Batcher(
+        self.batcher: Batcher[Query, Any] = Batcher(
             self._answers,
             policy,
             self._checked,
             name,
             self.answering.weight,
-            self.answering.computed_with,
+            self.answering.forward_key,
         )
-        evaluator.check_wanted = self.batcher.check_wanted
+        evaluator.check_cancelled = self.batcher.check_cancelled
 
-    def _checked(self, question: Question) -> Question:
+    def _checked(self, question: Query) -> Query:
         """Return the question unless the replica is dead; under the lock of the queue."""
         if self.is_dead:
             raise NotAskedError(self._death)
         return question
 
-    def _answers(self, questions: list[Question]) -> list[Any]:
+    def _answers(self, questions: list[Query]) -> list[Any]:
         if self.is_dead:
             raise NotAskedError(self._death)
         try:
@@ -153,7 +153,7 @@ class Replica:
                 return
             end = time.monotonic() + pause
             while time.monotonic() < end and not self._hurry.wait(0.05):
-                self.batcher.check_wanted()
+                self.batcher.check_cancelled()
             try:
                 self._restart(evaluator)
             except QueryDroppedError:  # the model is being closed

@@ -19,7 +19,7 @@ from genlm_backend.model.evaluator import (
     EvaluatorInfo,
     RestartableEvaluator,
 )
-from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.row import Row, RowCache
 from genlm_backend.prefix.tiers import TierName
 from genlm_backend.remote.replicas.replica import Replica
@@ -41,7 +41,7 @@ class ReplicaSet(Evaluator):
             raise OptionError("evaluators is empty: at least one replica is needed")
         if len(set(map(id, evaluators))) < len(evaluators):
             raise OptionError("evaluators has one twice: each replica is an evaluator of its own")
-        if any("check_wanted" in vars(evaluator) for evaluator in evaluators):
+        if any("check_cancelled" in vars(evaluator) for evaluator in evaluators):
             raise OptionError("one of the evaluators is another model's, whose thread calls it")
         self.evaluators = list(evaluators)
         self.replicas: list[Replica] = []
@@ -112,7 +112,7 @@ class ReplicaSet(Evaluator):
 
     def find_dead(self) -> None:
         """Call every replica, so that those that have died are marked dead."""
-        self.num_cached(Query([0]))
+        self.num_cached(RowQuery([0]))
 
     def restart(self) -> None:
         """Restart the replicas that are marked dead; blocks the thread."""
@@ -133,10 +133,10 @@ class ReplicaSet(Evaluator):
     def evaluate(self, questions: Sequence[Any], /) -> NoReturn:
         raise NotImplementedError("questions go to replicas one by one")
 
-    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+    def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         return max(self._of_living(lambda e: e.num_cached(query, tier)), default=0)
 
-    def pin(self, query: Query) -> bool:
+    def pin(self, query: RowQuery) -> bool:
         pinned = self._of_living(lambda e: e.pin(query))
         if not pinned:
             raise EngineDiedError("no replica is alive")
@@ -147,7 +147,7 @@ class ReplicaSet(Evaluator):
     ) -> PictureRules:
         return self._of_one("see pictures", lambda e: e.picture_rules(token_ids, inputs))
 
-    def save_prefix(self, query: Query, path: str) -> None:
+    def save_prefix(self, query: RowQuery, path: str) -> None:
         self._of_one("save a prefix", lambda e: e.save_prefix(query, path))
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:

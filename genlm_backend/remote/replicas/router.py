@@ -44,7 +44,7 @@ class Router:
     ) -> None:
         self.batch_size, self._per_forward = batch_size, per_forward
         self.loads = [Load() for _ in capacities]
-        self._sent = SentTree(capacities)
+        self._sent = RoutingTree(capacities)
 
     @property
     def is_alive(self) -> bool:
@@ -133,7 +133,7 @@ class _Match(NamedTuple):
 
 
 @final
-class SentTree:
+class RoutingTree:
     """A radix tree of contexts, with the replicas that each was sent to."""
 
     def __init__(self, capacities: Sequence[int | None]) -> None:

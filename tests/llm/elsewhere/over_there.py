@@ -101,7 +101,7 @@ class Told(StatelessEvaluator):
     def take_long(self, seconds):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self.check_wanted()
+            self.check_cancelled()
             time.sleep(0.01)
 
 

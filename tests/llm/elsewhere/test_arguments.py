@@ -8,15 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.llm import ProcessEvaluator, Query
-from genlm_backend.model.context import Contexts
+from genlm_backend.llm import ProcessEvaluator, RowQuery
+from genlm_backend.model.context import ContextFactory
 from genlm_backend.remote import arguments
 from genlm_backend.remote.channel import Channel
 from tests.llm import toy
 from tests.llm.elsewhere.over_there import Told
 
 NUM_PLAIN = 80  # ids that ask nothing else of Told
-MODELS = [Contexts(toy.VOCAB), Contexts(toy.VOCAB)]
+MODELS = [ContextFactory(toy.VOCAB), ContextFactory(toy.VOCAB)]
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_rows_are_those_of_an_evaluator_here(evaluators, monkeypatch):
     plain = Told()
 
     def check(evaluator, contexts):
-        found = evaluator.evaluate([*map(Query, contexts)])
-        expected = plain.evaluate([*map(Query, contexts)])
+        found = evaluator.evaluate([*map(RowQuery, contexts)])
+        expected = plain.evaluate([*map(RowQuery, contexts)])
         for row, own in zip(found, expected, strict=True):
             assert torch.equal(row.logprobs, own.logprobs)
 
@@ -83,7 +83,7 @@ def test_rows_are_those_of_an_evaluator_here(evaluators, monkeypatch):
             elif verb == "clear":
                 evaluator.clear()
             else:  # what never arrives
-                evaluator._sender.packed(([*map(Query, contexts)],))
+                evaluator._sender.packed(([*map(RowQuery, contexts)],))
 
     histories()
 
@@ -94,12 +94,12 @@ def give_up(evaluator, contexts):
     def unwanted():
         raise QueryDroppedError("by the test")
 
-    wanted, evaluator.check_wanted = evaluator.check_wanted, unwanted
+    wanted, evaluator.check_cancelled = evaluator.check_cancelled, unwanted
     try:
         with pytest.raises(QueryDroppedError):
-            evaluator.evaluate([*map(Query, contexts)])
+            evaluator.evaluate([*map(RowQuery, contexts)])
     finally:
-        evaluator.check_wanted = wanted
+        evaluator.check_cancelled = wanted
 
 
 PROMPT = [i % NUM_PLAIN for i in range(4096)]
@@ -109,22 +109,22 @@ PROMPT = [i % NUM_PLAIN for i in range(4096)]
 def test_a_step_sends_what_is_new(evaluators, messages, kind):
     model = MODELS[0]
     contexts = [model.of(PROMPT)] * 20
-    evaluators[0].evaluate([Query(contexts[0])])
+    evaluators[0].evaluate([RowQuery(contexts[0])])
     assert messages[-1] > 4 * 4096
     for step in range(5):
         contexts = [context.extend(i + step) for i, context in enumerate(contexts)]
         asked = [model.of(list(c)) for c in contexts] if kind == "lists" else contexts
-        evaluators[0].evaluate([*map(Query, asked)])
+        evaluators[0].evaluate([*map(RowQuery, asked)])
         assert messages[-1] <= 20 * 64
     more = [1, 2, 3, 4]
     contexts = [context.extend(i) + more for i, context in enumerate(contexts)]
-    evaluators[0].evaluate([*map(Query, contexts)])
+    evaluators[0].evaluate([*map(RowQuery, contexts)])
     assert messages[-1] <= 20 * (64 + 4 * 4)
-    evaluators[1].evaluate([*map(Query, contexts)])
+    evaluators[1].evaluate([*map(RowQuery, contexts)])
     assert messages[-1] > 4 * 4096
     evaluators[0]._child._process.kill()
     evaluators[0].restart()
-    (row,) = evaluators[0].evaluate([Query(contexts[0].extend(5))])
-    (own,) = Told().evaluate([Query(contexts[0].extend(5))])
+    (row,) = evaluators[0].evaluate([RowQuery(contexts[0].extend(5))])
+    (own,) = Told().evaluate([RowQuery(contexts[0].extend(5))])
     assert torch.equal(row.logprobs, own.logprobs)
     assert messages[-1] > 4 * 4096

@@ -17,13 +17,13 @@ from genlm_backend.llm import (
     BatchedLM,
     EvaluatorInfo,
     ProcessEvaluator,
-    Query,
     Readout,
     Row,
+    RowQuery,
     StatelessEvaluator,
 )
 from genlm_backend.model.draw import Draw
-from genlm_backend.model.drawing import Drawing
+from genlm_backend.model.drawing import SampleReadout
 from genlm_backend.model.readout import answers_by_rows
 from tests.llm.elsewhere.over_there import word_tokenizer
 from tests.llm.toy import VOCAB
@@ -53,7 +53,7 @@ async def test_samples_are_those_of_rows_without_a_row_on_its_way():
 async def test_a_readout_whose_class_is_nowhere_else_is_read_off_here():
     @dataclass(frozen=True)
     class Least(Readout):
-        query: Query
+        query: RowQuery
         wanted: ClassVar[str] = "a float"
 
         @classmethod
@@ -101,17 +101,17 @@ class Drawn(StatelessEvaluator):
 def test_drawings_of_one_context_take_one_row():
     evaluator = Drawn()
     evaluator.undefined_ids = (0, 95)
-    drawings = [Drawing(Query([5]), 1.0, i / 20) for i in range(20)]
-    asked = [*drawings, Query([5]), Drawing(Query([7]), 0.0, 0.0)]
+    drawings = [SampleReadout(RowQuery([5]), 1.0, i / 20) for i in range(20)]
+    asked = [*drawings, RowQuery([5]), SampleReadout(RowQuery([7]), 0.0, 0.0)]
     found = answers_by_rows(evaluator.evaluate, asked, evaluator.undefined_ids)
-    assert evaluator.asked == [[Query([5]), Query([7])]]
+    assert evaluator.asked == [[RowQuery([5]), RowQuery([7])]]
     assert [drawn.token_id for drawn in found[:20]] == [1 + int(94 * i / 20) for i in range(20)]
     assert found[3].logprob == pytest.approx(-math.log(94))
     assert isinstance(found[20], Row)
     assert float(found[20].logprobs[0]) > -10  # excluded once, by whoever drives the evaluator
     assert found[21] == Draw(1, found[3].logprob, 0.0, 0.0)
     assert pickle.loads(pickle.dumps(drawings[3])) == drawings[3]
-    wrong = [Drawing(Query([1]), 1.0, 0.5), Drawing(Query([2]), 1.0, 0.5)]
+    wrong = [SampleReadout(RowQuery([1]), 1.0, 0.5), SampleReadout(RowQuery([2]), 1.0, 0.5)]
     errors = answers_by_rows(evaluator.evaluate, wrong)
     assert [type(error) for error in errors] == [EvaluationError, KeyError]
 

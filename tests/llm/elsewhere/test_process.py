@@ -117,7 +117,7 @@ async def test_rows_and_scores_come_back_whole_and_in_order(lm):
     assert (await lm.score([1], [2, 3, 4])).tolist() == [0, -1, -2]
 
 
-class Operators(TorchDispatchMode):
+class ArrayOps(TorchDispatchMode):
     """Counts torch's operators on this thread, each of which gives the interpreter lock up."""
 
     def __init__(self):
@@ -135,7 +135,7 @@ def test_many_rows_take_no_more_operators_here_than_a_few():
         evaluator.open()
         for count in (3, 60):
             contexts = [[1, i] for i in range(count)]
-            with Operators() as seen:
+            with ArrayOps() as seen:
                 rows = evaluator.evaluate([toy_query(context) for context in contexts])
                 table = table_of(rows, torch.device("cpu"))
             for row, context in zip(table, contexts, strict=True):
@@ -168,9 +168,9 @@ def test_rows_that_do_not_fit_into_the_table_come_in_parts():
 
 
 def toy_query(token_ids):
-    from genlm_backend.llm import Query
+    from genlm_backend.llm import RowQuery
 
-    return Query(token_ids)
+    return RowQuery(token_ids)
 
 
 def test_errors_arrive_as_what_they_are(lm):

@@ -5,14 +5,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from genlm_backend.llm import Query, Readout, Row
+from genlm_backend.llm import Readout, Row, RowQuery
 
 
 @dataclass(unsafe_hash=True)
 class Last(Readout):
     """The log-probability of the last token; ``extra`` is what a program has put beside it."""
 
-    query: Query
+    query: RowQuery
     extra: Any = None
     wanted: ClassVar[str] = "a float"
 

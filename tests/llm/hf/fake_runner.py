@@ -6,17 +6,17 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from genlm_backend.attention.torch.torch_attend import WholeAttend
+from genlm_backend.attention.torch.torch_attend import UncachedAttention
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import of_no_model
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from genlm_backend.model.row import rows_of_logits, scores_of_logits
-from genlm_backend.model.scoring import Scoring
+from genlm_backend.model.scoring import ScoreQuery
 from genlm_backend.passes.forwards import Forwards
-from genlm_backend.passes.passes import Passes
+from genlm_backend.passes.passes import Scheduler
 from genlm_backend.passes.prefill_plan import CostModel
 from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.kv_store import KVLayout, KVPool
 
 VOCAB = 5
 
@@ -45,13 +45,13 @@ class Packed(NamedTuple):
 
 def rows_of(batch):
     """Take a packed batch apart."""
-    columns = batch.past.columns(max(batch.num_past, default=0))
+    columns = batch.past.columns(max(batch.prefix_lens, default=0))
     stops = np.cumsum(batch.num_new)
-    for row, (num_new, num_past) in enumerate(zip(batch.num_new, batch.num_past, strict=True)):
+    for row, (num_new, prefix_len) in enumerate(zip(batch.num_new, batch.prefix_lens, strict=True)):
         yield Packed(
             batch.input_ids[row, :num_new].tolist(),
-            columns[row, columns.shape[1] - num_past :].tolist(),
-            batch.new_slots[stops[row] - num_new : stops[row]].tolist(),
+            columns[row, columns.shape[1] - prefix_len :].tolist(),
+            batch.slot_mapping[stops[row] - num_new : stops[row]].tolist(),
             batch.output_columns[batch.output_rows == row].tolist(),
         )
 
@@ -84,7 +84,7 @@ class FakeRunner:
                 adapter, before = self.written[slot]
                 context.append(before[-1])
                 assert (adapter, before) == (self.adapter, tuple(context))
-            assert isinstance(attend, WholeAttend) == (not span.slots)
+            assert isinstance(attend, UncachedAttention) == (not span.slots)
             for index, token_id in enumerate(span.token_ids):
                 context.append(token_id)
                 if span.slots:
@@ -99,22 +99,22 @@ class FakeRunner:
 def make(num_slots, runner=None, **cost):
     runner, wanted = runner or FakeRunner(), []
 
-    def check_wanted():
+    def check_cancelled():
         if wanted and not wanted.pop():
             raise QueryDroppedError("by the test")
 
-    passes = passes_over(runner, check_wanted, **cost)
+    passes = passes_over(runner, check_cancelled, **cost)
     runner.max_outputs = passes.cost.max_outputs
     passes.wanted = wanted
     if num_slots is not None:
-        store = KVStore(KVLayout(), num_slots)
+        store = KVPool(KVLayout(), num_slots)
         passes.keep(PrefixCache(runner, Slotted(), store, num_slots))
     return passes
 
 
-def passes_over(runner, check_wanted, **cost):
-    forwards = Forwards(runner, rows_of_logits, scores_of_logits, check_wanted)
-    return Passes(forwards, CostModel(**cost), WholeAttend())
+def passes_over(runner, check_cancelled, **cost):
+    forwards = Forwards(runner, rows_of_logits, scores_of_logits, check_cancelled)
+    return Scheduler(forwards, CostModel(**cost), UncachedAttention())
 
 
 class Split(NamedTuple):
@@ -127,8 +127,8 @@ class Split(NamedTuple):
 def question(asked):
     """A query of a context, or a scoring of a text from a place on."""
     if isinstance(asked, Split):
-        return Scoring(Query(of_no_model(asked.text)), asked.start)
-    return Query(of_no_model(asked))
+        return ScoreQuery(RowQuery(of_no_model(asked.text)), asked.start)
+    return RowQuery(of_no_model(asked))
 
 
 def logprobs_after(context):

@@ -12,9 +12,9 @@ from genlm_backend import ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm_backend.attention import reading as sharing
 from genlm_backend.attention.torch import fused, torch_operators
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
-from genlm_backend.model.drawing import Cuts, Drawing
-from genlm_backend.model.query import Query
-from genlm_backend.model.scoring import Scoring
+from genlm_backend.model.drawing import SampleReadout, SamplingFilter
+from genlm_backend.model.query import RowQuery
+from genlm_backend.model.scoring import ScoreQuery
 from genlm_backend.model.token_readouts import Entropy, Masses, Top
 from tests.llm import families
 from tests.llm.conftest import fresh_row
@@ -44,7 +44,7 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
         num_slots = evaluator.open().num_slots
         for batch, wanted in zip(BATCHES, expected, strict=True):
             before, passes = mode.num_waits, evaluator.counts().num_forwards
-            found = evaluator.evaluate([Query(context) for context in batch])
+            found = evaluator.evaluate([RowQuery(context) for context in batch])
             num_passes = evaluator.counts().num_forwards - passes
             num_waits.append((mode.num_waits - before) / num_passes)
             for row, own in zip(found, wanted, strict=True):
@@ -52,15 +52,18 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
                     raise row
                 assert row.logprobs.device == output
                 differences.append(float((on_processor(row.logprobs) - own).abs().max()))
-        (scores,) = evaluator.evaluate([Scoring(Query(BASE), 20)])
+        (scores,) = evaluator.evaluate([ScoreQuery(RowQuery(BASE), 20)])
         if isinstance(scores, Exception):
             raise scores
         assert scores.shape == (4,)
         context = BATCHES[-1][0]
-        query, few = Query(context), np.packbits(np.arange(families.VOCAB) % 5 == 0).tobytes()
+        query, few = RowQuery(context), np.packbits(np.arange(families.VOCAB) % 5 == 0).tobytes()
         read = [query, Entropy(query), Top(query, 3), Masses(query, (few,))]
-        read += [Masses(Query([1, 2]), (few, few)), Drawing(query, 1.0, 0.5, few, cuts=Cuts(2))]
-        read.append(Query([1, 2]))
+        read += [
+            Masses(RowQuery([1, 2]), (few, few)),
+            SampleReadout(query, 1.0, 0.5, few, cuts=SamplingFilter(2)),
+        ]
+        read.append(RowQuery([1, 2]))
         row, entropy, top, masses, others, drawn, other = evaluator.evaluate(read)
         expected_mass = on_processor(other.logprobs)[::5].double().logsumexp(0)
         assert float((others - expected_mass).abs().max()) < 1e-5
@@ -105,7 +108,7 @@ def rows_here(model, options):
     try:
         evaluator = HFEvaluator(model, **options)
         evaluator.open()
-        batches = [[Query(context) for context in batch] for batch in BATCHES]
+        batches = [[RowQuery(context) for context in batch] for batch in BATCHES]
         return [[row.logprobs for row in evaluator.evaluate(batch)] for batch in batches]
     finally:
         torch_operators.fused_operator = own

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.paths import CachedPrefixes
 
 
 class Tree:
@@ -32,7 +32,7 @@ class Tree:
     def paths(self, nodes):
         """Return the paths of rows that end in some nodes."""
         arrays = (np.array(values, np.int32) for values in (self.parent, self.depth, self.slot))
-        return Paths(*arrays, np.array(nodes, np.int64))
+        return CachedPrefixes(*arrays, np.array(nodes, np.int64))
 
 
 class Rows(NamedTuple):

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention import reading as sharing
-from genlm_backend.attention.torch.torch_attend import SharedAttend
+from genlm_backend.attention.torch.torch_attend import CascadeAttention
 from genlm_backend.backends.hf.hf_cache import CACHED_TYPES
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.passes.prefill_plan import CostModel
@@ -88,7 +88,7 @@ def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
         if name in families.RUNNING:
             assert lm.statistics().tokens_reused > 0
         elif lm.kv_reuse:
-            is_shared = isinstance(lm._evaluator.passes.cache.attend, SharedAttend)
+            is_shared = isinstance(lm._evaluator.passes.cache.attend, CascadeAttention)
             assert is_shared == (name not in GATHERED)
             assert lm._evaluator.passes.needs_equal_lengths == (name == "llama4-tuned")
             assert lm.statistics().tokens_reused > 300
@@ -141,9 +141,9 @@ def test_what_only_a_long_past_shows_is_scaled_by_each_rows_own_length():
     long, other = (generator.choices(range(families.VOCAB), k=256) for _ in range(2))
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         lm._evaluator.passes.cost = CostModel.on("cuda")  # few passes are worth much padding
-        for num_past in (90, 130, 230):
-            lm.next_token_logprobs_sync(long[:num_past])
-            contexts = [long[: num_past + 10], other[:95], long[: num_past + 1], other[:60]]
+        for prefix_len in (90, 130, 230):
+            lm.next_token_logprobs_sync(long[:prefix_len])
+            contexts = [long[: prefix_len + 10], other[:95], long[: prefix_len + 1], other[:60]]
             for row, context in zip(
                 lm.batch_next_token_logprobs_sync(contexts), contexts, strict=True
             ):

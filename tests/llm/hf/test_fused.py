@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genlm_backend.attention import block
-from genlm_backend.attention.block import Block
+from genlm_backend.attention.block import SoftmaxAttention
 from genlm_backend.attention.torch import fused, torch_operators
 from genlm_backend.attention.torch.fused import OPERATORS, FusedOperator, fused_operator
 from genlm_backend.attention.torch.torch_operators import TORCH
@@ -110,7 +110,7 @@ def test_a_block_without_masks_and_one_with_agree_with_the_formula(monkeypatch):
     query = torch.randn(2, 3, 5, 8, generator=generator)
     keys, values = torch.randn(2, 2, 3, 40, 8, generator=generator)
     mask = torch.zeros(2, 1, 5, 40).masked_fill_(torch.rand(2, 1, 5, 40) < 0.3, -torch.inf)
-    block = Block(TORCH, 0.3)
+    block = SoftmaxAttention(TORCH, 0.3)
     without_masks = FusedOperator(RIGHT)
     monkeypatch.setattr(torch_operators, "fused_operator", lambda *_: without_masks)
     for added in (None, mask):
@@ -126,7 +126,7 @@ def test_a_query_that_attends_to_nothing_in_two_blocks_merges_with_a_third():
     keys, values = torch.randn(2, 1, 2, 30, 8, generator=generator)
     mask = torch.zeros(1, 1, 3, 30)
     mask[:, :, 0, :20] = -torch.inf
-    block = Block(TORCH, 0.3)
+    block = SoftmaxAttention(TORCH, 0.3)
     parts = [
         block.attend_if_any(query, keys[:, :, i:j], values[:, :, i:j], mask[..., i:j])
         for i, j in ((0, 10), (10, 20), (20, 30))
@@ -151,7 +151,9 @@ def test_queries_that_go_part_by_part_have_the_results_of_all(monkeypatch, most)
     )
     seen = torch.rand(2, 1, 7, 11, generator=generator) < 0.5
     seen[..., 0] = True
-    found = Block(TORCH, 0.3).attend_if_any(query, keys, values, torch.where(seen, 0, -torch.inf))
+    found = SoftmaxAttention(TORCH, 0.3).attend_if_any(
+        query, keys, values, torch.where(seen, 0, -torch.inf)
+    )
     scores = (query @ keys.mT * 0.3).where(seen, -torch.inf)
     torch.testing.assert_close(found.values, scores.softmax(-1) @ values)
     torch.testing.assert_close(found.logsumexp, scores.logsumexp(-1))

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from genlm_backend.backends.hf.fused_residuals import fuse_norms
-from genlm_backend.backends.hf.twin import Twin
+from genlm_backend.backends.hf.twin import ModelView
 from tests.llm import families
 
 
 def fused_of(model):
-    twin = Twin(model)
+    twin = ModelView(model)
     fuse_norms(twin.copies)
     return twin, [m for m, own in twin.copies.items() if "forward" in vars(own)]
 

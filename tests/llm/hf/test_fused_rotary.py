@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama as llama
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import fused_rotary
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
-from genlm_backend.backends.hf.twin import Twin
+from genlm_backend.backends.hf.twin import ModelView
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 
@@ -86,15 +86,15 @@ def test_rows_are_those_without(name, calls, monkeypatch):
     assert torch.equal(rows_of(model, monkeypatch, True), expected)
     num_asked = len(fused_rotary._SHAPES)
     assert (len(calls) > num_asked) == (name in ROTATED)  # and not partly, within the function
-    twin = Twin(model)
+    twin = ModelView(model)
     fuse_rotary(twin.copies)
     rotating = [m for m, own in twin.copies.items() if "forward" in vars(own)]
     if name in ROTATED:
-        attending, fused = (
+        forward_context, fused = (
             [m for m in modules if type(m).__name__.endswith("Attention")]
             for modules in (model.modules(), rotating)
         )
-        assert fused == attending
+        assert fused == forward_context
     assert not (rotating and name in LEFT_ALONE)
     assert not any("forward" in vars(m) for m in model.modules())
     for module in rotating:
@@ -171,7 +171,7 @@ def module_around(function, dtype=torch.float32):
     space |= {"__name__": "transformers.modeling", "__package__": "transformers"}
     exec(SOURCE.replace("import modeling", "import utils as modeling"), space)
     module = space["Attention"](dtype)
-    twin = Twin(module)
+    twin = ModelView(module)
     fuse_rotary(twin.copies)
     return module, twin.module, space
 

@@ -9,7 +9,7 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.attention import reading as sharing
 from genlm_backend.attention.torch.fused import fused_operator
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
-from genlm_backend.backends.hf.twin import Twin
+from genlm_backend.backends.hf.twin import ModelView
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -84,7 +84,7 @@ def test_rotary_positions_are_those_of_transformers(dtype, dim):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mixtral"])
 def test_rotary_positions_go_through_the_kernel(name, dtype):
     pytest.importorskip("triton")
-    twin = Twin(families.make(name).to("cuda", dtype))
+    twin = ModelView(families.make(name).to("cuda", dtype))
     fuse_rotary(twin.copies)
     fused = [m for m, own in twin.copies.items() if "forward" in vars(own)]
     assert len(fused) == sum(type(m).__name__.endswith("Attention") for m in twin.copies)
@@ -184,7 +184,7 @@ def test_rows_of_logits(dtype, undefined):
                 torch.testing.assert_close(
                     row.logprobs.cpu(), expected.logprobs, rtol=0, atol=1e-5, equal_nan=True
                 )
-                assert row.normaliser == pytest.approx(expected.normaliser, abs=1e-5, nan_ok=True)
+                assert row.logsumexp == pytest.approx(expected.logsumexp, abs=1e-5, nan_ok=True)
             read = [
                 found[i].logprobs[target].item() for i, target in zip(places, targets, strict=True)
             ]

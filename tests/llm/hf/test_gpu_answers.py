@@ -12,8 +12,8 @@ from huggingface_hub.errors import StrictDataclassError
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import step_graphs
 from genlm_backend.generation import generate
-from genlm_backend.model.drawing import Cuts, Drawing
-from genlm_backend.model.query import Query
+from genlm_backend.model.drawing import SampleReadout, SamplingFilter
+from genlm_backend.model.query import RowQuery
 from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
@@ -42,7 +42,7 @@ def random_rows(count=200, seed=0):
 
 @pytest.mark.parametrize("kind", ["top", "chosen", "entropy", "masses"])
 def test_what_is_read_off_rows_on_the_device(kind):
-    rows, query = random_rows(), Query([1])
+    rows, query = random_rows(), RowQuery([1])
     rows[3, 10:20] = rows[3].max()  # of equal ones the first
     rows[4, 5:] = -torch.inf
     generator = np.random.default_rng(0)
@@ -68,7 +68,10 @@ def test_what_is_read_off_rows_on_the_device(kind):
 
 def check_draws(drawings, rows, most_moved, near):
     """Draws on the device are the processor's, but for some that rounding may move."""
-    found, expected = Drawing.of_rows(drawings, rows.cuda()), Drawing.of_rows(drawings, rows)
+    found, expected = (
+        SampleReadout.of_rows(drawings, rows.cuda()),
+        SampleReadout.of_rows(drawings, rows),
+    )
     pairs = [*zip(found, expected, strict=True)]
     same = [(one, other) for one, other in pairs if one.token_id == other.token_id]
     assert len(same) >= len(pairs) - most_moved
@@ -81,13 +84,13 @@ def test_draws_within_bounds_on_the_device():
     drawings = []
     for _ in rows:
         mask = np.packbits(generator.random(SIZE) < 0.5).tobytes()
-        cuts = Cuts(
+        cuts = SamplingFilter(
             int(generator.integers(1, 50)) if generator.random() < 0.5 else 0,
             float(generator.random()) if generator.random() < 0.5 else 1.0,
             float(generator.random() / 10) if generator.random() < 0.5 else 0.0,
         )
         own = mask if generator.random() < 0.5 else None
-        drawings.append(Drawing(Query([1]), 0.8, generator.random(), own, cuts=cuts))
+        drawings.append(SampleReadout(RowQuery([1]), 0.8, generator.random(), own, cuts=cuts))
     check_draws(drawings, rows, 3, 1e-4)
 
 
@@ -95,7 +98,7 @@ def test_draws_with_masks_and_temperatures_on_the_device():
     rows, generator = random_rows(), np.random.default_rng(0)
     masks = [np.packbits(generator.random(SIZE) < 0.5).tobytes() for _ in range(100)]
     drawings = [
-        Drawing(Query([1]), float(temperature), generator.random(), mask)
+        SampleReadout(RowQuery([1]), float(temperature), generator.random(), mask)
         for temperature, mask in zip(
             generator.choice([0, 0.7, 1], 200), [*masks, *[None] * 100], strict=True
         )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer, Engine
 from genlm_backend.errors import CacheError, OptionError
-from genlm_backend.prefix.slot_mover import Mover
+from genlm_backend.prefix.slot_mover import TierCopier
 from tests.generation.serving import serve
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -148,7 +148,7 @@ def test_a_copy_that_fails_is_raised_and_nothing_wrong_is_found(monkeypatch, dir
         if direction == "to_device":
             lm.next_token_logprobs_sync(second)
         with monkeypatch.context() as patch:
-            patch.setattr(Mover, direction, fail)
+            patch.setattr(TierCopier, direction, fail)
             with pytest.raises(RuntimeError, match="no such luck"):
                 lm.next_token_logprobs_sync(second if direction == "to_host" else [*first, 7])
         check(lm)

@@ -35,9 +35,9 @@ def check(lm, context):
 
 def test_a_pass_may_end_before_any_of_its_layers(lm):
     evaluator, calls = lm._evaluator, []
-    real = evaluator.check_wanted
+    real = evaluator.check_cancelled
     try:
-        evaluator.check_wanted = lambda: calls.append(1)
+        evaluator.check_cancelled = lambda: calls.append(1)
         lm.next_token_logprobs_sync(LONG)
         num_layers = lm.model.config.num_hidden_layers
         assert len(calls) > num_layers
@@ -49,27 +49,27 @@ def test_a_pass_may_end_before_any_of_its_layers(lm):
                 if next(left, None) is None:
                     raise QueryDroppedError("by the test")
 
-            evaluator.check_wanted = ended
+            evaluator.check_cancelled = ended
             with pytest.raises(QueryDroppedError, match="by the test"):
                 lm.next_token_logprobs_sync(LONG)
             check_integrity(lm._evaluator.passes.tree)
-            evaluator.check_wanted = real
+            evaluator.check_cancelled = real
             for context in (LONG, LONG[:50], [*LONG[:50], 1], LONG):
                 check(lm, context)
     finally:
-        evaluator.check_wanted = real
+        evaluator.check_cancelled = real
 
 
 def test_a_short_pass_asks_nobody_between_its_layers(lm):
     evaluator, calls = lm._evaluator, []
-    real = evaluator.check_wanted
+    real = evaluator.check_cancelled
     lm.next_token_logprobs_sync(LONG)
-    evaluator.check_wanted = lambda: calls.append(1)
+    evaluator.check_cancelled = lambda: calls.append(1)
     try:
         lm.next_token_logprobs_sync([*LONG, 1])
         assert len(calls) <= 3
     finally:
-        evaluator.check_wanted = real
+        evaluator.check_cancelled = real
 
 
 async def test_a_cancelled_await_ends_its_pass(lm):
@@ -87,7 +87,7 @@ async def test_a_cancelled_await_ends_its_pass(lm):
             return forward(*args, **options)
 
         vars(layer)["forward"] = slow
-        lm._hf._runner.twin_with(None).ask_between_layers(lambda: lm._evaluator.check_wanted())
+        lm._hf._runner.twin_with(None).ask_between_layers(lambda: lm._evaluator.check_cancelled())
     task = asyncio.ensure_future(lm.next_token_logprobs(LONG))
     await asyncio.to_thread(began.wait, 10)
     task.cancel()

@@ -39,12 +39,12 @@ class OverflowingRunner(FakeRunner):
         logits, first = super().forward(batch, attend), 0
         for span in rows_of(batch):
             assert {self.spoilt.get(slot, self.batch) for slot in span.past} <= {self.batch}
-            is_spoilt = 4 in span.token_ids or any(slot in self.spoilt for slot in span.past)
-            if is_spoilt:
+            has_nan = 4 in span.token_ids or any(slot in self.spoilt for slot in span.past)
+            if has_nan:
                 logits[first : first + len(span.outputs)] = torch.nan
             for slot in span.slots:
                 self.spoilt.pop(slot, None)
-                if is_spoilt:
+                if has_nan:
                     self.spoilt[slot] = self.batch
             first += len(span.outputs)
         return logits

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import packed_weights
 from genlm_backend.backends.hf.packed_weights import PackedLinear, PackedWeights
-from genlm_backend.backends.hf.twin import Twin
+from genlm_backend.backends.hf.twin import ModelView
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 
@@ -95,7 +95,7 @@ def packed_of(model):
 
 
 def twin_with(packed, model):
-    twin = Twin(model)
+    twin = ModelView(model)
     packed.place(twin.copies)
     return twin
 

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.attention.reading import Reading, Rest
+from genlm_backend.attention.reading import CascadePlan, Suffix
 from tests.llm.hf.paths_of import Tree, parts_of, read_by_row, rows_in_trees
 
 
 def reading_of(tree, nodes, num_new=None, few_tokens=384):
     """The reading of rows that end in some nodes, with one new token each."""
     num_new = [1] * len(nodes) if num_new is None else num_new
-    return Reading.of(tree.paths(nodes), np.array(num_new), few_tokens)
+    return CascadePlan.of(tree.paths(nodes), np.array(num_new), few_tokens)
 
 
 @settings(max_examples=100, deadline=None)
@@ -87,7 +87,7 @@ def test_a_reading_that_advances_reads_what_one_made_anew_does(rows, picks, few_
         reading = made.advanced(rows, added)
         anew = reading_of(tree, nodes, few_tokens=few_tokens)
         assert read_by_row(reading, len(nodes)) == read_by_row(anew, len(nodes))
-        assert reading.num_past.tolist() == anew.num_past.tolist()
+        assert reading.prefix_lens.tolist() == anew.prefix_lens.tolist()
         assert reading.rest.slots.shape == (len(nodes), made.rest.slots.shape[1] + 1)
         assert reading.advance is not None
         assert reading.advance.before is made.identity
@@ -104,7 +104,7 @@ def test_a_rest_is_the_same_whenever_it_is_read(data, num_columns, num_rows):
     numbers = np.random.default_rng(data.draw(st.integers(0, 9)))
     slots = numbers.integers(1, 99, (num_rows, num_columns))
     positions = np.where(np.arange(num_columns) < 1, -1, slots) * np.ones_like(slots)
-    rests = [(Rest.of(slots, positions), slots, positions)]
+    rests = [(Suffix.of(slots, positions), slots, positions)]
     for _ in range(data.draw(st.integers(1, 12))):
         rest, slots, positions = data.draw(st.sampled_from(rests[-3:]))  # some go on from one
         rows = np.array(data.draw(st.lists(st.integers(0, len(slots) - 1), min_size=1, max_size=5)))
@@ -148,16 +148,16 @@ def test_a_reading_is_worn_once_its_rest_has_grown_or_rows_have_become_one():
     reading = made = reading_of(tree, ends)
     everybody = np.arange(4)
     for i in range(100):
-        assert not reading.is_worn
+        assert not reading.is_stale
         reading = reading.advanced(everybody, 1000 + 4 * i + everybody)
-    assert not reading.is_worn
-    assert reading.advanced(everybody, 2000 + everybody).is_worn
+    assert not reading.is_stale
+    assert reading.advanced(everybody, 2000 + everybody).is_stale
     # Three rows too many of 100 tokens, where 400 tokens have been read to make it.
     one = made.advanced(np.zeros(4, np.int64), np.full(4, 600))
-    assert not one.is_worn
-    assert one.advanced(everybody, 700 + everybody).is_worn
+    assert not one.is_stale
+    assert one.advanced(everybody, 700 + everybody).is_stale
     empty = reading_of(Tree(), [0])
     for i in range(64):
         empty = empty.advanced(everybody[:1], np.array([i]))
-        assert not empty.is_worn
-    assert empty.advanced(everybody[:1], np.array([9])).is_worn
+        assert not empty.is_stale
+    assert empty.advanced(everybody[:1], np.array([9])).is_stale

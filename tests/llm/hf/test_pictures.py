@@ -275,7 +275,7 @@ def test_a_process_is_given_pictures_once(tmp_path):
     processor.tokenizer.save_pretrained(tmp_path)
     text, images = prompt_of("smolvlm", [1, 2])
     sizes = []
-    packed = arguments.Sender.packed
+    packed = arguments.ArgumentEncoder.packed
 
     def counted(self, given):
         found = packed(self, given)
@@ -284,7 +284,7 @@ def test_a_process_is_given_pictures_once(tmp_path):
 
     options = {"process": True, "self_check": False, "row_cache_bytes": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments.Sender, "packed", counted)
+        patch.setattr(arguments.ArgumentEncoder, "packed", counted)
         with load_model_by_name(str(tmp_path), backend="hf", llm_opts=options) as lm:
             lm.processor = processor
             context = lm.context(text, images=images)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm_backend.model.context import of_no_model
-from genlm_backend.passes.job import Job
+from genlm_backend.passes.job import ScheduledQuery
 from genlm_backend.passes.prefill_plan import (
     CostModel,
     Size,
@@ -17,7 +17,7 @@ from genlm_backend.passes.prefill_plan import (
     plan_whole,
 )
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import Slots
+from genlm_backend.prefix.slots import SlotAllocator
 
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
 
@@ -32,7 +32,7 @@ contexts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 
 
 def tree_of(cached):
-    tree = PrefixTree(Slots(10_000))
+    tree = PrefixTree(SlotAllocator(10_000))
     for context in cached:
         node = tree.match(context)
         rest = np.array(context[tree.nodes.depth[node] :], np.int32)
@@ -42,7 +42,7 @@ def tree_of(cached):
 
 def job_of(tree, context, num_before, targets=()):
     node = tree.match(context[:num_before])
-    return Job(of_no_model(context), node, int(tree.nodes.depth[node]), targets)
+    return ScheduledQuery(of_no_model(context), node, int(tree.nodes.depth[node]), targets)
 
 
 def jobs_of(contexts, cached=()):
@@ -145,7 +145,7 @@ def test_what_goes_on_goes_on_from_the_end_of_a_segment(
 
 @given(wanted, st.integers(1, 5))
 def test_whole_segments_begin_with_the_first_token_and_end_with_an_output(wanted, size):
-    jobs = [Job(job.context, targets=job.targets) for job in mixed_jobs(wanted)]
+    jobs = [ScheduledQuery(job.context, targets=job.targets) for job in mixed_jobs(wanted)]
     segments = plan_whole([(job, part) for job in jobs for part in job.parts(size)])
     for segment in segments:
         assert (segment.start, segment.parent, segment.wave) == (0, None, 0)
@@ -245,7 +245,7 @@ def test_groups_part_the_rows_within_bounds(sizes, max_tokens, max_outputs, pads
         assert len(group) == 1 or len(group) * width <= max_tokens
         assert sum(sizes[i].num_outputs for i in group) <= max_outputs
         assert pads or {sizes[i].num_new for i in group} == {width}
-        assert not equal or len({sizes[i].num_past for i in group}) == 1
+        assert not equal or len({sizes[i].prefix_len for i in group}) == 1
 
 
 def test_rows_are_not_parted_for_their_outputs():
@@ -259,7 +259,7 @@ def test_rows_are_not_parted_for_their_outputs():
 
 def total(sizes, groups, cost):
     return sum(
-        cost.of(len(g), max(sizes[i].num_new for i in g), max(sizes[i].num_past for i in g))
+        cost.of(len(g), max(sizes[i].num_new for i in g), max(sizes[i].prefix_len for i in g))
         for g in groups
     )
 

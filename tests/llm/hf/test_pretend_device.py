@@ -47,7 +47,7 @@ def test_everything_is_where_it_belongs(name):
         return
     assert line["num_slots"], "nothing is kept"
     is_gathered = name in GATHERED
-    assert line["attends"] == ("GatherAttend" if is_gathered else "SharedAttend")
+    assert line["attends"] == ("GatherAttention" if is_gathered else "CascadeAttention")
     assert bool(line["num_from_host"]) == (name == "host tier")
     # For the normalisers; beside these, for rows that are wanted on the processor, where keys and
     # values are moved, in the code of three models, where two lengths take a pass each, and for

@@ -9,16 +9,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from genlm_backend.attention.reading import Reading
-from genlm_backend.attention.torch.torch_attend import WholeAttend
+from genlm_backend.attention.reading import CascadePlan
+from genlm_backend.attention.torch.torch_attend import UncachedAttention
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import of_no_model
-from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.scoring import Scoring
+from genlm_backend.model.query import Adapter, RowQuery
+from genlm_backend.model.scoring import ScoreQuery
 from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.prefix.kv_store import KVLayout, KVStore
+from genlm_backend.prefix.kv_store import KVLayout, KVPool
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import Slots
+from genlm_backend.prefix.slots import SlotAllocator
 from tests.llm.hf.fake_runner import VOCAB, FakeRunner, logprobs_after, passes_over
 from tests.llm.hf.paths_of import read_by_row
 from tests.tree_integrity import check_integrity
@@ -34,7 +34,7 @@ class Reads:
         self.few_tokens = few_tokens
 
     def reading(self, past, num_new):
-        return Reading.of(past, num_new, self.few_tokens)
+        return CascadePlan.of(past, num_new, self.few_tokens)
 
 
 class ReadingRunner(FakeRunner):
@@ -53,17 +53,17 @@ class ReadingRunner(FakeRunner):
         self.host, self.reading = {}, None
 
     def forward(self, batch, attend):
-        is_whole = isinstance(attend, WholeAttend)
+        is_whole = isinstance(attend, UncachedAttention)
         if is_whole:
             self.num_whole += len(batch.num_new)
         elif (reading := batch.reading) is not None:
             self.num_steps += reading.advance is not None
             self.reading = reading
-            columns = batch.past.columns(max(batch.num_past, default=0))
+            columns = batch.past.columns(max(batch.prefix_lens, default=0))
             for row, read in enumerate(read_by_row(reading, batch.num_rows)):
-                num_past = int(batch.num_past[row])
-                assert int(reading.num_past[row]) == num_past
-                own = columns[row, columns.shape[1] - num_past :].tolist()
+                prefix_len = int(batch.prefix_lens[row])
+                assert int(reading.prefix_lens[row]) == prefix_len
+                own = columns[row, columns.shape[1] - prefix_len :].tolist()
                 assert read == list(enumerate(own))
         return super().forward(batch, attend)
 
@@ -82,17 +82,17 @@ class Spoiling(ReadingRunner):
     def forward(self, batch, attend):
         logits = super().forward(batch, attend)
         contexts = [self._context(batch, *at) for at in zip(*self._outputs(batch), strict=True)]
-        is_spoilt = torch.tensor([BAD in context for context in contexts], dtype=torch.bool)
-        logits[is_spoilt] = torch.nan
+        has_nan = torch.tensor([BAD in context for context in contexts], dtype=torch.bool)
+        logits[has_nan] = torch.nan
         return logits
 
     def _outputs(self, batch):
         return batch.output_rows.tolist(), batch.output_columns.tolist()
 
     def _context(self, batch, row, column):
-        num_past = int(batch.num_past[row])
-        past = batch.past.columns(max(batch.num_past))[row]
-        past = past[len(past) - num_past :].tolist()
+        prefix_len = int(batch.prefix_lens[row])
+        past = batch.past.columns(max(batch.prefix_lens))[row]
+        past = past[len(past) - prefix_len :].tolist()
         return [self.written[slot][1][-1] for slot in past] + batch.input_ids[
             row, : column + 1
         ].tolist()
@@ -102,15 +102,15 @@ def passes_of(num_slots, num_host_slots=0, few_tokens=3, runner=None, **cost):
     """Passes over a runner that knows what slots hold, of two tiers or one."""
     runner, wanted = runner or Spoiling(), []
 
-    def check_wanted():
+    def check_cancelled():
         if wanted and not wanted.pop():
             raise QueryDroppedError("by the test")
 
-    passes = passes_over(runner, check_wanted, **cost)
+    passes = passes_over(runner, check_cancelled, **cost)
     runner.max_outputs, passes.wanted = passes.cost.max_outputs, wanted
-    store = KVStore(KVLayout(), num_slots)
+    store = KVPool(KVLayout(), num_slots)
     passes.keep(PrefixCache(runner, Reads(few_tokens), store, num_slots))
-    passes.cache.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), runner)
+    passes.cache.tree = PrefixTree(SlotAllocator(num_slots), SlotAllocator(num_host_slots), runner)
     passes.cache.store.is_finite = lambda slots: (
         not any(BAD in runner.written[slot][1] for slot in slots.tolist())
     )
@@ -127,7 +127,7 @@ def wanted_row(token_ids):
 def ask(passes, contexts, adapter=None):
     """Ask contexts, and compare their rows."""
     passes.runner.adapter = adapter
-    rows = passes.evaluate([Query(context, adapter) for context in contexts])
+    rows = passes.evaluate([RowQuery(context, adapter) for context in contexts])
     for context, row in zip(contexts, rows, strict=True):
         expected = wanted_row(tuple(context))
         torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6, equal_nan=True)
@@ -203,9 +203,9 @@ class Histories(RuleBasedStateMachine):
     @rule(chosen=picks, start=st.integers(1, 9))
     def score(self, chosen, start):
         """A text beside steps."""
-        asked = [Query(self.seen[i % len(self.seen)].extend(token)) for i, token in chosen]
+        asked = [RowQuery(self.seen[i % len(self.seen)].extend(token)) for i, token in chosen]
         text = self.seen[chosen[0][0] % len(self.seen)].extend(1)
-        scoring = Scoring(Query(text), 1 + start % (len(text) - 1))
+        scoring = ScoreQuery(RowQuery(text), 1 + start % (len(text) - 1))
         self.passes.runner.adapter = None
         *rows, scores = self.passes.evaluate([*distinct(asked), scoring])
         for query, row in zip(distinct(asked), rows, strict=True):
@@ -242,7 +242,7 @@ class Histories(RuleBasedStateMachine):
     def fail(self, contexts):
         self.passes.runner.adapter = None
         with contextlib.suppress(IndexError, QueryDroppedError):
-            self.passes.evaluate([Query(context) for context in distinct(contexts)])
+            self.passes.evaluate([RowQuery(context) for context in distinct(contexts)])
 
     @rule(chosen=picks, num_passes=st.integers(0, 1))
     def run_out_of_memory(self, chosen, num_passes):
@@ -322,8 +322,8 @@ def test_a_step_does_not_read_where_tokens_were_before_they_were_computed_anew()
     passes.tree.begin()
     assert passes.tree.evict(40) == len(context)
     ask(passes, [of_no_model([2, 2, 2, 2]), of_no_model([1, 1])])  # where they were
-    passes.evaluate([Scoring(Query(context), 1)])
-    passes.evaluate([Query(context), Scoring(Query(of_no_model([1, 2, 1])), 1)])
+    passes.evaluate([ScoreQuery(RowQuery(context), 1)])
+    passes.evaluate([RowQuery(context), ScoreQuery(RowQuery(of_no_model([1, 2, 1])), 1)])
     assert passes.tree.num_cached(context, None, "device") == len(context)
     ask(passes, [context.extend(1), context.extend(2)])
 
@@ -341,7 +341,7 @@ def started(num_contexts, **options):
 def test_rows_that_are_nan_beside_others_and_sound_alone_are_those_of_alone():
     class SpoiltBeside(Spoiling):
         def forward(self, batch, attend):
-            is_whole = isinstance(attend, WholeAttend)
+            is_whole = isinstance(attend, UncachedAttention)
             return (
                 FakeRunner.forward(self, batch, attend)
                 if is_whole
@@ -351,7 +351,7 @@ def test_rows_that_are_nan_beside_others_and_sound_alone_are_those_of_alone():
     passes, contexts = started(4, runner=SpoiltBeside())
     longer = [contexts[i].extend(token) for i, token in [(0, BAD), (1, 1), (2, BAD)]]
     asked = [longer[1], longer[0], *longer, *longer[::-1]]
-    rows = passes.evaluate([Query(context) for context in asked])
+    rows = passes.evaluate([RowQuery(context) for context in asked])
     for row, context in zip(rows, asked, strict=True):
         expected = logprobs_after(tuple(context))
         torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6)

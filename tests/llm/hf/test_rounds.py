@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention.reading import Reading
-from genlm_backend.passes.decode_steps import DecodeSteps
+from genlm_backend.attention.reading import CascadePlan
+from genlm_backend.passes.decode_steps import DecodeScheduler
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.histories import History, tokens
@@ -46,7 +46,7 @@ with_and_without = pytest.mark.parametrize("counts", [True, False], indirect=Tru
 def counts(request, monkeypatch):
     """How many rounds have been made, and how many that read as the last one did."""
     found = {"rounds": 0, "advanced": 0}
-    answers, advanced = DecodeSteps.rows, Reading.advanced
+    answers, advanced = DecodeScheduler.rows, CascadePlan.advanced
 
     def counted(self, *given):
         found["rounds"] += 1
@@ -56,10 +56,10 @@ def counts(request, monkeypatch):
         found["advanced"] += 1
         return advanced(self, *given)
 
-    monkeypatch.setattr(DecodeSteps, "rows", counted)
-    monkeypatch.setattr(Reading, "advanced", counted_step)
+    monkeypatch.setattr(DecodeScheduler, "rows", counted)
+    monkeypatch.setattr(CascadePlan, "advanced", counted_step)
     if not getattr(request, "param", True):
-        monkeypatch.setattr(DecodeSteps, "takes", lambda *_: False)
+        monkeypatch.setattr(DecodeScheduler, "takes", lambda *_: False)
     return found
 
 

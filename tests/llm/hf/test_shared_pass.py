@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.attention.packing import Span, pack, pack_step
-from genlm_backend.attention.reading import Reading
-from genlm_backend.attention.torch.dispatch import TorchPass
+from genlm_backend.attention.packing import TokenChunk, pack, pack_decode
+from genlm_backend.attention.reading import CascadePlan
+from genlm_backend.attention.torch.dispatch import TorchCascadeRun
 from genlm_backend.backends.mlx import present
-from genlm_backend.prefix.kv_store import KVLayout, KVStore, LayerLayout
+from genlm_backend.prefix.kv_store import KVLayout, KVPool, LayerLayout
 from tests.llm.hf.paths_of import rows_in_trees
 
 NUM_SLOTS, NUM_GROUPS, GROUP, DIM, SCALE = 400, 2, 2, 8, 0.6
@@ -31,14 +31,14 @@ class OverTorch:
 
     def __init__(self):
         layer = LayerLayout(NUM_GROUPS, DIM, NUM_GROUPS, DIM, torch.float32, torch.device("cpu"))
-        self.store, self.last = KVStore(KVLayout((layer,)), NUM_SLOTS), None
+        self.store, self.last = KVPool(KVLayout((layer,)), NUM_SLOTS), None
 
     def write(self, slots, keys, values):
         rows = np.concatenate([part.reshape(len(slots), -1) for part in (keys, values)], 1)
         self.store.write(0, torch.tensor(slots), torch.from_numpy(rows))
 
     def attended(self, batch, reading, query, keys, values, window, softcap, sinks):
-        shared = TorchPass(self.store, batch, reading, self.last)
+        shared = TorchCascadeRun(self.store, batch, reading, self.last)
 
         def allows(_, __, new, key):
             return (key <= new) & (key > new - (window or 0))
@@ -61,9 +61,9 @@ class OverMlx(OverTorch):
     def __init__(self):
         import mlx.core as mx
 
-        from genlm_backend.prefix.mlx_store import LayerShape, MlxStore
+        from genlm_backend.prefix.mlx_store import LayerShape, MlxKVPool
 
-        self.store = MlxStore([LayerShape(NUM_GROUPS, DIM, DIM, mx.float32)], NUM_SLOTS)
+        self.store = MlxKVPool([LayerShape(NUM_GROUPS, DIM, DIM, mx.float32)], NUM_SLOTS)
         self.last = None
 
     def write(self, slots, keys, values):
@@ -75,9 +75,9 @@ class OverMlx(OverTorch):
     def attended(self, batch, reading, query, keys, values, window, softcap, sinks):
         import mlx.core as mx
 
-        from genlm_backend.attention.mlx.mlx_shared import MlxPass
+        from genlm_backend.attention.mlx.mlx_shared import MlxCascadeRun
 
-        shared = MlxPass(self.store, batch, reading, self.last)
+        shared = MlxCascadeRun(self.store, batch, reading, self.last)
         mask = shared.mask(keys.shape[2], window, False)
         query, keys, values = map(mx.array, (query, keys, values))
         shared.take(0, keys, values)
@@ -92,7 +92,7 @@ class OverMlx(OverTorch):
 LIBRARIES = {"torch": OverTorch, "torch by the formula": OverTorch, "mlx": OverMlx}
 
 
-class Slots:
+class SlotAllocator:
     """Keys and values of slots, and what new tokens attend to, one by one in float64."""
 
     def __init__(self, seed):
@@ -138,7 +138,7 @@ class Slots:
 def test_a_pass_and_the_steps_that_go_on_from_it_attend_as_the_formula_says(
     library, rows, picks, few_tokens, window, softcap, has_sinks, seed
 ):
-    over, slots, tree = LIBRARIES[library](), Slots(seed), rows.tree
+    over, slots, tree = LIBRARIES[library](), SlotAllocator(seed), rows.tree
     softcap = softcap if over.has_softcaps else None
     sinks = slots.random(NUM_GROUPS * GROUP) if has_sinks else None
     for slot in tree.slot[1:]:
@@ -162,21 +162,21 @@ def test_a_pass_and_the_steps_that_go_on_from_it_attend_as_the_formula_says(
             np.testing.assert_allclose(found[row, :, :new], wanted, atol=2e-5)
         return keys, values
 
-    reading = Reading.of(tree.paths(nodes), np.array(num_new), few_tokens)
-    passed(pack([Span([1] * new) for new in num_new], tree.paths(nodes)))
+    reading = CascadePlan.of(tree.paths(nodes), np.array(num_new), few_tokens)
+    passed(pack([TokenChunk([1] * new) for new in num_new], tree.paths(nodes)))
     num_new = [1] * len(nodes)
-    reading = Reading.of(tree.paths(nodes), np.array(num_new), few_tokens)
+    reading = CascadePlan.of(tree.paths(nodes), np.array(num_new), few_tokens)
     for pick in picks:
         own = np.arange(len(nodes))
-        new_slots = max(tree.slot) + 1 + own
-        keys, values = passed(pack_step(own, new_slots, tree.paths(nodes), reading))
-        over.write(new_slots.tolist(), keys[:, :, 0], values[:, :, 0])
-        for row, slot in enumerate(new_slots.tolist()):
+        slot_mapping = max(tree.slot) + 1 + own
+        keys, values = passed(pack_decode(own, slot_mapping, tree.paths(nodes), reading))
+        over.write(slot_mapping.tolist(), keys[:, :, 0], values[:, :, 0])
+        for row, slot in enumerate(slot_mapping.tolist()):
             slots.kept[slot] = np.stack([keys[row, :, 0], values[row, :, 0]])
-        computed = [tree.add(*pair) for pair in zip(nodes, new_slots.tolist(), strict=True)]
+        computed = [tree.add(*pair) for pair in zip(nodes, slot_mapping.tolist(), strict=True)]
         before = [i % len(nodes) for i in pick]
         nodes, num_new = [computed[i] for i in before], [1] * len(before)
-        reading = reading.advanced(np.array(before), new_slots[before])
+        reading = reading.advanced(np.array(before), slot_mapping[before])
     if picks:
         own = np.arange(len(nodes))
-        passed(pack_step(own, own + 1, tree.paths(nodes), reading))
+        passed(pack_decode(own, own + 1, tree.paths(nodes), reading))

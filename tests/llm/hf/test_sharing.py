@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention.block import Block
-from genlm_backend.attention.reading import Reading
+from genlm_backend.attention.block import SoftmaxAttention
+from genlm_backend.attention.reading import CascadePlan
 from genlm_backend.attention.torch import dispatch, torch_operators
-from genlm_backend.attention.torch.torch_attend import SharedAttend
+from genlm_backend.attention.torch.torch_attend import CascadeAttention
 from genlm_backend.attention.torch.torch_operators import TORCH
 from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import ModelStateError
@@ -22,7 +22,7 @@ from tests.llm.conftest import fresh_row, word_tokenizer
 
 
 def reading_of(slots, few_tokens):
-    return Reading.of(paths_of(slots), np.ones(len(slots), np.int64), few_tokens)
+    return CascadePlan.of(paths_of(slots), np.ones(len(slots), np.int64), few_tokens)
 
 
 def test_a_prompt_is_one_part_and_what_follows_is_not():
@@ -62,7 +62,7 @@ def test_the_model_attends_as_ever_on_other_threads_and_afterwards(name):
             other.join()
 
     with AsyncTransformer(model, word_tokenizer()) as lm:
-        assert isinstance(lm._evaluator.passes.cache.attend, SharedAttend)
+        assert isinstance(lm._evaluator.passes.cache.attend, CascadeAttention)
         assert model.config._attn_implementation == before
         lm.next_token_logprobs_sync(ids[:-1])
         hook = model.get_input_embeddings().register_forward_pre_hook(meanwhile)
@@ -122,7 +122,7 @@ def test_keys_that_are_parted_are_attended_to_as_one(num_keys, num_queries, dtyp
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_operators, "SHORTEST_STRETCH", shortest)
-        found = Block(TORCH, 0.7).attend(query, keys, values, None)
+        found = SoftmaxAttention(TORCH, 0.7).attend(query, keys, values, None)
     scores = query.double() @ keys.double().transpose(2, 3) * 0.7
     tolerance = {"rtol": 0, "atol": 1e-5 if dtype is torch.float32 else 3e-2}
     torch.testing.assert_close(found.logsumexp.double(), scores.logsumexp(-1), **tolerance)
@@ -137,7 +137,7 @@ def test_large_values_of_many_tokens_do_not_overflow(dtype):
         torch.randn(1, 1, n, 8, generator=generator).mul(0.01).to(dtype) for n in (2, 6000)
     )
     values = (torch.randn(1, 1, 6000, 8, generator=generator) + 14).to(dtype)
-    found = Block(TORCH, 0.1, softcap=50.0).attend(query, keys, values, None).values
+    found = SoftmaxAttention(TORCH, 0.1, softcap=50.0).attend(query, keys, values, None).values
     assert float((found.float() - 14).abs().max()) < 0.1
 
 

@@ -12,7 +12,7 @@ from genlm_backend.attention.torch import step_operators, step_pass, step_tables
 from genlm_backend.backends.hf import step_graphs
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.errors import ModelStateError
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from tests.llm import families
 from tests.llm.conftest import fresh_row
 from tests.llm.hf.strict_recorder import StrictRecorder, as_operator
@@ -86,7 +86,7 @@ def recorded(monkeypatch):
 
 
 def rows_of(evaluator, contexts):
-    found = evaluator.evaluate([Query(context) for context in contexts])
+    found = evaluator.evaluate([RowQuery(context) for context in contexts])
     return torch.stack([row.logprobs for row in found])
 
 
@@ -223,13 +223,13 @@ def test_prompts_of_several_groups_and_lengths(name, many_read, monkeypatch, rec
         contexts = [[*contexts[i], int(random.integers(23))] for i in order]
         history.append([list(one) for one in {tuple(context) for context in contexts}])
     seen = []
-    of = step_tables.StepTables.of.__func__
+    of = step_tables.DecodeTables.of.__func__
 
     def noted(cls, *given):
         seen.append(of(cls, *given))
         return seen[-1]
 
-    monkeypatch.setattr(step_tables.StepTables, "of", classmethod(noted))
+    monkeypatch.setattr(step_tables.DecodeTables, "of", classmethod(noted))
     check_history(families.make(name), history)
     assert recorded
     num_pieces = 1 if many_read else 2  # the smaller ones are read slot by slot
@@ -311,7 +311,7 @@ def test_a_change_between_two_steps_counts_or_is_refused_at_the_next(change, rec
     change(model)
     contexts = [[*context, int(random.integers(23))] for context in contexts]
     if change is not a_hook:
-        found = evaluator.evaluate([Query(context) for context in contexts])
+        found = evaluator.evaluate([RowQuery(context) for context in contexts])
         assert all(isinstance(answer, ModelStateError) for answer in found)
         return
     # What is kept of the tokens before is of the model as it was.
@@ -331,7 +331,7 @@ def test_a_mode_that_has_changed_is_told_at_the_next_step(recorded):
     assert recorded
     history = particles(4, 20, 7)
     model.train()
-    found = evaluator.evaluate([Query(context) for context in history[-1]])
+    found = evaluator.evaluate([RowQuery(context) for context in history[-1]])
     assert all(isinstance(answer, ModelStateError) for answer in found)
     model.eval()
     check_rows(evaluator, model, history[-1:])
@@ -401,7 +401,7 @@ def test_a_replay_that_fails_later_is_run_as_ever(monkeypatch, recorded):
     def fails(*_):
         raise OUT_OF_MEMORY
 
-    monkeypatch.setattr(step_graphs.Recorded, "replay", fails)
+    monkeypatch.setattr(step_graphs.CapturedGraph, "replay", fails)
     check_rows(evaluator, families.make("llama"), particles(4, 21, 4, seed=1))
     monkeypatch.undo()
 
@@ -428,14 +428,14 @@ def test_operators_that_are_wrong_are_not_used(monkeypatch, recorded):
 
 
 def test_a_recorded_step_that_is_refused_leaves_no_keys_of_its_own(monkeypatch, recorded):
-    of = step_tables.StepTables.of.__func__
+    of = step_tables.DecodeTables.of.__func__
 
     def lossy(cls, *given):  # of each row, all keys but that of the new token
         tables = of(cls, *given)
         last = tables.slots[tables.counts.cumsum() - 1]
         return tables._replace(slots=last, counts=tables.counts * 0 + 1)
 
-    monkeypatch.setattr(step_tables.StepTables, "of", classmethod(lossy))
+    monkeypatch.setattr(step_tables.DecodeTables, "of", classmethod(lossy))
     evaluator = check_history(families.make("llama"), particles(5, 20, 6))
     assert recorded  # and compared
     assert evaluator.counts().num_captured_steps == 0
@@ -463,7 +463,7 @@ def test_three_errors_end_recording_until_clear(monkeypatch, recorded, caplog):
 
 
 def test_copies_to_a_device_are_noted_on_its_own_stream(monkeypatch, recorded):
-    noted, made = [], step_pass.StepArrays.__init__
+    noted, made = [], step_pass.DecodeArrays.__init__
 
     class Event:
         def synchronize(self):
@@ -476,7 +476,7 @@ def test_copies_to_a_device_are_noted_on_its_own_stream(monkeypatch, recorded):
         made(arrays, shape, device)
         arrays._copied = Event()
 
-    monkeypatch.setattr(step_pass.StepArrays, "__init__", made_with_event)
+    monkeypatch.setattr(step_pass.DecodeArrays, "__init__", made_with_event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
     check_history(families.make("llama"), particles(4, 20, 4))
     assert set(noted) == {("stream of", torch.device("cpu"))}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from genlm_backend.backends.llama_cpp.sequences import Sequences
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import Slots
+from genlm_backend.prefix.slots import SlotAllocator
 
 LENGTH, NUM_SLOTS = 12, 60
 
@@ -61,7 +61,7 @@ class Steps:
     """Contexts of a prefix tree that are computed token by token."""
 
     def __init__(self, count, window=0):
-        self.tree, self.cells = PrefixTree(Slots(NUM_SLOTS)), Cells(count, window)
+        self.tree, self.cells = PrefixTree(SlotAllocator(NUM_SLOTS)), Cells(count, window)
         self.sequences = Sequences(self.cells, LENGTH, NUM_SLOTS, self.compute)
         self.num_computed = 0
 

@@ -21,13 +21,13 @@ pytestmark = [
 ]
 
 WAYS = {
-    "llama": "MlxSharedAttend",
-    "mistral-sliding": "MlxSharedAttend",
-    "gemma3": "MlxSharedAttend",
-    "mixtral": "MlxSharedAttend",
-    "gemma2": "MlxGatherAttend",  # has no function for attention
-    "stablelm": "MlxGatherAttend",
-    "deepseek-v3": "MlxGatherAttend",  # expands what is cached
+    "llama": "MlxCascadeAttention",
+    "mistral-sliding": "MlxCascadeAttention",
+    "gemma3": "MlxCascadeAttention",
+    "mixtral": "MlxCascadeAttention",
+    "gemma2": "MlxGatherAttention",  # has no function for attention
+    "stablelm": "MlxGatherAttention",
+    "deepseek-v3": "MlxGatherAttention",  # expands what is cached
 }
 
 
@@ -97,9 +97,9 @@ def test_rows_of_forks_are_those_of_contexts_run_whole(name, few_tokens):
 
 
 def test_what_is_shared_is_read_once(monkeypatch):
-    from genlm_backend.prefix.mlx_store import MlxStore
+    from genlm_backend.prefix.mlx_store import MlxKVPool
 
-    read, own_read = [], MlxStore.read_by_head
+    read, own_read = [], MlxKVPool.read_by_head
 
     def reading(store, layer, slots):
         found = own_read(store, layer, slots)
@@ -110,7 +110,7 @@ def test_what_is_shared_is_read_once(monkeypatch):
     with over(converted(model), kv_cache_bytes=1 << 20) as lm:
         prompt = random.Random(0).choices(range(families.VOCAB), k=100)
         lm.next_token_logprobs_sync(prompt)
-        monkeypatch.setattr(MlxStore, "read_by_head", reading)
+        monkeypatch.setattr(MlxKVPool, "read_by_head", reading)
         contexts = [[*prompt, i] for i in range(8)]
         rows = lm.batch_next_token_logprobs_sync(contexts)
         assert read == [(True, 1, 100)] * 2  # in each of two layers, and nothing beside

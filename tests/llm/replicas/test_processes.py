@@ -13,7 +13,7 @@ import torch
 from genlm_backend import load_model_by_name
 from genlm_backend.errors import EngineDiedError, PrefixFileError
 from genlm_backend.llm import AsyncReplicas, ProcessEvaluator
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere.over_there import Told, saved
 from tests.llm.elsewhere.test_process import close_to, is_there, nothing_is_left, until
@@ -109,7 +109,7 @@ def test_what_is_kept_in_small_numbers_and_in_files(tmp_path):
         until(lambda: lm.num_alive == 2)
         lm.clear_cache()
         assert list(lm.load_prefix(path)) == prompt
-        caches = [e.num_cached(Query(lm.context([*prompt, 5]))) for e in lm._set.evaluators]
+        caches = [e.num_cached(RowQuery(lm.context([*prompt, 5]))) for e in lm._set.evaluators]
         assert caches == [29, 29]
         torch.testing.assert_close(
             lm.next_token_logprobs_sync([*prompt, 5]), expected, rtol=0, atol=1e-5

@@ -22,9 +22,9 @@ from genlm_backend.errors import (
     OptionTypeError,
     TokenizerDecodeError,
 )
-from genlm_backend.llm import AsyncReplicas, Query
+from genlm_backend.llm import AsyncReplicas, RowQuery
 from genlm_backend.remote import ray_evaluator as on_ray
-from genlm_backend.remote.arguments import Receiver, Sender
+from genlm_backend.remote.arguments import ArgumentDecoder, ArgumentEncoder
 from genlm_backend.remote.ray_evaluator import RayEvaluator
 from genlm_backend.vision.pictures import Pictures
 from tests.llm.elsewhere import over_there, ray_cluster
@@ -194,19 +194,19 @@ def test_another_version_over_there_is_told(cluster, monkeypatch):
 
 def test_an_actor_that_is_new_answers_nothing():
     there = on_ray.EvaluatorActor()
-    reply = there.ask(1, "evaluate", pickle.dumps(([Query([1])],)))
+    reply = there.ask(1, "evaluate", pickle.dumps(([RowQuery([1])],)))
     assert isinstance(reply.error.error(), EngineDiedError)
     assert (reply.value, reply.counts) == (None, None)
 
 
 def test_an_actor_that_is_new_says_so_whatever_pictures_were_sent_before():
     pictures = Pictures.of([1, 2], {"pixel_values": torch.ones(2, 2)}, 1, 1)
-    sender = Sender()
+    sender = ArgumentEncoder()
     sender.packed((pictures,))
     again = sender.packed((pictures,))  # now by their key alone
     there = on_ray.EvaluatorActor()
     assert isinstance(there.ask(1, "evaluate", again).error.error(), EngineDiedError)
-    assert Receiver().arguments(again) is None
+    assert ArgumentDecoder().arguments(again) is None
 
 
 def test_mistakes_are_told_at_once(monkeypatch):

@@ -23,7 +23,7 @@ from genlm_backend.errors import (
     OptionTypeError,
     QueryDroppedError,
 )
-from genlm_backend.llm import AsyncReplicas, EvaluatorInfo, Query, RestartableEvaluator
+from genlm_backend.llm import AsyncReplicas, EvaluatorInfo, RestartableEvaluator, RowQuery
 from genlm_backend.model.evaluator import EvaluatorCounts
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere.over_there import Told
@@ -106,13 +106,13 @@ async def test_a_death_that_is_known_late_goes_to_another_replica():
     lm, evaluators = make(2)
     with lm:
         distributor = lm._distributor
-        choice = distributor._send(Query([1]))
+        choice = distributor._send(RowQuery([1]))
         distributor.died(lm._set.replicas[choice.replica], EngineDiedError("by the test"))
         lm._set.replicas[choice.replica].is_dead = False
         distributor.back(choice.replica, lm._set.infos[0])
         evaluators[choice.replica].dies_with = True
         close_to(await lm.next_token_logprobs([1]), [1])
-        distributor._ended(Query([1]), choice)
+        distributor._ended(RowQuery([1]), choice)
         assert evaluators[1 - choice.replica].asked == [[(1,)]]
 
 
@@ -261,7 +261,7 @@ class Reluctant(RestartableEvaluator, Mortal):
 
     def restart(self):
         while not self.may_restart.wait(0.01):
-            self.check_wanted()
+            self.check_cancelled()
         self.dies_with = self.is_dead = False
         self.loaded = {}
         self.load_adapters()
@@ -431,8 +431,8 @@ def test_blocked_callers_are_told_at_close():
 def test_a_prompt_that_all_have_computed_is_waited_for_by_nobody():
     lm, _ = make(2)
     with lm:
-        lm._distributor.sent_to_all(Query([*range(50)]))
+        lm._distributor.sent_to_all(RowQuery([*range(50)]))
         matches = lm._distributor._router._sent.matches(
-            None, Query([*range(50)]).context.packed().tobytes()
+            None, RowQuery([*range(50)]).context.packed().tobytes()
         )
         assert [(match.num_known, match.num_waiting) for match in matches] == [(50, 0)] * 2

@@ -7,7 +7,7 @@ import torch
 from genlm_backend.backends.mock import MockEvaluator
 from genlm_backend.backends.vllm.session_planner import Scored
 from genlm_backend.errors import AdapterError
-from genlm_backend.model.query import NO_QUERY, Query
+from genlm_backend.model.query import NO_QUERY, RowQuery
 from genlm_backend.model.sampling import Sampler
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
@@ -85,7 +85,7 @@ class FakeEngine:
         return dict(zip(computed, answers, strict=True))
 
     def _rows_of(self, contexts):
-        return self._mock.evaluate([Query(context) for context in contexts])
+        return self._mock.evaluate([RowQuery(context) for context in contexts])
 
     def score(self, texts, relieve):
         assert len(self.sessions) + len(texts) <= 2 * self.max_sessions

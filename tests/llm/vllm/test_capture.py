@@ -130,4 +130,4 @@ def test_rows_made_of_what_inference_mode_has_left_can_be_modified():
         processor.apply(logits * 2)
     (row,) = RowCapture.take_rows(["a"])
     assert not row.logprobs.is_inference()
-    check((row.logprobs[None], torch.tensor([row.normaliser])), logits * 2)
+    check((row.logprobs[None], torch.tensor([row.logsumexp])), logits * 2)

@@ -11,9 +11,9 @@ from genlm_backend.errors import (
     BatcherClosedError,
     UnknownAdapterError,
 )
-from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Beside, Scoring
+from genlm_backend.model.scoring import ScoreExtras, ScoreQuery
 from genlm_backend.model.token_readouts import Entropy
 from tests.llm import families
 from tests.llm.vllm.fake import FakeEngine
@@ -40,20 +40,20 @@ def test_texts_are_scored_in_a_pass_where_that_gives_all_that_is_wanted():
         (found,) = evaluator.evaluate([scoring])
         assert passed == ([scoring] if is_passed else [])
         ids = scoring.text.token_ids
-        rows = mock.evaluate([Query(ids[:end]) for end in range(scoring.start, len(ids))])
+        rows = mock.evaluate([RowQuery(ids[:end]) for end in range(scoring.start, len(ids))])
         rows = [row.without(torch.tensor(undefined_ids, dtype=torch.int64)) for row in rows]
         expected = [row.logprobs[i] for row, i in zip(rows, ids[scoring.start :], strict=True)]
         column = found if found.ndim == 1 else found[:, 0].float()
         assert torch.equal(column, torch.stack(expected))
         assert scoring.is_answered_by(found, families.VOCAB)
 
-    text = Query(tuple(range(20)))
-    check(Scoring(text, 5), True)
-    check(Scoring(text, 5, Beside(entropy=True, top=2)), False)
-    check(Scoring(text, 5), False, (90, 91))
-    check(Scoring(Query((1,) * 64), 60), False)  # no room for the token that is sampled
-    check(Scoring(Query((1,) * 63), 62), True)
-    mixed = [Query((1, 2)), Scoring(text, 3), Entropy(Query((3,))), Scoring(text, 4)]
+    text = RowQuery(tuple(range(20)))
+    check(ScoreQuery(text, 5), True)
+    check(ScoreQuery(text, 5, ScoreExtras(entropy=True, top=2)), False)
+    check(ScoreQuery(text, 5), False, (90, 91))
+    check(ScoreQuery(RowQuery((1,) * 64), 60), False)  # no room for the token that is sampled
+    check(ScoreQuery(RowQuery((1,) * 63), 62), True)
+    mixed = [RowQuery((1, 2)), ScoreQuery(text, 3), Entropy(RowQuery((3,))), ScoreQuery(text, 4)]
     evaluator.undefined_ids = ()
     row, first, entropy, second = evaluator.evaluate(mixed)
     assert isinstance(row, Row)
@@ -65,10 +65,10 @@ def test_texts_are_scored_in_a_pass_where_that_gives_all_that_is_wanted():
 
 def test_rows_from_elsewhere_come_to_the_output_device():
     evaluator = VLLMEvaluator(FakeEngine(), torch.device("meta"))
-    rows = evaluator.evaluate([Query((1,)), Query((2,))])
+    rows = evaluator.evaluate([RowQuery((1,)), RowQuery((2,))])
     for row in rows:
         assert row.logprobs.device.type == "meta"
-        assert isinstance(row.normaliser, float)
+        assert isinstance(row.logsumexp, float)
 
 
 def test_removing_an_adapter_ends_its_completions_and_closing_the_rest():
@@ -76,8 +76,8 @@ def test_removing_an_adapter_ends_its_completions_and_closing_the_rest():
     evaluator = VLLMEvaluator(engine, CPU)
     poet, other_poet = Adapter("poet", 1), Adapter("poet", 2)
     evaluator.add_adapter(poet, "somewhere")
-    evaluator.evaluate([Query((1,), poet), Query((1,))])
-    gone, stays = start(evaluator, Query((1,), poet)), start(evaluator, Query((1,)))
+    evaluator.evaluate([RowQuery((1,), poet), RowQuery((1,))])
+    gone, stays = start(evaluator, RowQuery((1,), poet)), start(evaluator, RowQuery((1,)))
     evaluator.remove_adapter(poet)
     assert isinstance(gone.future.exception(0), UnknownAdapterError)
     assert not stays.future.done()
@@ -92,7 +92,7 @@ def test_removing_an_adapter_ends_its_completions_and_closing_the_rest():
 def test_an_engine_that_cannot_even_be_closed_leaves_no_completion_waiting(monkeypatch):
     engine = FakeEngine()
     evaluator = VLLMEvaluator(engine, CPU)
-    completion = start(evaluator, Query((1,)))
+    completion = start(evaluator, RowQuery((1,)))
 
     def close():
         raise ZeroDivisionError("in the engine")

@@ -10,7 +10,7 @@ import torch
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.errors import AdapterError, QueryDroppedError
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
 from tests.llm.vllm import real
@@ -59,7 +59,7 @@ def test_rows_beside_a_sample_that_takes_the_blocks_they_were_to_have(lm, size):
     asked, planner = [[*base, *other[:20]], other], lm._vllm.planner
     lm.clear_cache()
     lm.next_token_logprobs_sync(base)
-    sample = Completion(Query([1, 2, 3, 4]), 250, [], 0.0, 1, 0, lm.max_length)
+    sample = Completion(RowQuery([1, 2, 3, 4]), 250, [], 0.0, 1, 0, lm.max_length)
 
     def start():
         planner.start([sample], frozenset())
@@ -115,13 +115,13 @@ def test_a_fork_of_a_session_that_has_been_preempted(lm, monkeypatch):
 
 def test_a_sample_that_nobody_waits_for_ends_at_the_next_step(lm):
     planner, (context,) = lm._vllm.planner, contexts(40)
-    sample = Completion(Query([1, 2, 3, 4]), 240, [], 0.0, 1, 0, lm.max_length)
+    sample = Completion(RowQuery([1, 2, 3, 4]), 240, [], 0.0, 1, 0, lm.max_length)
 
     def ask():
         planner.start([sample], frozenset())
         planner.go_on()
         sample.future.cancel()
-        (row,) = planner.evaluate([Query(context)], lambda: None)
+        (row,) = planner.evaluate([RowQuery(context)], lambda: None)
         return row, dict(planner._engine.completions)
 
     row, left = lm._call(ask)
@@ -132,10 +132,10 @@ def test_a_sample_that_nobody_waits_for_ends_at_the_next_step(lm):
 
 def test_a_row_that_nobody_waits_for_any_more_leaves_the_sample_that_it_waited_beside(lm):
     planner, (context,) = lm._vllm.planner, contexts(240)
-    sample = Completion(Query([1, 2, 3, 4]), 250, [], 0.0, 1, 0, lm.max_length)
+    sample = Completion(RowQuery([1, 2, 3, 4]), 250, [], 0.0, 1, 0, lm.max_length)
     num_sampled = []
 
-    def check_wanted():
+    def check_cancelled():
         num_sampled.append(len(sample.token_ids))
         if len(num_sampled) > 3:
             raise QueryDroppedError("nobody waits for it any more")
@@ -145,7 +145,7 @@ def test_a_row_that_nobody_waits_for_any_more_leaves_the_sample_that_it_waited_b
         while len(sample.token_ids) < 190:
             planner.go_on()
         with pytest.raises(QueryDroppedError):
-            planner.evaluate([Query(context)], check_wanted)
+            planner.evaluate([RowQuery(context)], check_cancelled)
         while not sample.future.done():
             planner.go_on()
 

@@ -19,7 +19,7 @@ import torch
 
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.errors import EngineDiedError
-from genlm_backend.llm import Query, Readout
+from genlm_backend.llm import Readout, RowQuery
 from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
 from tests.llm.vllm import real
@@ -146,7 +146,7 @@ async def test_what_is_read_off_comes_without_its_row(lm, monkeypatch):
 async def test_a_readout_whose_class_is_nowhere_else_is_read_off_here(lm):
     @dataclass(frozen=True)
     class Least(Readout):
-        query: Query
+        query: RowQuery
         wanted: ClassVar[str] = "a float"
 
         @classmethod

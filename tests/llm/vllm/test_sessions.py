@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from genlm_backend import AsyncVirtualLM, MockAsyncLM
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import RowQuery
 from genlm_backend.model.token_readouts import Entropy
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
@@ -139,7 +139,7 @@ async def test_a_batch_that_nobody_waits_for_ends_between_two_rounds(monkeypatch
 
     monkeypatch.setattr(engine, "run", held)
     with AsyncVirtualLM(engine, row_cache_bytes=0) as lm, MockAsyncLM(word_tokenizer()) as other:
-        queries = [Query((i,)) for i in range(9)]
+        queries = [RowQuery((i,)) for i in range(9)]
         tasks = [asyncio.ensure_future(lm._batcher.submit(query)) for query in queries]
         lm._batcher.set_policy(max_batch_size=9)  # three rounds of three
         await asyncio.to_thread(is_held.wait, 30)
