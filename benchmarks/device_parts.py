@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm_backend.attention.block import SoftmaxAttention
+from genlm_backend.attention.softmax_attention import SoftmaxAttention
 from genlm_backend.attention.torch.fused import fused_operator
-from genlm_backend.attention.torch.torch_operators import TORCH
+from genlm_backend.attention.torch.torch_ops import TORCH
 
 Line = dict[str, Any]
 
@@ -415,11 +415,11 @@ def division(device: str, deadline: float) -> Iterator[Line]:
 
 def _divided(rows: int, length: int, device: str) -> Line:
     """Return what the ways to read cost some rows."""
-    from genlm_backend.attention.torch.step_operators import step_operators
-    from genlm_backend.attention.torch.step_tables import QUERIES_OF_BLOCK, num_stretches
-    from genlm_backend.backends.hf.step_graphs import CudaRecorder
+    from genlm_backend.backends.hf.cuda_graph_runner import CudaRecorder
+    from genlm_backend.backends.hf.decode_ops import decode_ops_for
+    from genlm_backend.backends.hf.decode_tables import QUERIES_OF_BLOCK, num_stretches
 
-    operators = step_operators(torch.device(device), torch.bfloat16, 64, 4)
+    operators = decode_ops_for(torch.device(device), torch.bfloat16, 64, 4)
     if operators is None:
         return {"skipped": "there are no operators for steps"}
     query = torch.randn(rows, 32, 64, device=device).to(torch.bfloat16)
@@ -488,7 +488,7 @@ def attention(device: str, deadline: float) -> Iterator[Line]:
     """Yield which operator attends to a shared stretch, and what it and the formula cost.
 
     Queries are those of 64 and 1,024 rows of 4 heads to a head of keys, as of the shape of a
-    billion parameters; the limit is the time of reading the keys and values once.
+    billion parameters; the limit is the time of plan the keys and values once.
     """
     speed = bandwidth(device)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -55,13 +55,16 @@ class Events:
     """Milliseconds of replays on the device, and of captures on the host."""
 
     def __init__(self) -> None:
-        from genlm_backend.backends.hf import step_graphs
+        from genlm_backend.backends.hf import cuda_graph_runner
 
         self.pairs: list[Any] = []
         self.captures: list[float] = []
         if DEVICE != "cuda":
             return
-        replay, record = step_graphs.CapturedGraph.replay, step_graphs.CudaRecorder.record
+        replay, record = (
+            cuda_graph_runner.CapturedGraph.replay,
+            cuda_graph_runner.CudaRecorder.record,
+        )
 
         def timed(recorded: Any, *given: Any) -> Any:
             pair = [torch.cuda.Event(enable_timing=True) for _ in "se"]
@@ -79,8 +82,8 @@ class Events:
             self.captures.append(1e3 * (time.perf_counter() - start))
             return found
 
-        step_graphs.CapturedGraph.replay = timed  # pyright: ignore[reportAttributeAccessIssue]
-        step_graphs.CudaRecorder.record = captured  # pyright: ignore[reportAttributeAccessIssue]
+        cuda_graph_runner.CapturedGraph.replay = timed  # pyright: ignore[reportAttributeAccessIssue]
+        cuda_graph_runner.CudaRecorder.record = captured  # pyright: ignore[reportAttributeAccessIssue]
 
     def take(self) -> float:
         """Return the median of the replays since it was asked last."""
@@ -151,12 +154,12 @@ def profile(lm: Any) -> None:
 
 def host(lm: Any) -> None:
     """Tell what the stages of a step take on the host, in microseconds."""
-    from genlm_backend.attention.paths import CachedPrefixes
-    from genlm_backend.attention.torch.step_pass import DecodeArrays
-    from genlm_backend.attention.torch.step_tables import DecodeTables
-    from genlm_backend.backends.hf import hf_runner, step_graphs
-    from genlm_backend.passes import decode_steps, pass_evaluator, passes
+    from genlm_backend.attention.cached_prefixes import CachedPrefixes
+    from genlm_backend.backends.hf import cuda_graph_runner, hf_runner
+    from genlm_backend.backends.hf.cuda_graph_attention import DecodeArrays
+    from genlm_backend.backends.hf.decode_tables import DecodeTables
     from genlm_backend.prefix import prefix_tree
+    from genlm_backend.scheduling import decode_scheduler, local_evaluator, scheduler
 
     spent: defaultdict[str, list[float]] = defaultdict(list)
     undo: list[Callable[[], None]] = []
@@ -177,12 +180,12 @@ def host(lm: Any) -> None:
         undo.append(lambda: setattr(owner, name, original))
 
     for owner, name in (
-        (pass_evaluator.LocalEvaluator, "evaluate"),
-        (passes.Scheduler, "_together"),
-        (decode_steps.DecodeScheduler, "rows"),
-        (decode_steps.DecodeScheduler, "takes"),
-        (decode_steps.DecodeScheduler, "_reading"),
-        (decode_steps, "pack_decode"),
+        (local_evaluator.LocalEvaluator, "evaluate"),
+        (scheduler.Scheduler, "_run_cached"),
+        (decode_scheduler.DecodeScheduler, "run"),
+        (decode_scheduler.DecodeScheduler, "accepts"),
+        (decode_scheduler.DecodeScheduler, "_plan"),
+        (decode_scheduler, "pack_decode"),
         (prefix_tree.PrefixTree, "match_all"),
         (prefix_tree.PrefixTree, "allocate"),
         (prefix_tree.PrefixTree, "grow"),
@@ -190,13 +193,13 @@ def host(lm: Any) -> None:
         (CachedPrefixes, "of"),
         (hf_runner.HFRunner, "forward"),
         (hf_runner.HFRunner, "_has_changed"),
-        (step_graphs.CudaGraphRunner, "plan"),
-        (step_graphs.CudaGraphRunner, "_of"),
-        (step_graphs.CudaGraphRunner, "replayed"),
+        (cuda_graph_runner.CudaGraphRunner, "plan"),
+        (cuda_graph_runner.CudaGraphRunner, "_of"),
+        (cuda_graph_runner.CudaGraphRunner, "replayed"),
         (DecodeTables, "of"),
         (DecodeArrays, "fill"),
-        (pass_evaluator, "rows_of_logits"),
-        (pass_evaluator, "answers_by_rows"),
+        (local_evaluator, "rows_of_logits"),
+        (local_evaluator, "answers_by_rows"),
     ):
         label = str(getattr(owner, "__name__", "")).split(".")[-1]
         watch(owner, name, f"{label}.{name}")
@@ -284,9 +287,9 @@ def products(speed: float) -> None:
 
 def attention() -> None:
     """Tell what stretches of room for 4, 16 and 64 take, and cuDNN for long ones."""
-    from genlm_backend.attention.torch.step_operators import step_operators
+    from genlm_backend.backends.hf.decode_ops import decode_ops_for
 
-    operators = step_operators(torch.device(DEVICE), torch.bfloat16, 64, 4)
+    operators = decode_ops_for(torch.device(DEVICE), torch.bfloat16, 64, 4)
     if operators is None:
         tell("attention", failed="no operators")
         return
@@ -333,7 +336,7 @@ def small() -> None:
     from torch.nn import functional
 
     try:
-        from genlm_backend.attention.torch.layer_kernels import fused_add_rms_norm, silu_and_mul
+        from genlm_backend.backends.hf.layer_kernels import fused_add_rms_norm, silu_and_mul
     except Exception as error:  # no Triton
         tell("small", failed=str(error))
         return

@@ -66,7 +66,7 @@ def harness(variant: str, repeats: int) -> dict[str, Any]:
     """Return seconds of multiple choice on ``"genlm"``, or on ``"hf, batches of 4"``."""
     folder = str(bundled_directory("smollm2"))
     if variant == "genlm":
-        from genlm_backend.scoring.lm_evaluation import HarnessLM
+        from genlm_backend.integrations.lm_evaluation import HarnessLM
 
         model: Any = HarnessLM(folder, "hf", dtype="float32")
     else:

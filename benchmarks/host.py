@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from benchmarks.workloads import free_forward, seconds, tokenizer_of
-from genlm_backend.attention.paths import CachedPrefixes
-from genlm_backend.attention.reading import FEW_TOKENS, CascadePlan
+from genlm_backend.attention.cached_prefixes import CachedPrefixes
+from genlm_backend.attention.cascade_plan import FEW_TOKENS, CascadePlan
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.llm import BatchedLM, Row, StatelessEvaluator
 from genlm_backend.model.row import rows_of_logits
@@ -32,7 +32,7 @@ def host(repeats: int, num_steps: int = 20) -> Numbers:
     """Milliseconds of a step of 100 particles behind one prompt, with a forward that is free.
 
     Each particle has a few last tokens of its own and gets one more a step. ``list`` asks plain
-    lists, ``context`` what ``lm.context`` returns. ``reading`` is what planning how to read the
+    lists, ``context`` what ``lm.context`` returns. ``plan`` is what planning how to read the
     cached tokens of such a step takes beside that.
     """
     lm = free_forward(max_length=10_000, kv_cache_bytes=1 << 26, row_cache_bytes=1 << 20)
@@ -69,8 +69,8 @@ def host(repeats: int, num_steps: int = 20) -> Numbers:
                 lm.clear_cache()
                 found = asyncio.run(steps(contexts, kind == "list"))
                 numbers.setdefault(f"{kind}, {size}", []).extend(found)
-                reading = [_milliseconds_of_reading(last_batch[0]) for _ in range(3)]
-                numbers.setdefault(f"reading, {size}", []).extend(reading)
+                plan = [_milliseconds_of_reading(last_batch[0]) for _ in range(3)]
+                numbers.setdefault(f"reading, {size}", []).extend(plan)
     lm.close()
     return numbers
 
@@ -97,7 +97,7 @@ def many(repeats: int, num_steps: int = 100) -> Numbers:
     return numbers
 
 
-def reading(repeats: int) -> Numbers:
+def plan(repeats: int) -> Numbers:
     """Milliseconds to decide how a step reads what is cached.
 
     ``anew`` and ``stepped`` are of 256 rows behind 4,000 shared tokens with 100 of their own, half

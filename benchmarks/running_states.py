@@ -89,8 +89,8 @@ def choosing(repeats: int) -> Numbers:
     import numpy as np
 
     from genlm_backend.prefix.prefix_tree import PrefixTree
-    from genlm_backend.prefix.slots import SlotAllocator
-    from genlm_backend.prefix.states import StateCache
+    from genlm_backend.prefix.slot_allocator import SlotAllocator
+    from genlm_backend.prefix.state_cache import StateCache
 
     numbers: dict[str, list[float]] = {}
     for num_states, is_full in ((1_000, False), (100_000, False), (100_000, True)):

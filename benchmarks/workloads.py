@@ -336,7 +336,7 @@ def free_forward(vocab_size: int = 1000, num_layers: int = 1, **options: Any) ->
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from genlm_backend import AsyncTransformer
-    from genlm_backend.attention.packing import ForwardBatch, pack
+    from genlm_backend.attention.forward_batch import ForwardBatch, pack
 
     config = LlamaConfig(
         vocab_size=vocab_size,

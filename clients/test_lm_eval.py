@@ -25,7 +25,7 @@ from genlm_backend.errors import (  # noqa: E402
     OptionError,
     OptionTypeError,
 )
-from genlm_backend.scoring.lm_evaluation import HarnessLM  # noqa: E402
+from genlm_backend.integrations.lm_evaluation import HarnessLM  # noqa: E402
 
 PLACES = ["France", "Italy", "Japan", "Egypt", "Peru", "Norway", "Kenya", "Spain"]
 CITIES = ["Paris", "Rome", "Tokyo", "Cairo", "Lima", "Oslo", "Nairobi", "Madrid"]

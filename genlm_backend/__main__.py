@@ -144,7 +144,7 @@ def run_command(known: argparse.Namespace, rest: list[str]) -> None:
     elif known.command == "demo":
         run_demo(rest)
     elif known.command == "lm-eval":
-        from genlm_backend.scoring.lm_evaluation import run
+        from genlm_backend.integrations.lm_evaluation import run
 
         run(rest)
     else:

@@ -19,7 +19,7 @@ _PUBLIC: Final = {
     "generation.config": "GenerationConfig MultiMediaInfo",
     "generation.constraint": "Constraint",
     "generation.engine.engine": "Engine",
-    "generation.engine.installed_model": "ModelState",
+    "generation.engine.model_entry": "ModelState",
     "generation.engine.request": "GenerationRequest ResultQueue",
     "generation.engine.runtime_config": "RuntimeConfig",
     "generation.generated": "GeneratedElements GeneratedToken Generation GenerationStatus Piece "
@@ -29,7 +29,7 @@ _PUBLIC: Final = {
     "model.batched_lm": "BatchedLM",
     "model.context": "Context",
     "model.draw": "Draw PackedMask",
-    "model.drawing": "SampleReadout SampleManyReadout",
+    "model.sample_readout": "SampleReadout SampleManyReadout",
     "model.evaluator": "Evaluator EvaluatorCounts EvaluatorInfo RestartableEvaluator "
     "StatelessEvaluator",
     "model.lm_statistics": "LMStatistics",

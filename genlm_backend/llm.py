@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from genlm_backend.model.batched_lm import BatchedLM
     from genlm_backend.model.context import Context
     from genlm_backend.model.draw import Draw, PackedMask
-    from genlm_backend.model.drawing import SampleManyReadout, SampleReadout
     from genlm_backend.model.evaluator import (
         Evaluator,
         EvaluatorCounts,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from genlm_backend.model.query import Adapter, RowQuery
     from genlm_backend.model.readout import Readout
     from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
+    from genlm_backend.model.sample_readout import SampleManyReadout, SampleReadout
     from genlm_backend.model.sampling import Sampled
     from genlm_backend.model.scoring import ScoreQuery, TokenScores
     from genlm_backend.model.token_readouts import TopTokens

@@ -357,7 +357,7 @@ def test_options_that_contradict_each_other_or_are_none_are_told(run):
 
 def test_an_evaluation_names_the_extra_that_it_needs(monkeypatch, capsys):
     hide(monkeypatch, "lm_eval")
-    monkeypatch.delitem(sys.modules, "genlm_backend.scoring.lm_evaluation", raising=False)
+    monkeypatch.delitem(sys.modules, "genlm_backend.integrations.lm_evaluation", raising=False)
     monkeypatch.setattr(sys, "argv", ["genlm_backend", "lm-eval", "--tasks", "x"])
     with pytest.raises(SystemExit) as ended:
         command_line.main()

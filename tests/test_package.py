@@ -214,26 +214,25 @@ batching: checks readable runtime
 prefix: checks runtime
 tokenization: checks
 trie: batching checks lazy readable runtime tokenization
-vision: checks
-model: batching checks prefix readable runtime tokenization vision
+multimodal: checks
+model: batching checks prefix readable runtime tokenization multimodal
 attention: prefix runtime
-attention.torch: attention prefix vision
-attention.mlx: attention prefix
-passes: attention attention.torch common_prefix model prefix runtime vision
-remote: checks model prefix runtime vision
+attention.torch: attention prefix multimodal
+scheduling: attention attention.torch common_prefix model prefix runtime multimodal
+remote: checks model prefix runtime multimodal
 backends: checks model runtime tokenization
-backends.hf: attention attention.torch backends checks model passes prefix remote runtime \
-    tokenization vision
-backends.mlx: attention attention.mlx backends backends.hf checks model passes prefix runtime
-backends.vllm: backends checks common_prefix model prefix runtime tokenization vision
-backends.llama_cpp: attention backends checks model passes prefix remote runtime
+backends.hf: attention attention.torch backends checks model scheduling prefix remote runtime \
+    tokenization multimodal
+backends.mlx: attention backends backends.hf checks model scheduling prefix runtime
+backends.vllm: backends checks common_prefix model prefix runtime tokenization multimodal
+backends.llama_cpp: attention backends checks model scheduling prefix remote runtime
 remote.replicas: backends backends.hf batching checks common_prefix model prefix remote runtime \
-    vision
+    multimodal
 llm: backends backends.hf backends.llama_cpp backends.mlx backends.vllm lazy model remote \
     remote.replicas
 generation: backends checks common_prefix lazy llm model readable runtime tokenization
 scoring: checks lazy model runtime tokenization
-scoring.lm_evaluation: backends checks generation model runtime scoring tokenization
+integrations: backends checks generation model runtime scoring tokenization
 compat: backends.mlx backends.vllm checks runtime tokenization
 """.splitlines()
     )
@@ -251,7 +250,6 @@ FORBIDDEN = {
     "checks": PLAIN - {"torch"},  # one function asks for devices
     "prefix": {"asyncio", "transformers", "vllm"},
     "tokenization": {"torch", "vllm", "mlx"},
-    "attention.mlx": {"transformers", "vllm"},
     "backends.mlx": {"vllm"},
     "backends.vllm": {"transformers", "mlx"},
 }

@@ -97,7 +97,7 @@ class Readings(Workload):
     name = "readings"
 
     def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
-        return host.reading(repeats)
+        return host.plan(repeats)
 
     def rows(self, found: Found) -> list[Row]:
         ms = {name: median(values) for name, values in found[""].items()}

@@ -1,1 +1,1 @@
-"""Ways for the new tokens of a forward pass to attend, and readings of the cached ones."""
+"""Ways for the new tokens of a forward pass to attend, and plans of the cached ones."""

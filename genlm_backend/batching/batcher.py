@@ -12,14 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar, cast, final
 
-from genlm_backend.batching.policy import (
-    BatcherStatistics,
-    BatchPolicy,
-    BatchState,
-    Decision,
-    QuietDetector,
-)
-from genlm_backend.batching.round import (
+from genlm_backend.batching.pending_batch import (
     Answers,
     Caller,
     Loop,
@@ -32,6 +25,13 @@ from genlm_backend.batching.round import (
     is_error,
     leave,
     presentable,
+)
+from genlm_backend.batching.policy import (
+    BatcherStatistics,
+    BatchPolicy,
+    BatchState,
+    Decision,
+    QuietDetector,
 )
 from genlm_backend.batching.worker import Worker
 from genlm_backend.checks import function, instance, optional, text
@@ -58,8 +58,8 @@ class Batcher(Generic[Q, R]):
 
     A caller that is cancelled disturbs nobody, and its query is not evaluated unless somebody
     else wants it. An ``evaluate`` that takes long calls ``check_cancelled()`` between its steps,
-    and ends where nobody is left. An exception out of ``evaluate`` reaches the callers of that batch
-    and no one else; one that it returns in place of a result, the callers of that query.
+    and ends where nobody is left. An exception out of ``evaluate`` reaches the callers of that
+    batch and no one else; one that it returns in place of a result, the callers of that query.
 
     It belongs to the process that first asks it; a fork of that process gets a ``ForkedError``.
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from genlm_backend.generation.config import GenerationConfig, MultiMediaInfo
     from genlm_backend.generation.constraint import Constraint
     from genlm_backend.generation.engine.engine import Engine
-    from genlm_backend.generation.engine.installed_model import ModelState
+    from genlm_backend.generation.engine.model_entry import ModelState
     from genlm_backend.generation.engine.request import GenerationRequest, ResultQueue
     from genlm_backend.generation.engine.runtime_config import RuntimeConfig
     from genlm_backend.generation.generated import (

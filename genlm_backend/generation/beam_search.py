@@ -9,9 +9,9 @@ from typing import final
 import torch
 
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.draft import Text, TextSequence
 from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.generation.prompt import Prompt
+from genlm_backend.generation.text_sequence import Text, TextSequence
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import check_possible
 

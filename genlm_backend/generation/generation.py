@@ -17,9 +17,9 @@ from genlm_backend.generation.config import (
     GenerationConfig,
     GenerationFields,
 )
-from genlm_backend.generation.draft import Sample, TextSequence
 from genlm_backend.generation.generated import GeneratedToken, Generation
 from genlm_backend.generation.prompt import Chat, Prompt, is_many
+from genlm_backend.generation.text_sequence import Sample, TextSequence
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import TokenIds

@@ -29,9 +29,9 @@ from genlm_backend.model.draw import (
     RandomGenerator,
     draw,
 )
-from genlm_backend.model.drawing import Impossible, drawing_of, drawings_of, several_draws_of
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import NO_QUERY, UNKNOWN_ADAPTER, RowQuery, TokenIds
+from genlm_backend.model.sample_readout import Impossible, drawing_of, drawings_of, several_draws_of
 from genlm_backend.model.sampling import (
     Sampled,
     Sampler,

@@ -33,17 +33,17 @@ from genlm_backend.errors import (
     OptionError,
     PictureError,
 )
-from genlm_backend.model.answering import (
-    ADAPTER_CHECKS,
-    AdapterNames,
-    ResultCollector,
-    check_adapter_name,
-)
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context, listed_contexts
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import Adapter, RowQuery, TokenIds
+from genlm_backend.model.result_collector import (
+    ADAPTER_CHECKS,
+    AdapterNames,
+    ResultCollector,
+    check_adapter_name,
+)
 from genlm_backend.model.row import Row, RowCache, table_of
 from genlm_backend.model.scoring import (
     NO_EXTRAS,

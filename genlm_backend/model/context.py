@@ -11,9 +11,9 @@ import numpy as np
 
 from genlm_backend.checks import MAX_VOCAB, integer, listed, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError, PictureError
+from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.prefix.nodes import NO_HINT, Place
 from genlm_backend.tokenization import Token
-from genlm_backend.vision.pictures import Pictures
 
 TOKENS_PER_BLOCK: Final = 512
 """Number of token ids that are packed together."""

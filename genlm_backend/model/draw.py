@@ -21,7 +21,7 @@ from genlm_backend.model.row import spare_memory
 
 Floats: TypeAlias = NDArray[np.float32]
 Doubles: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
+TokenArray: TypeAlias = NDArray[np.int64]
 
 AnyRow = torch.Tensor | NDArray[np.floating]
 """A row of log-probabilities or other scores, float ``[vocab]``, on any device."""

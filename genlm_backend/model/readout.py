@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast, final
 
 import torch
 
-from genlm_backend.batching.round import presentable
+from genlm_backend.batching.pending_batch import presentable
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.context import Context

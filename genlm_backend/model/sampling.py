@@ -9,8 +9,8 @@ import numpy as np
 
 from genlm_backend.checks import check_names, checked, integer, optional, sequence, switch
 from genlm_backend.model.draw import TEMPERATURE
-from genlm_backend.model.drawing import SampleReadout
 from genlm_backend.model.query import RowQuery, check_known_ids
+from genlm_backend.model.sample_readout import SampleReadout
 
 
 @final

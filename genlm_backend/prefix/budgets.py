@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, final
 import torch
 
 from genlm_backend.errors import OptionError
-from genlm_backend.prefix.kv_store import KVLayout
+from genlm_backend.prefix.kv_pool import KVLayout
 from genlm_backend.runtime.memory import cpu_budget
 
 CUDA_FRACTION: Final = 0.5

@@ -17,8 +17,8 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final, final
 
 from genlm_backend.model.context import Context, unpickled
+from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.remote.messages import Reply, UnknownIds
-from genlm_backend.vision.pictures import Pictures
 
 MAX_CONTEXT_BYTES: Final = 1 << 28
 """Bytes of contexts that the receiver keeps, counted without sharing."""

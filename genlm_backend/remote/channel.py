@@ -18,7 +18,7 @@ import numpy as np
 _LENGTH: Final = struct.Struct("!Q")
 _CHUNK: Final = 1 << 20
 _BYTES_PER_NUMBER: Final = 4
-MAX_BYTES: Final = 64 << 20
+MAX_SHARED_BYTES: Final = 64 << 20
 """Bytes of rows that are handed over at once, at most, unless a single one has more."""
 
 
@@ -89,7 +89,7 @@ class SharedRows:
     @staticmethod
     def max_rows(width: int) -> int:
         """Return the largest number of rows of a width that go at once."""
-        return max(1, MAX_BYTES // (_BYTES_PER_NUMBER * max(1, width)))
+        return max(1, MAX_SHARED_BYTES // (_BYTES_PER_NUMBER * max(1, width)))
 
     def table(self, num_rows: int, width: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the memory as float32 ``[num_rows, width]``, grown if need be."""

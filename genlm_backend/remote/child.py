@@ -18,7 +18,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.model.readout import packed
 from genlm_backend.model.row import Row, put_rows
 from genlm_backend.remote.channel import Channel, SharedRows
-from genlm_backend.remote.far_end import EvaluatorServer
+from genlm_backend.remote.evaluator_server import EvaluatorServer
 from genlm_backend.remote.messages import DROP, PackedError, Reply, Request
 
 _LOOK_SECONDS: Final = 0.2
@@ -80,7 +80,7 @@ class Server:
             os._exit(1)
 
 
-def main(arguments: Sequence[str]) -> None:
+def serve_child(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the cell or the shell
     faulthandler.enable()
     descriptor, rows, parent, is_watched = map(int, arguments)
@@ -97,4 +97,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve_child(sys.argv[1:])

@@ -91,6 +91,6 @@ class RowRef(NamedTuple):
     logsumexp: float | None
 
 
-class Answers(NamedTuple):
+class PackedResults(NamedTuple):
     answers: list[Any]
     width: int

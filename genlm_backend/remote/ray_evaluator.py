@@ -23,7 +23,7 @@ from genlm_backend.errors import (
 )
 from genlm_backend.model.evaluator import Evaluator
 from genlm_backend.model.row import Row, own_table, put_rows
-from genlm_backend.remote.far_end import EvaluatorServer, library_version
+from genlm_backend.remote.evaluator_server import EvaluatorServer, library_version
 from genlm_backend.remote.messages import Reply, Request, Table
 from genlm_backend.remote.process_evaluator import pickled
 from genlm_backend.remote.remote_evaluator import RemoteEvaluator

@@ -19,11 +19,11 @@ from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.readout import answers_by_rows, is_own
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Query, Result
+from genlm_backend.multimodal.pictures import PictureRules
 from genlm_backend.prefix.tiers import TierName
 from genlm_backend.remote.arguments import ArgumentEncoder
-from genlm_backend.remote.messages import Answers, PackedError, Reply, RowRef
+from genlm_backend.remote.messages import PackedError, PackedResults, Reply, RowRef
 from genlm_backend.runtime.threads import frequent_switches
-from genlm_backend.vision.pictures import PictureRules
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class RemoteEvaluator(RestartableEvaluator):
     def _answers(self, questions: Sequence[Query]) -> Sequence[Result | Exception]:
         with frequent_switches():
             found = self.ask("evaluate", questions)
-            if not isinstance(found, Answers):
+            if not isinstance(found, PackedResults):
                 return found  # for the caller to refuse
             known = [each.logsumexp for each in found.answers if isinstance(each, RowRef)]
             rows: list[Row] = []

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-Piece = str | bytes
-Stage = Callable[[Piece], Piece]
+TextOrBytes = str | bytes
+Stage = Callable[[TextOrBytes], TextOrBytes]
 
 
 class UnknownDecoderError(ValueError):
@@ -53,7 +53,7 @@ def decode_byte_level(strings: Sequence[str]) -> list[bytes]:
     return result
 
 
-def to_utf8(piece: Piece) -> bytes:
+def to_utf8(piece: TextOrBytes) -> bytes:
     return piece if isinstance(piece, bytes) else piece.encode("utf-8", "surrogatepass")
 
 
@@ -69,7 +69,7 @@ class CompiledDecoder:
     def decode(self, strings: Sequence[str]) -> list[bytes]:
         if self.is_byte_level:
             return decode_byte_level(strings)
-        pieces: list[Piece] = list(strings)
+        pieces: list[TextOrBytes] = list(strings)
         for stage in self.stages:
             pieces = [stage(piece) for piece in pieces]
         return [to_utf8(piece) for piece in pieces]
@@ -83,7 +83,7 @@ class CompiledDecoder:
     def with_word_ends(self, suffix: str) -> CompiledDecoder:
         """Return the decoder that reads ``suffix`` as the end of a word, before anything else."""
 
-        def stage(piece: Piece) -> Piece:
+        def stage(piece: TextOrBytes) -> TextOrBytes:
             text = str(piece).removesuffix(suffix)
             return self.decode([text])[0] + b" " * (text != piece)
 
@@ -215,14 +215,14 @@ def is_byte_token(piece: str) -> bool:
     return _BYTE_TOKEN.match(piece) is not None
 
 
-def _byte_fallback(piece: Piece) -> Piece:
+def _byte_fallback(piece: TextOrBytes) -> TextOrBytes:
     if isinstance(piece, str) and len(piece) == 6 and is_byte_token(piece):
         return bytes([int(piece[3:5], 16)])
     return piece
 
 
 def _strip(content: str, start: int, stop: int) -> Stage:
-    def stage(piece: Piece) -> Piece:
+    def stage(piece: TextOrBytes) -> TextOrBytes:
         if isinstance(piece, bytes):
             return piece
         piece = piece[min(start, len(piece) - len(piece.lstrip(content))) :]
@@ -247,7 +247,7 @@ _CLEANUP: Final = (
 
 
 def _word_piece(prefix: str, cleanup: bool) -> Stage:
-    def stage(piece: Piece) -> Piece:
+    def stage(piece: TextOrBytes) -> TextOrBytes:
         if isinstance(piece, bytes):
             return piece
         text = piece[len(prefix) :] if piece.startswith(prefix) else " " + piece

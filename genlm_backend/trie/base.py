@@ -324,9 +324,9 @@ class VocabularyTrie(abc.ABC):
             MissingExtraError: If Graphviz is not installed (extra ``viz``).
             WeightsError: If ``ws`` is neither one weight per token nor one per node.
         """
-        from genlm_backend.trie.visualize import draw
+        from genlm_backend.trie.visualize import draw_trie
 
-        return draw(self, ws, max_depth=max_depth, max_nodes=max_nodes)
+        return draw_trie(self, ws, max_depth=max_depth, max_nodes=max_nodes)
 
 
 @final

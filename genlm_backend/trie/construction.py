@@ -82,7 +82,7 @@ def _sort(
         words = [bytes(item) for item in decode]  # a Token is ordered by its id
         alphabet, width = None, 1
     else:
-        words, alphabet = spell(decode)
+        words, alphabet = coded_entries(decode)
         width = 4
     order = sorted(range(len(words)), key=words.__getitem__)
     sorted_words = [words[i] for i in order]
@@ -153,7 +153,7 @@ def _levels(parents, preorder):
 # -------------------------------------------------------------------- the entries
 
 
-def spell(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
+def coded_entries(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
     """Return each entry as bytes, four for the code of each letter, and the letter of each code."""
     # Letters are numbered as they come, after the bytes, so that a byte is its own code.
     code_of: dict[Hashable, int] = {letter: letter for letter in range(256)}

@@ -71,7 +71,7 @@ class TrieDrawing(graphviz.Digraph):
         return svg.decode(encoding) if encoding else svg
 
 
-def draw(
+def draw_trie(
     trie: VocabularyTrie, ws: Weights | None, *, max_depth: int | None, max_nodes: int
 ) -> TrieDrawing:
     """Return the drawing of ``trie``; see ``VocabularyTrie.visualize``."""
@@ -82,7 +82,7 @@ def draw(
     drawing = TrieDrawing("trie", format="svg", graph_attr={"rankdir": "LR"})
     for node in shown:
         word = trie.leaf2word.get(node)
-        label = spell(trie.node2prefix[node]) if word is None else _leaf_label(word)
+        label = quoted_letters(trie.node2prefix[node]) if word is None else _leaf_label(word)
         if ws is not None:
             label += f"\n{weights[node]:.3g}"
         shape = "ellipse" if word is None else "box"
@@ -90,7 +90,7 @@ def draw(
         left_out = []
         for letter, child in trie.children[node].items():
             if child in shown:
-                text = "" if child in trie.leaf2word else spell([letter])
+                text = "" if child in trie.leaf2word else quoted_letters([letter])
                 drawing.edge(str(node), str(child), label=graphviz.escape(text))
             else:
                 left_out.append(child)
@@ -103,7 +103,7 @@ def draw(
     return drawing
 
 
-def spell(letters: list[Any]) -> str:
+def quoted_letters(letters: list[Any]) -> str:
     """Return letters as text, quoted as Python would, bytes as UTF-8 if they are."""
     if all(isinstance(letter, int) and 0 <= letter < 256 for letter in letters):
         # Not 'replace': two prefixes that differ should look different.
@@ -115,8 +115,8 @@ def spell(letters: list[Any]) -> str:
 
 def _leaf_label(word: Any) -> str:
     if isinstance(word, tuple) and len(word) == 2 and isinstance(word[0], bytes):
-        return f"token {word[1]}\n{spell(list(word[0]))}"
-    return f"{word}" if not isinstance(word, bytes | str) else spell(list(word))
+        return f"token {word[1]}\n{quoted_letters(list(word[0]))}"
+    return f"{word}" if not isinstance(word, bytes | str) else quoted_letters(list(word))
 
 
 def _node_weights(trie: VocabularyTrie, ws: Weights) -> np.ndarray:

@@ -122,7 +122,7 @@ def test_a_model_that_fails_to_start_is_closed_if_it_is_the_engines(engine, monk
         raise MemoryError("warming up")
 
     loaded = []
-    monkeypatch.setattr("genlm_backend.generation.engine.installed_model._warm_up", fail)
+    monkeypatch.setattr("genlm_backend.generation.engine.model_entry._warm_up", fail)
     engine.install_model("own", "smollm2", backend="mock")
     with pytest.raises(MemoryError, match="warming up"):
         engine.start_model("own")

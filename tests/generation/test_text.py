@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.generation.draft import Text
+from genlm_backend.generation.text_sequence import Text
 
 alphabet = st.text("abc é日\n", max_size=12)
 

@@ -12,14 +12,14 @@ from hypothesis.extra import numpy as arrays
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
 from genlm_backend.model.draw import draw, draw_token, weights_of
-from genlm_backend.model.drawing import (
+from genlm_backend.model.query import RowQuery
+from genlm_backend.model.sample_readout import (
     NO_DRAW,
     SampleManyReadout,
     SampleReadout,
     SamplingFilter,
     drawn_at_once,
 )
-from genlm_backend.model.query import RowQuery
 from tests.llm.conftest import word_tokenizer
 
 SIZE = 49_152

@@ -5,8 +5,8 @@ import torch
 
 from genlm_backend.errors import OptionError
 from genlm_backend.prefix import budgets
-from genlm_backend.prefix.kv_store import KVLayout, LayerLayout
-from genlm_backend.prefix.states import StateLayout, StateTensor
+from genlm_backend.prefix.kv_pool import KVLayout, LayerLayout
+from genlm_backend.prefix.state_cache import StateLayout, StateTensor
 from genlm_backend.runtime import memory
 
 GIB = 1 << 30

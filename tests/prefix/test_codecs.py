@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from genlm_backend.errors import OptionError
 from genlm_backend.prefix.codecs import KV_CACHE_DTYPES, codec_for, formats
 from genlm_backend.prefix.codecs.formats import hadamard
-from genlm_backend.prefix.kv_store import KVLayout, LayerLayout
+from genlm_backend.prefix.kv_pool import KVLayout, LayerLayout
 
 FLOAT32 = torch.float32
 

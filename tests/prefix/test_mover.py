@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from genlm_backend.prefix.kv_store import KVLayout, KVPool, LayerLayout
-from genlm_backend.prefix.slot_mover import TierCopier
+from genlm_backend.prefix.kv_pool import KVLayout, KVPool, LayerLayout
+from genlm_backend.prefix.tier_copier import TierCopier
 
 CPU = torch.device("cpu")
 LAYERS = (

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import SlotAllocator
-from genlm_backend.prefix.states import StateCache
+from genlm_backend.prefix.slot_allocator import SlotAllocator
+from genlm_backend.prefix.state_cache import StateCache
 from tests.tree_integrity import check_integrity
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)

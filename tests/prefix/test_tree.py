@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix.nodes import NO_HINT, Nodes
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import SlotAllocator
+from genlm_backend.prefix.slot_allocator import SlotAllocator
 from tests.tree_integrity import check_integrity, check_nodes
 
 

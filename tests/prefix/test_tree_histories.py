@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix.nodes import NO_HINT
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import SlotAllocator
+from genlm_backend.prefix.slot_allocator import SlotAllocator
 from tests.tree_integrity import check_integrity
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=10)

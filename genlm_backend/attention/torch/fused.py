@@ -72,7 +72,7 @@ def _efficient(
     return found[0], found[1][:, :, : query.shape[2]]  # its sums are padded
 
 
-OPERATORS: Final[dict[str, tuple[FusedOperator, ...]]] = {
+FUSED_OPERATORS: Final[dict[str, tuple[FusedOperator, ...]]] = {
     "cpu": (FusedOperator(_on_processor, _on_processor, is_parted=True),),
     "cuda": (FusedOperator(_flash, _efficient), FusedOperator(_efficient, _efficient)),
 }
@@ -92,7 +92,7 @@ _MASKED: Final = (((5, 2, 4, 43), "masked"), ((3, 3, 70, 201), "masked"), ((4, 2
 @functools.cache
 def fused_operator(device: torch.device, dtype: torch.dtype, dim: int) -> FusedOperator | None:
     """Return the operator for heads of ``dim`` elements, or ``None`` if there is none."""
-    operators = OPERATORS.get(device.type, ())
+    operators = FUSED_OPERATORS.get(device.type, ())
     if device.type == "cpu":
         return operators[0]
     for operator in operators:

@@ -80,7 +80,7 @@ def check_complete(name: str, model: Any, missing: Collection[str]) -> None:
 @torch.inference_mode()
 def check_predicts(runner: HFRunner, vocab_size: int) -> None:
     """Check by one tiny pass that a model predicts the token after each token."""
-    model, name = runner.twin.module, type(runner.model).__name__
+    model, name = runner.view.module, type(runner.model).__name__
     # If rows before the difference of two contexts differ, the model reads both ways. That is fine
     # if it has keys and values to go on from (PaliGemma reads its prompt so); encoders have none.
     contexts = [[i % vocab_size for i in context] for context in ((5, 6, 7, 8), (5, 6, 9, 10))]

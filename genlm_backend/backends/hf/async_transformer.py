@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
-from genlm_backend.backends.hf.hf_loader import HFLoader, Weights
+from genlm_backend.backends.hf.hf_loader import HFLoader, WeightFormat
 from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.picture_reader import PictureReader, check_processor
 from genlm_backend.backends.loading import explained
@@ -141,7 +141,7 @@ class AsyncTransformer(ProcessLM):
         bitsandbytes_opts: dict[str, Any] | None = None,
         hf_opts: dict[str, Any] | None = None,
         *,
-        weights: Weights | None = None,
+        weights: WeightFormat | None = None,
         process: bool = False,
         **kwargs: Any,
     ) -> Self:

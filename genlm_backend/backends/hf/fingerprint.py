@@ -11,7 +11,7 @@ from typing import Any, Final, Self, final
 
 import torch
 
-from genlm_backend.prefix.kv_store import KVLayout
+from genlm_backend.prefix.kv_pool import KVLayout
 
 VOLATILE: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """Keys of a model's config that do not change its rows, or that the layout has too."""

@@ -1,4 +1,4 @@
-"""A twin's norms are torch's own, and its decoder layers add and normalise residuals in one launch.
+"""A view's norms are torch's own, and its decoder layers add and normalise residuals in one launch.
 
 Most decoder layers have one shape: norm, attention, residual, norm, feed-forward layer, residual.
 """
@@ -22,12 +22,12 @@ FusedAddRMSNorm: TypeAlias = Callable[
 
 
 def _of_cuda() -> FusedAddRMSNorm:
-    from genlm_backend.attention.torch.layer_kernels import fused_add_rms_norm
+    from genlm_backend.backends.hf.layer_kernels import fused_add_rms_norm
 
     return fused_add_rms_norm
 
 
-KERNELS: Final[dict[str, Callable[[], FusedAddRMSNorm]]] = {"cuda": _of_cuda}
+RESIDUAL_KERNELS: Final[dict[str, Callable[[], FusedAddRMSNorm]]] = {"cuda": _of_cuda}
 """The kernel for each type of device on which layers are fused."""
 
 _CHILDREN: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -99,7 +99,7 @@ def _may_be_plain(layer: Any) -> bool:
     if any(one._forward_hooks or one._forward_pre_hooks for one in (layer, *layer.children())):
         return False
     return all(
-        isinstance(vars(norm).get("forward"), Norm) and norm.weight.device.type in KERNELS
+        isinstance(vars(norm).get("forward"), Norm) and norm.weight.device.type in RESIDUAL_KERNELS
         for norm in (layer.input_layernorm, layer.post_attention_layernorm)
     )
 
@@ -123,7 +123,7 @@ def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
     parts = [vars(layer.self_attn), vars(layer.mlp)]
     before = [part.get("forward") for part in parts]
     try:
-        kernel = KERNELS[weight.device.type]()
+        kernel = RESIDUAL_KERNELS[weight.device.type]()
         names = [*inspect.signature(type(layer).forward).parameters.values()][2:]
         options = {one.name: object() for one in names if one.kind is not one.VAR_KEYWORD}
         parts[0]["forward"], parts[1]["forward"] = attend, feed_forward

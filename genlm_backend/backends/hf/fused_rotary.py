@@ -1,4 +1,4 @@
-"""Rotary positions of a twin in one launch, on devices where each launch counts.
+"""Rotary positions of a view in one launch, on devices where each launch counts.
 
 Modeling modules of transformers have a function of one name for them, ten elementwise operators
 in each layer; many of these functions are the same, and some are others.
@@ -23,12 +23,12 @@ Rotate: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _of_cuda() -> Rotate:
-    from genlm_backend.attention.torch.layer_kernels import rotate
+    from genlm_backend.backends.hf.layer_kernels import rotate
 
     return rotate
 
 
-KERNELS: Final[dict[str, Callable[[], Rotate]]] = {"cuda": _of_cuda}
+ROTARY_KERNELS: Final[dict[str, Callable[[], Rotate]]] = {"cuda": _of_cuda}
 """Kernels that there may be, by the kind of a device."""
 
 _NAME: Final = "apply_rotary_pos_emb"
@@ -55,7 +55,7 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
         rotation = asked[key]
         if rotation is None:
             continue
-        # The twin has the code of the module's ``forward`` with other globals, in its decorators.
+        # The view has the code of the module's ``forward`` with other globals, in its decorators.
         made = _decorated(decorated, forward, _with_globals(forward, rotation))
         if made is not None:
             vars(own)["forward"] = MethodType(made, own)
@@ -168,7 +168,8 @@ def _copied(
 def _weight_of(module: nn.Module) -> torch.Tensor | None:
     """Return a parameter of a type and device for which there is a kernel, if a module has one."""
     return next(
-        (p for p in module.parameters() if p.dtype in _TYPES and p.device.type in KERNELS), None
+        (p for p in module.parameters() if p.dtype in _TYPES and p.device.type in ROTARY_KERNELS),
+        None,
     )
 
 
@@ -188,7 +189,7 @@ def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) ->
     try:
         if [*inspect.signature(original).parameters][: len(_ARGUMENTS)] != _ARGUMENTS:
             return None
-        rotation = _Rotation(original, KERNELS[device.type](), dtype, device.type)
+        rotation = _Rotation(original, ROTARY_KERNELS[device.type](), dtype, device.type)
         for shape in _SHAPES:
             given = _numbers(dtype, device, dim, shape)
             if not _are_same(rotation(*given), original(*given)):

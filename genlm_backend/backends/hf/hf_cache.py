@@ -12,12 +12,12 @@ from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.support import KVSupport, mean_keys
 from genlm_backend.errors import OptionError
-from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix.budgets import Budgets, default_kv_budget, state_budget
 from genlm_backend.prefix.codecs import KVCacheDtype, needs_mean
-from genlm_backend.prefix.kv_store import KVLayout, KVPool
-from genlm_backend.prefix.states import StatePool
+from genlm_backend.prefix.kv_pool import KVLayout, KVPool
+from genlm_backend.prefix.state_cache import StatePool
 from genlm_backend.runtime.memory import is_out_of_memory
+from genlm_backend.scheduling.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def layout_of(
     return support.layout.kept_as(kept, means)
 
 
-def cache_of(
+def hf_prefix_cache(
     runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: HFOptions
 ) -> PrefixCache | None:
     """Return room for contexts; ``None`` if every context is run whole."""
@@ -107,7 +107,7 @@ def cache_of(
             host_store = KVPool(layout.on_host(), num_host_slots, pins)
     return PrefixCache(
         runner,
-        support.attend(store),
+        support.attention(store),
         store,
         num_slots,
         host_store,

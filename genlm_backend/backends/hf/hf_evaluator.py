@@ -12,17 +12,17 @@ from typing import Any, final
 
 import torch
 
-from genlm_backend.attention.torch.torch_attend import UncachedAttention
 from genlm_backend.backends.hf.architecture import check_predicts
-from genlm_backend.backends.hf.hf_cache import cache_of, layout_of
+from genlm_backend.backends.hf.cascade_attention import UncachedAttention
+from genlm_backend.backends.hf.cuda_graph_runner import CudaGraphRunner
+from genlm_backend.backends.hf.hf_cache import hf_prefix_cache, layout_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.model_picture_rules import examine_pictures, image_token_id
 from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.prefix_file import PrefixFiles
-from genlm_backend.backends.hf.step_graphs import CudaGraphRunner
 from genlm_backend.backends.hf.support import (
-    check_model,
-    examine,
+    check_hf_model,
+    hf_probe,
     longest_context,
     rotary_limit,
     tried,
@@ -31,9 +31,9 @@ from genlm_backend.backends.hf.support import (
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.sampling import ends_of_model
-from genlm_backend.passes.pass_evaluator import LocalEvaluator
+from genlm_backend.multimodal.pictures import PictureRules
 from genlm_backend.runtime.threads import use_num_threads
-from genlm_backend.vision.pictures import PictureRules
+from genlm_backend.scheduling.local_evaluator import LocalEvaluator
 
 
 @final
@@ -45,7 +45,7 @@ class HFEvaluator(LocalEvaluator):
     ) -> None:
         """Take the options of ``HFOptions``."""
         self._options = HFOptions(**options)
-        check_model(model)
+        check_hf_model(model)
         model.eval()
         self._runner = runner = HFRunner(model)
         runner.check_cancelled = lambda: self.check_cancelled()
@@ -70,10 +70,10 @@ class HFEvaluator(LocalEvaluator):
         with tried(runner):
             tokens = [[i % width for i in (5, 6, 7)]]
             ids = torch.tensor(tokens, dtype=torch.int64, device=runner.device)
-            runner.try_twins(ids)
+            runner.try_views(ids)
         self._in_place(None)
         check_predicts(runner, width)
-        support = examine(runner, width, self._max_length)
+        support = hf_probe(runner, width, self._max_length)
         longest = min(longest_context(runner.model) or math.inf, self.passes.max_cacheable_len)
         layout = layout_of(runner, support, self._options.kv_cache_dtype, width, longest)
         if support.spread_alone:
@@ -88,11 +88,11 @@ class HFEvaluator(LocalEvaluator):
         self.passes.needs_equal_lengths = support.needs_equal_lengths
         self.passes.takes_several_tokens = support.takes_several_tokens
         self.passes.attend_whole, self.passes.cache.layout = UncachedAttention(layout), layout
-        self._attend = support.attend
-        cache = cache_of(runner, support, layout, self._options)
+        self._attention = support.attention
+        cache = hf_prefix_cache(runner, support, layout, self._options)
         if cache is not None:
             self.passes.keep(cache)
-            given = runner.model, runner.parameters, cache.attend, cache.store
+            given = runner.model, runner.parameters, cache.attention, cache.store
             if not support.needs_equal_lengths and CudaGraphRunner.can_be(*given):
                 runner.graphs = CudaGraphRunner(cache.store)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
@@ -127,9 +127,9 @@ class HFEvaluator(LocalEvaluator):
         if placeholder is None:
             return super().picture_rules(token_ids, inputs)
         before = passes.runner.num_forwards, passes.runner.tokens_computed
-        self._runner.twin = self._runner.twin_with(None)
+        self._runner.view = self._runner.view_with(None)
         rules = examine_pictures(
-            self._runner, passes.cache.layout, self._attend, token_ids, inputs, placeholder
+            self._runner, passes.cache.layout, self._attention, token_ids, inputs, placeholder
         )
         passes.runner.num_forwards, passes.runner.tokens_computed = before
         return rules

@@ -25,10 +25,10 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.remote.process_evaluator import pickled
 from genlm_backend.runtime.progress import bars_where_seen, stage
 
-Weights: TypeAlias = Literal["int8"]
+WeightFormat: TypeAlias = Literal["int8"]
 """Name of a number format that the weights of a model can be brought into."""
 
-check_weights: Final[Check[Weights | None]] = one_of(None, *get_args(Weights))
+check_weight_format: Final[Check[WeightFormat | None]] = one_of(None, *get_args(WeightFormat))
 
 
 @final
@@ -40,7 +40,7 @@ class HFLoader:
     path: str
     options: Mapping[str, Any]
     evaluator: HFOptions
-    weights: Weights | None = None
+    weights: WeightFormat | None = None
 
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -110,7 +110,7 @@ class HFLoader:
         options = loading_options(bitsandbytes_opts, hf_opts)
         for name in options.keys() & {*owner.option_checks, *evaluator.CHECKS}:
             raise OptionTypeError(f"{name} is an option of {owner.__name__}, not one of hf_opts")
-        wanted = check_weights("weights", weights)
+        wanted = check_weight_format("weights", weights)
         if wanted is not None:
             options = _on_cpu(wanted, options, hf_opts or {})
         path = resolve_name(model_id)
@@ -125,7 +125,7 @@ class HFLoader:
 
 
 def _on_cpu(
-    weights: Weights, options: Mapping[str, Any], given: Mapping[str, Any]
+    weights: WeightFormat, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return options that load a model in float32 onto the CPU."""
     if "quantization_config" in options:

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: reading them, and putting their layers into a twin, which is tried."""
+"""Adapters in PEFT's format: reading them, and putting their layers into a view, which is tried."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from genlm_backend.backends.hf.forward_names import given_cache, returned_cache
+from genlm_backend.backends.hf.model_view import ModelView
 from genlm_backend.backends.hf.rows_apart import rounding
-from genlm_backend.backends.hf.twin import ModelView
 from genlm_backend.backends.loading import check_reachable
 from genlm_backend.errors import AdapterError, MissingExtraError
 
@@ -30,16 +30,16 @@ _Saved = tuple[Any, dict[str, torch.Tensor]]
 """The configuration of an adapter, and its weights."""
 
 
-def put_adapter(path: str, twin: ModelView, bare: ModelView, is_cached: bool) -> None:
-    """Put an adapter in a directory or a repository on the hub into a twin; ``bare`` is another."""
+def put_adapter(path: str, view: ModelView, bare: ModelView, is_cached: bool) -> None:
+    """Put an adapter in a directory or a repository on the hub into a view; ``bare`` is another."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("LoRA adapters need PEFT: pip install 'genlm-backend[lora]'")
     try:
         check_reachable(path)
         saved = _read(path)
-        for one in (twin, bare):
+        for one in (view, bare):
             _take_out(one)
-        _put_layers(saved, twin, bare, is_cached)
+        _put_layers(saved, view, bare, is_cached)
     except Exception as error:  # PEFT and what it reads files with raise many kinds
         is_said = isinstance(error, (ValueError, OSError))  # of others, the name says the most
         reason = str(error) if is_said else f"{type(error).__name__}: {error}"
@@ -68,12 +68,12 @@ def _read(path: str) -> _Saved:
     return config, {name: w.clone() for name, w in load_peft_weights(path, device="cpu").items()}
 
 
-def _put_layers(saved: _Saved, twin: ModelView, bare: ModelView, is_cached: bool) -> None:
-    """Put the layers of an adapter into their places in a twin, tried once."""
+def _put_layers(saved: _Saved, view: ModelView, bare: ModelView, is_cached: bool) -> None:
+    """Put the layers of an adapter into their places in a view, tried once."""
     plain = base_of(bare.module)
     before, noise = _row(plain), _inconsistency(plain, is_cached)
-    expected = _injected(saved, twin)
-    model = base_of(twin.module)
+    expected = _injected(saved, view)
+    model = base_of(view.module)
     row, difference = _row(model), _inconsistency(model, is_cached)
     if not _are_alike(row, expected):
         kind = _kind(saved[0])
@@ -91,29 +91,29 @@ def _put_layers(saved: _Saved, twin: ModelView, bare: ModelView, is_cached: bool
         )
 
 
-def _take_out(twin: ModelView) -> None:
-    """Put the model's own layers into the places of PEFT's in a twin."""
-    if not twin.copies:
+def _take_out(view: ModelView) -> None:
+    """Put the model's own layers into the places of PEFT's in a view."""
+    if not view.copies:
         raise ValueError(
             "the parts of this model refer to each other in ways of their own, so that nothing can "
             "be put in their places"
         )
-    for module in [*twin.module.modules()]:
+    for module in [*view.module.modules()]:
         for name, child in module._modules.items():
             module._modules[name] = own_layer(child)
 
 
-def _injected(saved: _Saved, twin: ModelView) -> torch.Tensor:
-    """Let PEFT put its layers into a twin; return the row that its wrapper has."""
+def _injected(saved: _Saved, view: ModelView) -> torch.Tensor:
+    """Let PEFT put its layers into a view; return the row that its wrapper has."""
     from peft import get_peft_model, set_peft_model_state_dict
 
     config, weights = saved
-    model = base_of(twin.module)
+    model = base_of(view.module)
     vars(model).pop("peft_config", None)
     # What an adapter's file has by the name of one of the model's weights may be written into it.
     names = {_own_name(key) for key in weights}
     named = dict(model.named_parameters(remove_duplicate=False))
-    kept = _kept_apart(twin, {parameter for name, parameter in named.items() if name in names})
+    kept = _kept_apart(view, {parameter for name, parameter in named.items() if name in names})
     wrapper = get_peft_model(model, config)
     result = set_peft_model_state_dict(wrapper, weights)
     _check_loaded(wrapper, result.missing_keys, result.unexpected_keys)
@@ -125,17 +125,17 @@ def _injected(saved: _Saved, twin: ModelView) -> torch.Tensor:
             raise ValueError(
                 f"it changes the model's own weights ({changed}), which every other query uses"
             )
-    twin.restore()
+    view.restore()
     return expected
 
 
 def _kept_apart(
-    twin: ModelView, written: Collection[nn.Parameter]
+    view: ModelView, written: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-    """Give a twin parameters and hooks of its own until it is undressed; return the parameters."""
+    """Give a view parameters and hooks of its own until it is undressed; return the parameters."""
     own: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays so
     kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-    for module in twin.copies.values():
+    for module in view.copies.values():
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             vars(module)[name] = vars(module)[name].copy()
         for name, shared in module._parameters.items():

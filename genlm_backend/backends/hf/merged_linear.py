@@ -1,4 +1,4 @@
-"""Merged linear layers of a twin: one product for q, k and v, and one for gate and up.
+"""Merged linear layers of a view: one product for q, k and v, and one for gate and up.
 
 The layers of a group have one input. Their weights become rows of one matrix: the parameters stay
 the same objects with the same values, but are neighbours in memory, so that nothing is kept twice.
@@ -28,17 +28,17 @@ _GATED: Final = ("gate_proj", "up_proj")
 
 
 def _of_cuda() -> SiluAndMul:
-    from genlm_backend.attention.torch.layer_kernels import silu_and_mul
+    from genlm_backend.backends.hf.layer_kernels import silu_and_mul
 
     return silu_and_mul
 
 
-KERNELS: Final[dict[str, Callable[[], SiluAndMul]]] = {"cuda": _of_cuda}
+GATE_KERNELS: Final[dict[str, Callable[[], SiluAndMul]]] = {"cuda": _of_cuda}
 """The kernel for each type of device on which layers are merged."""
 
 
 def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
-    """Merge the linear layers of a twin's modules that have one input."""
+    """Merge the linear layers of a view's modules that have one input."""
     has_moved = False
     for own in copies.values():
         children = vars(own)["_modules"]
@@ -77,7 +77,7 @@ def _can_merge(layers: Sequence[Any]) -> bool:
         and all(type(one) is nn.Parameter and not one.is_inference() for one in given)
         and all(one.device == first.device and one.dtype is first.dtype for one in given)
         and all(one.layout is torch.strided and one.is_contiguous() for one in given)
-        and first.device.type in KERNELS
+        and first.device.type in GATE_KERNELS
         and first.is_floating_point()
         and all(
             _are_joined(own) or all(map(_is_alone, own)) for own in (weights, given[len(layers) :])
@@ -182,7 +182,7 @@ def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None
     numbers = torch.randn(3, weight.shape[1], generator=generator, dtype=torch.float32)
     given = numbers.to(weight.device, weight.dtype)
     try:
-        kernel = KERNELS[weight.device.type]()
+        kernel = GATE_KERNELS[weight.device.type]()
         points = torch.linspace(-60, 60, 961, dtype=torch.float32, device=weight.device)
         if not torch.allclose(module.act_fn(points), functional.silu(points), atol=1e-6):
             return None

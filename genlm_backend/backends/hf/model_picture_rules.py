@@ -10,16 +10,19 @@ from typing import Any, Final
 import torch
 from transformers.cache_utils import DynamicCache
 
-from genlm_backend.attention.attend import AttentionBackend
-from genlm_backend.attention.packing import TokenChunk, pack
-from genlm_backend.attention.torch.opening_attend import MultimodalPrefillAttention, positions_of
+from genlm_backend.attention.attention_backend import AttentionBackend
+from genlm_backend.attention.forward_batch import TokenChunk, pack
+from genlm_backend.attention.torch.multimodal_prefill import (
+    MultimodalPrefillAttention,
+    positions_of,
+)
 from genlm_backend.backends.hf.forward_names import given_cache
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import distance, row_of
 from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import PictureError, QueryDroppedError
-from genlm_backend.prefix.kv_store import KVLayout, KVPool
-from genlm_backend.vision.pictures import PictureRules, Pictures, image_token_id_of
+from genlm_backend.multimodal.pictures import PictureRules, Pictures, image_token_id_of
+from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ def _parameters(model: Any) -> Mapping[str, Any]:
 def examine_pictures(
     runner: HFRunner,
     layout: KVLayout,
-    attend: Callable[[KVPool], AttentionBackend],
+    attention: Callable[[KVPool], AttentionBackend],
     token_ids: Sequence[int],
     inputs: Mapping[str, torch.Tensor],
     image_token_id: int,
@@ -79,7 +82,7 @@ def examine_pictures(
                 for some in (ids, [*ids[:size], texts[1], *ids[size + 1 :]])
             )
             if rules.keeps:
-                rows = _in_steps(runner, layout, attend, pictures, ids)
+                rows = _in_steps(runner, layout, attention, pictures, ids)
             else:
                 rows = _as_the_model_goes_on(runner, pictures, ids)
         except QueryDroppedError:
@@ -111,7 +114,7 @@ def _whole(runner: HFRunner, layout: KVLayout, pictures: Pictures, ids: list[int
 def _in_steps(
     runner: HFRunner,
     layout: KVLayout,
-    attend: Callable[[KVPool], AttentionBackend],
+    attention: Callable[[KVPool], AttentionBackend],
     pictures: Pictures,
     ids: list[int],
 ) -> torch.Tensor:
@@ -126,7 +129,7 @@ def _in_steps(
     behind = TokenChunk(
         ids[stop:], range(stop + 1, size + 1), range(size - stop - _NUM_ROWS, size - stop), shift
     )
-    return row_of(runner.forward(pack([behind], paths_of([slots])), attend(store)))
+    return row_of(runner.forward(pack([behind], paths_of([slots])), attention(store)))
 
 
 @torch.inference_mode()
@@ -144,6 +147,6 @@ def _as_the_model_goes_on(runner: HFRunner, pictures: Pictures, ids: list[int]) 
         for part in (ids[:size], ids[size:])
     )
     kept = {**given_cache(runner.model, cache), "use_cache": True}
-    runner.twin.module(input_ids=prompt, **inputs, **kept)
-    logits = runner.twin.module(input_ids=rest, **kept).logits
+    runner.view.module(input_ids=prompt, **inputs, **kept)
+    logits = runner.view.module(input_ids=rest, **kept).logits
     return row_of(logits[0, -_NUM_ROWS:])

@@ -13,7 +13,7 @@ from torch import nn
 
 from genlm_backend.backends.hf.fingerprint import VOLATILE
 from genlm_backend.backends.hf.lora import adapters_of, layers_of_peft, own_layer, own_modules
-from genlm_backend.backends.hf.twin import AS_WRITTEN
+from genlm_backend.backends.hf.model_view import AS_WRITTEN
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError
 
@@ -41,8 +41,8 @@ _PARTS: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_
 class ModelSnapshot:
     """A model as it was when it was wrapped: modules, tensors, mode, adapters and configs."""
 
-    # Twins share its tensors and hooks and follow no other change, and cached keys and values would
-    # be those of another model. In twins, the owner's adapters are as they were.
+    # Views share its tensors and hooks and follow no other change, and cached keys and values would
+    # be those of another model. In views, the owner's adapters are as they were.
     def __init__(self, model: Any, *, is_apart: bool) -> None:
         self._model, self._is_apart = model, is_apart
         layers = layers_of_peft(model)

@@ -60,13 +60,13 @@ class PackedWeights:
                 logger.info("packed %d weights of %s", len(layers), shape)
         self._remember()
 
-    def place(self, twins: Mapping[nn.Module, Any]) -> None:
-        """Have the twins of a model's layers compute with packed weights."""
+    def place(self, views: Mapping[nn.Module, Any]) -> None:
+        """Have the views of a model's layers compute with packed weights."""
         for one in self._packed:
-            twin: Any = twins.get(one.layer)
-            if type(twin) in (nn.Linear, PackedLinear):
-                twin.__class__ = PackedLinear
-                vars(twin)["packed"] = one
+            view: Any = views.get(one.layer)
+            if type(view) in (nn.Linear, PackedLinear):
+                view.__class__ = PackedLinear
+                vars(view)["packed"] = one
 
     def check(self) -> None:
         """Have layers whose weight has changed compute without, and the others with it."""
@@ -104,7 +104,7 @@ class PackedWeights:
 
 @final
 class PackedLinear(nn.Linear):
-    """The twin of a linear layer that computes with its packed weight."""
+    """The view of a linear layer that computes with its packed weight."""
 
     packed: _Packed
 

@@ -16,8 +16,7 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import OptionTypeError, PictureError
 from genlm_backend.model.context import Context, ContextFactory
 from genlm_backend.model.evaluator import Evaluator
-from genlm_backend.tokenization.bos import without_bos
-from genlm_backend.vision.pictures import (
+from genlm_backend.multimodal.pictures import (
     PictureRules,
     Pictures,
     bytes_of,
@@ -28,6 +27,7 @@ from genlm_backend.vision.pictures import (
     read_image,
     read_images,
 )
+from genlm_backend.tokenization.bos import without_bos
 
 _OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})
 """Entries that processors return and the model is not given as they are."""

@@ -23,8 +23,8 @@ from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.support import vocab_width
 from genlm_backend.errors import CacheError, PrefixFileError
 from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.passes.passes import Scheduler
-from genlm_backend.prefix.kv_store import KVLayout
+from genlm_backend.prefix.kv_pool import KVLayout
+from genlm_backend.scheduling.scheduler import Scheduler
 
 FORMAT: Final = "genlm_backend prefix 1"
 
@@ -222,10 +222,10 @@ class PrefixFiles:
         model = self._passes.runner.model
 
         def digest(wanted: Adapter | None) -> str:
-            twin = self._runner.twin_with(wanted).module
-            state, known = weights_state(twin), self._digests.get(wanted)
+            view = self._runner.view_with(wanted).module
+            state, known = weights_state(view), self._digests.get(wanted)
             if known is None or known[0] != state:
-                known = self._digests[wanted] = state, weights_digest(twin)
+                known = self._digests[wanted] = state, weights_digest(view)
             return known[1]
 
         return Fingerprint.of(model, digest(None), digest(adapter), self._passes.cache.store.layout)

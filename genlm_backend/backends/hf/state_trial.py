@@ -12,10 +12,10 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from genlm_backend.attention.packing import TokenChunk, pack
-from genlm_backend.attention.paths import CachedPrefixes
+from genlm_backend.attention.cached_prefixes import CachedPrefixes
+from genlm_backend.attention.forward_batch import TokenChunk, pack
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
-from genlm_backend.passes.forwards import Runner
+from genlm_backend.scheduling.forwards import Runner
 
 NUM_STATES: Final = 16
 """States of a store that are enough for all passes of a trial."""
@@ -41,19 +41,21 @@ def paths_of(pasts: Sequence[Sequence[int]]) -> CachedPrefixes:
     return CachedPrefixes(above, depths, slots, np.array(ends, np.int64))
 
 
-def rows_from_slots(runner: Runner, attend: Any, long: list[int], short: list[int]) -> torch.Tensor:
+def rows_from_slots(
+    runner: Runner, attention: Any, long: list[int], short: list[int]
+) -> torch.Tensor:
     """Return rows of two contexts and the first again, in two steps and padded to one batch."""
     size = len(long) + len(short)
     long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
     first = [TokenChunk(long[:-2], long_slots[:-2]), TokenChunk(short[:1], short_slots[:1])]
-    runner.forward(first, attend)
+    runner.forward(first, attention)
     second = [
         TokenChunk(long[-2:], long_slots[-2:], (1,)),
         TokenChunk(short[1:], short_slots[1:], (len(short) - 2,)),
         TokenChunk(long[-2:], range(size + 1, size + 3), (1,)),
     ]
     past = paths_of([long_slots[:-2], short_slots[:1], long_slots[:-2]])
-    return row_of(runner.forward(pack(second, past), attend))
+    return row_of(runner.forward(pack(second, past), attention))
 
 
 @final
@@ -69,8 +71,8 @@ class Begun:
 class StateTrial:
     """Passes of a model with running states, whose rows have as many new tokens each."""
 
-    def __init__(self, runner: Runner, states: Any, attend: Any) -> None:
-        self._runner, self._states, self._attend = runner, states, attend
+    def __init__(self, runner: Runner, states: Any, attention: Any) -> None:
+        self._runner, self._states, self._attention = runner, states, attention
         self._num_slots = self._num_states = 0
 
     def found(
@@ -110,7 +112,7 @@ class StateTrial:
         known = [one.state for one in before if one is not None]
         of_rows = self._states.read(np.array(known)) if known else None
         states = self._runner.running_states(self._states.layout, of_rows)
-        logits = self._runner.forward(pack(spans, past, states), self._attend)
+        logits = self._runner.forward(pack(spans, past, states), self._attention)
         numbers = np.arange(len(spans)) + self._num_states + 1
         self._num_states += len(spans)
         self._states.write(numbers, states.behind(np.arange(len(spans))))

@@ -22,10 +22,14 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from genlm_backend.attention.attend import AttentionBackend
-from genlm_backend.attention.packing import TokenChunk
-from genlm_backend.attention.torch.torch_attend import WAYS, GatherAttention, UncachedAttention
-from genlm_backend.attention.torch.torch_row_states import empty_layer
+from genlm_backend.attention.attention_backend import AttentionBackend
+from genlm_backend.attention.forward_batch import TokenChunk
+from genlm_backend.attention.torch.torch_batch_states import empty_layer
+from genlm_backend.backends.hf.cascade_attention import (
+    ATTENTION_SPECS,
+    GatherAttention,
+    UncachedAttention,
+)
 from genlm_backend.backends.hf.forward_names import given_cache, parameters_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.model_state import check_output
@@ -39,8 +43,8 @@ from genlm_backend.backends.hf.trial import (
 )
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.prefix.kv_store import KVLayout, KVPool, LayerLayout
-from genlm_backend.prefix.states import CacheLayer, StateLayout, StateTensor
+from genlm_backend.prefix.kv_pool import KVLayout, KVPool, LayerLayout
+from genlm_backend.prefix.state_cache import CacheLayer, StateLayout, StateTensor
 from genlm_backend.runtime.progress import stage
 from genlm_backend.runtime.threads import one_thread
 
@@ -56,7 +60,7 @@ class KVSupport:
     """The layout that can be kept of a model and the way to attend to it, or why nothing can be."""
 
     layout: KVLayout = field(default_factory=KVLayout)
-    attend: Callable[[KVPool], AttentionBackend] = GatherAttention
+    attention: Callable[[KVPool], AttentionBackend] = GatherAttention
     reason: str = ""
     pads: bool = True
     needs_equal_lengths: bool = False
@@ -64,7 +68,7 @@ class KVSupport:
     spread_alone: float = 0.0
 
 
-def check_model(model: Any) -> None:
+def check_hf_model(model: Any) -> None:
     """Raise an ``UnsupportedModelError`` if ``model`` is no causal language model."""
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or not callable(getattr(model, "forward", None)):
@@ -139,7 +143,7 @@ def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:
 
 
 @stage("asking the model what it can do")
-def examine(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
+def hf_probe(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
     """Find out by a few tiny forward passes whether slots give the right rows."""
     # Two short contexts run whole and then from slots, in two steps and padded to one batch. The
     # first way wins whose difference is rounding, compared with that of a wrong token. Without a
@@ -162,7 +166,7 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
     ids = torch.tensor([short.token_ids], dtype=torch.int64, device=runner.device)
     name, failure = type(runner.model).__name__, None
     with tried(runner), torch.inference_mode():
-        rows = row_of(runner.twin.module(input_ids=ids, **runner.caching(False)).logits[0])
+        rows = row_of(runner.view.module(input_ids=ids, **runner.caching(False)).logits[0])
         tolerance, share = bounds(runner.model)
         tolerance = max(tolerance, share * distance(rows[-1], rows[0]))
         for unknown in (set[str](), {"position_ids"}):
@@ -190,7 +194,7 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
 
 def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
     config = runner.model.config.get_text_config(decoder=True)
-    if runner.twin.cache_argument is None:
+    if runner.view.cache_argument is None:
         return KVSupport(reason="its state is not one of keys and values")
     if config.model_type in _COUNTS_COLUMNS:
         return KVSupport(reason="it cuts masks out of a table by the number of columns of a pass")
@@ -212,7 +216,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
             expected = expected_rows(runner, long, other, vocab_size)
             tolerance = tolerance_of(runner, layout, expected.spread)
             way, difference, several = first_way(runner, layout, expected, tolerance)
-            alone = spread_alone(runner, layout, way or WAYS[-1], expected)
+            alone = spread_alone(runner, layout, way or ATTENTION_SPECS[-1], expected)
     except UnsupportedModelError as error:
         return KVSupport(reason=str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
@@ -289,7 +293,7 @@ def _observe_layout(
     cache = _fresh_cache(cache_layers)
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
     given = given_cache(runner.model, cache)
-    logits = runner.twin.module(input_ids=ids, **given, use_cache=True).logits
+    logits = runner.view.module(input_ids=ids, **given, use_cache=True).logits
     if cache_layers:  # to which one adds that goes through some of its layers several times
         cache_layers = _cache_layers(cache.layers)
     states = (
@@ -341,7 +345,7 @@ def mean_keys(
     cache = _fresh_cache(layout.states.layers)
     names = runner.parameters & inputs.keys()
     on_device = {name: inputs[name].unsqueeze(0).to(runner.device) for name in names}
-    runner.twin.module(**on_device, **given_cache(runner.model, cache), use_cache=True)
+    runner.view.module(**on_device, **given_cache(runner.model, cache), use_cache=True)
     held = [getattr(layer, "keys", None) for layer in cache.layers]
     keys = [own[0].float() for own in held if own is not None]
     # A token that overflows spoils those behind it, and has no part in a mean.

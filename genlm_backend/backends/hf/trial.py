@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import torch
 
-from genlm_backend.attention.attend import AttentionSpec
-from genlm_backend.attention.packing import TokenChunk, pack
-from genlm_backend.attention.torch.torch_attend import WAYS, UncachedAttention
+from genlm_backend.attention.attention_backend import AttentionSpec
+from genlm_backend.attention.forward_batch import TokenChunk, pack
+from genlm_backend.backends.hf.cascade_attention import ATTENTION_SPECS, UncachedAttention
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import MOST_ROUNDING, distance, farthest, rounding, row_of
 from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of, rows_from_slots
-from genlm_backend.prefix.kv_store import KVLayout, KVPool
-from genlm_backend.prefix.states import StatePool
+from genlm_backend.prefix.kv_pool import KVLayout, KVPool
+from genlm_backend.prefix.state_cache import StatePool
 
 logger = logging.getLogger(__name__)
 
@@ -95,14 +95,14 @@ def first_way(
 ) -> tuple[AttentionSpec | None, float, bool]:
     """Return the first way whose rows are the expected ones, and its findings or the last ones."""
     difference, takes_several = math.inf, True
-    for way in WAYS:
+    for way in ATTENTION_SPECS:
         if way.is_called and not layout.layers:
             continue
-        runner.twin.name_attention(way.is_called)
+        runner.view.name_attention(way.is_called)
         try:
             difference, takes_several = difference_of(runner, layout, way, expected)
         except Exception as error:  # third-party model code may raise anything
-            if way is WAYS[-1]:
+            if way is ATTENTION_SPECS[-1]:
                 raise
             logger.debug("%s cannot attend so", type(runner.model).__name__, exc_info=error)
             continue
@@ -120,10 +120,10 @@ def spread_alone(
     if layout.states or not getattr(runner.model, "is_quantized", False):
         return 0.0
     *before, last = expected.long
-    attend = way.probing(KVPool(layout, len(expected.long)))
+    attention = way.probing(KVPool(layout, len(expected.long)))
     slots = range(1, len(expected.long) + 1)
-    runner.forward([TokenChunk(before, slots[:-1])], attend)
+    runner.forward([TokenChunk(before, slots[:-1])], attention)
     batch = pack([TokenChunk([last], slots[-1:], (0,))], paths_of([slots[:-1]]))
-    (row,) = row_of(runner.forward(batch, attend))
+    (row,) = row_of(runner.forward(batch, attention))
     spread = distance(row, expected.long_row)
     return spread if spread > rounding(layout.layers[0].dtype) else 0.0

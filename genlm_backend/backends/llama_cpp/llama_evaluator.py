@@ -10,13 +10,13 @@ from typing import Any, Final, final
 
 import torch
 
-from genlm_backend.attention.attend import AttentionBackend
-from genlm_backend.attention.packing import ForwardBatch
+from genlm_backend.attention.attention_backend import AttentionBackend
+from genlm_backend.attention.forward_batch import ForwardBatch
 from genlm_backend.backends.llama_cpp.binding import library
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
 from genlm_backend.backends.llama_cpp.llama_context import ContextSize, LlamaContext
 from genlm_backend.backends.llama_cpp.llama_runner import LlamaRunner
-from genlm_backend.backends.llama_cpp.llama_support import examine
+from genlm_backend.backends.llama_cpp.llama_support import llama_cpp_probe
 from genlm_backend.backends.llama_cpp.sequence_states import (
     SequenceCounts,
     SequenceStateLayout,
@@ -25,11 +25,11 @@ from genlm_backend.backends.llama_cpp.sequence_states import (
 from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.model.evaluator import EvaluatorInfo
 from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.passes.pass_evaluator import LocalEvaluator
-from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix.budgets import Budgets
-from genlm_backend.prefix.kv_store import FREE_SLOTS, KVLayout
+from genlm_backend.prefix.kv_pool import FREE_SLOTS, KVLayout
 from genlm_backend.runtime.memory import cpu_budget, free_memory
+from genlm_backend.scheduling.local_evaluator import LocalEvaluator
+from genlm_backend.scheduling.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class LlamaEvaluator(LocalEvaluator):
         self._ends = model.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._dtype = "float16" if kv_cache_dtype is None else kv_cache_dtype
         threads = torch.get_num_threads() if num_threads is None else num_threads
-        support = self._support = examine(model, threads, CELL_TYPES[self._dtype])
+        support = self._support = llama_cpp_probe(model, threads, CELL_TYPES[self._dtype])
         if support.reason:
             logger.info("%s runs contexts whole: %s", model.path, support.reason)
         keeps = not support.reason and kv_cache_bytes != 0

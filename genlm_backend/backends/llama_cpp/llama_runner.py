@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.packing import ForwardBatch, TokenChunk, pack
+from genlm_backend.attention.forward_batch import ForwardBatch, TokenChunk, pack
 from genlm_backend.backends.llama_cpp.llama_context import LlamaContext, OutOfCellsError
 from genlm_backend.backends.llama_cpp.sequence_states import SequenceRowStates
 from genlm_backend.backends.llama_cpp.sequences import Sequences
-from genlm_backend.passes.forwards import Runner
 from genlm_backend.prefix.nodes import Ints
 from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.scheduling.forwards import Runner
 
 
 class _Tokens(NamedTuple):
@@ -54,7 +54,7 @@ class LlamaRunner(Runner):
         self._has_cells = has_cells
         self._sequences = Sequences(context, length, num_slots, self._compute_again)
 
-    def forward(self, spans: Sequence[TokenChunk] | ForwardBatch, attend: Any) -> torch.Tensor:
+    def forward(self, spans: Sequence[TokenChunk] | ForwardBatch, attention: Any) -> torch.Tensor:
         """Return the logits at each span's outputs: float32 ``[num_outputs, vocab]``."""
         batch = spans if isinstance(spans, ForwardBatch) else pack(spans)
         tokens = _Tokens.of(batch)

@@ -28,7 +28,7 @@ class LlamaSupport(NamedTuple):
     reason: str = ""
 
 
-def examine(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
+def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
     """Find out what llama.cpp can do with a model, in a small context of its own."""
     # A context forked from the middle of another one is compared with the same one computed alone.
     # The cache is used if the difference is rounding, compared with that of a wrong token.

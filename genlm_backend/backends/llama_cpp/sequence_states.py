@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.packing import BatchStates
+from genlm_backend.attention.forward_batch import BatchStates
 from genlm_backend.prefix.budgets import most_rows
 from genlm_backend.prefix.nodes import Ints
 

@@ -13,26 +13,26 @@ from typing import Any, Final, final
 import mlx.core as mx
 import torch
 
-from genlm_backend.attention.mlx.mlx_attend import MlxUncachedAttention
 from genlm_backend.backends.mlx.mlx_adapters import MlxAdapters
+from genlm_backend.backends.mlx.mlx_gather import MlxUncachedAttention
+from genlm_backend.backends.mlx.mlx_kv_pool import MlxKVPool
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
+from genlm_backend.backends.mlx.mlx_state_pool import MlxStatePool
 from genlm_backend.backends.mlx.mlx_support import (
     MlxSupport,
-    check_model,
+    check_mlx_model,
     evaluate_all,
-    examine,
     is_half,
+    mlx_probe,
 )
 from genlm_backend.errors import OptionError
 from genlm_backend.model.evaluator import EvaluatorInfo
 from genlm_backend.model.query import Adapter
-from genlm_backend.passes.pass_evaluator import LocalEvaluator
-from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix.budgets import Budgets, state_budget
-from genlm_backend.prefix.kv_store import FREE_SLOTS
-from genlm_backend.prefix.mlx_states import MlxStatePool
-from genlm_backend.prefix.mlx_store import MlxKVPool
+from genlm_backend.prefix.kv_pool import FREE_SLOTS
 from genlm_backend.runtime.memory import cpu_budget
+from genlm_backend.scheduling.local_evaluator import LocalEvaluator
+from genlm_backend.scheduling.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class MlxEvaluator(LocalEvaluator):
         eos_token_ids: Collection[int] | None = None,
         prefill_step_size: int | None = None,
     ) -> None:
-        check_model(model)
+        check_mlx_model(model)
         model.eval()
         self._is_metal = is_metal = mx.default_device().type == mx.DeviceType.gpu
         if not is_metal:  # it would take a compiler, and write files beside the program
@@ -83,12 +83,12 @@ class MlxEvaluator(LocalEvaluator):
         """Find out what the model can do by a few tiny passes, and make room for its cache."""
         runner = self._runner
         with _turn:
-            support = examine(runner, self._max_length)
+            support = mlx_probe(runner, self._max_length)
         self.passes.pads = support.pads
         self.passes.takes_several_tokens = support.takes_several_tokens
         if support.reason:
             logger.info("%s runs contexts whole: %s", type(runner.model).__name__, support.reason)
-        cache = cache_of(runner, support, self._wanted_bytes, self._wanted_state_bytes)
+        cache = mlx_prefix_cache(runner, support, self._wanted_bytes, self._wanted_state_bytes)
         if cache is not None:
             self.passes.keep(cache)
         if not self._is_metal and is_half(runner.model):
@@ -155,7 +155,7 @@ def _longest_context(model: Any) -> int | None:
 _METAL_FRACTION: Final = 0.5
 
 
-def cache_of(
+def mlx_prefix_cache(
     runner: MlxRunner, support: MlxSupport, kv_bytes: int | None, state_bytes: int | None
 ) -> PrefixCache | None:
     """Return room for contexts; ``None`` if every context is run whole."""
@@ -176,9 +176,9 @@ def cache_of(
     num_slots = max(0, (budget - of_states) // per_slot - 1) if per_slot else FREE_SLOTS
     store: Any = MlxKVPool(kept.shapes, num_slots)
     states: Any = MlxStatePool(kept.states, of_states // size) if kept.states else None
-    attend: Any = support.way.over(store)
+    attention: Any = support.way.over(store)
     budgets = Budgets(budget, states=of_states)
-    return PrefixCache(runner, attend, store, num_slots, states=states, budgets=budgets)
+    return PrefixCache(runner, attention, store, num_slots, states=states, budgets=budgets)
 
 
 def _default_budget() -> int:

@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from genlm_backend.attention.mlx.mlx_attend import MlxAttend, keep_new
-from genlm_backend.attention.mlx.mlx_row_states import MlxBatchStates
-from genlm_backend.attention.packing import ForwardBatch, TokenChunk, pack
+from genlm_backend.attention.forward_batch import ForwardBatch, TokenChunk, pack
+from genlm_backend.backends.mlx.mlx_batch_states import MlxBatchStates
+from genlm_backend.backends.mlx.mlx_gather import MlxAttention, keep_new
 from genlm_backend.errors import ModelStateError
-from genlm_backend.passes.forwards import Runner
-from genlm_backend.prefix.states import StateLayout
+from genlm_backend.prefix.state_cache import StateLayout
+from genlm_backend.scheduling.forwards import Runner
 
 
 @final
@@ -28,7 +28,7 @@ class MlxRunner(Runner):
         self.tokens_computed = 0
 
     def forward(
-        self, spans: Sequence[TokenChunk] | ForwardBatch, attend: MlxAttend
+        self, spans: Sequence[TokenChunk] | ForwardBatch, attention: MlxAttention
     ) -> torch.Tensor:
         """Return the logits at the spans' outputs, on the CPU: float32 ``[num_outputs, vocab]``."""
         batch = spans if isinstance(spans, ForwardBatch) else pack(spans)
@@ -39,7 +39,7 @@ class MlxRunner(Runner):
             )
         picked = _Picked(batch.input_ids.shape, batch.output_rows, batch.output_columns)
         with (
-            attend.forward_context(batch, self.model) as layers,
+            attention.forward_context(batch, self.model) as layers,
             picked.before_projection(self.model),
         ):
             logits = self.model(mx.array(batch.input_ids.numpy()), cache=layers)

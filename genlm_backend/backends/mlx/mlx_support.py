@@ -14,19 +14,19 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from genlm_backend.attention.attend import AttentionSpec
-from genlm_backend.attention.mlx.mlx_attend import MlxAttend, MlxUncachedAttention
-from genlm_backend.attention.mlx.mlx_row_states import caches_of, leaves, state_caches
-from genlm_backend.attention.mlx.mlx_shared import GATHERED, WAYS
-from genlm_backend.attention.packing import TokenChunk
+from genlm_backend.attention.attention_backend import AttentionSpec
+from genlm_backend.attention.forward_batch import TokenChunk
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
 from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, rows_from_slots
+from genlm_backend.backends.mlx.mlx_batch_states import caches_of, leaves, state_caches
+from genlm_backend.backends.mlx.mlx_cascade import GATHERED, MLX_ATTENTION_SPECS
+from genlm_backend.backends.mlx.mlx_gather import MlxAttention, MlxUncachedAttention
+from genlm_backend.backends.mlx.mlx_kv_pool import LayerShape, MlxKVPool
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
+from genlm_backend.backends.mlx.mlx_state_pool import MlxStatePool, StateArray
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
-from genlm_backend.prefix.mlx_states import MlxStatePool, StateArray
-from genlm_backend.prefix.mlx_store import LayerShape, MlxKVPool
-from genlm_backend.prefix.states import StateLayout
+from genlm_backend.prefix.state_cache import StateLayout
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class MlxSupport:
     takes_several_tokens: bool = True
 
 
-def check_model(model: Any) -> None:
+def check_mlx_model(model: Any) -> None:
     """Raise an ``UnsupportedModelError`` unless it is a language model of mlx-lm."""
     if not hasattr(model, "layers") or not hasattr(model, "named_modules"):
         raise UnsupportedModelError(
@@ -83,7 +83,7 @@ def _arrays_in(value: Any) -> Iterator[mx.array]:
             yield from _arrays_in(part)
 
 
-def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
+def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     """Find out by a few tiny passes what a model can do."""
     try:
         logits = runner.forward([TokenChunk([1, 2], outputs=(1,))], MlxUncachedAttention())
@@ -109,7 +109,7 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     kept, reason = _kept(runner.model)
     if kept is None:
         return MlxSupport(vocab_size, reason=reason, pads=pads)
-    for way in WAYS if kept.shapes else [GATHERED]:
+    for way in MLX_ATTENTION_SPECS if kept.shapes else [GATHERED]:
         difference, reason, several = _difference(runner, kept, way, (long, short), whole)
         if not reason and difference <= tolerance:
             return MlxSupport(vocab_size, kept, way, pads=pads, takes_several_tokens=several)
@@ -196,22 +196,22 @@ def _difference(
 ) -> tuple[float, str, bool]:
     """Return the distance of cached rows, why there are none, and if states take several tokens."""
     long, short = contexts
-    attend = way.probing(MlxKVPool(kept.shapes, 4 * (len(long) + len(short))))
+    attention = way.probing(MlxKVPool(kept.shapes, 4 * (len(long) + len(short))))
     try:
         if kept.states:
-            trial = StateTrial(runner, MlxStatePool(kept.states, NUM_STATES), attend)
+            trial = StateTrial(runner, MlxStatePool(kept.states, NUM_STATES), attention)
             found = trial.found(long, short, whole[0], whole[1], _rounding(runner.model))
             return found[0], "", found[1]
-        rows = rows_from_slots(runner, attend, long, short)
+        rows = rows_from_slots(runner, attention, long, short)
     except (TypeError, ValueError, AttributeError, IndexError, ModelStateError) as error:
         logger.debug("%s runs on nothing kept", type(runner.model).__name__, exc_info=error)
         return 0.0, f"it does not run on foreign caches: {error!r}", True
     return farthest(map(distance, rows, (whole[0], whole[1], whole[0]))), "", True
 
 
-def _rows(runner: MlxRunner, contexts: list[list[int]], attend: MlxAttend) -> torch.Tensor:
+def _rows(runner: MlxRunner, contexts: list[list[int]], attention: MlxAttention) -> torch.Tensor:
     spans = [TokenChunk(ids, outputs=(len(ids) - 1,)) for ids in contexts]
-    return row_of(runner.forward(spans, attend))
+    return row_of(runner.forward(spans, attention))
 
 
 def is_half(model: Any) -> bool:

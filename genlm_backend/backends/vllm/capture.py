@@ -36,7 +36,7 @@ from genlm_backend.backends.vllm.release import let_modules_be_scanned
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.row import Row, rows_of_logits
 from genlm_backend.model.sampling import listed_ids
-from genlm_backend.vision.pictures import image_token_id_of
+from genlm_backend.multimodal.pictures import image_token_id_of
 
 if TYPE_CHECKING:
     from genlm_backend.model.readout import RowQuestions

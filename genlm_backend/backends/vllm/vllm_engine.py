@@ -41,7 +41,7 @@ from genlm_backend.errors import (
 from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.readout import RowQuestions
 from genlm_backend.model.scoring import ScoreQuery
-from genlm_backend.vision.pictures import Pictures
+from genlm_backend.multimodal.pictures import Pictures
 
 _WAIT = 0.1
 """Seconds to wait for the outputs of a core in another process at each step."""

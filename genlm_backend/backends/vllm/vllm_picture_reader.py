@@ -12,14 +12,14 @@ import torch
 
 from genlm_backend.errors import PictureError
 from genlm_backend.model.context import Context, ContextFactory
-from genlm_backend.tokenization.bos import without_bos
-from genlm_backend.vision.pictures import (
+from genlm_backend.multimodal.pictures import (
     Pictures,
     check_fits,
     check_num_pictures,
     codes,
     read_images,
 )
+from genlm_backend.tokenization.bos import without_bos
 
 if TYPE_CHECKING:  # it imports vLLM
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine

@@ -17,7 +17,7 @@ from genlm_backend.errors import (
     UnknownRequestError,
 )
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.engine.installed_model import (
+from genlm_backend.generation.engine.model_entry import (
     ModelEntry,
     ModelState,
     Submission,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, final
 
 import torch
 
-from genlm_backend.backends.hf.hf_loader import HFLoader, Weights
+from genlm_backend.backends.hf.hf_loader import HFLoader, WeightFormat
 from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.picture_reader import PictureReader, check_processor
 from genlm_backend.backends.loading import explained
@@ -21,7 +21,7 @@ from genlm_backend.model.query import RowQuery
 from genlm_backend.prefix.codecs import KVCacheDtype
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
 from genlm_backend.remote.ray_evaluator import RayEvaluator, connect
-from genlm_backend.remote.replicas.distributor import ReplicaBatcher
+from genlm_backend.remote.replicas.replica_batcher import ReplicaBatcher
 from genlm_backend.remote.replicas.replica_set import ReplicaSet
 
 
@@ -107,7 +107,7 @@ class AsyncReplicas(BatchedLM):
         bitsandbytes_opts: dict[str, Any] | None = None,
         hf_opts: dict[str, Any] | None = None,
         *,
-        weights: Weights | None = None,
+        weights: WeightFormat | None = None,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
         host_cache_bytes: int = 0,
@@ -165,7 +165,7 @@ class AsyncReplicas(BatchedLM):
         max_restarts: int = -1,
         bitsandbytes_opts: dict[str, Any] | None = None,
         hf_opts: dict[str, Any] | None = None,
-        weights: Weights | None = None,
+        weights: WeightFormat | None = None,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
         host_cache_bytes: int = 0,

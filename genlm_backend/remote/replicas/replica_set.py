@@ -12,7 +12,6 @@ import torch
 
 from genlm_backend.batching import BatchPolicy
 from genlm_backend.errors import EngineDiedError, ModelStateError, OptionError
-from genlm_backend.model.answering import AdapterNames
 from genlm_backend.model.evaluator import (
     Evaluator,
     EvaluatorCounts,
@@ -20,10 +19,11 @@ from genlm_backend.model.evaluator import (
     RestartableEvaluator,
 )
 from genlm_backend.model.query import Adapter, RowQuery
+from genlm_backend.model.result_collector import AdapterNames
 from genlm_backend.model.row import Row, RowCache
+from genlm_backend.multimodal.pictures import PictureRules
 from genlm_backend.prefix.tiers import TierName
 from genlm_backend.remote.replicas.replica import Replica
-from genlm_backend.vision.pictures import PictureRules
 
 T = TypeVar("T")
 

@@ -153,9 +153,9 @@ async def test_a_row_that_a_caller_has_keeps_no_other_alive(lm):
 
 
 def test_rows_that_do_not_fit_into_the_table_come_in_parts():
-    from genlm_backend.remote.channel import MAX_BYTES
+    from genlm_backend.remote.channel import MAX_SHARED_BYTES
 
-    assert over_there.Wide.WIDTH * 4 * 4 > MAX_BYTES
+    assert over_there.Wide.WIDTH * 4 * 4 > MAX_SHARED_BYTES
     evaluator = ProcessEvaluator(over_there.Wide)
     try:
         evaluator.info = evaluator.open()

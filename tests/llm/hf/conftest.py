@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from genlm_backend.attention import reading as sharing
-from genlm_backend.attention.torch import torch_operators
+from genlm_backend.attention import cascade_plan as sharing
+from genlm_backend.attention.torch import torch_ops
 
 collect_ignore = [] if find_spec("peft") else ["test_adapter_kinds.py", "test_lora.py"]
 
@@ -14,4 +14,4 @@ collect_ignore = [] if find_spec("peft") else ["test_adapter_kinds.py", "test_lo
 def shared_early(monkeypatch):
     """A few cached tokens are worth reading together, or contexts of tests never would be."""
     monkeypatch.setattr(sharing, "FEW_TOKENS", 4)
-    monkeypatch.setattr(torch_operators, "SHORTEST_STRETCH", 1)
+    monkeypatch.setattr(torch_ops, "SHORTEST_STRETCH", 1)

@@ -6,17 +6,17 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from genlm_backend.attention.torch.torch_attend import UncachedAttention
+from genlm_backend.backends.hf.cascade_attention import UncachedAttention
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import of_no_model
 from genlm_backend.model.query import RowQuery
 from genlm_backend.model.row import rows_of_logits, scores_of_logits
 from genlm_backend.model.scoring import ScoreQuery
-from genlm_backend.passes.forwards import Forwards
-from genlm_backend.passes.passes import Scheduler
-from genlm_backend.passes.prefill_plan import CostModel
-from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.prefix.kv_store import KVLayout, KVPool
+from genlm_backend.prefix.kv_pool import KVLayout, KVPool
+from genlm_backend.scheduling.forwards import Forwards
+from genlm_backend.scheduling.prefill_plan import CostModel
+from genlm_backend.scheduling.prefix_cache import PrefixCache
+from genlm_backend.scheduling.scheduler import Scheduler
 
 VOCAB = 5
 
@@ -30,7 +30,7 @@ def logits_after(token_ids):
 class Slotted:
     """A way to attend that only says that there are slots."""
 
-    def reading(self, past, num_new):
+    def plan(self, past, num_new):
         return None
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from genlm_backend import ParallelTokenCharacterTrie, TokenCharacterTrie
-from genlm_backend.attention import reading as sharing
+from genlm_backend.attention import cascade_plan as sharing
 from genlm_backend.attention.torch import fused, torch_operators
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
-from genlm_backend.model.drawing import SampleReadout, SamplingFilter
 from genlm_backend.model.query import RowQuery
+from genlm_backend.model.sample_readout import SampleReadout, SamplingFilter
 from genlm_backend.model.scoring import ScoreQuery
 from genlm_backend.model.token_readouts import Entropy, Masses, Top
 from tests.llm import families
@@ -31,7 +31,7 @@ BATCHES = (
 
 def of_model(name, output=DEVICE, dtype=torch.float32, **options):
     """Return how far rows on the device are from the plain model's, and the waits of a pass."""
-    asked = dict.fromkeys(fused.OPERATORS["cuda"], 0)
+    asked = dict.fromkeys(fused.FUSED_OPERATORS["cuda"], 0)
     model, options = families.make(name).to(dtype), {"kv_cache_bytes": 1 << 20, **options}
     expected = [[fresh_row(model, context) for context in batch] for batch in BATCHES]
     if "kv_cache_dtype" in options:
@@ -39,7 +39,7 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
     differences, num_waits = [], []
     with pretending() as mode:
         evaluator = HFEvaluator(moved(model), output_device=output, **options)
-        fused.OPERATORS[DEVICE.type] = tuple(counted(operator, asked) for operator in asked)
+        fused.FUSED_OPERATORS[DEVICE.type] = tuple(counted(operator, asked) for operator in asked)
         fused.fused_operator.cache_clear()
         num_slots = evaluator.open().num_slots
         for batch, wanted in zip(BATCHES, expected, strict=True):

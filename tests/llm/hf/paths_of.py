@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from genlm_backend.attention.paths import CachedPrefixes
+from genlm_backend.attention.cached_prefixes import CachedPrefixes
 
 
 class Tree:
@@ -59,16 +59,16 @@ def rows_in_trees(draw, num_new=(1, 1, 1, 2, 20)):
     return Rows(tree, nodes, new)
 
 
-def read_by_row(reading, num_rows):
+def read_by_row(plan, num_rows):
     """Return the sorted pairs of position and slot that each row reads, with repetitions."""
     found = [[] for _ in range(num_rows)]
-    for part in reading.parts:
+    for part in plan.parts:
         assert len(part.slots) == len(part.positions) > 0
         assert (np.diff(part.positions) > 0).all()
         assert (np.diff(part.rows) > 0).all()
         for row in part.rows.tolist():
             found[row] += zip(part.positions.tolist(), part.slots.tolist(), strict=True)
-    rest = reading.rest
+    rest = plan.rest
     assert len(rest.slots) == len(rest.positions) == num_rows
     assert not rest.slots[rest.positions < 0].any()
     for row, (positions, slots) in enumerate(zip(rest.positions, rest.slots, strict=True)):
@@ -79,8 +79,8 @@ def read_by_row(reading, num_rows):
     return [sorted(pairs) for pairs in found]
 
 
-def parts_of(reading):
-    """Return the parts of a reading as a sorted list."""
+def parts_of(plan):
+    """Return the parts of a plan as a sorted list."""
     return sorted(
-        (part.positions.tolist(), part.slots.tolist(), part.rows.tolist()) for part in reading.parts
+        (part.positions.tolist(), part.slots.tolist(), part.rows.tolist()) for part in plan.parts
     )

@@ -83,9 +83,9 @@ class StrictRecorder:
     def record(self, run):
         run()
         seen = dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))
-        graphs, twin, arrays = (seen[name].cell_contents for name in ("self", "twin", "arrays"))
+        graphs, view, arrays = (seen[name].cell_contents for name in ("self", "view", "arrays"))
         kept = [codes for of_layer in graphs._store.codes for codes in of_layer]
-        module = twin.module
+        module = view.module
         on_device = [*arrays.arrays.values(), *kept, *module.parameters(), *module.buffers()]
         Log.current = log = Log(on_device)
         try:

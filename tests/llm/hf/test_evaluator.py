@@ -275,7 +275,7 @@ async def test_keys_that_have_overflown_are_not_kept_of_a_context_given_up(chunk
 
     task = asyncio.ensure_future(chunked.next_token_logprobs(PROMPT))
     await asyncio.to_thread(chunked.is_held.wait, 30)
-    running = chunked._evaluator.passes.runner.twin.module
+    running = chunked._evaluator.passes.runner.view.module
     hook = running.register_forward_hook(overflow)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -10,11 +10,11 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention import reading as sharing
-from genlm_backend.attention.torch.torch_attend import CascadeAttention
+from genlm_backend.attention import cascade_plan as sharing
+from genlm_backend.backends.hf.cascade_attention import CascadeAttention
 from genlm_backend.backends.hf.hf_cache import CACHED_TYPES
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.passes.prefill_plan import CostModel
+from genlm_backend.scheduling.prefill_plan import CostModel
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.test_states import KEPT

@@ -27,8 +27,8 @@ def fused_add_rms_norm(given, residual, weight, eps):
 @pytest.fixture(autouse=True)
 def merging(monkeypatch):
     """Have models on the processor merge and fuse, as those on a CUDA device do."""
-    monkeypatch.setitem(merged_linear.KERNELS, "cpu", lambda: silu_and_mul)
-    monkeypatch.setitem(fused_residuals.KERNELS, "cpu", lambda: fused_add_rms_norm)
+    monkeypatch.setitem(merged_linear.GATE_KERNELS, "cpu", lambda: silu_and_mul)
+    monkeypatch.setitem(fused_residuals.RESIDUAL_KERNELS, "cpu", lambda: fused_add_rms_norm)
     monkeypatch.setattr(
         hf_runner.HFRunner, "merges", property(lambda _: True, lambda *_: None), False
     )
@@ -36,7 +36,7 @@ def merging(monkeypatch):
 
 def fused_layers(lm):
     """Return the number of decoder layers that add and norm at once."""
-    forwards = [vars(own).get("forward") for own in lm._hf._runner.twin.copies.values()]
+    forwards = [vars(own).get("forward") for own in lm._hf._runner.view.copies.values()]
     found = [getattr(forward, "args", [forward])[:1] for forward in forwards if forward]
     return sum(isinstance(one, fused_residuals._Layer) for each in found for one in each)
 
@@ -142,10 +142,10 @@ def test_layers_with_two_models_one_after_another_and_gradients():
 def test_a_layer_that_is_gated_otherwise_computes_as_it_is_written():
     model = families.make("gemma")  # by GELU
     with AsyncTransformer(model, word_tokenizer()) as lm:
-        twin = lm._hf._runner.twin
+        view = lm._hf._runner.view
         assert not any(
             getattr(vars(own).get("forward"), "func", None).__name__ == "gated"
-            for own in twin.copies.values()
+            for own in view.copies.values()
             if hasattr(vars(own).get("forward"), "func")
         )
         torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)

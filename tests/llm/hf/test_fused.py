@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from genlm_backend.attention import block
-from genlm_backend.attention.block import SoftmaxAttention
+from genlm_backend.attention import softmax_attention
+from genlm_backend.attention.softmax_attention import SoftmaxAttention
 from genlm_backend.attention.torch import fused, torch_operators
 from genlm_backend.attention.torch.fused import OPERATORS, FusedOperator, fused_operator
-from genlm_backend.attention.torch.torch_operators import TORCH
+from genlm_backend.attention.torch.torch_ops import TORCH
 
 RIGHT = OPERATORS["cpu"][0].attend
 DEVICE = torch.device("cpu")
@@ -110,12 +110,12 @@ def test_a_block_without_masks_and_one_with_agree_with_the_formula(monkeypatch):
     query = torch.randn(2, 3, 5, 8, generator=generator)
     keys, values = torch.randn(2, 2, 3, 40, 8, generator=generator)
     mask = torch.zeros(2, 1, 5, 40).masked_fill_(torch.rand(2, 1, 5, 40) < 0.3, -torch.inf)
-    block = SoftmaxAttention(TORCH, 0.3)
+    softmax_attention = SoftmaxAttention(TORCH, 0.3)
     without_masks = FusedOperator(RIGHT)
     monkeypatch.setattr(torch_operators, "fused_operator", lambda *_: without_masks)
     for added in (None, mask):
-        found = block.attend(query, keys, values, added)
-        expected = block.attend_if_any(query, keys, values, added)
+        found = softmax_attention.attend(query, keys, values, added)
+        expected = softmax_attention.attend_if_any(query, keys, values, added)
         torch.testing.assert_close(found.values, expected.values, rtol=0, atol=1e-5)
         torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=0, atol=1e-5)
 
@@ -126,15 +126,15 @@ def test_a_query_that_attends_to_nothing_in_two_blocks_merges_with_a_third():
     keys, values = torch.randn(2, 1, 2, 30, 8, generator=generator)
     mask = torch.zeros(1, 1, 3, 30)
     mask[:, :, 0, :20] = -torch.inf
-    block = SoftmaxAttention(TORCH, 0.3)
+    softmax_attention = SoftmaxAttention(TORCH, 0.3)
     parts = [
-        block.attend_if_any(query, keys[:, :, i:j], values[:, :, i:j], mask[..., i:j])
+        softmax_attention.attend_if_any(query, keys[:, :, i:j], values[:, :, i:j], mask[..., i:j])
         for i, j in ((0, 10), (10, 20), (20, 30))
     ]
     total = parts[0]
     for part in parts[1:]:
         total.merge_state(part, None)
-    expected = block.attend_if_any(query, keys, values, mask)
+    expected = softmax_attention.attend_if_any(query, keys, values, mask)
     torch.testing.assert_close(total.values, expected.values, rtol=0, atol=1e-5)
     torch.testing.assert_close(total.logsumexp, expected.logsumexp, rtol=0, atol=1e-5)
     total.logsumexp[0, 0, 0] = torch.nan  # of a model that overflows, which has to be seen
@@ -144,7 +144,7 @@ def test_a_query_that_attends_to_nothing_in_two_blocks_merges_with_a_third():
 
 @pytest.mark.parametrize("most", [1, 6 * 11 * 3, 10**6])
 def test_queries_that_go_part_by_part_have_the_results_of_all(monkeypatch, most):
-    monkeypatch.setattr(block, "MAX_SCORES", most)
+    monkeypatch.setattr(softmax_attention, "MAX_SCORES", most)
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(2, 3, n, dim, generator=generator) for n, dim in ((7, 8), (11, 8), (11, 5))

@@ -5,24 +5,24 @@ import torch
 from torch import nn
 
 from genlm_backend.backends.hf.fused_residuals import fuse_norms
-from genlm_backend.backends.hf.twin import ModelView
+from genlm_backend.backends.hf.model_view import ModelView
 from tests.llm import families
 
 
 def fused_of(model):
-    twin = ModelView(model)
-    fuse_norms(twin.copies)
-    return twin, [m for m, own in twin.copies.items() if "forward" in vars(own)]
+    view = ModelView(model)
+    fuse_norms(view.copies)
+    return view, [m for m, own in view.copies.items() if "forward" in vars(own)]
 
 
 @pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.FEW_RUNNING, *families.WHOLE])
 @pytest.mark.filterwarnings("ignore")
 def test_rows_are_the_models(name):
     model = families.make(name)
-    twin, fused = fused_of(model)
+    view, fused = fused_of(model)
     ids = torch.tensor([[5, 6, 7, 8, 9, 3]], dtype=torch.int64)
     with torch.inference_mode():
-        found, expected = (m(input_ids=ids).logits for m in (twin.module, model))
+        found, expected = (m(input_ids=ids).logits for m in (view.module, model))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     if name in ("llama", "qwen3", "gpt-oss"):
         assert len(fused) == sum("Norm" in type(m).__name__ for m in model.modules())

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama as llama
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import fused_rotary
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
-from genlm_backend.backends.hf.twin import ModelView
+from genlm_backend.backends.hf.model_view import ModelView
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 
@@ -63,14 +63,14 @@ def calls(monkeypatch):
         made.append(given[0].shape)
         return rotate(*given)
 
-    monkeypatch.setitem(fused_rotary.KERNELS, "cpu", lambda: counted)
+    monkeypatch.setitem(fused_rotary.ROTARY_KERNELS, "cpu", lambda: counted)
     return made
 
 
 def rows_of(model, monkeypatch, is_fused):
     with monkeypatch.context() as patched:
         if not is_fused:
-            patched.delitem(fused_rotary.KERNELS, "cpu")
+            patched.delitem(fused_rotary.ROTARY_KERNELS, "cpu")
         with AsyncTransformer(model, word_tokenizer()) as lm:
             steps = [[5, 6, 7][:n] for n in (1, 2, 3)]
             asked = [random_contexts(8), steps, [[*one, 4] for one in steps]]
@@ -86,9 +86,9 @@ def test_rows_are_those_without(name, calls, monkeypatch):
     assert torch.equal(rows_of(model, monkeypatch, True), expected)
     num_asked = len(fused_rotary._SHAPES)
     assert (len(calls) > num_asked) == (name in ROTATED)  # and not partly, within the function
-    twin = ModelView(model)
-    fuse_rotary(twin.copies)
-    rotating = [m for m, own in twin.copies.items() if "forward" in vars(own)]
+    view = ModelView(model)
+    fuse_rotary(view.copies)
+    rotating = [m for m, own in view.copies.items() if "forward" in vars(own)]
     if name in ROTATED:
         forward_context, fused = (
             [m for m in modules if type(m).__name__.endswith("Attention")]
@@ -166,14 +166,14 @@ class Attention(nn.Module):
 
 
 def module_around(function, dtype=torch.float32):
-    """A module of code of somebody's own, which rotates by a function, and its twin."""
+    """A module of code of somebody's own, which rotates by a function, and its view."""
     space = {"nn": nn, "torch": torch, NAME: function, "scaled": lambda x, times: times * x}
     space |= {"__name__": "transformers.modeling", "__package__": "transformers"}
     exec(SOURCE.replace("import modeling", "import utils as modeling"), space)
     module = space["Attention"](dtype)
-    twin = ModelView(module)
-    fuse_rotary(twin.copies)
-    return module, twin.module, space
+    view = ModelView(module)
+    fuse_rotary(view.copies)
+    return module, view.module, space
 
 
 def numbers(dtype=torch.float32, dim=16):
@@ -275,7 +275,7 @@ def test_without_a_kernel_nothing_happens(monkeypatch):
     def missing():
         raise ImportError("no module named triton")
 
-    monkeypatch.setitem(fused_rotary.KERNELS, "cpu", missing)
+    monkeypatch.setitem(fused_rotary.ROTARY_KERNELS, "cpu", missing)
     _, own, _ = module_around(formula)
     assert "forward" not in vars(own)
 
@@ -286,7 +286,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
         found[1][-1, -1, -1, -1] *= 1 + 1e-6
         return found
 
-    monkeypatch.setitem(fused_rotary.KERNELS, "cpu", lambda: wrong)
+    monkeypatch.setitem(fused_rotary.ROTARY_KERNELS, "cpu", lambda: wrong)
     _, own, _ = module_around(formula)
     assert "forward" not in vars(own)
 

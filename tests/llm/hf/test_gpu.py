@@ -6,10 +6,10 @@ import torch
 from transformers.models.llama import modeling_llama as llama
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention import reading as sharing
+from genlm_backend.attention import cascade_plan as sharing
 from genlm_backend.attention.torch.fused import fused_operator
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
-from genlm_backend.backends.hf.twin import ModelView
+from genlm_backend.backends.hf.model_view import ModelView
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -69,7 +69,7 @@ def test_torch_has_an_operator_that_is_right(dtype, dim):
 @pytest.mark.parametrize("dim", [8, 64, 80, 128, 256])
 @torch.inference_mode()
 def test_rotary_positions_are_those_of_transformers(dtype, dim):
-    rotary_kernel = pytest.importorskip("genlm_backend.attention.torch.layer_kernels")
+    rotary_kernel = pytest.importorskip("genlm_backend.backends.hf.layer_kernels")
     for num_rows, num_tokens, cos_rows in ((64, 1, 64), (3, 7, 1), (1, 70_000 // dim, 1)):
         made = [
             torch.randn(num_rows, num_tokens, heads, dim, device="cuda").to(dtype).transpose(1, 2)
@@ -84,10 +84,10 @@ def test_rotary_positions_are_those_of_transformers(dtype, dim):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mixtral"])
 def test_rotary_positions_go_through_the_kernel(name, dtype):
     pytest.importorskip("triton")
-    twin = ModelView(families.make(name).to("cuda", dtype))
-    fuse_rotary(twin.copies)
-    fused = [m for m, own in twin.copies.items() if "forward" in vars(own)]
-    assert len(fused) == sum(type(m).__name__.endswith("Attention") for m in twin.copies)
+    view = ModelView(families.make(name).to("cuda", dtype))
+    fuse_rotary(view.copies)
+    fused = [m for m, own in view.copies.items() if "forward" in vars(own)]
+    assert len(fused) == sum(type(m).__name__.endswith("Attention") for m in view.copies)
 
 
 async def test_many_rows_behind_what_they_share(monkeypatch):
@@ -133,7 +133,7 @@ async def test_recorded_steps(name, dtype, monkeypatch):
             # Of a mixture of experts, rounding sends some tokens to other ones.
             assert (found - rows).pow(2).mean(-1).median().sqrt() < 3 * noise
         graphs = lm._hf._runner.graphs
-        recorded = [own for own in graphs._twins.values() if own is not None and own.by_shape]
+        recorded = [own for own in graphs._views.values() if own is not None and own.by_shape]
         assert bool(recorded) == (dtype is torch.bfloat16 or name not in WITH_EXPERTS)
         assert not any(own.failed for own in recorded)
 
@@ -142,8 +142,8 @@ async def test_recorded_steps(name, dtype, monkeypatch):
 @pytest.mark.parametrize("width", [96, 2048, 5120])
 @torch.inference_mode()
 def test_fused_kernels_are_torchs(dtype, width):
-    layernorm_kernel = pytest.importorskip("genlm_backend.attention.torch.layer_kernels")
-    from genlm_backend.attention.torch.layer_kernels import silu_and_mul
+    layernorm_kernel = pytest.importorskip("genlm_backend.backends.hf.layer_kernels")
+    from genlm_backend.backends.hf.layer_kernels import silu_and_mul
 
     one, other, weight, both = (
         torch.randn(*shape, device="cuda").to(dtype)

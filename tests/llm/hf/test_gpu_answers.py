@@ -10,10 +10,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.backends.hf import step_graphs
+from genlm_backend.backends.hf import cuda_graph_runner
 from genlm_backend.generation import generate
-from genlm_backend.model.drawing import SampleReadout, SamplingFilter
 from genlm_backend.model.query import RowQuery
+from genlm_backend.model.sample_readout import SampleReadout, SamplingFilter
 from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
@@ -213,7 +213,7 @@ async def test_other_number_formats_of_keys_and_values(kept):
 def test_adapters_beside_recorded_steps(tmp_path, monkeypatch, most):
     """Adapters whose recorded passes make way for each other's."""
     pytest.importorskip("peft")
-    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", most)
+    monkeypatch.setattr(cuda_graph_runner, "MAX_GRAPHS", most)
     base, generator = families.make("llama"), random.Random(0)
     models = {None: base}
     for seed, name in enumerate(["poet", "clerk"]):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer, Engine
 from genlm_backend.errors import CacheError, OptionError
-from genlm_backend.prefix.slot_mover import TierCopier
+from genlm_backend.prefix.tier_copier import TierCopier
 from tests.generation.serving import serve
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer

@@ -74,8 +74,8 @@ def test_a_short_pass_asks_nobody_between_its_layers(lm):
 
 async def test_a_cancelled_await_ends_its_pass(lm):
     """It is cancelled within its first layer, and its second one is never run."""
-    twin = lm._hf._runner.twin_with(None)
-    lists = [m for m in twin.module.modules() if isinstance(m, torch.nn.ModuleList)]
+    view = lm._hf._runner.view_with(None)
+    lists = [m for m in view.module.modules() if isinstance(m, torch.nn.ModuleList)]
     ran, began, cancelled = [], threading.Event(), threading.Event()
     for layer in max(lists, key=len):
         forward = layer.forward
@@ -87,7 +87,7 @@ async def test_a_cancelled_await_ends_its_pass(lm):
             return forward(*args, **options)
 
         vars(layer)["forward"] = slow
-        lm._hf._runner.twin_with(None).ask_between_layers(lambda: lm._evaluator.check_cancelled())
+        lm._hf._runner.view_with(None).ask_between_layers(lambda: lm._evaluator.check_cancelled())
     task = asyncio.ensure_future(lm.next_token_logprobs(LONG))
     await asyncio.to_thread(began.wait, 10)
     task.cancel()

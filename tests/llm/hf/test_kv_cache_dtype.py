@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import Cache, DynamicLayer
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention.torch.torch_attend import CascadeAttention
+from genlm_backend.backends.hf.cascade_attention import CascadeAttention
 from genlm_backend.errors import OptionError
 from genlm_backend.prefix.codecs import KV_CACHE_DTYPES, codec_for
 from tests.llm import families
@@ -148,9 +148,9 @@ def test_a_context_without_room_is_rounded_all_the_same():
 
 
 def test_long_shared_stretches_are_decoded_in_pieces(monkeypatch):
-    from genlm_backend.attention import shared_pass
+    from genlm_backend.attention import cascade_run
 
-    monkeypatch.setattr(shared_pass, "LONG_COPY", 5)
+    monkeypatch.setattr(cascade_run, "LONG_COPY", 5)
     prompt = [i % families.VOCAB for i in range(3, 60)]
     contexts = [[*prompt, i, i + 1] for i in range(6)]
     options = {"kv_cache_dtype": "int8", "row_cache_bytes": 0}

@@ -125,7 +125,7 @@ def test_a_name_that_is_added_again_is_bound_anew(lm, models, tmp_path):
     models["poet"] = make_adapter(tmp_path / "poet", 3, models[None])
     lm.add_new_lora(str(tmp_path / "poet"), "poet")
     check("poet")
-    assert len(lm._evaluator._runner._twins) == 3  # what is replaced is freed
+    assert len(lm._evaluator._runner._views) == 3  # what is replaced is freed
 
 
 @pytest.mark.parametrize("is_called_by_the_loop", [True, False])

@@ -163,7 +163,7 @@ def test_a_refused_constructor_leaves_no_thread(tiny_llama, monkeypatch):
     def refuse(*_):
         raise UnsupportedModelError("refused while it is examined")
 
-    monkeypatch.setattr("genlm_backend.backends.hf.hf_evaluator.examine", refuse)
+    monkeypatch.setattr("genlm_backend.backends.hf.hf_evaluator.hf_probe", refuse)
     before = set(threading.enumerate())
     with pytest.raises(UnsupportedModelError) as kept:  # its traceback refers to the model
         AsyncTransformer(tiny_llama, word_tokenizer(), num_threads=1)

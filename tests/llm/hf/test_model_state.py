@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention.torch.torch_attend import CascadeAttention
+from genlm_backend.backends.hf.cascade_attention import CascadeAttention
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer

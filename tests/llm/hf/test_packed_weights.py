@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import packed_weights
+from genlm_backend.backends.hf.model_view import ModelView
 from genlm_backend.backends.hf.packed_weights import PackedLinear, PackedWeights
-from genlm_backend.backends.hf.twin import ModelView
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 
@@ -94,21 +94,21 @@ def packed_of(model):
     return packed
 
 
-def twin_with(packed, model):
-    twin = ModelView(model)
-    packed.place(twin.copies)
-    return twin
+def view_with(packed, model):
+    view = ModelView(model)
+    packed.place(view.copies)
+    return view
 
 
-def check_layer(model, packed, twin, rows, is_packed):
-    """The twin of a layer computes what the weight says, with or without a packed one."""
+def check_layer(model, packed, view, rows, is_packed):
+    """The view of a layer computes what the weight says, with or without a packed one."""
     packed.check()
     layer = model[0]
     assert type(layer) is nn.Linear
-    assert twin.module[0].packed.is_used == is_packed
+    assert view.module[0].packed.is_used == is_packed
     with torch.inference_mode():
         expected = nn.functional.linear(rows, layer.weight, layer.bias)
-        torch.testing.assert_close(twin.module(rows), expected)
+        torch.testing.assert_close(view.module(rows), expected)
 
 
 def _through_data(model):
@@ -137,10 +137,10 @@ def _at_an_odd_place(model):
 def test_a_weight_that_torch_says_nothing_of_is_found_by_another_look(change):
     model, rows = layer_and_rows()
     packed = packed_of(model)
-    twin = twin_with(packed, model)
+    view = view_with(packed, model)
     change(model)
     packed.pack_again()
-    check_layer(model, packed, twin, rows, is_packed=True)
+    check_layer(model, packed, view, rows, is_packed=True)
 
 
 @pytest.mark.usefixtures("faster")

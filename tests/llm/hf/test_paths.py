@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.attention.reading import CascadePlan, Suffix
+from genlm_backend.attention.cascade_plan import CascadePlan, Suffix
 from tests.llm.hf.paths_of import Tree, parts_of, read_by_row, rows_in_trees
 
 
-def reading_of(tree, nodes, num_new=None, few_tokens=384):
-    """The reading of rows that end in some nodes, with one new token each."""
+def plan_of(tree, nodes, num_new=None, few_tokens=384):
+    """The plan of rows that end in some nodes, with one new token each."""
     num_new = [1] * len(nodes) if num_new is None else num_new
     return CascadePlan.of(tree.paths(nodes), np.array(num_new), few_tokens)
 
@@ -20,10 +20,10 @@ def reading_of(tree, nodes, num_new=None, few_tokens=384):
 @given(rows_in_trees(), st.sampled_from([0, 1, 4, 8, 20, 40, 10**6]))
 def test_every_token_is_read_once_for_each_row(rows, few_tokens):
     tree, nodes, num_new = rows
-    reading = reading_of(tree, nodes, num_new, few_tokens)
+    plan = plan_of(tree, nodes, num_new, few_tokens)
     paths = [tree.path(node) for node in nodes]
     expected = [[(i, tree.slot[node]) for i, node in enumerate(path)] for path in paths]
-    assert read_by_row(reading, len(nodes)) == expected
+    assert read_by_row(plan, len(nodes)) == expected
 
 
 @given(rows_in_trees(), st.integers(0, 3))
@@ -41,8 +41,8 @@ def test_rows_below_roots_of_their_own_share_nothing():
     other = tree.add(0, 9)
     tree.depth[other] = 0  # another root
     ends = [tree.add(root, slot) for root, slot in ((0, 4), (other, 5), (0, 4))]
-    reading = reading_of(tree, ends[:2], few_tokens=0)
-    assert parts_of(reading) == [([0], [4], [0]), ([0], [5], [1])]
+    plan = plan_of(tree, ends[:2], few_tokens=0)
+    assert parts_of(plan) == [([0], [4], [0]), ([0], [5], [1])]
 
 
 def test_a_lineage_that_is_forked_at_each_token_is_one_part_as_an_unforked_one():
@@ -51,16 +51,16 @@ def test_a_lineage_that_is_forked_at_each_token_is_one_part_as_an_unforked_one()
         node = tree.add(node, 2 * i + 1)
         tree.add(node, 2 * i + 2)  # nobody goes on there
     ends = [tree.add(node, 5000 + 2 * i) for i in range(32)]
-    (part,) = reading_of(tree, ends).parts
+    (part,) = plan_of(tree, ends).parts
     assert part.slots.tolist() == [*range(1, 4000, 2)]
     assert part.rows.tolist() == [*range(32)]
     assert not part.is_consecutive
 
 
 def test_rows_without_anything_cached_have_no_columns():
-    reading = reading_of(Tree(), [0, 0])
-    assert not reading.parts
-    assert reading.rest.slots.shape == (2, 0)
+    plan = plan_of(Tree(), [0, 0])
+    assert not plan.parts
+    assert plan.rest.slots.shape == (2, 0)
 
 
 # -------------------------------------------------------------------- the next step
@@ -75,27 +75,27 @@ def test_rows_without_anything_cached_have_no_columns():
 )
 def test_a_reading_that_advances_reads_what_one_made_anew_does(rows, picks, few_tokens, seed):
     tree, nodes, _ = rows
-    reading = reading_of(tree, nodes, few_tokens=few_tokens)
+    plan = plan_of(tree, nodes, few_tokens=few_tokens)
     slots = iter(random.Random(seed).sample(range(1000, 2000), 1000))
     origins, repeated = [*range(len(nodes))], 0
     for step, pick in enumerate(picks):
         computed = [tree.add(node, next(slots)) for node in nodes]
         before = [i % len(nodes) for i in pick]
         nodes = [computed[i] for i in before]
-        made = reading
+        made = plan
         rows, added = np.array(before), np.array([tree.slot[node] for node in nodes])
-        reading = made.advanced(rows, added)
-        anew = reading_of(tree, nodes, few_tokens=few_tokens)
-        assert read_by_row(reading, len(nodes)) == read_by_row(anew, len(nodes))
-        assert reading.prefix_lens.tolist() == anew.prefix_lens.tolist()
-        assert reading.rest.slots.shape == (len(nodes), made.rest.slots.shape[1] + 1)
-        assert reading.advance is not None
-        assert reading.advance.before is made.identity
-        kept = [made.parts[number].slots for number in reading.advance.parts]
-        assert [part.slots for part in reading.parts] == kept  # the same arrays
+        plan = made.advanced(rows, added)
+        anew = plan_of(tree, nodes, few_tokens=few_tokens)
+        assert read_by_row(plan, len(nodes)) == read_by_row(anew, len(nodes))
+        assert plan.prefix_lens.tolist() == anew.prefix_lens.tolist()
+        assert plan.rest.slots.shape == (len(nodes), made.rest.slots.shape[1] + 1)
+        assert plan.advance is not None
+        assert plan.advance.before is made.identity
+        kept = [made.parts[number].slots for number in plan.advance.parts]
+        assert [part.slots for part in plan.parts] == kept  # the same arrays
         origins = [origins[i] for i in before]
-        repeated += (len(origins) - len({*origins})) * (reading.rest.slots.shape[1] - step - 1)
-        assert reading.num_repeated == repeated
+        repeated += (len(origins) - len({*origins})) * (plan.rest.slots.shape[1] - step - 1)
+        assert plan.num_repeated == repeated
 
 
 @settings(max_examples=100, deadline=None)
@@ -132,9 +132,9 @@ def test_a_part_of_all_rows_stays_one_and_others_lose_theirs():
     for i in range(10):
         ends[2] = tree.add(ends[2], 20 + i)
     ends[3] = ends[2]
-    reading = reading_of(tree, ends, few_tokens=10)
-    assert [part.rows.tolist() for part in reading.parts] == [[0, 1, 2, 3], [2, 3]]
-    other = reading.advanced(np.array([3, 0, 2, 3, 1]), np.arange(50, 55))
+    plan = plan_of(tree, ends, few_tokens=10)
+    assert [part.rows.tolist() for part in plan.parts] == [[0, 1, 2, 3], [2, 3]]
+    other = plan.advanced(np.array([3, 0, 2, 3, 1]), np.arange(50, 55))
     assert [part.rows.tolist() for part in other.parts] == [[0, 1, 2, 3, 4], [0, 2, 3]]
     (part,) = other.advanced(np.array([1, 4]), np.arange(60, 62)).parts
     assert part.rows.tolist() == [0, 1]
@@ -145,18 +145,18 @@ def test_a_reading_is_worn_once_its_rest_has_grown_or_rows_have_become_one():
     ends = [0, 0, 0, 0]
     for i in range(100):
         ends = [tree.add(node, 4 * i + j + 1) for j, node in enumerate(ends)]
-    reading = made = reading_of(tree, ends)
+    plan = made = plan_of(tree, ends)
     everybody = np.arange(4)
     for i in range(100):
-        assert not reading.is_stale
-        reading = reading.advanced(everybody, 1000 + 4 * i + everybody)
-    assert not reading.is_stale
-    assert reading.advanced(everybody, 2000 + everybody).is_stale
+        assert not plan.is_stale
+        plan = plan.advanced(everybody, 1000 + 4 * i + everybody)
+    assert not plan.is_stale
+    assert plan.advanced(everybody, 2000 + everybody).is_stale
     # Three rows too many of 100 tokens, where 400 tokens have been read to make it.
     one = made.advanced(np.zeros(4, np.int64), np.full(4, 600))
     assert not one.is_stale
     assert one.advanced(everybody, 700 + everybody).is_stale
-    empty = reading_of(Tree(), [0])
+    empty = plan_of(Tree(), [0])
     for i in range(64):
         empty = empty.advanced(everybody[:1], np.array([i]))
         assert not empty.is_stale

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm_backend.model.context import of_no_model
-from genlm_backend.passes.job import ScheduledQuery
-from genlm_backend.passes.prefill_plan import (
+from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.prefix.slot_allocator import SlotAllocator
+from genlm_backend.scheduling.prefill_plan import (
     CostModel,
     Size,
     StatePlan,
@@ -16,8 +17,7 @@ from genlm_backend.passes.prefill_plan import (
     plan_waves,
     plan_whole,
 )
-from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import SlotAllocator
+from genlm_backend.scheduling.scheduled_query import ScheduledQuery
 
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
 

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-NAME = "genlm_backend.attention.torch.layer_kernels"
+NAME = "genlm_backend.backends.hf.layer_kernels"
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from genlm_backend.attention.reading import CascadePlan
-from genlm_backend.attention.torch.torch_attend import UncachedAttention
+from genlm_backend.attention.cascade_plan import CascadePlan
+from genlm_backend.backends.hf.cascade_attention import UncachedAttention
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import of_no_model
 from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.model.scoring import ScoreQuery
-from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.prefix.kv_store import KVLayout, KVPool
+from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import SlotAllocator
+from genlm_backend.prefix.slot_allocator import SlotAllocator
+from genlm_backend.scheduling.prefix_cache import PrefixCache
 from tests.llm.hf.fake_runner import VOCAB, FakeRunner, logprobs_after, passes_over
 from tests.llm.hf.paths_of import read_by_row
 from tests.tree_integrity import check_integrity
@@ -28,12 +28,12 @@ BAD = VOCAB - 1
 
 
 class Reads:
-    """A way to attend that has a reading, and no tensors."""
+    """A way to attend that has a plan, and no tensors."""
 
     def __init__(self, few_tokens):
         self.few_tokens = few_tokens
 
-    def reading(self, past, num_new):
+    def plan(self, past, num_new):
         return CascadePlan.of(past, num_new, self.few_tokens)
 
 
@@ -44,25 +44,25 @@ class ReadingRunner(FakeRunner):
         num_steps: Number of passes that read as the one before did, and one token more.
         num_whole: Number of contexts that have been run whole.
         host: Adapter and context by slot of the host.
-        reading: How the last step was read.
+        plan: How the last step was read.
     """
 
     def __init__(self):
         super().__init__()
         self.num_steps = self.num_whole = 0
-        self.host, self.reading = {}, None
+        self.host, self.plan = {}, None
 
     def forward(self, batch, attend):
         is_whole = isinstance(attend, UncachedAttention)
         if is_whole:
             self.num_whole += len(batch.num_new)
-        elif (reading := batch.reading) is not None:
-            self.num_steps += reading.advance is not None
-            self.reading = reading
+        elif (plan := batch.plan) is not None:
+            self.num_steps += plan.advance is not None
+            self.plan = plan
             columns = batch.past.columns(max(batch.prefix_lens, default=0))
-            for row, read in enumerate(read_by_row(reading, batch.num_rows)):
+            for row, read in enumerate(read_by_row(plan, batch.num_rows)):
                 prefix_len = int(batch.prefix_lens[row])
-                assert int(reading.prefix_lens[row]) == prefix_len
+                assert int(plan.prefix_lens[row]) == prefix_len
                 own = columns[row, columns.shape[1] - prefix_len :].tolist()
                 assert read == list(enumerate(own))
         return super().forward(batch, attend)

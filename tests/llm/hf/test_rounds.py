@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention.reading import CascadePlan
-from genlm_backend.passes.decode_steps import DecodeScheduler
+from genlm_backend.attention.cascade_plan import CascadePlan
+from genlm_backend.scheduling.decode_scheduler import DecodeScheduler
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.histories import History, tokens

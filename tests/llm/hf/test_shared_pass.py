@@ -1,4 +1,4 @@
-"""Attention of a pass to random readings, by the operators of each library, against the formula."""
+"""Attention of a pass to random plans, by the operators of each library, against the formula."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.attention.packing import TokenChunk, pack, pack_decode
-from genlm_backend.attention.reading import CascadePlan
-from genlm_backend.attention.torch.dispatch import TorchCascadeRun
+from genlm_backend.attention.cascade_plan import CascadePlan
+from genlm_backend.attention.forward_batch import TokenChunk, pack, pack_decode
+from genlm_backend.backends.hf.attention_interface import TorchCascadeRun
 from genlm_backend.backends.mlx import present
-from genlm_backend.prefix.kv_store import KVLayout, KVPool, LayerLayout
+from genlm_backend.prefix.kv_pool import KVLayout, KVPool, LayerLayout
 from tests.llm.hf.paths_of import rows_in_trees
 
 NUM_SLOTS, NUM_GROUPS, GROUP, DIM, SCALE = 400, 2, 2, 8, 0.6
@@ -37,8 +37,8 @@ class OverTorch:
         rows = np.concatenate([part.reshape(len(slots), -1) for part in (keys, values)], 1)
         self.store.write(0, torch.tensor(slots), torch.from_numpy(rows))
 
-    def attended(self, batch, reading, query, keys, values, window, softcap, sinks):
-        shared = TorchCascadeRun(self.store, batch, reading, self.last)
+    def attended(self, batch, plan, query, keys, values, window, softcap, sinks):
+        shared = TorchCascadeRun(self.store, batch, plan, self.last)
 
         def allows(_, __, new, key):
             return (key <= new) & (key > new - (window or 0))
@@ -61,7 +61,7 @@ class OverMlx(OverTorch):
     def __init__(self):
         import mlx.core as mx
 
-        from genlm_backend.prefix.mlx_store import LayerShape, MlxKVPool
+        from genlm_backend.backends.mlx.mlx_kv_pool import LayerShape, MlxKVPool
 
         self.store = MlxKVPool([LayerShape(NUM_GROUPS, DIM, DIM, mx.float32)], NUM_SLOTS)
         self.last = None
@@ -72,12 +72,12 @@ class OverMlx(OverTorch):
         new = mx.array(keys.swapaxes(0, 1)), mx.array(values.swapaxes(0, 1))
         self.store.write(np.array(slots), [new])
 
-    def attended(self, batch, reading, query, keys, values, window, softcap, sinks):
+    def attended(self, batch, plan, query, keys, values, window, softcap, sinks):
         import mlx.core as mx
 
-        from genlm_backend.attention.mlx.mlx_shared import MlxCascadeRun
+        from genlm_backend.backends.mlx.mlx_cascade import MlxCascadeRun
 
-        shared = MlxCascadeRun(self.store, batch, reading, self.last)
+        shared = MlxCascadeRun(self.store, batch, plan, self.last)
         mask = shared.mask(keys.shape[2], window, False)
         query, keys, values = map(mx.array, (query, keys, values))
         shared.take(0, keys, values)
@@ -151,10 +151,10 @@ def test_a_pass_and_the_steps_that_go_on_from_it_attend_as_the_formula_says(
         keys, values = slots.random(2, len(nodes), NUM_GROUPS, size, DIM)
         with pytest.MonkeyPatch.context() as patch:
             if library == "torch by the formula":
-                name = "genlm_backend.attention.torch.torch_operators.fused_operator"
+                name = "genlm_backend.attention.torch.torch_ops.fused_operator"
                 patch.setattr(name, lambda *_: None)
             given = query, keys, values, window, softcap, sinks
-            found = over.attended(batch, reading, *given)
+            found = over.attended(batch, plan, *given)
         for row, (node, new) in enumerate(zip(nodes, num_new, strict=True)):
             path = [tree.slot[other] for other in tree.path(node)]
             own = (states[row, :, :new] for states in (query, keys, values))
@@ -162,21 +162,21 @@ def test_a_pass_and_the_steps_that_go_on_from_it_attend_as_the_formula_says(
             np.testing.assert_allclose(found[row, :, :new], wanted, atol=2e-5)
         return keys, values
 
-    reading = CascadePlan.of(tree.paths(nodes), np.array(num_new), few_tokens)
+    plan = CascadePlan.of(tree.paths(nodes), np.array(num_new), few_tokens)
     passed(pack([TokenChunk([1] * new) for new in num_new], tree.paths(nodes)))
     num_new = [1] * len(nodes)
-    reading = CascadePlan.of(tree.paths(nodes), np.array(num_new), few_tokens)
+    plan = CascadePlan.of(tree.paths(nodes), np.array(num_new), few_tokens)
     for pick in picks:
         own = np.arange(len(nodes))
         slot_mapping = max(tree.slot) + 1 + own
-        keys, values = passed(pack_decode(own, slot_mapping, tree.paths(nodes), reading))
+        keys, values = passed(pack_decode(own, slot_mapping, tree.paths(nodes), plan))
         over.write(slot_mapping.tolist(), keys[:, :, 0], values[:, :, 0])
         for row, slot in enumerate(slot_mapping.tolist()):
             slots.kept[slot] = np.stack([keys[row, :, 0], values[row, :, 0]])
         computed = [tree.add(*pair) for pair in zip(nodes, slot_mapping.tolist(), strict=True)]
         before = [i % len(nodes) for i in pick]
         nodes, num_new = [computed[i] for i in before], [1] * len(before)
-        reading = reading.advanced(np.array(before), slot_mapping[before])
+        plan = plan.advanced(np.array(before), slot_mapping[before])
     if picks:
         own = np.arange(len(nodes))
-        passed(pack_decode(own, own + 1, tree.paths(nodes), reading))
+        passed(pack_decode(own, own + 1, tree.paths(nodes), plan))

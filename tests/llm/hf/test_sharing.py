@@ -10,32 +10,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention.block import SoftmaxAttention
-from genlm_backend.attention.reading import CascadePlan
-from genlm_backend.attention.torch import dispatch, torch_operators
-from genlm_backend.attention.torch.torch_attend import CascadeAttention
-from genlm_backend.attention.torch.torch_operators import TORCH
+from genlm_backend.attention.cascade_plan import CascadePlan
+from genlm_backend.attention.softmax_attention import SoftmaxAttention
+from genlm_backend.attention.torch import torch_ops
+from genlm_backend.attention.torch.torch_ops import TORCH
+from genlm_backend.backends.hf import attention_interface
+from genlm_backend.backends.hf.cascade_attention import CascadeAttention
 from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import ModelStateError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
 
-def reading_of(slots, few_tokens):
+def plan_of(slots, few_tokens):
     return CascadePlan.of(paths_of(slots), np.ones(len(slots), np.int64), few_tokens)
 
 
 def test_a_prompt_is_one_part_and_what_follows_is_not():
-    reading = reading_of([[*range(1, 513), 600 + 7 * i] for i in range(20)], 384)
-    (part,) = reading.parts
+    plan = plan_of([[*range(1, 513), 600 + 7 * i] for i in range(20)], 384)
+    (part,) = plan.parts
     assert part.rows.tolist() == [*range(20)]
     assert part.is_consecutive
-    assert reading.rest.slots.tolist() == [[600 + 7 * i] for i in range(20)]
-    assert reading.rest.positions.tolist() == [[512]] * 20
+    assert plan.rest.slots.tolist() == [[600 + 7 * i] for i in range(20)]
+    assert plan.rest.positions.tolist() == [[512]] * 20
 
 
 def test_long_stretches_are_read_where_they_lie_and_short_ones_together():
-    parts = reading_of([[*range(1, 501), *range(700, 710), *range(1000, 1600)]] * 2, 384).parts
+    parts = plan_of([[*range(1, 501), *range(700, 710), *range(1000, 1600)]] * 2, 384).parts
     assert [len(part) for part in parts] == [500, 600]
     assert all(part.is_consecutive for part in parts)
 
@@ -121,7 +122,7 @@ def test_keys_that_are_parted_are_attended_to_as_one(num_keys, num_queries, dtyp
         for n in (num_queries, num_keys, num_keys)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_operators, "SHORTEST_STRETCH", shortest)
+        patch.setattr(torch_ops, "SHORTEST_STRETCH", shortest)
         found = SoftmaxAttention(TORCH, 0.7).attend(query, keys, values, None)
     scores = query.double() @ keys.double().transpose(2, 3) * 0.7
     tolerance = {"rtol": 0, "atol": 1e-5 if dtype is torch.float32 else 3e-2}
@@ -170,6 +171,6 @@ def test_a_layer_that_attends_otherwise_meanwhile_is_noticed():
         with pytest.raises(ModelStateError, match="1 of 2 layers"):
             lm.next_token_logprobs_sync([1, 2, 3])
         hook.remove()
-        called[0]._attn_implementation = {"": dispatch.PREFIX + "sdpa"}
+        called[0]._attn_implementation = {"": attention_interface.PREFIX + "sdpa"}
         row = lm.next_token_logprobs_sync([1, 2, 3])
         torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=3e-5)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-NAME = "genlm_backend.attention.torch.slots_kernel"
+NAME = "genlm_backend.backends.hf.decode_kernels"
 
 
 def test_it_is_launched_on_the_device_of_its_queries(monkeypatch):

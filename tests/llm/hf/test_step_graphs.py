@@ -7,9 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from genlm_backend.attention import reading as sharing
-from genlm_backend.attention.torch import step_operators, step_pass, step_tables
-from genlm_backend.backends.hf import step_graphs
+from genlm_backend.attention import cascade_plan as sharing
+from genlm_backend.backends.hf import (
+    cuda_graph_attention,
+    cuda_graph_runner,
+    decode_ops,
+    decode_tables,
+)
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.errors import ModelStateError
 from genlm_backend.model.query import RowQuery
@@ -75,14 +79,14 @@ def write(keys, values, slots, codes):
 def recorded(monkeypatch):
     """Have the processor record decode steps; what is returned has an element for each replay."""
     replayed = []
-    operators = step_operators.StepOperators(
+    operators = decode_ops.DecodeOps(
         as_operator(in_stretches), as_operator(in_slots), grouped, write
     )
-    monkeypatch.setitem(step_operators.OPERATORS, "cpu", lambda: operators)
-    monkeypatch.setattr(step_graphs, "CudaRecorder", lambda device: StrictRecorder(replayed))
-    step_operators.step_operators.cache_clear()
+    monkeypatch.setitem(decode_ops.DECODE_OPS, "cpu", lambda: operators)
+    monkeypatch.setattr(cuda_graph_runner, "CudaRecorder", lambda device: StrictRecorder(replayed))
+    decode_ops.decode_ops_for.cache_clear()
     yield replayed
-    step_operators.step_operators.cache_clear()
+    decode_ops.decode_ops_for.cache_clear()
 
 
 def rows_of(evaluator, contexts):
@@ -134,8 +138,8 @@ RUN_AS_EVER = {
 )
 def test_rows_are_the_models(name, few_tokens, length, many_read, monkeypatch, recorded):
     monkeypatch.setattr(sharing, "FEW_TOKENS", few_tokens)
-    monkeypatch.setattr(step_tables, "SHORTEST_STRETCH", 4)
-    monkeypatch.setattr(step_tables, "MANY_READ", many_read)
+    monkeypatch.setattr(decode_tables, "SHORTEST_SPLIT", 4)
+    monkeypatch.setattr(decode_tables, "MANY_READ", many_read)
     check_history(families.make(name), particles(7, length, 14))
     assert (len(recorded) > 5) == (name not in RUN_AS_EVER)
 
@@ -157,10 +161,10 @@ def test_any_particles(
 ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharing, "FEW_TOKENS", few_tokens)
-        patch.setattr(step_tables, "SHORTEST_STRETCH", 4)
-        patch.setattr(step_tables, "MAX_RUNS", max_runs)
-        patch.setattr(step_tables, "FEW_SLOTS", few_slots)
-        patch.setattr(step_tables, "MANY_READ", many_read)
+        patch.setattr(decode_tables, "SHORTEST_SPLIT", 4)
+        patch.setattr(decode_tables, "MAX_RUNS", max_runs)
+        patch.setattr(decode_tables, "FEW_SLOTS", few_slots)
+        patch.setattr(decode_tables, "MANY_READ", many_read)
         check_history(families.make(name), particles(count, length + 1, num_steps, seed))
 
 
@@ -211,8 +215,8 @@ def test_weights_in_other_memory_are_recorded_anew(recorded):
 def test_prompts_of_several_groups_and_lengths(name, many_read, monkeypatch, recorded):
     """Stretches that some rows read and others do not, and rows that windows hold whole."""
     monkeypatch.setattr(sharing, "FEW_TOKENS", 8)
-    monkeypatch.setattr(step_tables, "SHORTEST_STRETCH", 4)
-    monkeypatch.setattr(step_tables, "MANY_READ", many_read)
+    monkeypatch.setattr(decode_tables, "SHORTEST_SPLIT", 4)
+    monkeypatch.setattr(decode_tables, "MANY_READ", many_read)
     random = np.random.default_rng(0)
     first = random.integers(0, 23, 20).tolist()
     prompts = [[*first, *random.integers(0, 23, 12).tolist()] for _ in range(3)]
@@ -223,13 +227,13 @@ def test_prompts_of_several_groups_and_lengths(name, many_read, monkeypatch, rec
         contexts = [[*contexts[i], int(random.integers(23))] for i in order]
         history.append([list(one) for one in {tuple(context) for context in contexts}])
     seen = []
-    of = step_tables.DecodeTables.of.__func__
+    of = decode_tables.DecodeTables.of.__func__
 
     def noted(cls, *given):
         seen.append(of(cls, *given))
         return seen[-1]
 
-    monkeypatch.setattr(step_tables.DecodeTables, "of", classmethod(noted))
+    monkeypatch.setattr(decode_tables.DecodeTables, "of", classmethod(noted))
     check_history(families.make(name), history)
     assert recorded
     num_pieces = 1 if many_read else 2  # the smaller ones are read slot by slot
@@ -390,7 +394,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
     ],
 )
 def test_what_cannot_be_recorded_runs_as_ever(failing, monkeypatch):
-    monkeypatch.setattr(step_graphs, "CudaRecorder", lambda device: failing)
+    monkeypatch.setattr(cuda_graph_runner, "CudaRecorder", lambda device: failing)
     check_history(families.make("llama"), particles(4, 20, 8))
 
 
@@ -401,13 +405,13 @@ def test_a_replay_that_fails_later_is_run_as_ever(monkeypatch, recorded):
     def fails(*_):
         raise OUT_OF_MEMORY
 
-    monkeypatch.setattr(step_graphs.CapturedGraph, "replay", fails)
+    monkeypatch.setattr(cuda_graph_runner.CapturedGraph, "replay", fails)
     check_rows(evaluator, families.make("llama"), particles(4, 21, 4, seed=1))
     monkeypatch.undo()
 
 
 def test_many_shapes_are_forgotten_together(monkeypatch, recorded):
-    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graph_runner, "MAX_GRAPHS", 2)
     evaluator = HFEvaluator(families.make("llama"), kv_cache_bytes=1 << 22)
     evaluator.open()
     for seed in range(3):
@@ -420,22 +424,22 @@ def test_operators_that_are_wrong_are_not_used(monkeypatch, recorded):
     def wrong(*given):
         return in_slots(*given) * 1.1
 
-    operators = step_operators.StepOperators(in_stretches, wrong, grouped, write)
-    monkeypatch.setitem(step_operators.OPERATORS, "cpu", lambda: operators)
-    step_operators.step_operators.cache_clear()
+    operators = decode_ops.DecodeOps(in_stretches, wrong, grouped, write)
+    monkeypatch.setitem(decode_ops.DECODE_OPS, "cpu", lambda: operators)
+    decode_ops.decode_ops_for.cache_clear()
     check_history(families.make("llama"), particles(4, 20, 6))
     assert not recorded
 
 
 def test_a_recorded_step_that_is_refused_leaves_no_keys_of_its_own(monkeypatch, recorded):
-    of = step_tables.DecodeTables.of.__func__
+    of = decode_tables.DecodeTables.of.__func__
 
     def lossy(cls, *given):  # of each row, all keys but that of the new token
         tables = of(cls, *given)
         last = tables.slots[tables.counts.cumsum() - 1]
         return tables._replace(slots=last, counts=tables.counts * 0 + 1)
 
-    monkeypatch.setattr(step_tables.DecodeTables, "of", classmethod(lossy))
+    monkeypatch.setattr(decode_tables.DecodeTables, "of", classmethod(lossy))
     evaluator = check_history(families.make("llama"), particles(5, 20, 6))
     assert recorded  # and compared
     assert evaluator.counts().num_captured_steps == 0
@@ -463,7 +467,7 @@ def test_three_errors_end_recording_until_clear(monkeypatch, recorded, caplog):
 
 
 def test_copies_to_a_device_are_noted_on_its_own_stream(monkeypatch, recorded):
-    noted, made = [], step_pass.DecodeArrays.__init__
+    noted, made = [], cuda_graph_attention.DecodeArrays.__init__
 
     class Event:
         def synchronize(self):
@@ -476,7 +480,7 @@ def test_copies_to_a_device_are_noted_on_its_own_stream(monkeypatch, recorded):
         made(arrays, shape, device)
         arrays._copied = Event()
 
-    monkeypatch.setattr(step_pass.DecodeArrays, "__init__", made_with_event)
+    monkeypatch.setattr(cuda_graph_attention.DecodeArrays, "__init__", made_with_event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
     check_history(families.make("llama"), particles(4, 20, 4))
     assert set(noted) == {("stream of", torch.device("cpu"))}

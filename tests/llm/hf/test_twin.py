@@ -1,4 +1,4 @@
-"""The twin of a model: the same bits and memory, and nothing that is done to it is done to both."""
+"""The view of a model: the same bits and memory, and nothing that is done to it is done to both."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.backends.hf.twin import twin_of
+from genlm_backend.backends.hf.model_view import view_of
 from genlm_backend.errors import AdapterError, ModelStateError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -55,25 +55,25 @@ def assert_untouched(model, before):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
-def test_a_twin_has_the_models_bits_and_memory(name):
+def test_a_view_has_the_models_bits_and_memory(name):
     model = families.make(name)
     config, expected = model.config.to_dict(), logits(model)
-    twin = twin_of(model, IDS)
-    assert twin.copies
-    assert {*twin.module.modules()}.isdisjoint(model.modules())
+    view = view_of(model, IDS)
+    assert view.copies
+    assert {*view.module.modules()}.isdisjoint(model.modules())
     before = attributes(model)  # some keep what they have read
-    assert torch.equal(logits(twin.module), expected)
+    assert torch.equal(logits(view.module), expected)
     if name in families.PER_TOKEN and name not in GATHERED:
-        twin.name_attention(True)
-        assert torch.equal(logits(twin.module), expected)
-    own = dict(twin.module.named_parameters(remove_duplicate=False))
+        view.name_attention(True)
+        assert torch.equal(logits(view.module), expected)
+    own = dict(view.module.named_parameters(remove_duplicate=False))
     shared = dict(model.named_parameters(remove_duplicate=False))
     assert own.keys() == shared.keys()
     assert all(own[name] is parameter for name, parameter in shared.items())
-    assert twin.module.config is not model.config
-    linear = next(n for n, m in twin.module.named_modules() if isinstance(m, nn.Linear))
+    assert view.module.config is not model.config
+    linear = next(n for n, m in view.module.named_modules() if isinstance(m, nn.Linear))
     parent, _, child = linear.rpartition(".")
-    setattr(twin.module.get_submodule(parent), child, nn.Identity())
+    setattr(view.module.get_submodule(parent), child, nn.Identity())
     assert_untouched(model, before)
     assert torch.equal(logits(model), expected)
     assert model.config.to_dict() == config
@@ -122,34 +122,34 @@ class Part(nn.Module):
         return sum(found) + self.by_name["inner"](states)
 
 
-def test_what_refers_to_modules_refers_to_their_twins():
+def test_what_refers_to_modules_refers_to_their_views():
     model = families.make("llama")
     model.model.norm = Part(model)
-    twin = twin_of(model, IDS)
-    assert twin.copies
-    part = twin.module.model.norm
-    assert part.owner is twin.module
+    view = view_of(model, IDS)
+    assert view.copies
+    part = view.module.model.norm
+    assert part.owner is view.module
     assert part.bound.__self__ is part
     assert part.partial.args == (part,)
     assert part.siblings == [part.inner]
-    assert torch.equal(logits(twin.module), logits(model))
+    assert torch.equal(logits(view.module), logits(model))
     part.inner = None  # which the model has still
-    assert torch.equal(logits(model), logits(twin_of(model, IDS).module))
+    assert torch.equal(logits(model), logits(view_of(model, IDS).module))
 
 
-def test_a_method_that_replaces_a_forward_is_the_twins():
+def test_a_method_that_replaces_a_forward_is_the_views():
     model = families.make("llama")
     forward = type(model.model.norm).forward
     model.model.norm.forward = types.MethodType(
         lambda self, x: 2 * forward(self, x), model.model.norm
     )
-    twin = twin_of(model, IDS)
-    assert twin.module.model.norm.forward.__self__ is twin.module.model.norm
+    view = view_of(model, IDS)
+    assert view.module.model.norm.forward.__self__ is view.module.model.norm
     with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
         check_row(lm, model)
 
 
-def test_hooks_of_accelerate_are_the_twins(tmp_path):
+def test_hooks_of_accelerate_are_the_views(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model = families.make("llama")
     expected = fresh_row(model, [1, 2, 3])
@@ -159,8 +159,8 @@ def test_hooks_of_accelerate_are_the_twins(tmp_path):
         model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True
     )
     assert any(parameter.is_meta for parameter in model.parameters())
-    twin = twin_of(model, IDS)
-    assert twin.copies
+    view = view_of(model, IDS)
+    assert view.copies
     with AsyncTransformer(model, word_tokenizer()) as lm:
         assert lm.kv_reuse
         row = lm.next_token_logprobs_sync([1, 2, 3])
@@ -172,14 +172,14 @@ def _closed_over(model):
     model.model.layers[1].forward = lambda *args, **options: forward(*args, **options)
 
 
-def test_a_model_whose_code_runs_its_own_modules_has_no_twin_and_its_rows(tmp_path):
+def test_a_model_whose_code_runs_its_own_modules_has_no_view_and_its_rows(tmp_path):
     peft = pytest.importorskip("peft")
     model = families.make("llama")
     expected = [fresh_row(model, context) for context in ([1, 2, 3], [1, 2, 3, 4])]
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(families.make("llama"), config).save_pretrained(str(tmp_path))
     _closed_over(model)
-    assert not twin_of(model, IDS).copies
+    assert not view_of(model, IDS).copies
     before = attributes(model)
     with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
         for context, row in zip(([1, 2, 3], [1, 2, 3, 4]), expected, strict=True):
@@ -208,7 +208,7 @@ def test_a_closed_model_keeps_no_parameter_until_garbage_is_collected():
         gc.enable()
 
 
-def test_hooks_of_the_model_run_in_its_twin_whenever_they_are_registered():
+def test_hooks_of_the_model_run_in_its_view_whenever_they_are_registered():
     model, called = families.make("llama"), []
     layer = model.model.layers[0]
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
@@ -216,18 +216,18 @@ def test_hooks_of_the_model_run_in_its_twin_whenever_they_are_registered():
         handle = layer.register_forward_pre_hook(lambda module, _: called.append(module))
         lm.next_token_logprobs_sync([4])
         logits(model)
-        assert called == [lm._evaluator._runner.twin.module.model.layers[0], layer]
+        assert called == [lm._evaluator._runner.view.module.model.layers[0], layer]
         handle.remove()
         lm.next_token_logprobs_sync([5])
         assert len(called) == 2
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_hidden_states_are_captured_once_in_a_model_and_in_its_twin(is_first):
+def test_hidden_states_are_captured_once_in_a_model_and_in_its_view(is_first):
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
-        twin = lm._evaluator._runner.twin.module
-        for one in [twin, model, twin] if is_first else [model, twin, model]:
+        view = lm._evaluator._runner.view.module
+        for one in [view, model, view] if is_first else [model, view, model]:
             lm.clear_cache()
             lm.next_token_logprobs_sync([1, 2, 3])
             with torch.no_grad():

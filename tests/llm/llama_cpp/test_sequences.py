@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from genlm_backend.backends.llama_cpp.sequences import Sequences
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.slots import SlotAllocator
+from genlm_backend.prefix.slot_allocator import SlotAllocator
 
 LENGTH, NUM_SLOTS = 12, 60
 

@@ -97,11 +97,11 @@ def test_rows_of_forks_are_those_of_contexts_run_whole(name, few_tokens):
 
 
 def test_what_is_shared_is_read_once(monkeypatch):
-    from genlm_backend.prefix.mlx_store import MlxKVPool
+    from genlm_backend.backends.mlx.mlx_kv_pool import MlxKVPool
 
     read, own_read = [], MlxKVPool.read_by_head
 
-    def reading(store, layer, slots):
+    def plan(store, layer, slots):
         found = own_read(store, layer, slots)
         read.append((isinstance(slots, slice), found[0].shape[0], found[0].shape[2]))
         return found
@@ -110,7 +110,7 @@ def test_what_is_shared_is_read_once(monkeypatch):
     with over(converted(model), kv_cache_bytes=1 << 20) as lm:
         prompt = random.Random(0).choices(range(families.VOCAB), k=100)
         lm.next_token_logprobs_sync(prompt)
-        monkeypatch.setattr(MlxKVPool, "read_by_head", reading)
+        monkeypatch.setattr(MlxKVPool, "read_by_head", plan)
         contexts = [[*prompt, i] for i in range(8)]
         rows = lm.batch_next_token_logprobs_sync(contexts)
         assert read == [(True, 1, 100)] * 2  # in each of two layers, and nothing beside
@@ -126,7 +126,7 @@ def test_others_who_use_the_model_meanwhile_get_its_own_attention():
     from mlx_lm.models import llama
     from mlx_lm.models.cache import make_prompt_cache
 
-    from genlm_backend.attention.mlx.mlx_shared import Dispatch
+    from genlm_backend.backends.mlx.mlx_cascade import Dispatch
 
     model, ids = converted(families.make("llama")), mx.array([[1, 2, 3]])
     theirs, expected = llama.scaled_dot_product_attention, np.array(model(ids))

@@ -23,10 +23,10 @@ from genlm_backend.errors import (
     TokenizerDecodeError,
 )
 from genlm_backend.llm import AsyncReplicas, RowQuery
+from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.remote import ray_evaluator as on_ray
 from genlm_backend.remote.arguments import ArgumentDecoder, ArgumentEncoder
 from genlm_backend.remote.ray_evaluator import RayEvaluator
-from genlm_backend.vision.pictures import Pictures
 from tests.llm.elsewhere import over_there, ray_cluster
 from tests.llm.elsewhere.over_there import Told, word_tokenizer
 from tests.llm.elsewhere.test_process import close_to

@@ -1,0 +1,156 @@
+"""Compiled loops that divide what the rows of a pass have cached; see ``CascadePlan``.
+
+Tokens are numbered from 1, as each row in turn meets them on its way up; 0 stands for all roots.
+So a token's ancestors have larger numbers of the same row, or numbers of an earlier row. In the
+order of a walk through the tree, the rows that have a token are consecutive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from genlm_backend.prefix.slot_allocator import PADDING_SLOT
+from genlm_backend.runtime.compiled import compiled
+
+
+@compiled
+def divide(
+    parent: Any, depth: Any, slot: Any, nodes: Any, is_long: Any, few_tokens: int, numbers: Any
+) -> Any:
+    """Divide the tokens of ``B`` rows into parts and a rest, in time linear in both."""
+    found, first, above, last = _climb(parent, depth, nodes, numbers)
+    slots, positions = np.empty(len(above), np.int64), np.empty(len(above), np.int64)
+    for k in range(1, len(above)):
+        slots[k], positions[k] = slot[found[k]], depth[found[k]] - 1
+    num_rows, num_long = _count(first, above, last, is_long)
+    starts, order = _order(first, above, last, num_rows)
+    is_rest, bounds, shared = _part(first, above, slots, num_rows, num_long, few_tokens)
+    rest = _rest(first, above, last, is_rest, slots, positions)
+    return slots, positions, shared, bounds, starts, num_rows, order, rest
+
+
+@compiled
+def _climb(parent: Any, depth: Any, nodes: Any, numbers: Any) -> Any:
+    most = 0
+    for row in range(len(nodes)):
+        most += depth[nodes[row]]
+    found = np.empty(min(most, len(parent)) + 1, np.int64)
+    first = np.empty(len(nodes) + 1, np.int64)
+    found[0], num_found = 0, 1
+    for row in range(len(nodes)):
+        first[row] = num_found
+        node = nodes[row]
+        while depth[node] > 0 and numbers[node] == 0:
+            numbers[node] = num_found
+            found[num_found] = node
+            num_found += 1
+            node = np.int64(parent[node])
+    first[len(nodes)] = num_found
+    above = np.zeros(num_found, np.int64)
+    for k in range(1, num_found):
+        above[k] = numbers[parent[found[k]]]
+    last = np.empty(len(nodes), np.int64)
+    for row in range(len(nodes)):
+        last[row] = numbers[nodes[row]]
+    return found, first, above, last
+
+
+@compiled
+def _count(first: Any, above: Any, last: Any, is_long: Any) -> Any:
+    """Return how many rows have each token, and how many of these are long."""
+    num_rows, num_long = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
+    for row in range(len(last)):
+        num_rows[last[row]] += 1
+        num_long[last[row]] += is_long[row]
+    for row in range(len(last) - 1, -1, -1):
+        for k in range(first[row], first[row + 1]):
+            num_rows[above[k]] += num_rows[k]
+            num_long[above[k]] += num_long[k]
+    return num_rows, num_long
+
+
+@compiled
+def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
+    """Return where the rows of each token start in the order of a walk, and that order."""
+    starts, num_placed = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
+    stops = np.zeros(len(above), np.int64)  # of the rows that are placed by now
+    num_last = np.zeros(len(above), np.int64)
+    for row in range(len(last)):
+        num_last[last[row]] += 1
+    stops[0] = num_last[0]
+    for row in range(len(last)):
+        for k in range(first[row + 1] - 1, first[row] - 1, -1):
+            starts[k] = stops[above[k]]
+            stops[above[k]] += num_rows[k]
+            stops[k] = starts[k] + num_last[k]
+    order = np.empty(len(last), np.int64)
+    for row in range(len(last)):
+        order[starts[last[row]] + num_placed[last[row]]] = row
+        num_placed[last[row]] += 1
+    return starts, order
+
+
+@compiled
+def _part(first: Any, above: Any, slots: Any, num_rows: Any, num_long: Any, few_tokens: int) -> Any:
+    """Choose what is read together."""
+    is_rest = np.ones(len(above), np.bool_)
+    shared, bounds = np.empty(len(above), np.int64), np.empty(len(above) + 1, np.int64)
+    num_shared = num_parts = 0
+    for row in range(len(first) - 1):
+        top = first[row + 1] - 1
+        while top >= first[row]:
+            # The tokens from the top down that the same rows have.
+            bottom = top
+            while bottom > first[row] and num_rows[bottom - 1] == num_rows[top]:
+                bottom -= 1
+            num_others, start = 0, top
+            while start >= bottom:
+                stop = start  # of a stretch that can be read where it lies
+                while stop > bottom and slots[stop - 1] == slots[stop] + 1:
+                    stop -= 1
+                size = start - stop + 1
+                if size * num_rows[top] >= few_tokens and 2 * size > few_tokens:
+                    bounds[num_parts] = num_shared
+                    num_parts += 1
+                    for k in range(start, stop - 1, -1):
+                        shared[num_shared], is_rest[k] = k, False
+                        num_shared += 1
+                else:
+                    num_others += size
+                start = stop - 1
+            num_saved = (num_rows[top] - 1) * num_others  # they are copied once
+            if num_others > 0 and (num_saved >= few_tokens or num_long[top] > 0):
+                bounds[num_parts] = num_shared
+                num_parts += 1
+                for k in range(top, bottom - 1, -1):
+                    if is_rest[k]:
+                        shared[num_shared], is_rest[k] = k, False
+                        num_shared += 1
+            top = bottom - 1
+    bounds[num_parts] = num_shared
+    return is_rest, bounds[: num_parts + 1], shared[:num_shared]
+
+
+@compiled
+def _rest(first: Any, above: Any, last: Any, is_rest: Any, slots: Any, positions: Any) -> Any:
+    """Return the slots and positions of what each row reads for itself."""
+    nearest = np.zeros(len(above), np.int64)  # of the rest, at each token or above
+    sizes = np.zeros(len(above), np.int64)
+    for row in range(len(last)):
+        for k in range(first[row + 1] - 1, first[row] - 1, -1):
+            nearest[k] = k if is_rest[k] else nearest[above[k]]
+            sizes[k] = sizes[above[k]] + is_rest[k]
+    num_columns = 0
+    for row in range(len(last)):
+        num_columns = max(num_columns, sizes[last[row]])
+    rest_slots = np.full((len(last), num_columns), PADDING_SLOT, np.int64)
+    rest_positions = np.full((len(last), num_columns), -1, np.int64)
+    for row in range(len(last)):
+        k, column = nearest[last[row]], num_columns
+        while k > 0:
+            column -= 1
+            rest_slots[row, column], rest_positions[row, column] = slots[k], positions[k]
+            k = nearest[above[k]]
+    return rest_slots, rest_positions

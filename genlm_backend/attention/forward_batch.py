@@ -1,0 +1,165 @@
+"""From spans of token ids, or arrays of a step, to the rectangle of one forward pass; pure.
+
+New tokens are padded on the **right**, where causality hides the padding from every real token of
+its row. What a row's tokens attend to before them is up to an ``AttentionBackend``.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.attention.cached_prefixes import CachedPrefixes
+
+if TYPE_CHECKING:
+    from genlm_backend.attention.cascade_plan import CascadePlan
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Consecutive tokens of one context that go through the model in one pass."""
+
+    token_ids: Sequence[int]
+    slots: Sequence[int] | NDArray[Any] = ()
+    outputs: Sequence[int] = ()
+    shift: int = 0
+    num_new: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_new", len(self.token_ids))
+
+
+class BatchStates(abc.ABC):
+    """The running states of the rows of one pass: before it and, once it is made, after it."""
+
+    @abc.abstractmethod
+    def begin(self, layers: list[Any]) -> None:
+        """Put the states that rows have into fresh layers of a cache, which the pass changes."""
+
+    @abc.abstractmethod
+    def behind(self, rows: NDArray[np.int64]) -> list[Any]:
+        """Return the states after the last tokens of rows, ``[len(rows), *shape]`` each.
+
+        Args:
+            rows: Indices of the rows, ascending.
+        """
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBatch:
+    """The arrays of one forward pass of ``B`` rows, padded to ``Q`` new tokens."""
+
+    input_ids: torch.Tensor  # [B, Q] int64
+    position_ids: torch.Tensor  # [B, Q] int64
+    slot_mapping: torch.Tensor  # [num_new] int64
+    unpadded_index: torch.Tensor | None  # [num_new] int64
+    output_rows: torch.Tensor  # [num_outputs] int64
+    output_columns: torch.Tensor  # [num_outputs] int64
+    num_new: NDArray[np.int64]  # [B] int64
+    prefix_lens: NDArray[np.int64]  # [B] int64
+    past: CachedPrefixes
+    plan: CascadePlan | None = None
+    states: BatchStates | None = None
+    is_decode: bool = False
+
+    _new_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def new_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``slot_mapping`` and ``unpadded_index`` on a device, moved there once."""
+        if device not in self._new_on:
+            columns = self.unpadded_index
+            moved = None if columns is None else columns.to(device)
+            self._new_on[device] = self.slot_mapping.to(device), moved
+        return self._new_on[device]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.num_new)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Number of tokens to compute, padding not counted."""
+        return int(self.num_new.sum())
+
+
+def pack(
+    spans: Sequence[TokenChunk],
+    past: CachedPrefixes | None = None,
+    states: BatchStates | None = None,
+) -> ForwardBatch:
+    """Pad spans to one rectangle."""
+    num_new = np.array([span.num_new for span in spans])
+    past = CachedPrefixes.none(len(spans)) if past is None else past
+    prefix_lens = past.num_tokens
+    num_columns = int(num_new.max())
+    columns = np.arange(num_columns)
+    is_new = columns < num_new[:, None]
+    input_ids = np.zeros(is_new.shape, np.int64)
+    input_ids[is_new] = _joined(span.token_ids for span in spans)
+    first = prefix_lens + np.array([span.shift for span in spans])
+    position_ids = first[:, None] + np.minimum(columns, num_new[:, None] - 1)
+    slot_mapping = _joined(span.slots for span in spans)
+    unpadded_index = None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new))
+    outputs = [(index, column) for index, span in enumerate(spans) for column in span.outputs]
+    output_rows, output_columns = np.array(outputs, np.int64).reshape(-1, 2).T
+    return ForwardBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        slot_mapping=torch.from_numpy(slot_mapping),
+        unpadded_index=unpadded_index,
+        output_rows=torch.from_numpy(output_rows.copy()),
+        output_columns=torch.from_numpy(output_columns.copy()),
+        num_new=num_new,
+        prefix_lens=prefix_lens,
+        past=past,
+        states=states,
+    )
+
+
+def pack_decode(
+    token_ids: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    past: CachedPrefixes,
+    plan: CascadePlan | None,
+    states: BatchStates | None = None,
+) -> ForwardBatch:
+    """Pack a decode step: one new token of each row, and the output after it."""
+    prefix_lens, (rows, columns, ones) = past.num_tokens, _of_step(len(token_ids))
+    return ForwardBatch(
+        input_ids=torch.from_numpy(token_ids)[:, None],
+        position_ids=torch.from_numpy(prefix_lens)[:, None],
+        slot_mapping=torch.from_numpy(slots),
+        unpadded_index=None,
+        output_rows=rows,
+        output_columns=columns,
+        num_new=ones,
+        prefix_lens=prefix_lens,
+        past=past,
+        plan=plan,
+        states=states,
+        is_decode=True,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _of_step(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+    """Return the outputs' rows and columns of a step, and the numbers of new tokens."""
+    with torch.inference_mode(False):  # or they could not be used in another mode
+        rows = torch.arange(num_rows, dtype=torch.int64)
+        return rows, torch.zeros_like(rows), np.ones(num_rows, np.int64)
+
+
+def _joined(sequences: Iterable[Sequence[int] | NDArray[Any]]) -> NDArray[np.int64]:
+    return np.fromiter(chain.from_iterable(sequences), np.int64)

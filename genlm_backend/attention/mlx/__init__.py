@@ -1,1 +1,0 @@
-"""Ways for the new tokens of a forward pass of MLX to attend to those before them."""

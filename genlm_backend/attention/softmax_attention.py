@@ -1,0 +1,133 @@
+"""SoftmaxAttention: attention to some keys and values, with the logsumexp of the scores.
+
+Blocks that are attended to one by one are merged by these logarithms (Milakov and Gimelshein,
+2018, arXiv:1805.02867; Hydragen: Juravsky et al., 2024, arXiv:2402.05099).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Generic, final
+
+import numpy as np
+
+from genlm_backend.attention.array_ops import A, ArrayOps
+
+MAX_SCORES: Final = 4 << 20
+"""Number of scores that are held at once, at most; more queries go one stretch after another."""
+
+_SMALLEST: Final = float(np.finfo(np.float32).min)
+_TINIEST: Final = float(np.finfo(np.float32).tiny)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class AttentionState(Generic[A]):
+    """Partial attention of some queries."""
+
+    operators: ArrayOps[A]
+    values: A  # [N, heads, M, value_dim]
+    logsumexp: A  # [N, heads, M] float32
+
+    def merge_state(self, other: AttentionState[A], rows: A | None) -> None:
+        """Add what the queries of some rows have attended to in another block."""
+        operators, values, logsumexp = self.operators, self.values, self.logsumexp
+        if rows is not None:
+            values, logsumexp = values[rows], logsumexp[rows]
+        share = operators.lib.sigmoid(other.logsumexp - logsumexp)
+        # A query that attends to nothing in either block would have a share of NaN.
+        share = operators.fill_(share, other.logsumexp == -math.inf, 0)[..., None]
+        values = operators.lerp(values, other.values, operators.as_type_of(share, values))
+        logsumexp = operators.lib.logaddexp(logsumexp, other.logsumexp)
+        if rows is None:
+            self.values, self.logsumexp = values, logsumexp
+        else:
+            self.values[rows], self.logsumexp[rows] = values, logsumexp
+
+    def with_sinks(self, sinks: A) -> A:
+        """Return the values with one more score for each query, which has no value."""
+        operators = self.operators
+        sums = self.logsumexp - operators.as_type_of(sinks, self.logsumexp)
+        share = operators.lib.sigmoid(sums)[..., None]
+        return self.values * operators.as_type_of(share, self.values)
+
+    def split_rows(self, num_rows: int) -> AttentionState[A]:
+        """Return that of ``[1, heads, G * M, …]`` as one of ``[G, heads, M, …]``."""
+        _, num_heads, _, dim = self.values.shape
+        return AttentionState(
+            self.operators,
+            self.values.reshape(num_heads, num_rows, -1, dim).swapaxes(0, 1),
+            self.logsumexp.reshape(num_heads, num_rows, -1).swapaxes(0, 1),
+        )
+
+
+def join_rows(queries: A) -> A:
+    """From ``[G, heads, M, dim]`` to ``[1, heads, G * M, dim]``."""
+    num_rows, num_heads, num_queries, dim = queries.shape
+    return queries.swapaxes(0, 1).reshape(1, num_heads, num_rows * num_queries, dim)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SoftmaxAttention(Generic[A]):
+    """How scores are made of the products of queries and keys."""
+
+    operators: ArrayOps[A]
+    scaling: float
+    softcap: float | None = None
+
+    def attend(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
+        if self.softcap is None:
+            found = self.operators.fused(query, keys, values, self.scaling, mask)
+            if found is not None:
+                return AttentionState(self.operators, *found)
+        return self.attend_if_any(query, keys, values, mask)
+
+    def attend_causally(
+        self, query: A, keys: A, values: A, group_size: int
+    ) -> AttentionState[A] | None:
+        """Attend from each of ``Q`` tokens to itself and the tokens before it."""
+        if self.softcap is not None:
+            return None
+        found = self.operators.fused_causally(query, keys, values, self.scaling, group_size)
+        return None if found is None else AttentionState(self.operators, *found)
+
+    def attend_if_any(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
+        """Attend like ``attend``, by the formula, if some queries may attend to nothing."""
+        num_queries = query.shape[2]
+        size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
+        if num_queries <= size:
+            return self._attend(query, keys, values, mask)
+        found: list[AttentionState[A]] = []
+        for start in range(0, num_queries, size):
+            part = slice(start, start + size)
+            own = None if mask is None else mask[:, :, part]
+            found.append(self._attend(query[:, :, part], keys, values, own))
+        concat = self.operators.lib.concatenate
+        return AttentionState(
+            self.operators,
+            concat([one.values for one in found], 2),
+            concat([one.logsumexp for one in found], 2),
+        )
+
+    def _attend(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
+        operators = self.operators
+        scores = operators.products(query, keys, self.scaling)
+        if self.softcap is not None:
+            scores /= self.softcap
+            scores = operators.tanh_(scores)
+            scores *= self.softcap
+        if mask is not None:
+            scores += mask
+        largest = operators.largest(scores)
+        if mask is not None:  # or the weights of a query that attends to nothing would be NaN
+            largest = operators.at_least_(largest, _SMALLEST)
+        scores -= largest
+        weights = operators.exp_(scores)
+        total = operators.total(weights)
+        largest += operators.lib.log(total)
+        logsumexp = largest[..., 0]
+        if mask is not None:
+            total = operators.at_least_(total, _TINIEST)
+        return AttentionState(operators, operators.means_(weights, total, values), logsumexp)

@@ -1,0 +1,200 @@
+"""The way from the layers of a view to the attention of a pass.
+
+Most models of transformers call the attention and mask functions that are registered under the
+name in their config. Ours are registered once for each such name, and the configs of a view name
+them. In a pass that attends otherwise they call the function that they stand for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from genlm_backend.attention.cascade_run import CascadeRun, new_positions
+from genlm_backend.attention.torch.torch_ops import TORCH
+from genlm_backend.errors import ModelStateError
+
+if TYPE_CHECKING:
+    from genlm_backend.backends.hf.cuda_graph_attention import CudaGraphAttention
+
+PREFIX: Final = "genlm_backend-"
+
+
+def attends_otherwise(how: str) -> ModelStateError:
+    """Return the error of a model that attends otherwise than it did when it was examined."""
+    return ModelStateError(
+        f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed, "
+        "or has its attn_implementation been set while it was asked?"
+    )
+
+
+_HARMLESS: Final = frozenset(
+    {
+        "dropout",  # which is none in a model that is not being trained
+        "is_causal",  # unless it is false
+        "sliding_window",  # which the mask says too
+        "cache_position",
+        "max_length_k",
+        "max_length_q",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Options of attention functions that change nothing."""
+
+
+@final
+class TorchCascadeRun(CascadeRun[Tensor]):
+    """The attention of one forward pass, as the layers of a model of transformers call it."""
+
+    operators = TORCH
+    attends_otherwise = staticmethod(attends_otherwise)
+
+    def mask(
+        self, allows: Callable[..., Tensor], is_causal: bool, window: int | None
+    ) -> Tensor | None:
+        """Return the mask that layers of one kind pass to ``attended``."""
+        num_rows, num_new = self._batch.input_ids.shape
+        length = self.prefix_len + num_new
+        if is_causal or (window is not None and window >= length):
+            return None
+        allowed = allows(
+            torch.arange(num_rows, dtype=torch.int64)[:, None, None, None],
+            torch.zeros(1, 1, 1, 1, dtype=torch.int64),
+            new_positions(self._batch)[:, None, :, None],
+            torch.arange(length, dtype=torch.int64)[None, None, None, :],
+        ).expand(num_rows, 1, num_new, length)
+        self._allowed[id(allowed)] = allowed, allowed
+        return allowed
+
+    def attended(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return the outputs of attention of the new tokens: ``[B, Q, heads, value_dim]``."""
+        found = self.attend(query, keys, values, mask, scale, softcap, sinks)
+        return found.transpose(1, 2).contiguous()
+
+
+@final
+class _Current(threading.local):
+    """The attention of the pass that runs on this thread, if one of ours does."""
+
+    attention: TorchCascadeRun | CudaGraphAttention | None = None
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def dispatched_to(attention: TorchCascadeRun | CudaGraphAttention) -> Iterator[None]:
+    """Have layers whose configs name our functions call ``attention``, on this thread."""
+    _current.attention = attention
+    try:
+        yield
+    finally:
+        _current.attention = None
+
+
+def name_attention(config: Any, is_ours: bool) -> None:
+    """Have a config name our functions, or its own, if it names any."""
+    name = getattr(config, "_attn_implementation", None)
+    if isinstance(name, str):
+        own = name.removeprefix(PREFIX)
+        wanted = _name_of(own) if is_ours else own
+        if wanted != name:
+            config._attn_implementation = {"": wanted}  # and not of the configs within it
+
+
+@functools.cache
+def _name_of(former: str) -> str:
+    """Register our functions in the place of those of a name; return what they are called."""
+    name = PREFIX + former
+    AttentionInterface.register(name, functools.partial(_attention, former))
+    AttentionMaskInterface.register(name, functools.partial(_mask, former))
+    return name
+
+
+def _attention(
+    former: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as the pass of this thread does, or as the model would without one."""
+    if former in ALL_ATTENTION_FUNCTIONS:
+        function = ALL_ATTENTION_FUNCTIONS[former]
+    else:  # each file of transformers has its own
+        function = sys.modules[type(module).__module__].eager_attention_forward
+    attention = _current.attention
+    if attention is None:
+        return function(module, query, key, value, attention_mask, **options)
+    if former == "sdpa":  # which heeds nothing but what it names: no soft caps, no sinks
+        known = _parameters(function)
+        options = {name: value for name, value in options.items() if name in known}
+    named = [options.pop(name, None) for name in ("scaling", "softcap", "s_aux")]
+    scale: float = query.shape[-1] ** -0.5 if named[0] is None else named[0]
+    unknown = sorted(name for name in options.keys() - _HARMLESS if options[name] is not None)
+    if unknown or options.get("is_causal") is False:
+        raise attention.attends_otherwise(f"with {unknown or 'is_causal=False'}")
+    return attention.attended(query, key, value, attention_mask, scale, *named[1:]), None
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _mask(former: str, **given: Any) -> Tensor | None:
+    """Make a mask as the pass of this thread does, or as the model would without one."""
+    attention = _current.attention
+    if attention is None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[former](**given)
+    if given.get("use_vmap") or given.get("attention_mask") is not None:
+        raise attends_otherwise("with masks that are not functions of two positions")
+    allows, window = given["mask_function"], given.get("local_size")
+    # Where it may not be left out, something has been added to the pattern.
+    is_bare = given.get("allow_is_causal_skip", True)
+    is_causal = allows is causal_mask_function
+    allows = functools.partial(_allowed, allows, given.get("device"))
+    return attention.mask(allows, is_causal, window if is_bare else None)
+
+
+def _allowed(allows: Callable[..., Tensor], device: Any, *positions: Tensor) -> Tensor:
+    """Return the result of a model's mask function for positions on the processor."""
+    try:
+        return allows(*positions)
+    except RuntimeError:
+        if device is None or torch.device(device).type == "cpu":
+            raise
+        # A function with tensors of the model needs positions on its device.
+        return allows(*(position.to(device) for position in positions)).cpu()

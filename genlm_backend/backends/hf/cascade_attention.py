@@ -1,0 +1,146 @@
+"""Ways for new tokens to attend to cached ones: shared stretches once, copies of each row, none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from genlm_backend.attention import cascade_plan as sharing
+from genlm_backend.attention.attention_backend import AttentionBackend, AttentionSpec
+from genlm_backend.attention.cached_prefixes import CachedPrefixes
+from genlm_backend.attention.cascade_plan import CascadePlan
+from genlm_backend.attention.cascade_run import LastArrays
+from genlm_backend.attention.forward_batch import ForwardBatch
+from genlm_backend.attention.torch.slot_layer import Pair, SlotLayer, as_read, write_new
+from genlm_backend.attention.torch.torch_batch_states import transformers_cache
+from genlm_backend.backends.hf.attention_interface import (
+    TorchCascadeRun,
+    attends_otherwise,
+    dispatched_to,
+)
+from genlm_backend.prefix.kv_pool import KVLayout, KVPool
+from genlm_backend.prefix.slot_allocator import PADDING_SLOT
+from genlm_backend.prefix.state_cache import StateLayout
+
+
+@final
+class CascadeAttention(AttentionBackend[dict[str, Any]]):
+    """Attends to each stretch of cached tokens once for all rows that have it."""
+
+    def __init__(self, store: KVPool, few_tokens: int | None = None) -> None:
+        self._store = store
+        self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
+        self._last: LastArrays | None = None
+
+    def plan(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan:
+        return CascadePlan.of(past, num_new, self._few_tokens)
+
+    @contextlib.contextmanager
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
+        """Have the model's layers call the attention of a pass."""
+        plan = batch.plan or self.plan(batch.past, batch.num_new)
+        shared = TorchCascadeRun(self._store, batch, plan, self._last)
+        self._last = None
+
+        def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
+            """Store new keys and values, which come out as they are."""
+            return shared.take(layer, *write_new(self._store, layer, batch, keys, values))
+
+        layout = self._store.layout
+        num_layers = len(layout.layers)
+        layers = [SlotLayer(shared.prefix_len, partial(take, i)) for i in range(num_layers)]
+        with dispatched_to(shared):
+            yield {
+                "cache": transformers_cache(layers, layout.states, batch.states),
+                "use_cache": True,
+            }
+        if not shared.is_complete(num_layers):
+            raise attends_otherwise(
+                f"{shared.num_attended} of {num_layers} layers called the attention function that "
+                "their config names"
+            )
+        self._last = shared.for_later()
+
+
+def _gathered(batch: ForwardBatch) -> tuple[Tensor, Tensor, int]:
+    """Return slots and mask of past and new columns, int64 ``[B, P + Q]`` each, and ``P``."""
+    prefix_len = int(batch.prefix_lens.max())
+    new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
+    new[slice(None) if batch.unpadded_index is None else batch.unpadded_index] = batch.slot_mapping
+    new = new.reshape(batch.input_ids.shape)
+    slots = np.concatenate([batch.past.columns(prefix_len), new], 1)
+    mask = np.arange(slots.shape[1]) >= prefix_len - batch.prefix_lens[:, None]
+    mask = torch.from_numpy(mask.astype(np.int64))
+    return torch.from_numpy(slots), mask, prefix_len
+
+
+@final
+class GatherAttention(AttentionBackend[dict[str, Any]]):
+    """Attends to copies of the keys and values in the slots of a store."""
+
+    # The past is padded on the left and the new tokens on the right:
+    #
+    #     slots      0  0  7  8 | 9 10 11        a row with 2 past and 3 new tokens
+    #                1  2  3  4 | 5  0  0        a row with 4 past and 1 new token
+    #
+    # So the distance of two columns of a row is that of their positions, from which causal and
+    # sliding-window masks are made. Only the left padding is masked; causality hides the right one.
+    def __init__(self, store: KVPool) -> None:
+        self._store = store
+
+    @contextlib.contextmanager
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
+        """Yield the mask of the left padding, and a cache of transformers over the slots."""
+        layout = self._store.layout
+        if not layout.layers:  # but states
+            cache = transformers_cache((), layout.states, batch.states)
+            yield {"cache": cache, "use_cache": True}
+            return
+        slots, mask, prefix_len = _gathered(batch)
+        # Moved once to each device that has a layer.
+        on = {device: slots.to(device) for device in {layer.device for layer in layout.layers}}
+
+        def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
+            """Store new keys and values; past and new ones come out, ``[B, heads, P + Q, dim]``."""
+            write_new(self._store, layer, batch, keys, values)
+            return self._store.read_by_head(layer, on[layout.layers[layer].device])
+
+        layers = [SlotLayer(prefix_len, partial(take, i)) for i in range(len(layout.layers))]
+        cache = transformers_cache(layers, layout.states, batch.states)
+        yield {"attention_mask": mask, "cache": cache, "use_cache": True}
+
+
+@final
+class UncachedAttention(AttentionBackend[dict[str, Any]]):
+    """Attends to the new tokens alone: there are none before them, and nothing is kept."""
+
+    def __init__(self, layout: KVLayout | None = None) -> None:
+        layers = () if layout is None else layout.layers
+        self._rounding = [layer for layer in layers if layer.kept is not None]
+        self._states = StateLayout() if layout is None else layout.states
+
+    @contextlib.contextmanager
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
+        """Yield a mask of the right padding, int64 ``[B, Q]``."""
+        columns = np.arange(batch.input_ids.shape[1])
+        mask = torch.from_numpy((columns < batch.num_new[:, None]).astype(np.int64))
+        if not self._rounding:
+            yield {"attention_mask": mask, "use_cache": False}
+            return
+        layers = [SlotLayer(0, partial(as_read, layer.codec())) for layer in self._rounding]
+        cache = transformers_cache(layers, self._states, None)
+        yield {"attention_mask": mask, "cache": cache, "use_cache": True}
+
+
+ATTENTION_SPECS: Final = (
+    AttentionSpec(CascadeAttention, lambda store: CascadeAttention(store, 4), is_called=True),
+    AttentionSpec(GatherAttention, GatherAttention),
+)
+"""Ways to attend to keys and values in slots; the first is taken that suits a model."""

@@ -1,0 +1,209 @@
+"""Operators of attention whose every number is on the device, so that a launch can be recorded.
+
+For each type of elements, size of heads and size of groups, they are first tried on random numbers
+as decode steps call them: so none is trusted on a device that nobody has tested.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_OfParts: TypeAlias = tuple[Tensor, Tensor] | None
+
+
+@final
+class DecodeOps(NamedTuple):
+    """The operators of which the attention of a decode step consists."""
+
+    # ``codes``, ``[num_slots, 2 * key_heads * dim]``, has keys and values. Heads of a group, which
+    # share a head of keys, are queries of their own.
+    in_stretches: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]
+    ]
+    in_slots: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, _OfParts, Tensor, Tensor | None, float, int],
+        Tensor,
+    ]
+
+    # Queries [B, heads, dim], rows int [N], number of key heads -> [N * group, key_heads, dim]
+    grouped: Callable[[Tensor, Tensor, int], Tensor]
+    # Keys and values [B, key_heads, 1, dim] each, int64 slots [B], the table that is written
+    write: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+def _flash(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bounds: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    most_queries: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 (Dao, 2023, arXiv:2307.08691): float16 and bfloat16."""
+    found = torch.ops.aten._flash_attention_forward(
+        query,
+        keys,
+        values,
+        bounds,
+        starts,
+        most_queries,
+        len(keys),
+        0.0,
+        False,
+        False,
+        scale=scale,
+        seqused_k=sizes,
+    )
+    return found[0], found[1]
+
+
+def _of_cuda() -> DecodeOps:
+    from genlm_backend.backends.hf.decode_kernels import (
+        attend_in_slots,
+        group_queries,
+        reshape_and_cache,
+    )
+
+    return DecodeOps(_flash, attend_in_slots, group_queries, reshape_and_cache)
+
+
+DECODE_OPS: Final[dict[str, Callable[[], DecodeOps]]] = {"cuda": _of_cuda}
+"""Operators that there may be, by the kind of a device."""
+
+_ROUNDING: Final = 3e-2
+
+
+@functools.cache
+def decode_ops_for(
+    device: torch.device, dtype: torch.dtype, dim: int, group_size: int
+) -> DecodeOps | None:
+    """Return the operators for heads of ``dim`` elements; ``None`` if there are none."""
+    if device.type not in DECODE_OPS:
+        return None
+    try:
+        operators = DECODE_OPS[device.type]()
+        own = operators, device, dtype, dim, group_size
+        distances = [_distance(*own, has_sinks) for has_sinks in (False, True)]
+    except Exception as error:  # whatever an operator raises of what it does not take
+        logger.info("decode steps of %s are not recorded", dtype, exc_info=error)
+        return None
+    logger.debug("operators of decode steps of %s are %s off", dtype, distances)
+    return operators if max(distances) <= _ROUNDING else None
+
+
+_STRETCHES: Final = (((0, 1, 3), 11, 700), ((2,), 720, 1), ((), 0, 0), ((1, 3), 800, 64))
+"""Stretches that operators are tried on: who reads each, its first slot and its size."""
+
+_COUNTS: Final = (1, 40, 7, 130)
+"""Tokens in slots of the rows that they are tried on."""
+
+_NUM_SLOTS: Final = 1200
+_NUM_KEY_HEADS: Final = 2
+
+
+@torch.inference_mode()
+def _distance(
+    operators: DecodeOps,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    group_size: int,
+    has_sinks: bool,
+) -> float:
+    """Return the largest difference of operators from the formula in float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+
+    query = numbers(len(_COUNTS), _NUM_KEY_HEADS * group_size, dim)
+    codes = numbers(_NUM_SLOTS, 2 * _NUM_KEY_HEADS * dim)
+    sinks = numbers(_NUM_KEY_HEADS * group_size) if has_sinks else None
+    slots = torch.randint(1, _NUM_SLOTS, (sum(_COUNTS),), generator=generator, dtype=torch.int64)
+    scale = 0.7 * dim**-0.5  # another one than operators take by themselves
+    found = _attended(operators, device, query, codes, sinks, slots, scale).cpu().double()
+    expected = _by_formula(query.double(), codes.double(), sinks, slots, scale)
+    return float((found - expected).abs().max().nan_to_num(torch.inf))
+
+
+def _attended(
+    operators: DecodeOps,
+    device: torch.device,
+    query: Tensor,
+    codes: Tensor,
+    sinks: Tensor | None,
+    slots: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attend by operators on a device, as decode steps do: ``[B, heads, dim]``."""
+    num_rows, num_heads, dim = query.shape
+    group_size = num_heads // _NUM_KEY_HEADS
+
+    def integers(given: Iterable[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(list(given), dtype=dtype, device=device)
+
+    readers = [row for rows, _, _ in _STRETCHES for row in rows]
+    pieces = [[i for i, reader in enumerate(readers) if reader == row] for row in range(num_rows)]
+    ends = accumulate((len(rows) * group_size for rows, _, _ in _STRETCHES), initial=0)
+    on_device, table = query.to(device), torch.empty_like(codes, device=device)
+    new = codes.to(device).view(_NUM_SLOTS, 2, _NUM_KEY_HEADS, 1, dim)
+    operators.write(new[:, 0], new[:, 1], integers(range(_NUM_SLOTS), torch.int64), table)
+    keys, values = (part.unflatten(1, (_NUM_KEY_HEADS, dim)) for part in table.chunk(2, 1))
+    of_parts = operators.in_stretches(
+        operators.grouped(on_device, integers(readers), _NUM_KEY_HEADS),
+        keys,
+        values,
+        integers(ends),
+        integers([*(start for _, start, _ in _STRETCHES), 0]),
+        integers(size for _, _, size in _STRETCHES),
+        num_rows * group_size,
+        scale,
+    )
+    return operators.in_slots(
+        on_device,
+        table,
+        slots.to(device, torch.int32),
+        integers(accumulate(_COUNTS[:-1], initial=0)),
+        integers(_COUNTS),
+        of_parts,
+        integers([*own, *[-1] * (3 - len(own))] for own in pieces),
+        None if sinks is None else sinks.to(device),
+        scale,
+        _NUM_KEY_HEADS,
+    )
+
+
+def _by_formula(
+    query: Tensor, codes: Tensor, sinks: Tensor | None, slots: Tensor, scale: float
+) -> Tensor:
+    """Return the means that operators are to return, in float64."""
+    found: list[Tensor] = []
+    for row, own in enumerate(slots.split(list(_COUNTS))):
+        stretches = [
+            torch.arange(start, start + size, dtype=torch.int64)
+            for rows, start, size in _STRETCHES
+            if row in rows
+        ]
+        keys, values = (
+            part.unflatten(1, (_NUM_KEY_HEADS, -1))
+            for part in codes[torch.cat([own, *stretches])].chunk(2, 1)
+        )
+        queries = query[row].unflatten(0, (_NUM_KEY_HEADS, -1))
+        weights = (torch.einsum("hgd,nhd->hgn", queries, keys) * scale).exp()
+        total = weights.sum(-1)
+        if sinks is not None:
+            total = total + sinks.double().exp().view(_NUM_KEY_HEADS, -1)
+        means = torch.einsum("hgn,nhd->hgd", weights, values) / total[..., None]
+        found.append(means.flatten(0, 1))
+    return torch.stack(found)

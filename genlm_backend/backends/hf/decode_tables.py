@@ -1,0 +1,240 @@
+"""From the plan of a decode step to tables of a fixed shape, of which a recorded pass reads.
+
+Cached tokens are read in two ways: stretches of consecutive slots once for all rows that share
+them; and each row's other tokens, with the new one, slot by slot. Layers with a window read the
+last tokens of each row slot by slot.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.attention.cached_prefixes import CachedPrefixes
+from genlm_backend.attention.cascade_plan import CascadePlan, SharedPrefix
+
+MAX_PIECES: Final = 32
+"""Stretches that a row may read."""
+
+MAX_RUNS: Final = 16
+"""Runs of slots that a part may be read in as stretches; one in more is read slot by slot."""
+
+NUM_BLOCKS: Final = 264
+"""Blocks of queries, by stretch and head, that keep a device busy: twice the multiprocessors of an
+H100. A long stretch is divided where there are fewer, which takes 26 us in place of 80 for 4,096
+tokens and one row there, and no more where rows are many."""
+
+QUERIES_OF_BLOCK: Final = 128
+"""Queries that the operator of stretches takes at once."""
+
+SHORTEST_SPLIT: Final = 128
+"""Tokens from which on a stretch is divided."""
+
+MANY_READ: Final = 1 << 14
+"""Tokens, counted for each row that reads them, from which on they are read as a stretch: below, an
+H100 takes 9 us to read 128 tokens of 64 rows slot by slot, and 15 by stretches."""
+
+LONG: Final = 512
+"""Tokens beyond which a few rows are faster by stretches as well."""
+
+FEW_SLOTS: Final = 64
+"""Tokens for each row that a recorded pass has room to read slot by slot, at least; room costs next
+to nothing, and a pass that is recorded again for want of it a tenth of a second."""
+
+
+class DecodeShape(NamedTuple):
+    """The shape of the tables of a decode step."""
+
+    rows: int
+    tokens: int
+    pieces: int
+    stretches: int
+    window: int = 0
+
+    def holds(self, other: DecodeShape) -> bool:
+        """Whether the tables of another shape have room, and few more rows would be computed."""
+        return (
+            self.window == other.window
+            and self.rows <= 2 * other.rows
+            and all(map(operator.ge, self, other))
+        )
+
+
+@final
+class Stretches(NamedTuple):
+    """Tables of what the rows of a decode step read as stretches, and what else they share."""
+
+    starts: NDArray[np.int64]  # [S] int64
+    sizes: NDArray[np.int64]  # [S] int64
+    readers: NDArray[np.int64]  # [N] int64
+    num_readers: NDArray[np.int64]  # [S] int64
+    pieces: NDArray[np.int64]  # [B, pieces] int64
+    apart: tuple[SharedPrefix, ...]  # read slot by slot
+
+
+@final
+class DecodeTables(NamedTuple):
+    """Tables of what the ``B`` rows of a decode step read."""
+
+    slots: NDArray[np.int64]  # [tokens] int64
+    counts: NDArray[np.int64]  # [B] int64
+    shared: Stretches
+    recent: NDArray[np.int64]  # [B, window] int64
+    num_recent: NDArray[np.int64]  # [B] int64
+
+    @classmethod
+    def of(
+        cls,
+        plan: CascadePlan,
+        past: CachedPrefixes,
+        slot_mapping: NDArray[np.int64],
+        group_size: int,
+        num_key_heads: int,
+        window: int = 0,
+    ) -> DecodeTables:
+        num_rows = len(slot_mapping)
+        shared = _stretches_of(plan.parts, num_rows, group_size, num_key_heads)
+        slots, counts = _slot_by_slot(plan, shared.apart, slot_mapping)
+        recent = np.empty((num_rows, window), np.int64)
+        if window:
+            recent[:, 0] = slot_mapping
+            past.write_last(recent[:, 1:])
+        return cls(slots, counts, shared, recent, np.minimum(plan.prefix_lens + 1, window))
+
+    @property
+    def shape(self) -> DecodeShape:
+        """The smallest of the shapes that passes are recorded for, in which the tables fit."""
+        num_rows = _rounded_rows(len(self.counts))
+        per_row = FEW_SLOTS
+        while num_rows * per_row < len(self.slots):
+            per_row *= 8
+        pieces, starts = self.shared.pieces, self.shared.starts
+        num_pieces = pieces.shape[1] and _power_of_two(pieces.shape[1])
+        # The operator launches blocks for each stretch that there is room for.
+        most = num_rows * num_pieces
+        room = next((size for size in (4, 16, 64) if len(starts) <= size), most)
+        num_stretches, window = min(most, room), self.recent.shape[1]
+        return DecodeShape(num_rows, num_rows * per_row, num_pieces, num_stretches, window)
+
+
+@functools.lru_cache(maxsize=8)
+def _stretches_of(
+    parts: tuple[SharedPrefix, ...], num_rows: int, group_size: int, num_key_heads: int
+) -> Stretches:
+    """Return how rows read parts, which are the same in most steps as in the step before."""
+    in_place: list[tuple[SharedPrefix, list[tuple[int, int]]]] = []
+    apart: list[SharedPrefix] = []
+    for part in parts:
+        runs = _runs(part.slots)
+        is_small = len(part) <= LONG and len(part) * len(part.rows) <= MANY_READ
+        if is_small or len(runs) > MAX_RUNS:
+            apart.append(part)
+        else:
+            in_place.append((part, runs))
+    stretches = _divided(in_place, group_size, num_key_heads)
+    pieces = _pieces(stretches, num_rows)
+    if pieces.shape[1] > MAX_PIECES:
+        stretches = [(part.rows, *run) for part, runs in in_place for run in runs]
+        pieces = _pieces(stretches, num_rows)
+    readers = [rows for rows, _, _ in stretches]
+    return Stretches(
+        np.array([start for _, start, _ in stretches], np.int64),
+        np.array([size for _, _, size in stretches], np.int64),
+        np.concatenate(readers) if readers else np.empty(0, np.int64),
+        np.array([len(rows) for rows in readers], np.int64),
+        pieces,
+        tuple(apart),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _rounded_rows(number: int) -> int:
+    """Return the number of rows of a recorded pass for so many, a third more at most beyond 16."""
+    power = _power_of_two(number)
+    return 3 * power // 4 if power > 16 and number <= 3 * power // 4 else power
+
+
+def _runs(slots: NDArray[np.int64]) -> list[tuple[int, int]]:
+    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+    if not len(breaks):
+        return [(int(slots[0]), len(slots))]
+    starts = np.concatenate([[0], breaks])
+    sizes = np.diff(np.concatenate([starts, [len(slots)]]))
+    return list(zip(slots[starts].tolist(), sizes.tolist(), strict=True))
+
+
+def num_stretches(size: int, num_rows: int, num_blocks: int) -> int:
+    """Return in how many stretches a run of slots is read."""
+    # What stretches find is merged row by row, so their number pays as the root of the tokens per
+    # row: within a fifth of the fastest, for 1 to 1,024 rows and 32 to 32,768 tokens (H100).
+    most = min(16, NUM_BLOCKS // max(1, num_blocks), size // SHORTEST_SPLIT)
+    return max(1, min(most, math.isqrt(size // num_rows)))
+
+
+def _divided(
+    parts: Sequence[tuple[SharedPrefix, list[tuple[int, int]]]], group_size: int, num_key_heads: int
+) -> list[tuple[NDArray[np.int64], int, int]]:
+    """Return stretches, long ones divided so that a device is busy: rows, first slot, size."""
+    num_blocks = sum(
+        num_key_heads * -(-len(part.rows) * group_size // QUERIES_OF_BLOCK) * len(runs)
+        for part, runs in parts
+    )
+    found: list[tuple[NDArray[np.int64], int, int]] = []
+    for part, runs in parts:
+        for start, size in runs:
+            count = num_stretches(size, len(part.rows), num_blocks)
+            bounds = [start + size * i // count for i in range(count + 1)]
+            found += [
+                (part.rows, first, stop - first) for first, stop in itertools.pairwise(bounds)
+            ]
+    return found
+
+
+def _pieces(
+    stretches: Sequence[tuple[NDArray[np.int64], int, int]], num_rows: int
+) -> NDArray[np.int64]:
+    """Return which of the readers of all stretches each row is: ``[B, pieces]``, -1 for none."""
+    if not stretches:
+        return np.empty((num_rows, 0), np.int64)
+    if all(len(rows) == num_rows for rows, _, _ in stretches):  # as a rule: all read all
+        first = np.arange(len(stretches)) * num_rows
+        return first + np.arange(num_rows)[:, None]
+    readers = np.concatenate([rows for rows, _, _ in stretches])
+    order = np.argsort(readers, kind="stable")
+    rows = readers[order]
+    counts = np.bincount(readers, minlength=num_rows)
+    column = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+    pieces = np.full((num_rows, counts.max()), -1, np.int64)
+    pieces[rows, column] = order
+    return pieces
+
+
+def _slot_by_slot(
+    plan: CascadePlan, parts: Sequence[SharedPrefix], slot_mapping: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the slots that are read one by one, row by row, and their number of each row."""
+    num_rows = len(slot_mapping)
+    columns = np.concatenate([plan.rest.slots, slot_mapping[:, None]], 1)
+    is_there = np.ones(columns.shape, np.bool_)
+    if plan.rest.is_padded.any():
+        is_there[:, :-1] = plan.rest.positions >= 0
+    if not parts:
+        if is_there.all():
+            return columns.reshape(-1), np.full(num_rows, columns.shape[1], np.int64)
+        return columns[is_there], is_there.sum(1)
+    own = np.nonzero(is_there)[0]
+    rows = np.concatenate([own, *(np.repeat(part.rows, len(part)) for part in parts)])
+    slots = np.concatenate(
+        [columns[is_there], *(np.tile(part.slots, len(part.rows)) for part in parts)]
+    )
+    return slots[np.argsort(rows, kind="stable")], np.bincount(rows, minlength=num_rows)

@@ -1,0 +1,233 @@
+"""MlxCascadeAttention: cached stretches that several rows share are read once for all of them.
+
+The modules of mlx-lm that models are written in have imported one attention function by its name.
+During a pass that name means ours, which passes to theirs any call with another cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final, final
+
+import mlx.core as mx
+import numpy as np
+import torch
+from mlx_lm.models import base
+from numpy.typing import NDArray
+
+from genlm_backend.attention.array_ops import ArrayOps
+from genlm_backend.attention.attention_backend import AttentionBackend, AttentionSpec
+from genlm_backend.attention.cached_prefixes import CachedPrefixes
+from genlm_backend.attention.cascade_plan import FEW_TOKENS, CascadePlan
+from genlm_backend.attention.cascade_run import CascadeRun, LastArrays, new_positions
+from genlm_backend.attention.forward_batch import ForwardBatch
+from genlm_backend.backends.mlx.mlx_batch_states import caches_of
+from genlm_backend.backends.mlx.mlx_gather import (
+    Caches,
+    MlxGatherAttention,
+    MlxSlotLayer,
+    offset_of,
+)
+from genlm_backend.backends.mlx.mlx_kv_pool import MlxKVPool
+from genlm_backend.errors import ModelStateError
+
+
+def _put(tensor: torch.Tensor, device: Any) -> mx.array:
+    made = mx.array(tensor.numpy())
+    return made.astype(mx.int32) if made.dtype == mx.int64 else made
+
+
+def _products(query: mx.array, keys: mx.array, scaling: float) -> mx.array:
+    return (query.astype(mx.float32) * scaling) @ keys.astype(mx.float32).swapaxes(2, 3)
+
+
+MLX: Final[ArrayOps[mx.array]] = ArrayOps(
+    lib=mx,
+    put=_put,
+    device_of=lambda array: None,  # all devices have one memory
+    as_type_of=lambda array, other: array.astype(other.dtype),
+    fill_=lambda array, mask, value: mx.where(mask, value, array),
+    at_least_=mx.maximum,
+    exp_=mx.exp,
+    tanh_=mx.tanh,
+    lerp=lambda first, second, share: first + share * (second - first),
+    largest=lambda scores: scores.max(-1, keepdims=True),
+    total=lambda weights: weights.sum(-1, keepdims=True),
+    products=_products,
+    means_=lambda weights, total, values: weights @ values.astype(mx.float32) / total,
+    # MLX's own attention does not tell the sums that blocks are merged by.
+    fused=lambda *_: None,
+    fused_causally=lambda *_: None,
+)
+"""The operators of MLX, whose sums are in float32 whatever the type of keys and values."""
+
+
+_NAME: Final = "scaled_dot_product_attention"
+
+
+def mlx_attends_otherwise(how: str) -> ModelStateError:
+    """Return the error of a model that attends otherwise than it did when it was examined."""
+    return ModelStateError(
+        f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed?"
+    )
+
+
+@final
+class Dispatch:
+    """The modules that a model is written in."""
+
+    def __init__(self, model: Any) -> None:
+        names = {
+            kind.__module__ for _, part in model.named_modules() for kind in type(part).__mro__
+        }
+        found = [sys.modules.get(name) for name in sorted(names)]
+        self._modules: list[Any] = [m for m in found if hasattr(m, _NAME) and m is not base]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the model's layers call a cache that attends by itself."""
+        theirs = [getattr(module, _NAME) for module in self._modules]
+        try:
+            for module, function in zip(self._modules, theirs, strict=True):
+                setattr(module, _NAME, _asking(function))
+            yield
+        finally:
+            for module, function in zip(self._modules, theirs, strict=True):
+                setattr(module, _NAME, function)
+
+
+def _asking(theirs: Any) -> Any:
+    """Return an attention function that calls the cache instead if that attends by itself."""
+
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: Any = None,
+    ) -> mx.array:
+        attended = getattr(cache, "attended", None)
+        if attended is not None:
+            return attended(queries, keys, values, scale, mask, sinks)
+        return theirs(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+    return scaled_dot_product_attention
+
+
+@final
+class MlxCascadeAttention(AttentionBackend[Caches]):
+    """Attends to each shared stretch of cached tokens once; without one, MLX attends to copies."""
+
+    def __init__(
+        self, store: MlxKVPool, few_tokens: int = FEW_TOKENS, makes_arrays: bool = False
+    ) -> None:
+        self._store, self._few_tokens, self._makes_arrays = store, few_tokens, makes_arrays
+        self._gathered = MlxGatherAttention(store)
+        self._dispatch: tuple[Any, Dispatch] | None = None
+        self._last: LastArrays | None = None
+
+    def plan(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan | None:
+        return CascadePlan.of(past, num_new, self._few_tokens) if len(num_new) > 1 else None
+
+    @contextlib.contextmanager
+    def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[Caches]:
+        """Yield layers that attend by themselves, and have the model's layers call them."""
+        plan = batch.plan or self.plan(batch.past, batch.num_new)
+        last, self._last = self._last, None
+        if plan is None or not plan.parts:
+            with self._gathered.forward_context(batch, model) as layers:
+                yield layers
+            return
+        if self._dispatch is None or self._dispatch[0] is not model:
+            self._dispatch = model, Dispatch(model)
+        shared = MlxCascadeRun(self._store, batch, plan, last, self._makes_arrays)
+        offset = offset_of(batch)
+        own = [_SharedLayer(self._store, i, offset, shared) for i in range(len(self._store.shapes))]
+        states: Any = batch.states
+        with self._dispatch[1].in_place():
+            yield caches_of(model, own, states)
+        if not shared.is_complete(len(own)):
+            raise mlx_attends_otherwise("not every layer has called mlx-lm's attention function")
+        self._last = shared.for_later()
+
+
+@final
+class MlxCascadeRun(CascadeRun[mx.array]):
+    """The attention of one forward pass, as layers of a model of mlx-lm call it."""
+
+    operators = MLX
+    attends_otherwise = staticmethod(mlx_attends_otherwise)
+
+    def __init__(
+        self,
+        store: MlxKVPool,
+        batch: ForwardBatch,
+        plan: CascadePlan,
+        last: LastArrays | None,
+        makes_arrays: bool = False,
+    ) -> None:
+        super().__init__(store, batch, plan, last)
+        self._makes_arrays = makes_arrays
+        self._given: dict[int | None, mx.array] = {}
+        self._numbers: set[int] = set()  # of the layers whose keys and values have come
+
+    def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
+        """Return the mask over all positions: an array, or a word for it."""
+        length = self.prefix_len + num_new
+        if window is not None and window >= length and not self._makes_arrays:
+            window = None
+        is_array = is_array or window is not None
+        if not is_array:
+            return None if num_new == 1 else "causal"
+        if window not in self._given:
+            distance = new_positions(self._batch)[:, None, :, None] - torch.arange(
+                length, dtype=torch.int64
+            )
+            allowed = (distance >= 0) & (distance < (window or length))
+            made = self._given[window] = mx.array(allowed.numpy())
+            self._allowed[id(made)] = made, None if window is None else allowed
+        return self._given[window]
+
+    def take(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the new tokens' keys and values, ``[B, heads, Q, dim]``, as they are."""
+        if number in self._numbers:
+            raise mlx_attends_otherwise("a layer has more than one set of keys and values")
+        self._numbers.add(number)
+        return super().take(number, keys, values)
+
+
+@final
+class _SharedLayer(MlxSlotLayer):
+    """One layer, which attends by itself."""
+
+    def attended(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: Any,
+    ) -> mx.array:
+        """Return the outputs of attention: ``[B, heads, Q, value_dim]``."""
+        assert isinstance(self.of_pass, MlxCascadeRun)
+        given = None if isinstance(mask, str) and mask == "causal" else mask
+        found = self.of_pass.attend(queries, keys, values, given, scale, sinks=sinks)
+        return found.astype(queries.dtype)
+
+
+GATHERED: Final = AttentionSpec(MlxGatherAttention, MlxGatherAttention)
+_BY_GROUP: Final = partial(MlxGatherAttention, by_group=True)
+MLX_ATTENTION_SPECS: Final = (
+    AttentionSpec(
+        MlxCascadeAttention, lambda store: MlxCascadeAttention(store, 0, True), is_called=True
+    ),
+    GATHERED,
+    AttentionSpec(_BY_GROUP, _BY_GROUP),
+)
+"""Ways to attend to keys and values in slots; the first is taken that suits a model."""

@@ -1,0 +1,406 @@
+"""ModelEntry: a model of an engine, its states, and the requests that it works at."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import random
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias, final
+
+from genlm_backend.backends.registry import check_loading, default_backend, load_model_by_name
+from genlm_backend.checks import shown
+from genlm_backend.checks import timeout as check_timeout
+from genlm_backend.errors import (
+    ContextError,
+    GenerationConfigError,
+    ModelStateError,
+    RequestQueueFullError,
+    RuntimeConfigError,
+)
+from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.engine.request import (
+    GenerationRequest,
+    Signal,
+    await_for,
+    wait_for,
+)
+from genlm_backend.generation.engine.runtime_config import RuntimeConfig
+from genlm_backend.generation.generated import GenerationStatus
+from genlm_backend.generation.generation import make_drafts
+from genlm_backend.generation.prompt import Chat, Prompt, ids_of
+from genlm_backend.generation.text_sequence import TextSequence
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.query import TokenIds
+from genlm_backend.runtime.background_loop import BackgroundLoop
+from genlm_backend.runtime.forks import ProcessLock
+
+
+class ModelState(enum.Enum):
+    """State of a model of an engine."""
+
+    INSTALLED = "installed"
+    """Its name and configuration are known."""
+    RUNNING = "running"
+    """It takes requests."""
+    STOPPED = "stopped"
+    """It is in memory and takes none."""
+    RELEASED = "released"
+    """Its memory has been returned; the name is free."""
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A draft of a request that waits, runs, or has ended before the others of its request."""
+
+    request: GenerationRequest
+    draft: TextSequence
+    submission: int = -1
+    task: asyncio.Task[None] | None = None
+    has_left: bool = False
+
+
+Submission: TypeAlias = dict[GenerationRequest, list[_Entry]]
+
+
+@final
+class ModelEntry:
+    """A model of an engine: its states, and the drafts that run."""
+
+    def __init__(
+        self, name: str, source: AsyncLM | str, config: RuntimeConfig, loop: BackgroundLoop
+    ) -> None:
+        if isinstance(source, AsyncLM):
+            config.check_model(source)
+            config.check_loaded(source)
+        elif isinstance(source, str):
+            backend = config.backend or default_backend()
+            check_loading(source, backend, config.loading_options(backend))
+        else:
+            raise RuntimeConfigError(f"model must be an AsyncLM or a name, got {shown(source)}")
+        self.name, self.state = name, ModelState.INSTALLED
+        self._source: AsyncLM | str | None = source
+        self._config, self._loop = config, loop
+        self._lm: AsyncLM | None = None
+        self._transition = threading.RLock()  # of one thread at a time; it may take long
+        self._lock = ProcessLock(is_reentrant=True)  # of entries and of each token chosen
+        self._lock.claim()  # whoever works at it lives here
+        self._room = Signal()
+        self._is_open = False
+        self._requests: dict[GenerationRequest, list[_Entry]] = {}  # that have not ended
+        self._waiting: deque[_Entry] = deque()  # some of requests that have ended
+        self._running: list[_Entry] = []
+        self._tasks: set[asyncio.Task[None]] = set()  # on the loop
+        self._num_submissions = 0
+        self._last_begun = -1
+
+    # ---------------------------------------------------------------- states
+
+    @property
+    def lm(self) -> AsyncLM:
+        if self._lm is None:
+            raise ModelStateError(f"model {self.name!r} has been released")
+        return self._lm
+
+    def check_state(self, *allowed: ModelState, to: str) -> None:
+        if self.state not in allowed:
+            wanted = " or ".join(state.value for state in allowed)
+            raise ModelStateError(
+                f"model {self.name!r} is {self.state.value}; to {to} it must be {wanted}"
+            )
+
+    def start(self) -> None:
+        """Load it if need be, warm it up, and let requests in."""
+        with self._transition:
+            self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="start")
+            if self._lm is None:
+                self._lm = self._load()
+            with self._lock.here:
+                self._is_open = True
+            self.state = ModelState.RUNNING
+
+    def shut(self) -> None:
+        """Let no more requests in, and wake callers that wait for room; the others go on."""
+        with self._lock.here:
+            self._is_open = False
+            self._room.notify()
+
+    def stop(self) -> None:
+        """Interrupt its requests with what they have, take no more, and clear the cache."""
+        with self._transition:
+            self.check_state(ModelState.RUNNING, to="stop")
+            self.state = ModelState.STOPPED
+            with self._lock.here, contextlib.ExitStack() as stack:  # each ends, whatever others do
+                self.shut()
+                self._waiting.clear()
+                for request in list(self._requests):
+                    stack.callback(self.end, request)
+            if not self._loop.is_closed:  # or it has ended them all
+                self._loop.submit(self._join()).result()
+            self.lm.clear_cache()
+
+    async def _join(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def release(self) -> None:
+        with self._transition:
+            self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="release")
+            self.state = ModelState.RELEASED
+            lm, self._lm = self._lm, None
+            source, self._source = self._source, None
+            if lm is not None and lm is not source:
+                lm.close()
+
+    def close(self) -> None:
+        """Stop and release it, whatever its state, after a transition that is under way."""
+        with self._transition:
+            try:
+                if self.state is ModelState.RUNNING:
+                    self.stop()
+            finally:
+                if self.state is not ModelState.RELEASED:
+                    self.release()
+
+    def _load(self) -> AsyncLM:
+        config, source = self._config, self._source
+        if isinstance(source, AsyncLM):
+            lm = source
+        else:
+            assert source is not None
+            backend = config.backend or default_backend()
+            lm = load_model_by_name(source, backend, config.loading_options(backend))
+        try:
+            config.check_loaded(lm)
+            if config.warm_up:
+                _warm_up(lm, self._max_batch(lm), config.max_length)
+        except BaseException:
+            if lm is not source:
+                lm.close()
+            raise
+        return lm
+
+    def _max_batch(self, lm: AsyncLM) -> int:
+        return self._config.max_batch or lm.batch_size
+
+    # ---------------------------------------------------------------- admission
+
+    def prepare(
+        self, prompts: Iterable[tuple[str | Chat | TokenIds, GenerationConfig]]
+    ) -> Submission:
+        """Check everything about requests, and start nothing."""
+        prepared: Submission = {}
+        for prompt, config in prompts:
+            lm, max_length = self.lm, self._config.max_length
+            checked = Prompt.check(lm, ids_of(prompt), config, max_length)
+            if config.num_beams > self._max_batch(lm):
+                raise GenerationConfigError(
+                    f"num_beams={config.num_beams} does not fit into "
+                    f"max_batch={self._max_batch(lm)}"
+                )
+            request = GenerationRequest(self.name, checked.token_ids, config, self._loop)
+            drafts = make_drafts(lm, checked, config)
+            prepared[request] = [_Entry(request, draft) for draft in drafts]
+            needed = _num_tokens(prepared[request][:1])
+            if lm.kv_capacity is not None and needed > lm.kv_capacity:
+                raise ContextError(
+                    f"the prompt of {len(checked.token_ids)} tokens and the longest text after it "
+                    f"need the keys and values of {needed} tokens, and there is memory for "
+                    f"{lm.kv_capacity}: give a smaller max_new_tokens, or more kv_cache_bytes"
+                )
+        return prepared
+
+    def submit(self, requests: Submission, timeout: float | None) -> None:
+        """Take requests, all or none of them. Block while ``max_queue_size`` submissions wait."""
+        if not wait_for(partial(self._try_submit, requests), check_timeout("timeout", timeout)):
+            raise self._full()
+
+    async def asubmit(self, requests: Submission, timeout: float | None) -> None:
+        """Do as ``submit``, without blocking the event loop."""
+        timeout = check_timeout("timeout", timeout)
+        try:
+            async with asyncio.timeout(timeout):
+                await await_for(partial(self._try_submit, requests))
+        except TimeoutError:
+            raise self._full() from None
+
+    def _full(self) -> RequestQueueFullError:
+        return RequestQueueFullError(
+            f"{self.num_waiting_submissions} submissions wait for model {self.name!r} already"
+        )
+
+    def _try_submit(self, requests: Submission) -> Literal[True] | Future[None]:
+        """Take requests, or return a future that is done when to try again."""
+        with self._lock.here:
+            if not self._is_open:
+                raise ModelStateError(
+                    f"model {self.name!r} has been stopped or shut: no request is let in"
+                )
+            waiting = [entry for entries in requests.values() for entry in entries]
+            limit = self._config.max_queue_size
+            is_full = limit is not None and self.num_waiting_submissions >= limit
+            if is_full and (self._waiting or not self._fits(waiting[0])):
+                return self._room.waiter()
+            for entry in waiting:
+                entry.submission = self._num_submissions
+            self._num_submissions += 1
+            self._requests |= requests
+            self._waiting += waiting
+            try:
+                self._admit()
+            except BaseException:  # nobody would have their handles
+                for request in requests:
+                    self.end(request)
+                raise
+        return True
+
+    @property
+    def num_running(self) -> int:
+        with self._lock.here:
+            return len(self._running)
+
+    @property
+    def num_waiting_submissions(self) -> int:
+        """Number of submissions of which nothing has begun."""
+        with self._lock.here:
+            waiting = {e.submission for e in self._waiting if e.request in self._requests}
+            return len(waiting - {self._last_begun})
+
+    def _admit(self) -> None:
+        """Let the oldest begin that have room; under the lock. No draft overtakes another."""
+        while self._waiting:
+            entry = self._waiting[0]
+            is_wanted = entry.request in self._requests
+            if is_wanted and not self._fits(entry):
+                break
+            self._waiting.popleft()
+            if is_wanted:
+                self._running.append(entry)
+                self._last_begun = entry.submission
+                self._loop.call_soon(self._start, entry)
+        self._room.notify()
+
+    def _fits(self, entry: _Entry) -> bool:
+        together, lm = [*self._running, entry], self.lm
+        # Room for the longest texts that all drafts may become, so that each can go on to its end.
+        if not self._running:
+            return True
+        if sum(one.draft.width for one in together) > self._max_batch(lm):
+            return False
+        return lm.kv_capacity is None or _num_tokens(together) <= lm.kv_capacity
+
+    # ---------------------------------------------------------------- working at a draft
+
+    def _start(self, entry: _Entry) -> None:
+        """Give a draft its task, on the loop."""
+        if entry.request in self._requests:
+            entry.task = asyncio.get_running_loop().create_task(self._work(entry))
+            self._tasks.add(entry.task)
+            entry.task.add_done_callback(self._tasks.discard)
+
+    def _cancel(self, entry: _Entry) -> None:
+        if entry.task is not None:
+            entry.task.cancel()
+
+    async def _work(self, entry: _Entry) -> None:
+        try:
+            await self._generate(entry)
+        except asyncio.CancelledError:
+            self.end(entry.request)
+        except Exception as error:  # the request's own, and nobody else's
+            self.end(entry.request, GenerationStatus.FAILED, error)
+        finally:
+            self._leave(entry)
+
+    async def _generate(self, entry: _Entry) -> None:
+        """Generate a draft to its end, or until its request has ended."""
+        queue, draft, lm = entry.request.queue, entry.draft, self.lm
+        queue.begin()
+        prompt = draft.asked_of(draft.contexts[0])
+        # The counts are queued before the question, and so are taken before the prompt is computed.
+        count = partial(lm.num_cached_tokens, prompt, draft.lora_name)
+        asked = [count(), count(tier="host")] if lm.has_host_tier else [count()]
+        counts, _ = await asyncio.gather(asyncio.gather(*asked), draft.ask())
+        queue.finish_context(*counts)
+        while True:
+            with self._lock.here:
+                if entry.request not in self._requests:
+                    return
+                queue.put(draft.choose())
+                if draft.is_finished:
+                    return
+            await draft.ask()
+
+    def _leave(self, entry: _Entry) -> None:
+        """Make room for others; the last draft to leave finishes its request."""
+        request = entry.request
+        with self._lock.here:
+            self._running = [other for other in self._running if other is not entry]
+            entry.has_left = True
+            entries = self._requests.get(request, [])
+            if entries and all(other.has_left for other in entries):
+                self._settle(request, GenerationStatus.FINISHED)
+            else:
+                self._admit()
+
+    # ---------------------------------------------------------------- ending
+
+    def end(
+        self,
+        request: GenerationRequest,
+        status: GenerationStatus = GenerationStatus.INTERRUPTED,
+        error: Exception | None = None,
+    ) -> None:
+        """End a request, unless all its drafts are complete or it has ended."""
+        with self._lock.here:
+            entries = self._requests.get(request, [])
+            if not all(entry.draft.is_finished for entry in entries):
+                for entry in entries:
+                    self._loop.call_soon(self._cancel, entry)
+                self._settle(request, status, error)
+
+    def _settle(
+        self, request: GenerationRequest, status: GenerationStatus, error: Exception | None = None
+    ) -> None:
+        """Deliver all tokens of a request and end it, whatever its drafts do."""
+        entries = self._requests.pop(request)
+        self._running = [entry for entry in self._running if entry.request is not request]
+        held_back: dict[int, str] = {}
+        scores: dict[int, float] = {}
+        try:
+            for entry in entries:
+                tokens, characters = entry.draft.cut()
+                request.queue.put(tokens)
+                held_back |= characters
+                scores |= entry.draft.scores
+        finally:
+            request.queue.end(status, held_back, scores, error)
+            self._admit()
+
+
+def _num_tokens(entries: Sequence[_Entry]) -> int:
+    """Return the largest number of tokens of some texts, with each request's prompt once."""
+    prompts = {entry.request: len(entry.request.prompt_token_ids) for entry in entries}
+    # The last one of a text is never evaluated.
+    new = [own.draft.width * (own.draft.max_length - 1 - prompts[own.request]) for own in entries]
+    return sum(prompts.values()) + sum(new)
+
+
+def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:
+    """Evaluate the longest context and the largest batch that requests can have."""
+    bounds = [None if max_length is None else max_length - 1, lm.max_length]
+    known = [bound for bound in bounds if bound is not None]
+    unusable = {*lm.undefined_ids, lm.contexts.image_token_id}
+    usable = [i for i in range(len(lm.byte_vocab)) if i not in unusable]
+    generator = random.Random(0)
+    if known:
+        lm.next_token_logprobs_sync(generator.choices(usable, k=min(known)))
+    length = min([8, *known])
+    contexts = [generator.choices(usable, k=length) for _ in range(max_batch)]
+    lm.batch_next_token_logprobs_sync(contexts)
+    lm.clear_cache()

@@ -1,0 +1,1 @@
+"""Programs of others that use a model of this library."""

@@ -1,0 +1,187 @@
+"""ResultCollector: the work of a model's worker thread on a batch, and its adapters by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final, cast, final
+
+import torch
+
+from genlm_backend.batching.pending_batch import presentable
+from genlm_backend.checks import checked, instance, shown, text
+from genlm_backend.errors import EvaluationError, UnknownAdapterError
+from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
+from genlm_backend.model.query import UNKNOWN_ADAPTER, Adapter
+from genlm_backend.model.readout import answers_by_rows, is_own
+from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
+from genlm_backend.model.scoring import Query, Result
+
+ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
+
+
+def check_adapter_name(lora_name: Any) -> None:
+    """Raise an ``UnknownAdapterError`` unless ``lora_name`` is a name, of whatever adapter."""
+    checked(ADAPTER_CHECKS, {"lora_name": lora_name}, UnknownAdapterError)
+
+
+@final
+class AdapterNames:
+    """Loaded adapters by name; one thread changes them, and any thread reads them."""
+
+    def __init__(self) -> None:
+        # Both are replaced whole, since any thread reads them.
+        self._named: Mapping[str, Adapter] = {}
+        self._loaded: frozenset[Adapter] = frozenset()
+        self._numbers = itertools.count(1)  # a name can be used again, the number of a load cannot
+
+    def new(self, name: str) -> Adapter:
+        """Return an adapter of that name, which is not loaded yet."""
+        plain = str.__str__(name)  # and no subclass, which another process may not have
+        return Adapter(plain, next(self._numbers))
+
+    def add(self, adapter: Adapter) -> Adapter | None:
+        """Bind a name to an adapter that has been loaded; return the one that had the name."""
+        # It still answers the queries that were made with it, until it is removed.
+        replaced = self._named.get(adapter.name)
+        self._loaded |= {adapter}
+        self._named = {**self._named, adapter.name: adapter}
+        return replaced
+
+    def remove(self, adapter: Adapter) -> None:
+        self._named = {name: a for name, a in self._named.items() if a != adapter}
+        self._loaded -= {adapter}
+
+    def get(self, name: str) -> Adapter:
+        named = self._named
+        if name not in named:
+            known = ", ".join(map(repr, sorted(named))) or "none are"
+            raise UnknownAdapterError(
+                f"{UNKNOWN_ADAPTER.format(name)} ({known}); see add_new_lora()"
+            )
+        return named[name]
+
+    def check(self, query: Query) -> None:
+        error = self.error_of(query)
+        if error is not None:
+            raise error
+
+    def error_of(self, query: Query) -> UnknownAdapterError | None:
+        """Return the error of a query whose adapter has gone since it was made, or ``None``."""
+        adapter = query.adapter
+        if adapter is None or adapter in self._loaded:
+            return None
+        return UnknownAdapterError(
+            f"the LoRA adapter {adapter.name!r} has been removed or replaced since it was asked for"
+        )
+
+
+@final
+class ResultCollector:
+    """Calls the evaluator on a batch, checks its answers and caches rows without undefined ids."""
+
+    def __init__(self, evaluator: Evaluator, rows: RowCache[Row], adapters: AdapterNames) -> None:
+        self._is_bounded, self._reads_out = True, False
+        self._evaluator, self._rows, self._adapters = evaluator, rows, adapters
+        self._vocab_size = 0
+        self._undefined = torch.empty(0, dtype=torch.int64)
+        self._is_to_exclude = False
+
+    def set_abilities(self, info: EvaluatorInfo) -> None:
+        """Note the evaluator's abilities, before the first query."""
+        self._is_bounded, self._reads_out = info.max_batch_size is not None, info.reads_out
+
+    def set_vocabulary(
+        self, vocab_size: int, undefined_ids: Collection[int], *, are_omitted: bool = False
+    ) -> None:
+        """Set the width of rows and the ids that no token has, before the first query."""
+        self._evaluator.undefined_ids = tuple(sorted(undefined_ids))
+        self._is_to_exclude = bool(undefined_ids) and not are_omitted
+        self._vocab_size = vocab_size
+        self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
+
+    def weight(self, question: Query) -> float:
+        """Return the weight of a question in a batch: 1, but for a text by its length."""
+        return 1.0 if self._is_bounded else question.weight
+
+    def forward_key(self, question: Query) -> Hashable:
+        """Return a key that all questions share whose answers are read off one row."""
+        return question if self._is_bounded else question.forward_key
+
+    def answers(self, questions: Sequence[Query]) -> list[Result | Exception]:
+        """Return an answer, or an error for its callers, to each question of a batch."""
+        num_clears = self._rows.num_clears
+        refused = self._refused(questions)
+        known = [q for q in questions if q not in refused] if refused else questions
+        answers = iter(self._found(known, self._evaluated(known), num_clears) if known else ())
+        if not refused:
+            return [*answers]
+        return [refused[q] if q in refused else next(answers) for q in questions]
+
+    def _evaluated(self, questions: Sequence[Query]) -> Any:
+        if self._reads_out:
+            return self._evaluator.evaluate(questions)
+        undefined_ids = self._evaluator.undefined_ids if self._is_to_exclude else ()
+        return answers_by_rows(self._evaluator.evaluate, questions, undefined_ids)
+
+    def _refused(self, questions: Sequence[Query]) -> dict[Query, Exception]:
+        if set(map(_ADAPTER, questions)) == {None}:
+            return {}
+        errors = {question: self._adapters.error_of(question) for question in questions}
+        return {question: error for question, error in errors.items() if error is not None}
+
+    def _found(
+        self, questions: Sequence[Query], found: Any, num_clears: int
+    ) -> list[Result | Exception]:
+        """Check the evaluator's answers, and cache the rows among them."""
+        if not isinstance(found, Sequence) or len(found) != len(questions):
+            what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
+            raise EvaluationError(f"{self._verb} returned {what} for {len(questions)} queries")
+        are_rows = all(map(_KEEPS_ROW, questions)) and set(map(type, found)) == {Row}
+        if are_rows and are_rows_of(found, self._vocab_size):
+            return self._kept(questions, found, num_clears)
+        pairs = zip(questions, found, strict=True)
+        answers = [self._checked(question, answer) for question, answer in pairs]
+        pairs = enumerate(zip(questions, answers, strict=True))
+        indices = [i for i, (q, a) in pairs if q.is_cacheable and isinstance(a, Row)]
+        rows = self._kept(
+            [questions[i] for i in indices], [answers[i] for i in indices], num_clears
+        )
+        for index, row in zip(indices, rows, strict=True):
+            answers[index] = row
+        return answers
+
+    def _kept(self, queries: Sequence[Any], rows: Sequence[Any], num_clears: int) -> list[Any]:
+        """Return rows without ids that no token has, and cache them."""
+        if self._is_to_exclude:
+            rows = rows_without(rows, self._undefined)
+        if rows and self._rows.takes(rows[0].nbytes):
+            # By plain tuples, which are equal and hold no pictures.
+            self._rows.put_all(zip(map(tuple, queries), alone(rows), strict=True), num_clears)
+        return list(rows)
+
+    def defined(self, row: Row) -> Row:
+        """Return the row given that some token comes: no id that none has."""
+        return row.without(self._undefined) if len(self._undefined) else row
+
+    def _checked(self, question: Query, answer: Any) -> Result | Exception:
+        """Return an answer, or an ``EvaluationError`` if it is none to the question."""
+        size = self._vocab_size
+        try:
+            if isinstance(answer, Exception) or question.is_answered_by(answer, size):
+                return answer
+            wanted, got = question.wanted.format(vocab_size=size), shown(answer)
+        except (Exception, SystemExit) as error:  # of a readout of a program's own
+            return cast(Exception, presentable(error))
+        kind = type(question)
+        verb = f"{kind.__name__}.of_rows" if is_own(kind) else self._verb
+        return EvaluationError(f"{verb} must return {wanted}, or an exception, got {got}")
+
+    @property
+    def _verb(self) -> str:
+        return f"{type(self._evaluator).__name__}.evaluate"
+
+
+_ADAPTER, _KEEPS_ROW = attrgetter("adapter"), attrgetter("is_cacheable")

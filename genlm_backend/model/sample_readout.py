@@ -1,0 +1,592 @@
+"""SampleReadout: the next token, asked for instead of a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.checks import checked, integer, listed, number, one_of, switch
+from genlm_backend.errors import EvaluationError, OptionError
+from genlm_backend.model.draw import (
+    TEMPERATURE,
+    Doubles,
+    Draw,
+    Floats,
+    Inversion,
+    PackedMask,
+    TokenArray,
+    check_possible,
+    packed_mask,
+    uniform_of,
+    weights_of,
+)
+from genlm_backend.model.query import RowQuery
+from genlm_backend.model.readout import Readout
+from genlm_backend.model.row import moved, spare_memory
+from genlm_backend.model.token_readouts import log_sums
+
+
+class SamplingFilter(NamedTuple):
+    """Bounds on the tokens that are drawn from, named as in ``generate``."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def kept(self, scores: Floats, weights: Floats) -> TokenArray:
+        """Return the indices of the tokens that are drawn from: int64 ``[n]``."""
+        # By scores, since the weights of many are zero at a low temperature, and none is the less
+        # probable for it: they are drawn where all others have been.
+        is_left = scores > -np.inf
+        if 0 < self.top_k < len(scores):
+            is_left &= scores >= np.partition(scores, -self.top_k)[-self.top_k]
+        least = self.min_p
+        if self.top_p < 1:
+            least = max(least, float(_least_of_nucleus(weights[is_left], self.top_p)))
+        if least > 0:
+            is_left &= weights >= least
+        return np.flatnonzero(is_left)
+
+
+def _least_of_nucleus(weights: Floats, share: float) -> np.float32:
+    bound, size = share * weights.sum(dtype=np.float64), _FEW_OF_NUCLEUS
+    while True:
+        size = min(size, len(weights))
+        # A few of the largest are enough as a rule, and all of them take ten times as long.
+        largest = np.sort(np.partition(weights, len(weights) - size)[len(weights) - size :])[::-1]
+        before = np.cumsum(largest, dtype=np.float64) - largest
+        num_kept = int(np.searchsorted(before, bound, side="left"))
+        if num_kept < size or size == len(weights):
+            return largest[max(num_kept, 1) - 1]
+        size *= 8
+
+
+_FEW_OF_NUCLEUS: Final = 512
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SampleReadout(Readout):
+    """A context, and the random number that its next token is drawn by.
+
+    The answer is a ``Draw`` of the token that ``draw_token`` returns of the context's row. So it is
+    the same wherever it is drawn, but for the rounding of exponentials on a device, and equal
+    drawings have equal answers.
+
+    Attributes:
+        query: The context, and the adapter to read it with.
+        temperature: Divisor of the log-probabilities; 0 takes the first of the most probable.
+        uniform: A number from 0 up to, and not including, 1.
+        allowed: A bit for each token, set where it may be drawn, as ``packed_mask`` packs them;
+            ``None`` where all may be.
+        may_fail: Whether a draw where no token is possible is ``NO_DRAW``, and no error.
+        cuts: Bounds on the tokens that are drawn from; ``None`` for none.
+    """
+
+    query: RowQuery
+    temperature: float
+    uniform: float
+    allowed: bytes | None = None
+    may_fail: bool = False
+    cuts: SamplingFilter | None = None
+    wanted: ClassVar[str] = "a Draw for a drawing"
+    modifies_rows: ClassVar[bool] = False
+
+    @classmethod
+    def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
+        """Return a draw from each row, or the error where no token is possible."""
+        if not rows.is_cpu and rows.device.type != "mps":  # which has no float64
+            return drawn_at_once(readouts, rows)
+        pairs = zip(readouts, rows.cpu().numpy(), strict=True)
+        return [_drawn(drawing, row) for drawing, row in pairs]
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` is a ``Draw``, of no token only where that may be."""
+        least = NO_DRAW.token_id if self.may_fail else 0
+        is_draw = isinstance(answer, Draw) and type(answer.token_id) is int
+        return is_draw and least <= answer.token_id < vocab_size
+
+
+def _drawn(drawing: SampleReadout, logprobs: Floats) -> Draw | EvaluationError:
+    pool = _pool(drawing, logprobs)
+    return pool.draw(drawing.uniform) if isinstance(pool, _Pool) else pool
+
+
+def _pool(
+    drawing: SampleReadout | SampleManyReadout, logprobs: Floats
+) -> _Pool | Draw | EvaluationError:
+    """Return the tokens of a row to draw from, or the answer if there is none."""
+    scores, ids = logprobs, None
+    if drawing.allowed is not None:
+        scores, ids = _allowed_scores(logprobs, drawing.allowed)
+    largest = scores.max(initial=-np.inf)
+    answer = _impossible(drawing, largest)
+    return _Pool(drawing, logprobs, scores, ids) if answer is None else answer
+
+
+def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArray | None]:
+    """Return scores and ids of the allowed tokens; or all scores, some ``-inf``, and ``None``."""
+    bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(logprobs))
+    mask = bits.view(np.bool_)
+    if np.count_nonzero(mask) * 2 <= len(logprobs):
+        ids = np.flatnonzero(mask)
+        return logprobs[ids], ids
+    # A choice between two numbers takes ten times as long, where no pattern helps to guess it.
+    bounds = spare_memory.take(logprobs.shape, np.float32)
+    np.subtract(bits, np.float32(0.5), out=bounds)
+    np.multiply(bounds, np.float32(np.inf), out=bounds)
+    return np.minimum(logprobs, bounds, out=bounds), None
+
+
+def _impossible(
+    drawing: SampleReadout | SampleManyReadout, largest: float
+) -> Draw | EvaluationError | None:
+    """Return the answer if none of the scores, given the largest, can be drawn; or ``None``."""
+    if drawing.may_fail and largest == -math.inf:
+        return NO_DRAW
+    if largest == -math.inf and drawing.allowed is not None:
+        return EvaluationError(
+            "no token can be chosen from a row in which no allowed token has a probability; "
+            "impossible='return' answers with a draw of no token"
+        )
+    try:
+        check_possible(largest)
+    except EvaluationError as error:
+        return error
+    return None
+
+
+@final
+class _Pool:
+    """The tokens of a row that one or several are drawn from."""
+
+    def __init__(
+        self,
+        drawing: SampleReadout | SampleManyReadout,
+        logprobs: Floats,
+        scores: Floats,
+        ids: TokenArray | None,
+    ) -> None:
+        self._scores, self._ids, self._logprobs = scores, ids, logprobs
+        temperature = self._temperature = drawing.temperature
+        self._is_whole, self._largest = drawing.allowed is None, scores.max()
+        self._log_allowed: float | None = None
+        self._inversion: Inversion | None = None
+        if temperature:
+            weights = weights_of(scores, self._largest, temperature)
+            if drawing.cuts is not None:
+                self._is_whole = False
+                left = drawing.cuts.kept(scores, weights)
+                self._ids = left if ids is None else ids[left]
+                self._scores, weights = scores[left], weights[left]
+            self._inversion = Inversion(weights)
+
+    def draw(self, point: float) -> Draw:
+        if self._inversion is None:
+            token_id = int(self._scores.argmax())
+        else:
+            token_id = self._inversion.index(point)
+        if self._ids is not None:
+            token_id = int(self._ids[token_id])
+        logprob = float(self._logprobs[token_id])
+        if self._log_allowed is None:
+            self._log_allowed = 0.0 if self._is_whole else self._log_mass()
+        total = 0.0 if self._inversion is None else self._inversion.total
+        log_allowed, largest = self._log_allowed, float(self._largest)
+        log_proposal = _log_proposal(logprob, log_allowed, largest, self._temperature, total)
+        return Draw(token_id, logprob, log_allowed, log_proposal)
+
+    def _log_mass(self) -> float:
+        if self._temperature == 1 and self._inversion is not None:  # these are their weights
+            total = float(self._largest) + math.log(self._inversion.sum_of_weights())
+        else:
+            total = log_sum(self._scores)
+        return log_mass(total, self._logprobs)
+
+    def without(self, token_id: int) -> bool:
+        """Exclude a token from later draws; return whether another one is left."""
+        if self._scores is self._logprobs:
+            self._scores = self._scores.copy()
+        index = token_id if self._ids is None else int(np.searchsorted(self._ids, token_id))
+        self._scores[index], self._is_whole, self._log_allowed = -np.inf, False, None
+        if self._inversion is not None:
+            self._inversion.remove(index)
+            if self._inversion.total > _FEW:
+                return True
+            self._largest = self._scores.max()  # the others may have been too small beside it
+            if self._largest > -np.inf:
+                self._inversion = Inversion(
+                    weights_of(self._scores, self._largest, self._temperature)
+                )
+        return bool(self._scores.max() > -np.inf)
+
+
+_FEW: Final = 1e-3
+"""Sum of the remaining weights below which they are computed anew."""
+
+
+def _log_proposal(
+    logprob: float, log_allowed: float, largest: float, temperature: float, total: float
+) -> float:
+    """Return it given the largest log-probability, and the sum of weights relative to that."""
+    if temperature == 0:
+        return 0.0
+    if temperature == 1:
+        return min(logprob - log_allowed, 0.0)
+    return min((logprob - largest) / temperature - math.log(total), 0.0)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SampleManyReadout(Readout):
+    """A context, and the random numbers that several next tokens are drawn by.
+
+    The answer is a tuple of ``Draw``, each as a ``SampleReadout`` with its number has it. Where
+    they are to be distinct, one is drawn after another from the tokens that are left, which is the
+    distribution of the largest of log-probabilities with Gumbel noise (Kool et al., 2019,
+    arXiv:1903.06059); ``log_allowed`` and ``log_proposal`` are those among the tokens that were
+    left. It ends where none is left.
+
+    Attributes:
+        query: The context, and the adapter to read it with.
+        temperature: As a ``SampleReadout`` has it.
+        uniforms: A number from 0 up to, and not including, 1 for each draw.
+        allowed: As a ``SampleReadout`` has it.
+        may_fail: Whether draws where no token is possible are ``NO_DRAW``, and no error.
+        cuts: As a ``SampleReadout`` has it.
+        are_distinct: Whether no token is drawn twice.
+    """
+
+    query: RowQuery
+    temperature: float
+    uniforms: tuple[float, ...]
+    allowed: bytes | None = None
+    may_fail: bool = False
+    cuts: SamplingFilter | None = None
+    are_distinct: bool = False
+    wanted: ClassVar[str] = "a tuple of Draws for several draws"
+    modifies_rows: ClassVar[bool] = False
+
+    @classmethod
+    def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
+        """Return draws from each row, or the error where no token is possible."""
+        pairs = zip(readouts, rows.cpu().numpy(), strict=True)
+        return [_all_drawn(draws, row) for draws, row in pairs]
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` is a tuple of as many draws, or of fewer distinct ones."""
+        if not isinstance(answer, tuple):
+            return False
+        drawing = SampleReadout(self.query, self.temperature, 0.0, may_fail=self.may_fail)
+        num, most = len(answer), len(self.uniforms)
+        has_all = num == most or (self.are_distinct and 0 < num < most)
+        return has_all and all(drawing.is_answered_by(each, vocab_size) for each in answer)
+
+
+def _all_drawn(draws: SampleManyReadout, logprobs: Floats) -> tuple[Draw, ...] | EvaluationError:
+    pool = _pool(draws, logprobs)
+    if isinstance(pool, EvaluationError):
+        return pool
+    if isinstance(pool, Draw):
+        return (pool,) * len(draws.uniforms)
+    found = list[Draw]()
+    for point in draws.uniforms:
+        if found and draws.are_distinct and not pool.without(found[-1].token_id):
+            break
+        found.append(pool.draw(point))
+    return tuple(found)
+
+
+_NUM_BLOCKS: Final = 256
+
+
+def drawn_at_once(
+    drawings: Sequence[SampleReadout], rows: torch.Tensor
+) -> list[Draw | EvaluationError]:
+    """Draw from rows on a device, where they stay; see ``SampleReadout.of_rows``."""
+    device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
+    points = np.array([drawing.uniform for drawing in drawings])
+    scores, cuts = rows, [_cuts_of(drawing) for drawing in drawings]
+    is_bounded = any(drawing.allowed is not None for drawing in drawings) or any(cuts)
+    are_plain = set(temperatures) == {1}
+    if are_plain and not is_bounded:
+        found = _drawn_plainly(rows, points)
+        if found is not None:
+            return found
+    if any(drawing.allowed is not None for drawing in drawings):
+        scores = rows.masked_fill(~_masks(drawings, rows), -torch.inf)
+    largest = scores.amax(-1, keepdim=True)
+    weights = scores - largest
+    if not are_plain:
+        most = float(np.finfo(np.float64).max)  # an infinite one makes a NaN of what is impossible
+        finite = [min(t, most) if t else 1.0 for t in temperatures]
+        divisors = torch.tensor(finite, dtype=torch.float64).to(device)
+        weights = (weights.double() / divisors[:, None]).float()
+    weights.exp_()
+    if any(cuts):
+        is_cut = ~_within(cuts, scores, weights)
+        scores, weights = scores.masked_fill(is_cut, -torch.inf), weights.masked_fill_(is_cut, 0)
+    found, totals, _ = _inverted(weights, points, rows)
+    token_ids, total = torch.from_numpy(found).to(device), torch.from_numpy(totals).to(device)
+    if not all(temperatures):
+        is_greedy = torch.tensor([not t for t in temperatures], dtype=torch.bool).to(device)
+        token_ids = torch.where(is_greedy, scores.argmax(-1), token_ids)
+    of_token = rows.gather(1, token_ids[:, None])[:, 0]
+    if scores is rows:
+        of_allowed = torch.zeros_like(total)
+    else:  # at a temperature of 1, its weights have been summed
+        of_allowed = largest[:, 0] + total.log() if are_plain else log_sums(scores)
+    columns = [token_ids, of_token, of_allowed, largest[:, 0], total]
+    answers = torch.stack([column.double() for column in columns], 1).tolist()
+    of_all = _sums_to_compare(drawings, rows, [answer[2] for answer in answers])
+    return [_answer(*one) for one in zip(drawings, answers, of_all, strict=True)]
+
+
+def _drawn_plainly(rows: torch.Tensor, points: Doubles) -> list[Draw | EvaluationError] | None:
+    """Return draws from entire rows at temperature 1; ``None`` if a row needs a closer look."""
+    token_ids, totals, logprobs = _inverted(rows.exp(), points, rows)
+    if not ((totals > 0.5) & (totals < 2)).all():  # nothing is possible, or too little
+        return None
+    pairs = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
+    return [Draw(token_id, logprob, 0.0, min(logprob, 0.0)) for token_id, logprob in pairs]
+
+
+def _sums_to_compare(
+    drawings: Sequence[SampleReadout], rows: torch.Tensor, of_allowed: Sequence[float]
+) -> list[float]:
+    """Return log-sums of whole rows if those of the allowed tokens may equal them, or NaN."""
+    found = [math.nan] * len(drawings)
+    near = [
+        i
+        for i, (drawing, log_sum_) in enumerate(zip(drawings, of_allowed, strict=True))
+        if _is_restricted(drawing) and abs(log_sum_) < _ROUNDING
+    ]
+    if near:
+        for i, log_sum_ in zip(near, log_sums(rows[near]).tolist(), strict=True):
+            found[i] = log_sum_
+    return found
+
+
+def _is_restricted(drawing: SampleReadout) -> bool:
+    return drawing.allowed is not None or _cuts_of(drawing) is not None
+
+
+def _answer(
+    drawing: SampleReadout, numbers: Sequence[float], of_all: float
+) -> Draw | EvaluationError:
+    token_id, logprob, of_allowed, largest, total = numbers
+    answer = _impossible(drawing, largest)
+    if answer is not None:
+        return answer
+    is_all = not _is_restricted(drawing) or abs(of_allowed - of_all) < _REORDERED
+    log_allowed = 0.0 if is_all else min(of_allowed, 0.0)
+    log_proposal = _log_proposal(logprob, log_allowed, largest, drawing.temperature, total)
+    return Draw(int(token_id), logprob, log_allowed, log_proposal)
+
+
+def _cuts_of(drawing: SampleReadout) -> SamplingFilter | None:
+    return drawing.cuts if drawing.temperature else None  # the most probable one is within all
+
+
+def _within(
+    cuts: Sequence[SamplingFilter | None], scores: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return which tokens are drawn from: bool ``[n, vocab]``; see ``SamplingFilter.kept``."""
+    device, vocab_size = scores.device, scores.shape[1]
+    bounds = [SamplingFilter() if own is None else own for own in cuts]
+    is_left = scores > -torch.inf
+    rows = [i for i, own in enumerate(bounds) if 0 < own.top_k < vocab_size]
+    if rows:
+        sizes = torch.tensor([[bounds[i].top_k - 1] for i in rows], dtype=torch.int64)
+        largest = scores[rows].topk(int(sizes.max()) + 1, -1).values
+        is_left[rows] &= scores[rows] >= largest.gather(1, sizes.to(device))
+    least = torch.tensor([own.min_p for own in bounds], dtype=torch.float32).to(device)
+    rows = [i for i, own in enumerate(bounds) if own.top_p < 1]
+    if rows:
+        shares = torch.tensor([bounds[i].top_p for i in rows], dtype=torch.float64).to(device)
+        of_nucleus = _least_of_nuclei(torch.where(is_left[rows], weights[rows], 0.0), shares)
+        least[rows] = torch.maximum(least[rows], of_nucleus)
+    return is_left & (weights >= least[:, None])
+
+
+def _least_of_nuclei(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return each row's least weight within its share of probability: float32 ``[n]``."""
+    points, size = shares * weights.sum(-1, dtype=torch.float64), _FEW_OF_NUCLEUS
+    while True:
+        size = min(size, weights.shape[1])
+        largest = weights.topk(size, -1).values
+        before = largest.double().cumsum(1) - largest
+        num_kept = (before < points[:, None]).sum(1)
+        if size == weights.shape[1] or int(num_kept.max()) < size:
+            return largest.gather(1, (num_kept[:, None] - 1).clamp(min=0))[:, 0]
+        size *= 8
+
+
+def _masks(drawings: Sequence[SampleReadout], rows: torch.Tensor) -> torch.Tensor:
+    """Return which tokens may be drawn: bool ``[n, vocab]``, from the bits of each."""
+    vocab_size = rows.shape[1]
+    everything = np.packbits(np.ones(vocab_size, bool)).tobytes()
+    packed = b"".join([drawing.allowed or everything for drawing in drawings])
+    table = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(rows.device)
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=rows.device)
+    bits = (table.view(len(drawings), -1, 1) >> shifts) & 1
+    return bits.flatten(1)[:, :vocab_size].bool()
+
+
+def _inverted(
+    weights: torch.Tensor, points: Doubles, values: torch.Tensor
+) -> tuple[TokenArray, Doubles, Floats]:
+    """Return each row's index at its share of the sum, that sum, and the value at the index."""
+    padding = -weights.shape[1] % _NUM_BLOCKS
+    padded = [torch.nn.functional.pad(one, (0, padding)) for one in (weights, values) if padding]
+    blocks = [one.unflatten(1, (_NUM_BLOCKS, -1)) for one in padded or (weights, values)]
+    # The device sums blocks and hands over one of each row: each small step is a launch there.
+    sums = moved(blocks[0].sum(2, dtype=torch.float64), _HOST).numpy()
+    rows, ends = np.arange(len(sums)), sums.cumsum(1)
+    totals = ends[:, -1]
+    block = _passed(ends, sums, points * totals)
+    # The sum up to here as it was searched: another rounding could lie behind the point.
+    begins = np.where(block > 0, ends[rows, block - 1], 0.0)
+    lines = moved(torch.from_numpy(rows * _NUM_BLOCKS + block), weights.device)
+    both = torch.stack([one.flatten(0, 1).index_select(0, lines) for one in blocks])
+    inside, there = moved(both, _HOST).numpy()
+    own_ends = inside.cumsum(1, dtype=np.float64)
+    with np.errstate(invalid="ignore"):  # where nothing has any weight
+        share = (points * totals - begins) / sums[rows, block]
+    place = _passed(own_ends, inside, share * own_ends[:, -1])
+    return block * inside.shape[1] + place, totals, there[rows, place]
+
+
+_HOST: Final = torch.device("cpu")
+
+
+def _passed(ends: Doubles, weights: NDArray[np.floating], points: Doubles) -> TokenArray:
+    """Return the first interval of each row that ends after a point: int64 ``[n]``."""
+    # An interval without width ends where the one before it does, and is never the first.
+    is_behind = ends > points[:, None]
+    found = is_behind.argmax(1)
+    for row in np.flatnonzero(~is_behind[np.arange(len(found)), found]):
+        # Rounding may put the point behind the last interval that has any width.
+        with_width = np.flatnonzero(weights[row])
+        found[row] = with_width[-1] if len(with_width) else 0
+    return found
+
+
+NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
+"""The draw if no token is possible: ``token_id`` is -1, which is no token of any model."""
+
+
+_ROUNDING: Final = 5e-5
+"""Largest log-sum of a row that rounding explains: here 6e-7, by torch's ``log_softmax`` 2e-5."""
+
+
+_REORDERED: Final = 1e-12
+"""Distance of two logarithms of one sum in float64 at most, added in different orders."""
+
+
+def log_mass(total: float, row: NDArray[np.floating]) -> float:
+    """Return the log-probability of some tokens of a row, at most 0, given their ``log_sum``."""
+    # A row sums to 1 but for rounding: its log-mass is 0, unless a token with a probability is
+    # left out or the row has been restricted before.
+    is_all = abs(total) < _ROUNDING and abs(total - log_sum(row)) < _REORDERED
+    return 0.0 if is_all else min(total, 0.0)
+
+
+def log_sum(logprobs: NDArray[np.floating]) -> float:
+    largest = logprobs.max()
+    if largest == -np.inf:
+        return -math.inf
+    shifted = spare_memory.take(logprobs.shape, logprobs.dtype.type)
+    np.subtract(logprobs, largest, out=shifted)
+    with np.errstate(under="ignore"):
+        total = np.exp(shifted, out=shifted).sum(dtype=np.float64)
+    return float(largest) + math.log(total)
+
+
+Impossible: TypeAlias = Literal["raise", "return"]
+"""Answer to a draw if no token is possible: an error, or a ``Draw`` without a token."""
+
+_IMPOSSIBLE: Final = one_of("raise", "return")
+
+
+_CUTS: Final = {
+    "top_k": integer(0),
+    "top_p": number(0, 1, is_open=True),
+    "min_p": number(0, 1),
+}
+"""Checks of the bounds of draws, by name."""
+
+
+def drawing_of(
+    vocab_size: int, generator: Any, **options: Any
+) -> Callable[[RowQuery], SampleReadout]:
+    """Return a maker of drawings with checked options and one random number."""
+    number_of, alike = _drawn_alike(vocab_size, generator, **options)
+    return partial(SampleReadout, uniform=number_of(), **alike)
+
+
+def drawings_of(
+    vocab_size: int, generator: Any, num_draws: int, *, allowed: Any, **options: Any
+) -> Callable[[RowQuery], SampleReadout]:
+    """Return a maker of ``num_draws`` drawings, one after another, as ``drawing_of`` of one."""
+    dtype = getattr(allowed, "dtype", None)
+    is_array = dtype is not None and getattr(allowed, "ndim", 0) == 1
+    is_array = is_array and not getattr(dtype, "hasobject", False)
+    is_one = allowed is None or isinstance(allowed, PackedMask) or is_array
+    for_all = allowed if is_one else None
+    number_of, alike = _drawn_alike(vocab_size, generator, allowed=for_all, **options)
+    mask = alike.pop("allowed")
+    masks = [mask] * num_draws
+    if not is_one:
+        given: list[Any] = listed("allowed", allowed)
+        are_ids = bool(given) and isinstance(given[0], (int, np.integer))
+        if len(given) != num_draws or are_ids:
+            raise OptionError(
+                f"allowed must be one for each context: got {len(given)} for {num_draws} contexts; "
+                "token ids for all of them are [ids] * len(contexts), and a mask is an array of "
+                "bools"
+            )
+        may_fail = alike["may_fail"]
+        masks = [
+            packed_mask(own, vocab_size, may_fail, f"allowed[{i}]") for i, own in enumerate(given)
+        ]
+    pairs = iter([(number_of(), own) for own in masks])
+
+    def made(query: RowQuery) -> SampleReadout:
+        uniform, own = next(pairs)
+        return SampleReadout(query, uniform=uniform, allowed=own, **alike)
+
+    return made
+
+
+def several_draws_of(
+    vocab_size: int, generator: Any, n: Any, distinct: Any, **options: Any
+) -> Callable[[RowQuery], SampleManyReadout]:
+    """Return a maker of several draws, as ``drawing_of`` of one, with their random numbers."""
+    count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
+    number_of, alike = _drawn_alike(vocab_size, generator, **options)
+    uniforms = tuple(number_of() for _ in range(count))
+    return partial(SampleManyReadout, uniforms=uniforms, are_distinct=are_distinct, **alike)
+
+
+def _drawn_alike(
+    vocab_size: int, generator: Any, *, allowed: Any, temperature: Any, impossible: Any, **cuts: Any
+) -> tuple[Callable[[], float], dict[str, Any]]:
+    """Return the source of random numbers, and the checked options of a readout of draws."""
+    divisor = TEMPERATURE("temperature", temperature)
+    may_fail = _IMPOSSIBLE("impossible", impossible) == "return"
+    mask, number_of = packed_mask(allowed, vocab_size, may_fail), uniform_of(generator)
+    bounds = SamplingFilter(**checked(_CUTS, cuts))
+    return number_of if divisor else lambda: 0.0, {
+        "temperature": divisor,
+        "allowed": mask,
+        "may_fail": may_fail,
+        "cuts": None if bounds == SamplingFilter() or not divisor else bounds,
+    }

@@ -1,0 +1,100 @@
+"""SlotAllocator: the free slots, each for one token's keys and values across all layers."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.errors import CacheError, OutOfSlotsError
+
+PADDING_SLOT: Final = 0
+"""The slot that padding points at: all zeros, never written, never handed out."""
+
+
+@final
+class SlotAllocator:
+    """The free list of a store, without tensors: slots from 1 on; slot 0 is for padding."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.num_used = 0
+        # Slots never used yet are handed out in order behind a high-water mark, so that a large
+        # store costs no list of a million integers, and no memory before it is needed.
+        self._next_unused = 1
+        # Those that came back, as stretches that do not touch: by where they start, by where they
+        # stop, and by how long they are.
+        self._stops: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots that ``allocate`` could hand out now."""
+        return self.num_slots - self.num_used
+
+    def allocate(self, count: int) -> NDArray[np.int64]:
+        """Take ``count`` slots, one after another if there is such a stretch: int64."""
+        if count > self.num_slots - self.num_used:
+            raise OutOfSlotsError(f"{count} slots asked for, {self.num_free} free")
+        self.num_used += count
+        taken, missing = [np.empty(0, np.int64)], count
+        while missing:
+            found = bisect.bisect_left(self._by_size, (missing, 0))
+            if found < len(self._by_size):  # the shortest that is long enough
+                start = self._take(*self._by_size[found], missing)
+                size = missing
+            elif self._next_unused + missing <= self.num_slots + 1 or not self._by_size:
+                start, self._next_unused = self._next_unused, self._next_unused + missing
+                size = missing
+            else:
+                size, start = self._by_size[-1]
+                self._take(size, start, size)
+            taken.append(np.arange(start, start + size))
+            missing -= size
+        return np.concatenate(taken) if len(taken) > 2 else taken[-1]
+
+    def free(self, slots: Sequence[int] | NDArray[Any]) -> None:
+        if not len(slots):
+            return
+        self.num_used -= len(slots)
+        if self.num_used < 0:
+            raise CacheError(f"more slots were returned than exist: {self.num_free}")
+        ordered = np.sort(np.asarray(slots))
+        ends = np.flatnonzero(np.diff(ordered) != 1)
+        starts = ordered[np.concatenate([[0], ends + 1])].tolist()
+        stops = (ordered[np.concatenate([ends, [-1]])] + 1).tolist()
+        for start, stop in zip(starts, stops, strict=True):
+            self._put(start, stop)
+
+    def _take(self, size: int, start: int, count: int) -> int:
+        """Take the first slots of a free stretch; return the first of them."""
+        self._remove(start, start + size)
+        if count < size:
+            self._add(start + count, start + size)
+        return start
+
+    def _put(self, start: int, stop: int) -> None:
+        """Add a stretch to those that are free, joined with its neighbours."""
+        if start in self._starts:
+            before = self._starts[start]
+            self._remove(before, start)
+            start = before
+        if stop in self._stops:
+            after = self._stops[stop]
+            self._remove(stop, after)
+            stop = after
+        self._add(start, stop)
+
+    def _add(self, start: int, stop: int) -> None:
+        if start in self._stops:
+            raise CacheError("a slot is free twice")
+        self._stops[start], self._starts[stop] = stop, start
+        bisect.insort(self._by_size, (stop - start, start))
+
+    def _remove(self, start: int, stop: int) -> None:
+        del self._stops[start], self._starts[stop]
+        del self._by_size[bisect.bisect_left(self._by_size, (stop - start, start))]

@@ -1,0 +1,154 @@
+"""EvaluatorServer: an evaluator as a process or an actor runs it for callers elsewhere."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, final
+
+import torch
+
+from genlm_backend.errors import (
+    EngineDiedError,
+    EvaluationError,
+    ModelStateError,
+    QueryDroppedError,
+)
+from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
+from genlm_backend.model.readout import answers_by_rows
+from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Query
+from genlm_backend.remote.arguments import ArgumentDecoder
+from genlm_backend.remote.messages import (
+    PackedError,
+    PackedResults,
+    Reply,
+    Request,
+    RowRef,
+    Table,
+    UnknownIds,
+)
+
+Carry: TypeAlias = Callable[[list[Row]], tuple[Table | None, list[Row]]]
+
+
+@final
+class EvaluatorServer:
+    """Makes an evaluator on request, and calls its methods one at a time."""
+
+    def __init__(self, carry: Carry, told: type[BaseException] = Exception) -> None:
+        self._carry, self._told = carry, told
+        self._evaluator: Evaluator | None = None
+        self._receiver = ArgumentDecoder()
+        self._current = self._dropped = -1
+        self._rows: list[Row] = []
+        self._reads_out = self._omits_undefined = False
+
+    def reply(self, request: Request) -> Reply:
+        self._current = request.number
+        value, error, table = None, None, None
+        try:
+            value = self._answer(request.verb, request.arguments)
+            if request.verb in ("evaluate", "more") and self._rows:
+                table, self._rows = self._carry(self._rows)
+        except BaseException as raised:
+            if not isinstance(raised, self._told):
+                raise
+            error = PackedError.of(raised)
+        counts = None if self._evaluator is None else self._evaluator.counts()
+        return Reply(request.number, value, error, counts, table)
+
+    def drop(self, number: int) -> None:
+        """Note, on any thread, that no caller waits for a request any more."""
+        self._dropped = max(self._dropped, number)
+
+    def _check_wanted(self) -> None:
+        if self._dropped >= self._current:
+            raise QueryDroppedError("ended before the query was answered")
+
+    def _answer(self, verb: str, packed: bytes) -> Any:
+        if verb == "open":  # whoever asks begins anew
+            self._receiver = ArgumentDecoder()
+        elif self._evaluator is None:  # and so knows nothing of what the one before it was sent
+            raise EngineDiedError("the actor of a replica has been started again")
+        arguments = self._receiver.arguments(packed)
+        if arguments is None:
+            return UnknownIds()
+        evaluator = self._evaluator
+        if verb == "open" or evaluator is None:
+            return self._open(*arguments)
+        if verb == "more":
+            return None
+        if verb == "undefined_ids":
+            (evaluator.undefined_ids,) = arguments
+            return None
+        if verb == "evaluate":
+            self._rows = []
+            return self._answers(evaluator, *arguments)
+        return getattr(evaluator, verb)(*arguments)
+
+    def _open(self, made_by: bytes, version: str | None = None) -> EvaluatorInfo:
+        own = version and library_version()
+        if own != version:
+            raise ModelStateError(
+                f"genlm-backend {own} is installed where the replica is, and {version} here"
+            )
+        if self._evaluator is not None:
+            self._evaluator.close()
+            self._evaluator = None
+        try:
+            make = pickle.loads(made_by)
+        except Exception as error:
+            raise EvaluationError(
+                f"the process of the model cannot import what makes it ({error}); what is defined "
+                "in a script or a notebook has to be in a module of its own"
+            ) from error
+        evaluator = make()
+        if not isinstance(evaluator, Evaluator):
+            raise EvaluationError(f"{make!r} must return an Evaluator, got {type(evaluator)}")
+        evaluator.check_cancelled = self._check_wanted
+        self._evaluator = evaluator  # first: it is closed where opening it raises, too
+        info = evaluator.open() if evaluator.info is None else evaluator.info
+        self._reads_out, self._omits_undefined = info.reads_out, info.omits_undefined
+        return info
+
+    def _answers(self, evaluator: Evaluator, questions: Sequence[Query]) -> Any:
+        """Return answers without their rows, which go separately."""
+        if self._reads_out:
+            found: Any = evaluator.evaluate(questions)
+        else:
+            undefined_ids = () if self._omits_undefined else evaluator.undefined_ids
+            found = answers_by_rows(evaluator.evaluate, questions, undefined_ids)
+        if not isinstance(found, Sequence) or len(found) != len(questions):
+            return found  # for whoever asked to refuse
+        rows = [answer for answer in found if is_row(answer)]
+        width = len(rows[0].logprobs) if rows else 0
+        self._rows = [row for row in rows if len(row.logprobs) == width]
+        in_table = {id(row) for row in self._rows}
+        answers = [
+            RowRef(answer.logsumexp) if id(answer) in in_table else sendable(answer)
+            for answer in found
+        ]
+        return PackedResults(answers, width)
+
+
+def library_version() -> str:
+    from importlib.metadata import version
+
+    return version("genlm-backend")
+
+
+def is_row(answer: Any) -> bool:
+    """Return whether an answer is a row that a table can take."""
+    if not isinstance(answer, Row):
+        return False
+    row = answer.logprobs
+    is_float = isinstance(row, torch.Tensor) and row.dtype is torch.float32
+    return is_float and row.ndim == 1 and not row.requires_grad
+
+
+def sendable(answer: Any) -> Any:
+    """Return an answer that is not in the table, ready to be pickled."""
+    if isinstance(answer, torch.Tensor):  # scores: a view would take what it is of along
+        return answer.detach().cpu().clone()
+    return PackedError.of(answer) if isinstance(answer, BaseException) else answer

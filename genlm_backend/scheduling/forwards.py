@@ -1,0 +1,122 @@
+"""Forwards: the calls of a model, and the rows and scores made of their logits."""
+
+from __future__ import annotations
+
+import abc
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from genlm_backend.attention.cached_prefixes import CachedPrefixes
+from genlm_backend.attention.forward_batch import BatchStates, ForwardBatch, TokenChunk, pack
+from genlm_backend.model.row import Row, stacked
+from genlm_backend.model.scoring import NO_EXTRAS, ScoreExtras, numbers_of_rows
+from genlm_backend.prefix.nodes import Nodes
+from genlm_backend.scheduling.prefill_plan import PrefillChunk
+from genlm_backend.scheduling.scheduled_query import ScheduledQuery
+
+
+class Runner(abc.ABC):
+    """Forward passes of one model: spans in, logits at the wanted positions out."""
+
+    model: Any
+    num_forwards: int
+    tokens_computed: int
+
+    @abc.abstractmethod
+    def forward(self, spans: Sequence[TokenChunk] | ForwardBatch, attention: Any) -> torch.Tensor:
+        """Return the logits at the outputs of each span: ``[num_outputs, model_vocab]``.
+
+        Args:
+            spans: The spans, or what they have been packed to.
+            attend: The way to attend.
+        """
+
+    @abc.abstractmethod
+    def running_states(self, layout: Any, before: Sequence[Any] | None) -> BatchStates:
+        """Return the running states of the rows of a pass.
+
+        Args:
+            layout: Their tensors.
+            before: States after the cached tokens, as a store reads them; ``None`` for rows that
+                begin.
+        """
+
+
+@final
+class Forwards:
+    """Calls of a runner, whose logits become rows and scores."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        finish: Callable[[torch.Tensor], list[Row]],
+        score: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor],
+        check_cancelled: Callable[[], None],
+    ) -> None:
+        self.runner, self.finish, self.check_cancelled = runner, finish, check_cancelled
+        self._score = score
+
+    def of_segments(
+        self,
+        segments: Sequence[PrefillChunk],
+        nodes: Nodes,
+        states: BatchStates | None,
+        attention: Any,
+    ) -> None:
+        """Run segments in one pass, and hand its outputs to the jobs that want them."""
+        spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
+        before = np.array([segment.before for segment in segments], np.int32)
+        logits = self.runner.forward(
+            pack(spans, CachedPrefixes.of(nodes, before), states), attention
+        )
+        outputs = (output for segment in segments for output in segment.outputs.items())
+        wanted = [
+            (index, job, position) for index, (position, jobs) in enumerate(outputs) for job in jobs
+        ]
+        self._hand_out(logits, wanted)
+
+    def alone(self, job: ScheduledQuery, span: TokenChunk, attention: Any, start: int = 0) -> None:
+        """Run tokens of one context in a pass of their own, and hand the job its outputs."""
+        self.check_cancelled()
+        logits = self.runner.forward([span], attention)
+        wanted = [(row, job, start + position) for row, position in enumerate(span.outputs)]
+        self._hand_out(logits, wanted)
+
+    def _hand_out(
+        self, logits: torch.Tensor, wanted: Sequence[tuple[int, ScheduledQuery, int]]
+    ) -> None:
+        """Give jobs what is made of the logits after positions: scores first, and then rows."""
+        scored = [(index, job, at - job.first) for index, job, at in wanted if job.targets]
+        if scored:
+            indices = sorted({index for index, _, _ in scored})
+            of_scores = logits if len(indices) == len(logits) else logits[indices]
+            row_of = {index: row for row, index in enumerate(indices)}
+            self._put_scores(of_scores, [(row_of[index], job, i) for index, job, i in scored])
+        indices = sorted({index for index, job, _ in wanted if not job.targets})
+        if indices:
+            own = self.finish(logits if len(indices) == len(logits) else logits[indices])
+            rows = dict(zip(indices, own, strict=True))
+            for index, job, _ in wanted:
+                if not job.targets:
+                    job.row = rows[index]
+
+    def _put_scores(
+        self, logits: torch.Tensor, wanted: Sequence[tuple[int, ScheduledQuery, int]]
+    ) -> None:
+        """Put the scores of targets into their jobs."""
+        kinds: defaultdict[ScoreExtras, list[tuple[int, ScheduledQuery, int]]] = defaultdict(list)
+        for one in wanted:
+            kinds[one[1].beside].append(one)
+        for beside, own in kinds.items():
+            rows, targets = [row for row, _, _ in own], [job.targets[i] for _, job, i in own]
+            if beside == NO_EXTRAS:
+                scores = self._score(logits, rows, targets)[:, None].double()
+            else:
+                table = stacked(self.finish(logits[rows]))
+                scores = numbers_of_rows(table, targets, beside)
+            for (_, job, i), score in zip(own, scores.cpu().numpy(), strict=True):
+                job.scores[i] = score

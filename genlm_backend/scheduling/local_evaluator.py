@@ -1,0 +1,203 @@
+"""LocalEvaluator: the base of evaluators that make forward passes themselves."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from operator import attrgetter
+from typing import Any, Final, final
+
+import torch
+
+from genlm_backend.attention.attention_backend import AttentionBackend
+from genlm_backend.errors import QueryDroppedError
+from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts
+from genlm_backend.model.query import Adapter, RowQuery
+from genlm_backend.model.readout import answers_by_rows
+from genlm_backend.model.row import Row, rows_of_logits, rows_on, scores_of_logits
+from genlm_backend.model.scoring import Query, Result
+from genlm_backend.prefix.tiers import TierName
+from genlm_backend.runtime.memory import release_cached_memory
+from genlm_backend.runtime.threads import frequent_switches
+from genlm_backend.scheduling.forwards import Forwards, Runner
+from genlm_backend.scheduling.prefill_plan import CostModel
+from genlm_backend.scheduling.prefix_cache import PrefixCache
+from genlm_backend.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class LocalEvaluator(Evaluator):
+    """Answers queries by forward passes, and keeps keys, values and states in a prefix cache."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        device_type: str,
+        attend_whole: AttentionBackend,
+        output_device: torch.device | None = None,
+    ) -> None:
+        self._output_device = self._row_device = output_device
+        self._is_room_short = False
+        forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_cancelled())
+        self.passes = Scheduler(forwards, CostModel.on(device_type), attend_whole)
+
+    @torch.inference_mode()  # where its logits come from, which are overwritten
+    def _finished(self, logits: torch.Tensor) -> list[Row]:
+        return rows_of_logits(logits, self._row_device, self.undefined_ids, in_place=True)
+
+    def _scored(self, logits: torch.Tensor, indices: list[int], targets: list[int]) -> torch.Tensor:
+        return scores_of_logits(logits, indices, targets, self.undefined_ids)
+
+    @abc.abstractmethod
+    def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
+        """Return a context in which passes compute with an adapter, or as the model came."""
+
+    @final
+    def evaluate(self, questions: Sequence[Query], /) -> Sequence[Result | Exception]:
+        """Return one answer to each question; readouts are computed on the model's device."""
+        with frequent_switches():
+            if not any(map(_IS_READ_OFF, questions)):
+                return self._by_adapter(questions)
+            self._row_device = None  # where they are computed, to be read off there
+            try:
+                return self._returned(answers_by_rows(self._by_adapter, questions))
+            finally:
+                self._row_device = self._output_device
+
+    def _returned(self, answers: list[Result | Exception]) -> list[Result | Exception]:
+        """Move rows from the device that has computed them to the output device."""
+        if self._output_device is None:
+            return answers
+        rows = {i: answer for i, answer in enumerate(answers) if isinstance(answer, Row)}
+        for i, row in zip(rows, rows_on([*rows.values()], self._output_device), strict=True):
+            answers[i] = row
+        return answers
+
+    def _by_adapter(self, questions: Sequence[Query]) -> list[Result | Exception]:
+        if len(set(map(_ADAPTER, questions))) == 1:  # as a rule
+            return self._of_adapter(list(questions))
+        indices: defaultdict[Adapter | None, list[int]] = defaultdict(list)
+        for index, question in enumerate(questions):
+            indices[question.adapter].append(index)
+        return self._in_parts(questions, indices.values())
+
+    def _of_adapter(self, questions: list[Query]) -> list[Result | Exception]:
+        """Return the answers to questions of one adapter, or the error that they meet."""
+        try:
+            with self._in_place(questions[0].adapter):
+                answers = [*self.passes.evaluate(questions)]
+            if not self._is_room_short:
+                self._tell_if_room_is_short()
+            return answers
+        except QueryDroppedError:
+            raise
+        except Exception as error:  # raised for their callers, and no others
+            pictured = [i for i, q in enumerate(questions) if q.context.pictures is not None]
+            if len(questions) == 1 or not pictured:
+                return [error] * len(questions)
+        # A model may refuse one context's pictures, which concerns nobody else.
+        others = [i for i, q in enumerate(questions) if q.context.pictures is None]
+        return self._in_parts(questions, [others, *([i] for i in pictured)])
+
+    def _tell_if_room_is_short(self) -> None:
+        """Warn, once, if half of the computed tokens found no room in the cache, or lost it."""
+        tree, passes = self.passes.tree, self.passes
+        num_again = tree.num_recomputed + passes.tokens_without_room
+        num_slots = tree.num_slots if passes.cache.store.bytes_per_slot else 0
+        if num_again < max(_FEWEST_AGAIN, num_slots):
+            return
+        num_computed = passes.runner.tokens_computed
+        if 2 * num_again < num_computed:
+            return
+        self._is_room_short = True
+        num_states = passes.cache.state_store.num_states
+        rooms = [f"the keys and values of {num_slots} tokens"] if num_slots else []
+        rooms += [f"{num_states} running states"] if num_states else []
+        said = (
+            f"the cache has room for {' and '.join(rooms)}, and the contexts in use need more: "
+            f"{num_again} of {num_computed} tokens were computed again, or could not be kept. "
+            f"Raise kv_cache_bytes (now {passes.cache.budgets.kv}), or ask for fewer contexts at "
+            "a time"
+        )
+        logger.warning(said)
+        # Callers are on other threads: a line of this one would say nothing to them.
+        where = {"filename": "<genlm_backend>", "lineno": 0, "module": __name__}
+        with suppress(Warning):  # where a filter makes it an error, it is none of this batch
+            warnings.warn_explicit(said, RuntimeWarning, **where)
+
+    def _in_parts(
+        self, questions: Sequence[Query], parts: Iterable[list[int]]
+    ) -> list[Result | Exception]:
+        """Return the answers to questions of one adapter each, given their indices part by part."""
+        answers: dict[int, Result | Exception] = {}
+        try:
+            for part in filter(None, parts):
+                answers.update(
+                    zip(part, self._of_adapter([questions[i] for i in part]), strict=True)
+                )
+            return [answers[i] for i in range(len(questions))]
+        finally:
+            answers.clear()  # an error remembers this frame, which must not know it in turn
+
+    @final
+    def evaluate_whole(self, query: RowQuery) -> Row:
+        """Return the row of a context that is run whole and alone, without the cache."""
+        with self._in_place(query.adapter):
+            return self.passes.row_alone(query)
+
+    # ---------------------------------------------------------------- what is kept
+
+    def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
+        """Return how many of a context's tokens need not be computed again."""
+        if len(query.context) > self.passes.max_cacheable_len:
+            return 0
+        # The last token always goes through the model: its logits are the answer.
+        passes, ids = self.passes, query.context.packed()
+        return passes.tree.num_cached(ids[:-1], query.adapter, tier)
+
+    def pin(self, query: RowQuery) -> bool:
+        """Compute a context and keep its slots until ``clear()``; return whether there was room."""
+        with self._in_place(query.adapter):
+            node = self.passes.computed(query)
+        return node is not None and self.passes.cache.pin(node)
+
+    def counts(self) -> EvaluatorCounts:
+        runner, tree, cache = self.passes.runner, self.passes.tree, self.passes.cache
+        states, per_state = tree.states, cache.state_store.layout.bytes_per_state
+        per_slot = cache.store.bytes_per_slot
+        return EvaluatorCounts(
+            num_forwards=runner.num_forwards,
+            tokens_computed=runner.tokens_computed,
+            tokens_reused=self.passes.tokens_reused,
+            kv_bytes_used=tree.slots.num_used * per_slot,
+            kv_bytes_budget=cache.budgets.kv,
+            host_bytes_used=tree.host_slots.num_used * per_slot + states.host.num_used * per_state,
+            host_bytes_budget=cache.budgets.host,
+            num_evicted_tokens=tree.num_evicted,
+            num_recomputed_tokens=tree.num_recomputed,
+            num_tokens_to_host=tree.num_to_host,
+            num_tokens_from_host=tree.num_to_device,
+            state_bytes_used=states.num_used * per_state,
+            state_bytes_budget=cache.budgets.states,
+            num_evicted_states=states.num_evicted,
+            num_states_to_host=states.num_to_host,
+            num_states_from_host=states.num_to_device,
+        )
+
+    def _let_go(self) -> None:
+        """Let go of the model and of the slots, and give their memory back."""
+        runner: Any = self.passes.runner
+        self.passes.keep(PrefixCache(runner, self.passes.attend_whole))
+        runner.model = None
+        release_cached_memory()
+
+
+_ADAPTER, _IS_READ_OFF = attrgetter("adapter"), attrgetter("needs_row")
+
+_FEWEST_AGAIN: Final = 256
+"""Tokens that were computed again before a warning says that room is short."""

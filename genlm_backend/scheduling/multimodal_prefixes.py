@@ -1,0 +1,136 @@
+"""MultimodalPrefixes: contexts that begin with pictures, up to where they go on as text."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.attention.forward_batch import TokenChunk
+from genlm_backend.attention.torch.multimodal_prefill import (
+    MultimodalPrefillAttention,
+    positions_of,
+)
+from genlm_backend.model.context import Context
+from genlm_backend.model.scoring import Query, Result
+from genlm_backend.multimodal.pictures import Pictures
+from genlm_backend.scheduling.forwards import Forwards
+from genlm_backend.scheduling.prefix_cache import PrefixCache
+from genlm_backend.scheduling.scheduled_query import ScheduledQuery, first_output
+
+FEW_BEHIND: Final = 64
+"""Tokens after an opening, at most, that go through the model with it."""
+
+
+@final
+class MultimodalPrefixes:
+    """The pictures that contexts begin with, each of which goes through the model at once."""
+
+    def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
+        self._forwards, self._cache = forwards, cache
+        self._shifts: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
+
+    def begin(self, questions: Sequence[Query]) -> dict[Query, Result]:
+        """Compute the openings that are not cached; return the results that their passes give."""
+        answers: dict[Query, Result] = {}
+        for question in questions:
+            pictures = question.context.pictures
+            if pictures is None:
+                continue
+            if not pictures.keeps or self._cache.layout.states:
+                answers[question] = self.run_uncached(question)
+                continue
+            answer = self._begun(question, pictures)
+            if answer is not None:
+                answers[question] = answer
+        return answers
+
+    def run_uncached(self, question: Query) -> Result:
+        """Return the result of a context that is run alone, without the cache."""
+        job, pictures = ScheduledQuery.of(question), question.context.pictures
+        assert pictures is not None
+        # A model counts the tokens that stand for parts of pictures. If one comes after the
+        # opening, as text, the rest goes through the model in a second pass.
+        is_apart = _holds_parts(job, pictures)
+        attention = MultimodalPrefillAttention(pictures, self._cache.layout, goes_on=is_apart)
+        end, size = pictures.num_tokens, len(question.context)
+        if not is_apart:
+            self._forwards.alone(job, _span(job, pictures, size), attention)
+            return job.answer
+        self._forwards.alone(job, _span(job, pictures, end), attention)
+        outputs = [position - end for position in job.outputs_in(end, size)]
+        shift = end + self.shift(question.context)
+        behind = TokenChunk(job.context.packed(end), outputs=outputs, shift=shift)
+        self._forwards.alone(job, behind, attention, end)
+        return job.answer
+
+    def shift(self, context: Context) -> int:
+        """Return the offset of text positions from token indices in a context."""
+        pictures = context.pictures
+        if pictures is None:
+            return 0
+        if pictures not in self._shifts:
+            ids = torch.frombuffer(bytearray(pictures.token_ids), dtype=torch.int32).long()
+            _, shift = positions_of(self._forwards.runner.model, ids[None], pictures)
+            self._shifts[pictures] = shift
+        return self._shifts[pictures]
+
+    def _begun(self, question: Query, pictures: Pictures) -> Result | None:
+        """Have an opening kept; return the answer if it came with it."""
+        tree, end, size = self._cache.tree, pictures.num_tokens, len(question.context)
+        tree.begin()
+        node = self._cache.match(question.context, question.adapter, end)
+        start, is_within = int(tree.nodes.depth[node]), first_output(question) < end
+        if start == end and not is_within:
+            return None
+        is_apart = _holds_parts(ScheduledQuery.of(question), pictures)
+        if is_within and is_apart:
+            return self.run_uncached(question)
+        is_answered = is_within or (size - end <= FEW_BEHIND and not is_apart)
+        stop = size if is_answered else end
+        slots = tree.allocate(0 if start == end else stop - start, [node])
+        if slots is None:
+            return self.run_uncached(question)
+        job = ScheduledQuery.of(question)
+        self._run(job, pictures, node, slots, stop)
+        return job.answer if is_answered else None
+
+    def _run(
+        self,
+        job: ScheduledQuery,
+        pictures: Pictures,
+        node: int,
+        slots: NDArray[np.int64],
+        stop: int,
+    ) -> None:
+        """Run the first tokens of a context; those that have slots are kept if no NaN came."""
+        cache, tree = self._cache, self._cache.tree
+        tokens = np.asarray(job.context.packed(stop - len(slots), stop), np.int32)
+        new = tree.grow_chain(node, tokens, slots)
+        try:
+            store = cache.store if len(slots) else None
+            attention = MultimodalPrefillAttention(
+                pictures, cache.layout, store, slots.tolist(), stop
+            )
+            span = _span(job, pictures, stop)
+            self._forwards.alone(job, span, attention)
+            has_nan = any(job.has_nan(range(i, i + 1)) for i in span.outputs)
+            if len(slots) and not has_nan and cache.store.is_finite(slots):
+                new = tree.link(new)[:0]
+        finally:
+            tree.drop(new)
+
+
+def _holds_parts(job: ScheduledQuery, pictures: Pictures) -> bool:
+    """Return whether the token of a part of a picture comes after the opening, as text."""
+    return pictures.image_token_id in job.context.packed(pictures.num_tokens)
+
+
+def _span(job: ScheduledQuery, pictures: Pictures, stop: int) -> TokenChunk:
+    """Return the first tokens of a context as the model takes them."""
+    ids = pictures.ids(job.context.packed(pictures.num_tokens, stop))
+    return TokenChunk(ids, outputs=job.outputs_in(0, stop))

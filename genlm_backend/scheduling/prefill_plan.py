@@ -1,0 +1,363 @@
+"""Which tokens go through the model, in which order and in which passes; pure, no tensors.
+
+A batch becomes *segments* of tokens that no cache has, each for all contexts that share it; those
+that branch off it wait for the next *wave*. The segments of a wave become *groups*, one forward
+pass each, so that short segments do not pay for the padding of long ones. A segment's *outputs*
+are the tokens after which logits are wanted, and the jobs that want them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.attention.forward_batch import TokenChunk
+from genlm_backend.common_prefix import common_length
+from genlm_backend.model.context import Context
+from genlm_backend.scheduling.scheduled_query import ScheduledQuery
+
+_MANY: Final = 32
+"""Tokens that are more to compute again than a pass for the last ones of them takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs of forward passes, in units of one token's share of a large pass."""
+
+    per_forward: float = 8.0
+    per_past_token: float = 1 / 256
+    max_segment: int = 1024
+    max_tokens: int = 4096
+    max_outputs: int = 512
+    max_rows: int = 1 << 30
+
+    @classmethod
+    def on(cls, device: str) -> Self:
+        """Return the costs of passes on a kind of device, such as "cpu" or "cuda"."""
+        if device == "cpu":
+            return cls()
+        # A GPU reads its weights for one token in the time that it computes some hundred in.
+        return cls(per_forward=128.0, per_past_token=1 / 64, max_segment=2048, max_tokens=16384)
+
+    def of(self, num_rows: int, num_new: int, prefix_len: int) -> float:
+        """Cost of a pass of ``num_rows`` rows padded to these lengths."""
+        return self.per_forward + num_rows * (
+            num_new + self.per_past_token * (prefix_len + num_new)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class PrefillChunk:
+    """Consecutive tokens to compute, of one context on behalf of all that share them."""
+
+    job: ScheduledQuery
+    start: int
+    stop: int
+    parent: PrefillChunk | None
+    wave: int
+    outputs: dict[int, list[ScheduledQuery]] = field(default_factory=dict)
+    nodes: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    num_behind: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def token_ids(self) -> array[int]:
+        first = self.job.start
+        return self.job.missing[self.start - first : self.stop - first]
+
+    @property
+    def size(self) -> Size:
+        return Size(self.num_tokens, self.start, len(self.outputs))
+
+    @property
+    def before(self) -> int:
+        """Node of the token before the first one, of this batch or a cached one."""
+        if self.parent is None:
+            return self.job.node
+        return int(self.parent.nodes[self.start - self.parent.start - 1])
+
+    def by_token(self) -> list[PrefillChunk]:
+        found = list[PrefillChunk]()
+        for i, start in enumerate(range(self.start, self.stop)):
+            own = {start: self.outputs[start]} if start in self.outputs else {}
+            one = PrefillChunk(self.job, start, start + 1, self if i else self.parent, 0, own)
+            one.nodes = self.nodes[i : i + 1]
+            found.append(one)
+        return found
+
+    def span(self, slots: NDArray[np.int32]) -> TokenChunk:
+        """Return the span of its new tokens, without those before it."""
+        return TokenChunk(
+            token_ids=self.token_ids,
+            slots=slots,
+            outputs=[position - self.start for position in self.outputs],
+            shift=self.job.shift,
+        )
+
+
+class StatePlan(NamedTuple):
+    """How many tokens go on from a running state at once, and whether there is room for few."""
+
+    takes_several_tokens: bool
+    is_short: bool = False
+
+
+class Size(NamedTuple):
+    """Size of one row of a forward pass."""
+
+    num_new: int
+    prefix_len: int
+    num_outputs: int = 1
+
+
+def plan_segments(
+    jobs: Sequence[ScheduledQuery], cost: CostModel, states: StatePlan | None = None
+) -> list[PrefillChunk]:
+    """Return segments that together answer every job, parents before their children."""
+    segments: list[PrefillChunk] = []
+    # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
+    # in common, the cache would have found it for both. (Of a text that is scored, what is wanted
+    # counts as uncached; where others have it cached, it is computed for itself.)
+    by_node: defaultdict[int, list[ScheduledQuery]] = defaultdict(list)
+    for job in jobs:
+        by_node[job.node].append(job)
+    for group in by_node.values():
+        start = group[0].start
+        if len(group) == 1:
+            (job,) = group
+            outputs = dict.fromkeys(job.outputs, group)
+            segments.append(PrefillChunk(job, start, job.stop, None, 0, outputs))
+            continue
+        for part in _split(sorted(group, key=lambda job: job.missing), start):
+            if states is None or states.takes_several_tokens or start or _may_part(part, cost):
+                _add_segments(part, start, start, None, 0, cost, segments)
+            else:
+                for job in part:
+                    _add_segments([job], start, start, None, 0, cost, segments)
+    return _chunk(segments, cost, states)
+
+
+def _may_part(jobs: Sequence[ScheduledQuery], cost: CostModel) -> bool:
+    """Return whether sorted contexts share more than it costs to go on from there one by one."""
+    num_shared = common_length(jobs[0].missing, jobs[-1].missing)
+    num_passes = max(job.stop for job in jobs) - num_shared
+    return num_shared * (len(jobs) - 1) > num_passes * cost.per_forward
+
+
+def plan_whole(wanted: Iterable[tuple[ScheduledQuery, Sequence[int]]]) -> list[PrefillChunk]:
+    """Return segments from the first token on, for outputs of one context each; equal ones once."""
+    segments: dict[Context, PrefillChunk] = {}
+    for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):
+        stop = positions[-1] + 1
+        ids = job.context[:stop]
+        segment = segments.setdefault(ids, PrefillChunk(job, 0, stop, None, 0))
+        for position in positions:
+            segment.outputs.setdefault(position, []).append(job)
+    return list(segments.values())
+
+
+def _split(jobs: Iterable[ScheduledQuery], position: int) -> list[list[ScheduledQuery]]:
+    """Group sorted jobs of one cached prefix by the token at ``position``."""
+    return [list(part) for _, part in groupby(jobs, lambda job: job.missing[position - job.start])]
+
+
+def _add_segments(
+    part: list[ScheduledQuery],
+    start: int,
+    answered: int,
+    parent: PrefillChunk | None,
+    wave: int,
+    cost: CostModel,
+    segments: list[PrefillChunk],
+) -> None:
+    """Add segments for sorted jobs, of one cached prefix, that agree up to position ``start``."""
+    segment = PrefillChunk(part[0], start, start, parent, wave)
+    segments.append(segment)
+    while True:
+        shared = part[0].stop
+        if len(part) > 1:  # of sorted contexts, what the first and the last share all share
+            shared = part[0].start + common_length(part[0].missing, part[-1].missing)
+        segment.job, segment.stop = part[-1], shared
+        for job in part:
+            # Another segment has the outputs before ``answered`` already.
+            for position in job.outputs_in(answered, shared):
+                segment.outputs.setdefault(position, []).append(job)
+        answered = shared
+        branches = _split((job for job in part if job.stop > shared), shared)
+        if not branches:
+            return
+        # The most wanted branch goes on in this very row. The others wait for the shared tokens,
+        # or, where a pass more costs more than these, compute them again.
+        branches.sort(key=len)
+        part = branches.pop()
+        num_saved = (shared - start) * len(branches)
+        for branch in branches:
+            if num_saved > cost.per_forward:
+                _add_segments(branch, shared, shared, segment, wave + 1, cost, segments)
+            else:
+                _add_segments(branch, start, shared, parent, wave, cost, segments)
+
+
+def _chunk(
+    segments: list[PrefillChunk], cost: CostModel, states: StatePlan | None
+) -> list[PrefillChunk]:
+    """Cut segments into chains of bounded size, with running states at likely branches too."""
+    chunks: list[PrefillChunk] = []
+    by_origin: dict[PrefillChunk, list[PrefillChunk]] = {}
+    cuts: defaultdict[PrefillChunk, list[int]] = defaultdict(list)
+    for segment in segments:
+        if states is None:
+            break
+        if segment.parent is not None:
+            cuts[segment.parent].append(segment.start)
+        if not states.is_short:
+            cuts[segment].extend(_later_starts(segment, cost, states))
+    for segment in segments:
+        parent = segment.parent
+        is_whole = segment.num_tokens <= cost.max_segment and len(segment.outputs) <= 1
+        if parent is None and is_whole and not cuts[segment]:
+            by_origin[segment] = [segment]
+            chunks.append(segment)
+            continue
+        if parent is not None:  # the first chunk that reaches this segment's start
+            parent = next(c for c in by_origin[parent] if c.stop >= segment.start)
+        pieces = by_origin[segment] = []
+        positions, start, first = sorted(segment.outputs), segment.start, 0
+        while start < segment.stop:
+            ends = [start + cost.max_segment, *cuts[segment], segment.stop]
+            stop = min(end for end in ends if end > start)
+            end = bisect_left(positions, stop)
+            if end - first > cost.max_outputs:
+                end = first + cost.max_outputs
+                stop = positions[end]
+            wave = 0 if parent is None else parent.wave + 1
+            outputs = {position: segment.outputs[position] for position in positions[first:end]}
+            if parent is not None and parent.stop == start:
+                parent.num_behind += 1
+            parent = PrefillChunk(segment.job, start, stop, parent, wave, outputs)
+            pieces.append(parent)
+            start, first = stop, end
+        chunks.extend(pieces)
+    return chunks
+
+
+def _later_starts(segment: PrefillChunk, cost: CostModel, states: StatePlan) -> Iterator[int]:
+    """Yield positions in a segment from whose state later contexts are likely to go on."""
+    known = segment.job.num_known
+    is_far = not states.takes_several_tokens and segment.start == 0
+    is_far = is_far and (segment.stop - known) * cost.per_forward > segment.stop
+    # A later context that shares as much with known ones goes on from where this one leaves them.
+    if known - segment.start >= _MANY and known < segment.stop and not is_far:
+        yield known
+    # A context that is queried again, or scored on, goes on from before its last token.
+    if segment.num_tokens >= _MANY:
+        yield segment.stop - 1
+
+
+def cut_to_sound(segments: Sequence[PrefillChunk]) -> None:
+    """Cut off each segment's tokens from which nothing without NaN has been computed."""
+    # If a row or score is a number, so are the keys and values that it was computed from.
+    stops = {segment: segment.start for segment in segments}
+    for segment in segments:
+        for position, jobs in segment.outputs.items():
+            if all(job.has_nan(range(position, position + 1)) for job in jobs):
+                continue
+            read: PrefillChunk | None = segment
+            stop = position + 1
+            while read is not None and stops[read] < stop:
+                stops[read], stop, read = stop, read.start, read.parent
+    for segment, stop in stops.items():
+        segment.stop = stop
+
+
+def plan_waves(segments: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+    """Return the segments in order of execution: each wave needs only the ones before it."""
+    waves: list[list[PrefillChunk]] = [[] for _ in range(1 + max(s.wave for s in segments))]
+    for segment in segments:
+        waves[segment.wave].append(segment)
+    return waves
+
+
+def plan_groups(
+    sizes: Sequence[Size],
+    cost: CostModel,
+    *,
+    pads: bool = True,
+    needs_equal_lengths: bool = False,
+    has_states: bool = False,
+) -> list[list[int]]:
+    """Divide rows into forward passes of the least total cost."""
+    if needs_equal_lengths or has_states:
+        kinds: defaultdict[int, list[int]] = defaultdict(list)
+        for i, size in enumerate(sizes):
+            kinds[size.prefix_len if needs_equal_lengths else min(size.prefix_len, 1)].append(i)
+        return [
+            [rows[i] for i in group]
+            for rows in kinds.values()
+            for group in _groups([sizes[i] for i in rows], cost, pads and not has_states)
+        ]
+    return _groups(sizes, cost, pads)
+
+
+def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int]]:
+    """Divide rows as ``plan_groups`` does, whatever their numbers of past tokens."""
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    cuts = [0]  # candidate boundaries; rows of about one size are never parted
+    for rank in range(1, len(order)):
+        (new, past, _), (base_new, base_past, _) = sizes[order[rank]], sizes[order[cuts[-1]]]
+        most = base_new + base_new // 8 if pads else base_new
+        if new > most or past > 2 * base_past + 64 or past * 2 + 64 < base_past:
+            cuts.append(rank)
+    cuts.append(len(order))
+    best: list[tuple[float, int]] = [(0.0, 0)]
+    for end in range(1, len(cuts)):
+        options = []
+        for start in range(max(0, end - 32) if pads else end - 1, end):
+            rows = [sizes[i] for i in order[cuts[start] : cuts[end]]]
+            num_new, prefix_len = (
+                max(row.num_new for row in rows),
+                max(row.prefix_len for row in rows),
+            )
+            num_outputs = sum(row.num_outputs for row in rows)
+            num_passes = max(
+                -(-len(rows) * num_new // max(cost.max_tokens, num_new)),
+                -(-num_outputs // max(cost.max_outputs, len(rows))),
+                -(-len(rows) // cost.max_rows),
+            )
+            total = best[start][0] + cost.of(len(rows), num_new, prefix_len)
+            options.append((total + (num_passes - 1) * cost.per_forward, start))
+        best.append(min(options))
+    groups: list[list[int]] = []
+    end = len(cuts) - 1
+    while end > 0:
+        start = best[end][1]
+        groups.extend(_cut(order[cuts[start] : cuts[end]], sizes, cost))
+        end = start
+    return groups[::-1]
+
+
+def _cut(run: Sequence[int], sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
+    """Cut rows that would go together into passes that are not too large."""
+    max_rows = max(1, cost.max_tokens // max(sizes[i].num_new for i in run))
+    max_rows = min(max_rows, cost.max_rows)
+    groups: list[list[int]] = [[]]
+    num_outputs = 0
+    for i in run:
+        num_outputs += sizes[i].num_outputs
+        is_full = num_outputs > max(cost.max_outputs, len(groups[-1]) + 1)
+        if groups[-1] and (len(groups[-1]) == max_rows or is_full):
+            groups.append([])
+            num_outputs = sizes[i].num_outputs
+        groups[-1].append(i)
+    return groups

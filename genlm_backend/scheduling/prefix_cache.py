@@ -1,0 +1,172 @@
+"""PrefixCache: the tree of contexts with their keys, values and running states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.attention.attention_backend import AttentionBackend
+from genlm_backend.attention.forward_batch import BatchStates
+from genlm_backend.model.context import Context
+from genlm_backend.model.query import Adapter
+from genlm_backend.prefix.budgets import Budgets, most_rows
+from genlm_backend.prefix.kv_pool import KVLayout, KVPool
+from genlm_backend.prefix.nodes import Nodes
+from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.prefix.slot_allocator import SlotAllocator
+from genlm_backend.prefix.state_cache import StateCache, StateLayout, StatePool
+from genlm_backend.prefix.tier_copier import TierCopier
+from genlm_backend.scheduling.forwards import Runner
+
+NO_BUDGETS: Final = Budgets()
+
+
+@final
+class OutOfStates(Exception):
+    """There is no room for a running state that others of the batch go on from."""
+
+
+@final
+class PrefixCache:
+    """The tree of cached contexts, and the stores of their keys, values and states, if any."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        attention: AttentionBackend,
+        store: KVPool | None = None,
+        num_slots: int = 0,
+        host_store: KVPool | None = None,
+        num_host_slots: int = 0,
+        states: StatePool | None = None,
+        host_states: StatePool | None = None,
+        budgets: Budgets = NO_BUDGETS,
+        may_pin: Callable[[int], bool] = lambda node: True,
+    ) -> None:
+        none = StatePool(StateLayout(), 0)
+        self._runner, self.attention, self.keeps = runner, attention, store is not None
+        self.store = KVPool(KVLayout(), 0) if store is None else store
+        self.state_store = none if states is None else states
+        self.host_state_store = none if host_states is None else host_states
+        self.layout, self.budgets, self._may_pin = self.store.layout, budgets, may_pin
+        moves = None if host_store is None else TierCopier(self.store.codes, host_store.codes)
+        self.tree = PrefixTree(
+            SlotAllocator(num_slots), SlotAllocator(num_host_slots), moves, self._states_of
+        )
+
+    def _states_of(self, nodes: Nodes) -> StateCache:
+        states, host = self.state_store, self.host_state_store
+        moves = TierCopier(states.codes, host.codes, first=1) if host.num_states else None
+        return StateCache(nodes, states.num_states, host.num_states, moves)
+
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of a pass, which takes copies of their states; ``None`` for any number."""
+        return most_rows(self.state_store.num_states) if self.state_store.num_states else None
+
+    # ---------------------------------------------------------------- contexts
+
+    def match(self, context: Context, adapter: Adapter | None, most: int) -> int:
+        """Return the node of the longest cached prefix, which stays until the next batch."""
+        return self.tree.match(context.packed(0, most), adapter, context.place)
+
+    def pin(self, node: int) -> bool:
+        """Keep the path to a node until ``clear()``, and the state that contexts go on from."""
+        tree = self.tree
+        if not self._may_pin(node):
+            return False
+        if tree.states.num_states and not tree.states.pin(self.resumed(node)):
+            return False
+        tree.pin(node)
+        return True
+
+    def resumed(self, node: int) -> int:
+        """Return the node whose state a later query of the context goes on from, or its own."""
+        tree = self.tree
+        start = int(tree.states.last(tree.nodes.parent[[node]])[0])
+        return start if tree.nodes.depth[start] else node
+
+    def codes_of(self, node: int) -> list[tuple[torch.Tensor, ...]]:
+        """Return the keys and values up to a node as the store has them, by layer."""
+        nodes = self.tree.nodes
+        return self.store.take(nodes.slot[nodes.path(node)])
+
+    def has_state(self, node: int) -> bool:
+        """Return whether a node has a running state, which is on the device from then on."""
+        states = self.tree.states
+        return states.fetch(np.array([node], np.int32)) and bool(self.tree.nodes.state[node])
+
+    def fill(
+        self,
+        token_ids: Sequence[int],
+        codes: Sequence[tuple[torch.Tensor, ...]],
+        states: Sequence[torch.Tensor],
+        num_resumed: int,
+        adapter: Adapter | None,
+    ) -> bool:
+        """Keep a context whose keys and values are known; return whether there was room."""
+        tree = self.tree
+        tree.begin()
+        node = tree.match(token_ids, adapter)
+        start = int(tree.nodes.depth[node])
+        slots = tree.allocate(len(token_ids) - start, [node])
+        if slots is None:
+            return False
+        new = tree.grow_chain(node, np.array(token_ids[start:], np.int32), slots)
+        try:
+            self.store.put(slots, [tuple(c[start:] for c in layer) for layer in codes])
+        except BaseException:
+            tree.drop(new)
+            raise
+        end = tree.link(new)[-1:] if len(new) else np.array([node], np.int32)
+        end = tree.nodes.ancestors(end, np.array([num_resumed], np.int32))
+        if not states or tree.nodes.state[end[0]]:
+            return True
+        numbers = tree.states.give(end, np.ones(1, np.int64))  # whatever goes for it
+        if numbers[0]:
+            with tree.states.filling(end):
+                self.state_store.write(numbers, states)
+        return bool(numbers[0])
+
+    # ---------------------------------------------------------------- rows of a pass
+
+    def states_behind(self, nodes: NDArray[np.int32]) -> BatchStates | None:
+        """Return the running states after nodes: all are roots or none is."""
+        if not self.state_store.num_states:
+            return None
+        begins = not self.tree.nodes.depth[nodes].any()
+        before = None if begins else self.state_store.read(self.tree.nodes.state[nodes])
+        return self._runner.running_states(self.state_store.layout, before)
+
+    def states_again(self, states: BatchStates, rows: NDArray[np.int64]) -> BatchStates:
+        """Return the states that rows of a pass have come to, for another one of them."""
+        return self._runner.running_states(self.state_store.layout, states.behind(rows))
+
+    def keep_states(
+        self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: BatchStates
+    ) -> None:
+        """Give the states that rows have come to to nodes, as far as there is room."""
+        _, rows = np.unique(nodes, return_index=True)
+        rows = np.sort(rows[nodes[rows] > 0])
+        own = nodes[rows]
+        numbers = self.tree.states.give(own, num_needed[rows])
+        if (numbers[num_needed[rows] > 0] == 0).any():
+            raise OutOfStates
+        with self.tree.states.filling(own[numbers != 0]):
+            for store, of_tier in ((self.state_store, numbers), (self.host_state_store, -numbers)):
+                given = np.flatnonzero(of_tier > 0)
+                if len(given):
+                    store.write(of_tier[given], states.behind(rows[given]))
+
+    def are_finite(self, nodes: NDArray[np.int32]) -> bool:
+        """Return whether nothing that is kept of nodes is infinite or NaN."""
+        states = self.tree.nodes.state[nodes]
+        return (
+            self.store.is_finite(self.tree.nodes.slot[nodes])
+            and self.state_store.is_finite(states[states > 0])
+            and self.host_state_store.is_finite(-states[states < 0])
+        )

@@ -1,0 +1,404 @@
+"""Scheduler: answers to a batch of questions, from as few tokens through the model as possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, Final, cast, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.attention.attention_backend import AttentionBackend
+from genlm_backend.errors import ContextError, QueryDroppedError
+from genlm_backend.model.query import RowQuery
+from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Query, Result
+from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
+from genlm_backend.scheduling.decode_scheduler import DecodeScheduler
+from genlm_backend.scheduling.forwards import Forwards
+from genlm_backend.scheduling.multimodal_prefixes import MultimodalPrefixes
+from genlm_backend.scheduling.prefill_plan import (
+    CostModel,
+    PrefillChunk,
+    StatePlan,
+    cut_to_sound,
+    plan_groups,
+    plan_segments,
+    plan_waves,
+    plan_whole,
+)
+from genlm_backend.scheduling.prefix_cache import OutOfStates, PrefixCache
+from genlm_backend.scheduling.scheduled_query import PICTURES, ScheduledQuery, first_output
+
+_NUM_TARGETS: Final = attrgetter("num_targets")
+
+
+@final
+class Scheduler:
+    """Forward passes for contexts of one adapter at a time, and the cache of their prefixes."""
+
+    # Contexts of a batch share prefixes with each other and with earlier ones: match, plan,
+    # allocate, run, link. If each has one new token, it is a decode step, which needs no plan.
+    # Without slots, every context is run whole.
+    def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: AttentionBackend) -> None:
+        self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
+        self.runner = forwards.runner
+        self.pads = self.takes_several_tokens = True
+        self.needs_equal_lengths = False
+        self.max_cacheable_len, self.tokens_reused, self.tokens_without_room = math.inf, 0, 0
+        self.keep(PrefixCache(forwards.runner, attend_whole))
+
+    def keep(self, cache: PrefixCache) -> None:
+        """Keep contexts in a cache from now on; in an empty one, run every context whole."""
+        self.cache = cache
+        if cache.most_rows is not None:
+            self.cost = replace(self.cost, max_rows=cache.most_rows)
+        self._steps = DecodeScheduler(self.forwards, cache)
+        self.openings = MultimodalPrefixes(self.forwards, cache)
+
+    @property
+    def tree(self) -> PrefixTree:
+        return self.cache.tree
+
+    def evaluate(self, questions: list[Query]) -> list[Result]:
+        """Return one answer to each question; out of memory, halve the batch and try again."""
+        answers: list[Result] | None = None
+        try:
+            apart = self._run_unshared(questions)
+            if not apart:
+                return self._run_cached(questions)
+            answers = _beside(apart, questions, self._run_cached)
+        except Exception as error:
+            if not is_out_of_memory(error) or len(questions) == 1:
+                raise
+        if answers is None:  # outside of the handler, since the traceback holds the tensors
+            release_cached_memory()
+            return _in_halves(questions, self.evaluate)
+        return answers
+
+    def _run_unshared(self, questions: Sequence[Query]) -> dict[Query, Result]:
+        """Return the answers to questions that share no pass: of long contexts, and of pictures."""
+        apart: dict[Query, Result] = {}
+        if self.max_cacheable_len < math.inf:
+            long = [q for q in questions if len(q.context) > self.max_cacheable_len]
+            apart = {question: self._answer_of_long(question) for question in long}
+        if self.cache.keeps and any(map(PICTURES, questions)):
+            apart.update(self.openings.begin([q for q in questions if q not in apart]))
+        return apart
+
+    def row_alone(self, query: RowQuery) -> Row:
+        """Return the row of a context that is run whole and alone, without the cache."""
+        # A model whose rotary frequencies grow keeps those of its longest context until a short one
+        # comes.
+        if len(query.context) > self.max_cacheable_len:
+            self.run_uncached([RowQuery([0], query.adapter)])
+        (row,) = self.run_uncached([query])
+        return cast(Row, row)
+
+    def _answer_of_long(self, question: Query) -> Result | ContextError:
+        """Return the row of a context of more tokens than contexts may share."""
+        if not question.num_targets:
+            return self.row_alone(RowQuery(question.context, question.adapter))
+        limit = int(self.max_cacheable_len)
+        return ContextError(
+            f"a text of {len(question.context) + 1} tokens is scored at once up to {limit + 1}: "
+            f"beyond {limit} tokens, this model reads all positions otherwise, so that each score "
+            f"is of another pass. Load it with max_length={limit}, and surprisal scores longer "
+            "texts in windows; next_token_logprobs takes any length"
+        )
+
+    def run_uncached(self, questions: list[Query], *, pads: bool = True) -> list[Result]:
+        """Return one result for each question without reading or writing a slot."""
+        with_pictures = [question for question in questions if question.context.pictures]
+        if with_pictures:
+            apart = {question: self.openings.run_uncached(question) for question in with_pictures}
+            return _beside(apart, questions, partial(self.run_uncached, pads=pads))
+        jobs = [ScheduledQuery.of(question) for question in questions]
+        # A text with more outputs than a pass may have is run again, from its beginning, for the
+        # rest.
+        wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
+        padded = self._run_whole(wanted, pads and self.pads)
+        # NaN that padding may have made is computed again alone. Scores before a token that
+        # overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
+        again = [(job, part) for job, part in wanted if (job, part[0]) in padded]
+        again = [(job, part) for job, part in again if job.has_nan(part)]
+        self._run_whole(again, pads=False)
+        return [job.answer for job in jobs]
+
+    def _run_whole(
+        self, wanted: Sequence[tuple[ScheduledQuery, Sequence[int]]], pads: bool
+    ) -> set[tuple[ScheduledQuery, int]]:
+        """Run contexts from their beginnings; return the outputs of padded passes."""
+        segments, padded = plan_whole(wanted), set[tuple[ScheduledQuery, int]]()
+        if not segments:
+            return padded
+        for group in plan_groups([segment.size for segment in segments], self.cost, pads=pads):
+            run = [segments[i] for i in group]
+            self._forward(run, self.attend_whole)
+            if len({segment.num_tokens for segment in run}) > 1:
+                padded.update(
+                    (job, position)
+                    for segment in run
+                    for position, own in segment.outputs.items()
+                    for job in own
+                )
+        return padded
+
+    def _forward(self, segments: Sequence[PrefillChunk], attention: AttentionBackend) -> None:
+        """Run segments in one pass, and keep the states that they have come to."""
+        before = np.array([segment.before for segment in segments], np.int32)
+        states = self.cache.states_behind(before) if attention is self.cache.attention else None
+        if states is None:
+            self.forwards.check_cancelled()
+            self.forwards.of_segments(segments, self.tree.nodes, None, attention)
+            return
+        self.tree.states.release(before)
+        # Tokens that go on one by one take a pass each, of all segments that are as long.
+        is_one_by_one = not self.takes_several_tokens
+        pieces = [each.by_token() if is_one_by_one and each.start else [each] for each in segments]
+        num_passes = np.array([*map(len, pieces)])
+        last = np.array([*map(self._end, segments)], np.int32)
+        num_behind = np.array([segment.num_behind for segment in segments])
+        left = np.arange(len(segments))
+        for i in range(int(num_passes.max())):
+            self.forwards.check_cancelled()
+            if i:
+                rows = np.flatnonzero(num_passes[left] > i)
+                states, left = self.cache.states_again(states, rows), left[rows]
+            run = [pieces[k][i] for k in left.tolist()]
+            self.forwards.of_segments(run, self.tree.nodes, states, attention)
+            ends = np.where(num_passes[left] == i + 1, last[left], 0)
+            if ends.any():
+                self.cache.keep_states(ends, num_behind[left], states)
+
+    # ---------------------------------------------------------------- with slots
+
+    def computed(self, query: RowQuery) -> int | None:
+        """Compute a context, with a state that a later query of it goes on from."""
+        tree, size = self.tree, len(query.context)
+        if tree.states.num_states and size > 1 and query.context.pictures is None:
+            node = self.cache.match(query.context, query.adapter, size - 1)
+            if tree.nodes.depth[node] < size - 1 or not tree.nodes.state[node]:
+                self.evaluate([query.prefix(size - 1)])
+        self.evaluate([query])
+        node = self.cache.match(query.context, query.adapter, size)
+        is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
+        if is_kept and tree.states.num_states:
+            is_kept = self.cache.has_state(self.cache.resumed(node))
+        return node if is_kept else None
+
+    def _run_cached(self, questions: list[Query]) -> list[Result]:
+        """Answer questions from the cache, the openings of their contexts included."""
+        if not self.cache.keeps:
+            return self.run_uncached(questions)
+        self.tree.begin(len(questions))
+        contexts = [question.context for question in questions]
+        lengths = np.array([*map(len, contexts)], np.int32)
+        # What has an output always goes through the model: logits are not kept.
+        are_scored = any(map(_NUM_TARGETS, questions))
+        sizes = lengths - 1
+        if are_scored:
+            sizes = np.array([*map(first_output, questions)], np.int32)
+        nodes = self.tree.match_all(
+            [context.place for context in contexts],
+            questions[0].adapter,
+            sizes,
+            lambda i, start: contexts[i].packed(start, int(sizes[i])),
+        )
+        matched, has_states = nodes, self.cache.state_store.num_states > 0
+        if has_states:
+            nodes = self._at_states(nodes, lengths)
+        self.tree.use(nodes)
+        answers: list[Result] | None = None
+        if not self.cache.host_state_store.num_states or self.tree.states.fetch(nodes):
+            if not are_scored and self._steps.accepts(
+                questions, nodes, sizes, self.cost, self.needs_equal_lengths
+            ):
+                found = self._steps.run(contexts, nodes)
+                if found is not None:
+                    rows, kept = found
+                    self.tokens_reused += int(self.tree.nodes.depth[nodes].sum())
+                    answers = self._without_nan(questions, rows, np.flatnonzero(kept == 0).tolist())
+            else:
+                answers = self._planned(questions, nodes, matched)
+        if answers is not None:
+            return answers
+        if len(questions) == 1:
+            self.tokens_without_room += len(questions[0].context)
+            return self.run_uncached(questions)
+        fetched = nodes if self.cache.host_state_store.num_states else None
+        return _in_halves(questions, self.evaluate, fetched)
+
+    def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return where contexts go on: the last node with a running state, or the root."""
+        nodes = self.tree.states.last(nodes)
+        if not self.takes_several_tokens:  # a pass for each may cost more than whole contexts
+            num_passes = lengths - self.tree.nodes.depth[nodes]
+            is_far = (num_passes - 1) * self.cost.per_forward > lengths.sum()
+            nodes[is_far] = self.tree.nodes.root[nodes[is_far]]
+        return nodes
+
+    def _planned(
+        self, questions: list[Query], nodes: NDArray[np.int32], matched: NDArray[np.int32]
+    ) -> list[Result] | None:
+        """Answer questions by segments and waves; ``None`` if there is no room for all."""
+        starts = self.tree.nodes.depth[nodes].tolist()
+        jobs = [
+            ScheduledQuery.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)
+        ]
+        for job, num_known in zip(jobs, self.tree.nodes.depth[matched].tolist(), strict=True):
+            job.num_known, job.shift = num_known, self.openings.shift(job.context)
+        if not all(map(_has_opening, jobs)):
+            return None
+        segments = self._plan(jobs)
+        slots = self.tree.allocate(sum(segment.num_tokens for segment in segments), nodes)
+        if slots is None:
+            return None
+        try:
+            self._run(jobs, segments, slots)
+        except OutOfStates:
+            return None
+        self.tokens_reused += sum(starts)
+        places = self.tree.nodes.places(np.array([job.node for job in jobs], np.int32))
+        for question, place in zip(questions, places, strict=True):
+            question.context.place = place
+        answers = [job.answer for job in jobs]
+        nan_indices = [i for i, job in enumerate(jobs) if job.has_nan(job.outputs)]
+        return self._without_nan(questions, answers, nan_indices)
+
+    def _without_nan(
+        self, questions: Sequence[Query], answers: Sequence[Result], nan_indices: Sequence[int]
+    ) -> list[Result]:
+        """Return the results, of which those at ``nan_indices`` have NaN and are computed whole."""
+        sound = list(answers)
+        # A masked key has weight zero, and 0 × NaN is NaN: a context that overflows spoils its own
+        # beginning, and the results of others that end there.
+        if nan_indices:
+            again = self.run_uncached([questions[i] for i in nan_indices], pads=False)
+            for i, answer in zip(nan_indices, again, strict=True):
+                sound[i] = answer
+        return sound
+
+    def _run(
+        self, jobs: list[ScheduledQuery], segments: list[PrefillChunk], slots: NDArray[Any]
+    ) -> None:
+        """Compute the jobs' results, and cache all tokens that none shows to have overflown."""
+        start, has_states = 0, self.cache.state_store.num_states > 0
+        for segment in segments:
+            own = slots[start : start + segment.num_tokens]
+            tokens = np.asarray(segment.token_ids, np.int32)
+            segment.nodes = self.tree.grow_chain(segment.before, tokens, own)
+            start += segment.num_tokens
+        if has_states:
+            before = np.array([segment.before for segment in segments], np.int32)
+            self.tree.states.hold(before)
+            self.tree.states.go_on_from(before)
+        held = {segment: segment.nodes for segment in segments}  # which are not linked
+        computed: list[PrefillChunk] = []
+        try:
+            for segments_of_pass in self._passes(segments):
+                self._forward(segments_of_pass, self.cache.attention)
+                computed += segments_of_pass
+            if any(job.has_nan(job.outputs) for job in jobs):
+                cut_to_sound(segments)
+                computed = [segment for segment in segments if segment.num_tokens]
+            self._link(computed, held)
+        except QueryDroppedError:
+            # There may be no row yet that would tell whether they have overflown.
+            own = [segment.nodes for segment in computed]
+            if own and self.cache.are_finite(np.concatenate(own)):
+                self._link(computed, held)
+            raise
+        finally:
+            for nodes in held.values():
+                self.tree.drop(nodes)
+
+    # ---------------------------------------------------------------- running states
+
+    def _end(self, segment: PrefillChunk) -> int:
+        """Return the node at the end of a segment; 0 if another one has its state already."""
+        if not segment.num_behind:
+            tokens = np.asarray(segment.token_ids, np.int32)
+            known = self.tree.nodes.walk(segment.before, tokens)
+            if self.tree.nodes.depth[known] == segment.stop and self.tree.nodes.state[known]:
+                return 0
+        return int(segment.nodes[-1])
+
+    def _plan(self, jobs: list[ScheduledQuery]) -> list[PrefillChunk]:
+        """Return segments, cut for later batches if these leave room for their states."""
+        num_states = self.cache.state_store.num_states
+        if not num_states:
+            return plan_segments(jobs, self.cost)
+        states = StatePlan(self.takes_several_tokens, is_short=num_states < 2 * len(jobs))
+        return plan_segments(jobs, self.cost, states)
+
+    def _passes(self, segments: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+        has_states, passes = self.cache.state_store.num_states > 0, list[list[PrefillChunk]]()
+        for wave in plan_waves(segments):
+            sizes = [segment.size for segment in wave]
+            if not self.takes_several_tokens:  # those that go on one by one do so side by side
+                sizes = [size._replace(num_new=1) if size.prefix_len else size for size in sizes]
+            groups = plan_groups(
+                sizes,
+                self.cost,
+                needs_equal_lengths=self.needs_equal_lengths,
+                has_states=has_states,
+            )
+            passes += [[wave[i] for i in group] for group in groups]
+        return passes
+
+    def _link(
+        self, segments: Sequence[PrefillChunk], held: dict[PrefillChunk, NDArray[np.int32]]
+    ) -> None:
+        """Link the nodes of segments, and give their jobs the nodes at which they end."""
+        if not segments:
+            return
+        sizes = [segment.num_tokens for segment in segments]
+        new = [segment.nodes[:size] for segment, size in zip(segments, sizes, strict=True)]
+        for segment, size in zip(segments, sizes, strict=True):
+            held[segment] = segment.nodes[size:]
+        linked = np.split(self.tree.link(np.concatenate(new)), np.cumsum(sizes)[:-1])
+        for segment, nodes in zip(segments, linked, strict=True):
+            for position, jobs in segment.outputs.items():
+                if position < segment.stop:
+                    for job in jobs:
+                        job.node = int(nodes[position - segment.start])
+
+
+def _has_opening(job: ScheduledQuery) -> bool:
+    """Return whether the opening of a context is kept: it may have had to go for another one's."""
+    pictures = job.context.pictures
+    return pictures is None or job.start >= pictures.num_tokens
+
+
+def _beside(
+    apart: dict[Query, Result],
+    questions: Sequence[Query],
+    evaluate: Callable[[list[Query]], list[Result]],
+) -> list[Result]:
+    """Return the answers to all questions, of which some have been answered apart."""
+    others = [question for question in questions if question not in apart]
+    answers = {**apart, **dict(zip(others, evaluate(others) if others else (), strict=True))}
+    return [answers[question] for question in questions]
+
+
+def _in_halves(
+    questions: list[Query],
+    evaluate: Callable[[list[Query]], list[Result]],
+    starts: NDArray[np.int32] | None = None,
+) -> list[Result]:
+    """Return answers to two halves of a batch."""
+    order, middle = np.arange(len(questions)), len(questions) // 2
+    if starts is not None:
+        order = np.argsort(starts, kind="stable")
+        cuts = np.flatnonzero(np.diff(starts[order])) + 1
+        middle = int(cuts[np.argmin(abs(cuts - middle))]) if len(cuts) else middle
+    answers: dict[int, Result] = {}
+    for half in (order[:middle].tolist(), order[middle:].tolist()):
+        answers.update(zip(half, evaluate([questions[i] for i in half]), strict=True))
+    return [answers[i] for i in range(len(questions))]
