@@ -18,7 +18,7 @@ from genlm_backend.attention.cached_prefixes import CachedPrefixes
 from genlm_backend.attention.cascade_plan import FEW_TOKENS, CascadePlan
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.llm import BatchedLM, Row, StatelessEvaluator
-from genlm_backend.model.row import rows_of_logits
+from genlm_backend.queries.row import rows_of_logits
 
 Numbers = dict[str, Any]
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from genlm_backend.generation.engine.engine import Engine
     from genlm_backend.generation.generation import generate, generate_sync, stream
     from genlm_backend.model.async_lm import AsyncLM
-    from genlm_backend.model.context import Context
     from genlm_backend.model.lm_statistics import LMStatistics
+    from genlm_backend.queries.context import Context
     from genlm_backend.remote.replicas.async_replicas import AsyncReplicas
     from genlm_backend.scoring.search import (
         Continuation,

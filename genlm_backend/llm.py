@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM, VLLMLoader
     from genlm_backend.model.async_lm import AsyncLM
     from genlm_backend.model.batched_lm import BatchedLM
-    from genlm_backend.model.context import Context
-    from genlm_backend.model.draw import Draw, PackedMask
-    from genlm_backend.model.evaluator import (
+    from genlm_backend.model.lm_statistics import LMStatistics
+    from genlm_backend.queries.context import Context
+    from genlm_backend.queries.evaluator import (
         Evaluator,
         EvaluatorCounts,
         EvaluatorInfo,
         RestartableEvaluator,
         StatelessEvaluator,
     )
-    from genlm_backend.model.lm_statistics import LMStatistics
-    from genlm_backend.model.query import Adapter, RowQuery
-    from genlm_backend.model.readout import Readout
-    from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
-    from genlm_backend.model.sample_readout import SampleManyReadout, SampleReadout
-    from genlm_backend.model.sampling import Sampled
-    from genlm_backend.model.scoring import ScoreQuery, TokenScores
-    from genlm_backend.model.token_readouts import TopTokens
+    from genlm_backend.queries.query import Adapter, RowQuery
+    from genlm_backend.queries.row import Row, rows_of_logits, scores_of_logits
+    from genlm_backend.readouts.draw import Draw, PackedMask
+    from genlm_backend.readouts.readout import Readout
+    from genlm_backend.readouts.sample_readout import SampleManyReadout, SampleReadout
+    from genlm_backend.readouts.sampling import Sampled
+    from genlm_backend.readouts.score_query import ScoreQuery, TokenScores
+    from genlm_backend.readouts.token_readouts import TopTokens
     from genlm_backend.remote.process_evaluator import ProcessEvaluator
     from genlm_backend.remote.ray_evaluator import RayEvaluator
     from genlm_backend.remote.replicas.async_replicas import AsyncReplicas

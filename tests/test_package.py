@@ -215,23 +215,26 @@ prefix: checks runtime
 tokenization: checks
 trie: batching checks lazy readable runtime tokenization
 multimodal: checks
-model: batching checks prefix readable runtime tokenization multimodal
+queries: checks multimodal prefix runtime tokenization
+readouts: batching checks queries tokenization
+model: batching checks prefix queries readable readouts runtime tokenization
 attention: prefix runtime
-attention.torch: attention prefix multimodal
-scheduling: attention attention.torch common_prefix model prefix runtime multimodal
-remote: checks model prefix runtime multimodal
-backends: checks model runtime tokenization
-backends.hf: attention attention.torch backends checks model scheduling prefix remote runtime \
-    tokenization multimodal
-backends.mlx: attention backends backends.hf checks model scheduling prefix runtime
-backends.vllm: backends checks common_prefix model prefix runtime tokenization multimodal
-backends.llama_cpp: attention backends checks model scheduling prefix remote runtime
-remote.replicas: backends backends.hf batching checks common_prefix model prefix remote runtime \
-    multimodal
-llm: backends backends.hf backends.llama_cpp backends.mlx backends.vllm lazy model remote \
-    remote.replicas
-generation: backends checks common_prefix lazy llm model readable runtime tokenization
-scoring: checks lazy model runtime tokenization
+attention.torch: attention multimodal prefix
+scheduling: attention attention.torch common_prefix multimodal prefix queries readouts runtime
+remote: checks model multimodal prefix queries readouts runtime
+backends: checks model queries readouts runtime tokenization
+backends.hf: attention attention.torch backends checks model multimodal prefix queries readouts \
+    remote runtime scheduling tokenization
+backends.mlx: attention backends backends.hf checks model prefix queries runtime scheduling
+backends.vllm: backends checks common_prefix model multimodal prefix queries readouts runtime \
+    tokenization
+backends.llama_cpp: attention backends checks model prefix queries remote runtime scheduling
+remote.replicas: backends backends.hf batching checks common_prefix model multimodal prefix \
+    queries remote runtime
+llm: backends backends.hf backends.llama_cpp backends.mlx backends.vllm lazy model queries \
+    readouts remote remote.replicas
+generation: backends checks lazy llm model queries readable readouts runtime tokenization
+scoring: checks model queries readouts runtime tokenization
 integrations: backends checks generation model runtime scoring tokenization
 compat: backends.mlx backends.vllm checks runtime tokenization
 """.splitlines()

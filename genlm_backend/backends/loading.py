@@ -23,8 +23,8 @@ from genlm_backend.checks import (
     text,
 )
 from genlm_backend.errors import ModelNotFoundError
-from genlm_backend.model.row import RowCache
-from genlm_backend.model.sampling import listed_ids
+from genlm_backend.queries.row import RowCache
+from genlm_backend.readouts.sampling import listed_ids
 from genlm_backend.runtime.progress import bars_where_seen
 
 logger = logging.getLogger(__name__)

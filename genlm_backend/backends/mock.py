@@ -13,9 +13,9 @@ import torch
 
 from genlm_backend.checks import Check, integer, optional, sequence
 from genlm_backend.model.batched_lm import BatchedLM
-from genlm_backend.model.evaluator import StatelessEvaluator
-from genlm_backend.model.query import RowQuery
-from genlm_backend.model.row import Row, rows_of_logits
+from genlm_backend.queries.evaluator import StatelessEvaluator
+from genlm_backend.queries.query import RowQuery
+from genlm_backend.queries.row import Row, rows_of_logits
 from genlm_backend.tokenization import decode_vocab
 
 

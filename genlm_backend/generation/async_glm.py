@@ -31,9 +31,9 @@ from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.hf_config import SHARED_FIELDS, own_config
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.context import Context, ContextFactory
-from genlm_backend.model.query import TokenIds
-from genlm_backend.model.sampling import listed_ids, seed_of
+from genlm_backend.queries.context import Context, ContextFactory
+from genlm_backend.queries.query import TokenIds
+from genlm_backend.readouts.sampling import listed_ids, seed_of
 from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
 from genlm_backend.runtime.together import together
 

@@ -13,7 +13,7 @@ from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.generation.text_sequence import Text, TextSequence
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.draw import check_possible
+from genlm_backend.readouts.draw import check_possible
 
 _NEVER = -1.0e9
 """transformers' score of what must not be chosen."""

@@ -38,9 +38,9 @@ from genlm_backend.generation.grammar.schema_classes import (
     is_class_with_schema,
 )
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.draw import PackedMask, as_scores
-from genlm_backend.model.query import check_known_ids
-from genlm_backend.model.sample_readout import log_mass, log_sum
+from genlm_backend.queries.query import check_known_ids
+from genlm_backend.readouts.draw import PackedMask, as_scores
+from genlm_backend.readouts.sample_readout import log_mass, log_sum
 
 _MOST_OF_A_ROW: Final = 0.1
 """Logarithm up to which the sum of a row may be above one by rounding, in 8 bits of precision."""

@@ -21,8 +21,8 @@ from genlm_backend.generation.generated import GeneratedToken, Generation
 from genlm_backend.generation.prompt import Chat, Prompt, is_many
 from genlm_backend.generation.text_sequence import Sample, TextSequence
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.context import Context
-from genlm_backend.model.query import TokenIds
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.blocking import blocking_form, is_blocking, warn_caller
 from genlm_backend.runtime.progress import progress_bar

@@ -9,7 +9,7 @@ from typing import Any
 
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.sampling import listed_ids
+from genlm_backend.readouts.sampling import listed_ids
 
 SHARED_FIELDS = (
     "do_sample",

@@ -17,9 +17,9 @@ from genlm_backend.errors import (
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.constraint import Constraint
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.context import Context
-from genlm_backend.model.query import TokenIds, check_known_ids
-from genlm_backend.model.sampling import listed_ids
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import TokenIds, check_known_ids
+from genlm_backend.readouts.sampling import listed_ids
 from genlm_backend.tokenization.bos import with_one_bos
 
 Chat = Sequence[Mapping[str, Any]]

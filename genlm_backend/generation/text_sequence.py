@@ -24,11 +24,11 @@ from genlm_backend.generation.constraint import Constraint
 from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.draw import Draw
-from genlm_backend.model.query import NO_QUERY, TokenIds
-from genlm_backend.model.sample_readout import SampleReadout, SamplingFilter
-from genlm_backend.model.sampling import Sampler
-from genlm_backend.model.token_readouts import Top
+from genlm_backend.queries.query import NO_QUERY, TokenIds
+from genlm_backend.readouts.draw import Draw
+from genlm_backend.readouts.sample_readout import SampleReadout, SamplingFilter
+from genlm_backend.readouts.sampling import Sampler
+from genlm_backend.readouts.token_readouts import Top
 from genlm_backend.runtime.together import together
 
 

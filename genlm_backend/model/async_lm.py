@@ -20,8 +20,11 @@ from genlm_backend.checks import (
 )
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
-from genlm_backend.model.context import Context, ContextFactory, listed_contexts
-from genlm_backend.model.draw import (
+from genlm_backend.model.lm_statistics import LMStatistics
+from genlm_backend.prefix.tiers import TierName
+from genlm_backend.queries.context import Context, ContextFactory, listed_contexts
+from genlm_backend.queries.query import NO_QUERY, UNKNOWN_ADAPTER, RowQuery, TokenIds
+from genlm_backend.readouts.draw import (
     Allowed,
     AnyRow,
     Draw,
@@ -29,17 +32,20 @@ from genlm_backend.model.draw import (
     RandomGenerator,
     draw,
 )
-from genlm_backend.model.lm_statistics import LMStatistics
-from genlm_backend.model.query import NO_QUERY, UNKNOWN_ADAPTER, RowQuery, TokenIds
-from genlm_backend.model.sample_readout import Impossible, drawing_of, drawings_of, several_draws_of
-from genlm_backend.model.sampling import (
+from genlm_backend.readouts.sample_readout import (
+    Impossible,
+    drawing_of,
+    drawings_of,
+    several_draws_of,
+)
+from genlm_backend.readouts.sampling import (
     Sampled,
     Sampler,
     check_no_others,
     check_sampling,
     default_ends,
 )
-from genlm_backend.model.scoring import (
+from genlm_backend.readouts.score_query import (
     NO_EXTRAS,
     ScoreExtras,
     ScoreQuery,
@@ -49,7 +55,7 @@ from genlm_backend.model.scoring import (
     check_scorings,
     scores_of_rows,
 )
-from genlm_backend.model.token_readouts import (
+from genlm_backend.readouts.token_readouts import (
     Entropy,
     ReadoutOf,
     TopTokens,
@@ -59,7 +65,6 @@ from genlm_backend.model.token_readouts import (
     readout_of,
     top_of,
 )
-from genlm_backend.prefix.tiers import TierName
 from genlm_backend.runtime.blocking import blocking
 from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.progress import progress_bar

@@ -34,20 +34,20 @@ from genlm_backend.errors import (
     PictureError,
 )
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.context import Context, listed_contexts
-from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
-from genlm_backend.model.query import Adapter, RowQuery, TokenIds
 from genlm_backend.model.result_collector import (
     ADAPTER_CHECKS,
     AdapterNames,
     ResultCollector,
     check_adapter_name,
 )
-from genlm_backend.model.row import Row, RowCache, table_of
-from genlm_backend.model.scoring import (
+from genlm_backend.prefix.tiers import TierName, check_tier
+from genlm_backend.queries.context import Context, listed_contexts
+from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.queries.query import Adapter, Query, RowQuery, TokenIds
+from genlm_backend.queries.row import Row, RowCache, table_of
+from genlm_backend.readouts.score_query import (
     NO_EXTRAS,
-    Query,
     ScoreExtras,
     ScoreQuery,
     check_scorings,
@@ -55,8 +55,7 @@ from genlm_backend.model.scoring import (
     own_scores,
     scores_of_rows,
 )
-from genlm_backend.model.token_readouts import ReadoutOf, readout_of, readouts_of
-from genlm_backend.prefix.tiers import TierName, check_tier
+from genlm_backend.readouts.token_readouts import ReadoutOf, readout_of, readouts_of
 from genlm_backend.runtime.blocking import blocking
 from genlm_backend.runtime.forks import OfOneProcess
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from genlm_backend.model.evaluator import EvaluatorCounts
+from genlm_backend.queries.evaluator import EvaluatorCounts
 from genlm_backend.readable import Readable
 
 if TYPE_CHECKING:
     from genlm_backend.batching import BatcherStatistics
-    from genlm_backend.model.row import Row, RowCache
+    from genlm_backend.queries.row import Row, RowCache
 
 
 @dataclass(frozen=True, slots=True, repr=False)

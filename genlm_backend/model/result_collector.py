@@ -13,11 +13,10 @@ import torch
 from genlm_backend.batching.pending_batch import presentable
 from genlm_backend.checks import checked, instance, shown, text
 from genlm_backend.errors import EvaluationError, UnknownAdapterError
-from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.model.query import UNKNOWN_ADAPTER, Adapter
-from genlm_backend.model.readout import answers_by_rows, is_own
-from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
-from genlm_backend.model.scoring import Query, Result
+from genlm_backend.queries.evaluator import Evaluator, EvaluatorInfo
+from genlm_backend.queries.query import UNKNOWN_ADAPTER, Adapter, Query, Result
+from genlm_backend.queries.row import Row, RowCache, alone, are_rows_of, rows_without
+from genlm_backend.readouts.readout import answers_by_rows, is_own
 
 ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
 

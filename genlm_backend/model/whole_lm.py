@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from genlm_backend.model.batched_lm import BatchedLM
-from genlm_backend.model.query import TokenIds
+from genlm_backend.queries.query import TokenIds
 
 
 class WholeLM(BatchedLM):

@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Final, final
 
-from genlm_backend.model.context import Context, unpickled
 from genlm_backend.multimodal.pictures import Pictures
+from genlm_backend.queries.context import Context, unpickled
 from genlm_backend.remote.messages import Reply, UnknownIds
 
 MAX_CONTEXT_BYTES: Final = 1 << 28

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.readout import packed
-from genlm_backend.model.row import Row, put_rows
+from genlm_backend.queries.row import Row, put_rows
+from genlm_backend.readouts.readout import packed
 from genlm_backend.remote.channel import Channel, SharedRows
 from genlm_backend.remote.evaluator_server import EvaluatorServer
 from genlm_backend.remote.messages import DROP, PackedError, Reply, Request

@@ -14,10 +14,10 @@ from genlm_backend.errors import (
     ModelStateError,
     QueryDroppedError,
 )
-from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.model.readout import answers_by_rows
-from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Query
+from genlm_backend.queries.evaluator import Evaluator, EvaluatorInfo
+from genlm_backend.queries.query import Query
+from genlm_backend.queries.row import Row
+from genlm_backend.readouts.readout import answers_by_rows
 from genlm_backend.remote.arguments import ArgumentDecoder
 from genlm_backend.remote.messages import (
     PackedError,

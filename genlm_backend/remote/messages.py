@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 import numpy as np
 
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.evaluator import EvaluatorCounts
+from genlm_backend.queries.evaluator import EvaluatorCounts
 
 DROP: Final = "drop"
 """Name of the message that no caller waits any more for the request of a number."""

@@ -20,8 +20,8 @@ import torch
 
 from genlm_backend.checks import function
 from genlm_backend.errors import EngineDiedError, OptionError, OptionTypeError, QueryDroppedError
-from genlm_backend.model.evaluator import Evaluator
-from genlm_backend.model.row import own_table
+from genlm_backend.queries.evaluator import Evaluator
+from genlm_backend.queries.row import own_table
 from genlm_backend.remote.channel import Channel, SharedRows
 from genlm_backend.remote.messages import DROP, Reply, Request
 from genlm_backend.remote.remote_evaluator import RemoteEvaluator

@@ -21,8 +21,8 @@ from genlm_backend.errors import (
     OptionTypeError,
     QueryDroppedError,
 )
-from genlm_backend.model.evaluator import Evaluator
-from genlm_backend.model.row import Row, own_table, put_rows
+from genlm_backend.queries.evaluator import Evaluator
+from genlm_backend.queries.row import Row, own_table, put_rows
 from genlm_backend.remote.evaluator_server import EvaluatorServer, library_version
 from genlm_backend.remote.messages import Reply, Request, Table
 from genlm_backend.remote.process_evaluator import pickled

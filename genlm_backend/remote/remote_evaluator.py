@@ -14,13 +14,12 @@ from typing import Any, final
 import torch
 
 from genlm_backend.errors import AdapterError, EngineDiedError
-from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
-from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.model.readout import answers_by_rows, is_own
-from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Query, Result
 from genlm_backend.multimodal.pictures import PictureRules
 from genlm_backend.prefix.tiers import TierName
+from genlm_backend.queries.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
+from genlm_backend.queries.query import Adapter, Query, Result, RowQuery
+from genlm_backend.queries.row import Row
+from genlm_backend.readouts.readout import answers_by_rows, is_own
 from genlm_backend.remote.arguments import ArgumentEncoder
 from genlm_backend.remote.messages import PackedError, PackedResults, Reply, RowRef
 from genlm_backend.runtime.threads import frequent_switches

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from genlm_backend.attention.cached_prefixes import CachedPrefixes
 from genlm_backend.attention.cascade_plan import CascadePlan
 from genlm_backend.attention.forward_batch import pack_decode
-from genlm_backend.model.context import Context
-from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Query
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import Query
+from genlm_backend.queries.row import Row
 from genlm_backend.scheduling.forwards import Forwards
 from genlm_backend.scheduling.prefill_plan import CostModel
 from genlm_backend.scheduling.prefix_cache import PrefixCache

@@ -15,12 +15,11 @@ import torch
 
 from genlm_backend.attention.attention_backend import AttentionBackend
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts
-from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.model.readout import answers_by_rows
-from genlm_backend.model.row import Row, rows_of_logits, rows_on, scores_of_logits
-from genlm_backend.model.scoring import Query, Result
 from genlm_backend.prefix.tiers import TierName
+from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts
+from genlm_backend.queries.query import Adapter, Query, Result, RowQuery
+from genlm_backend.queries.row import Row, rows_of_logits, rows_on, scores_of_logits
+from genlm_backend.readouts.readout import answers_by_rows
 from genlm_backend.runtime.memory import release_cached_memory
 from genlm_backend.runtime.threads import frequent_switches
 from genlm_backend.scheduling.forwards import Forwards, Runner

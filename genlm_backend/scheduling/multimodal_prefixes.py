@@ -15,9 +15,9 @@ from genlm_backend.attention.torch.multimodal_prefill import (
     MultimodalPrefillAttention,
     positions_of,
 )
-from genlm_backend.model.context import Context
-from genlm_backend.model.scoring import Query, Result
 from genlm_backend.multimodal.pictures import Pictures
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import Query, Result
 from genlm_backend.scheduling.forwards import Forwards
 from genlm_backend.scheduling.prefix_cache import PrefixCache
 from genlm_backend.scheduling.scheduled_query import ScheduledQuery, first_output

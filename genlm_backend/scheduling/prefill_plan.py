@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from genlm_backend.attention.forward_batch import TokenChunk
 from genlm_backend.common_prefix import common_length
-from genlm_backend.model.context import Context
+from genlm_backend.queries.context import Context
 from genlm_backend.scheduling.scheduled_query import ScheduledQuery
 
 _MANY: Final = 32

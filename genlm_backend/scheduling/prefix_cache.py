@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from genlm_backend.attention.attention_backend import AttentionBackend
 from genlm_backend.attention.forward_batch import BatchStates
-from genlm_backend.model.context import Context
-from genlm_backend.model.query import Adapter
 from genlm_backend.prefix.budgets import Budgets, most_rows
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 from genlm_backend.prefix.nodes import Nodes
@@ -20,6 +18,8 @@ from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.prefix.slot_allocator import SlotAllocator
 from genlm_backend.prefix.state_cache import StateCache, StateLayout, StatePool
 from genlm_backend.prefix.tier_copier import TierCopier
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import Adapter
 from genlm_backend.scheduling.forwards import Runner
 
 NO_BUDGETS: Final = Budgets()

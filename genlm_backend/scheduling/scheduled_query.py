@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.model.context import Context
-from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import NO_EXTRAS, Query, ScoreExtras
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import Query
+from genlm_backend.queries.row import Row
+from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras
 
 PICTURES: Final = attrgetter("context.pictures")
 

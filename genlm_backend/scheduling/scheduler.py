@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from genlm_backend.attention.attention_backend import AttentionBackend
 from genlm_backend.errors import ContextError, QueryDroppedError
-from genlm_backend.model.query import RowQuery
-from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Query, Result
 from genlm_backend.prefix.prefix_tree import PrefixTree
+from genlm_backend.queries.query import Query, Result, RowQuery
+from genlm_backend.queries.row import Row
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.scheduling.decode_scheduler import DecodeScheduler
 from genlm_backend.scheduling.forwards import Forwards

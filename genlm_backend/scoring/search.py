@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from genlm_backend.checks import checked, instance, integer, number, shown, switch
 from genlm_backend.errors import ContextError, OptionError, OptionTypeError
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.context import Context
-from genlm_backend.model.query import RowQuery, TokenIds
-from genlm_backend.model.readout import Readout
-from genlm_backend.model.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import RowQuery, TokenIds
+from genlm_backend.readouts.readout import Readout
+from genlm_backend.readouts.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
 from genlm_backend.runtime.blocking import blocking_form, is_blocking
 from genlm_backend.scoring.words import (
     BLANKS,

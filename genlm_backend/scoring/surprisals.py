@@ -26,8 +26,8 @@ from genlm_backend.checks import (
 )
 from genlm_backend.errors import ContextError, MissingExtraError, OptionError, OptionTypeError
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.query import TokenIds
-from genlm_backend.model.scoring import TokenScores
+from genlm_backend.queries.query import TokenIds
+from genlm_backend.readouts.score_query import TokenScores
 from genlm_backend.runtime.blocking import blocking_form, is_blocking
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together

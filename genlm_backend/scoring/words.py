@@ -15,8 +15,8 @@ import numpy as np
 from genlm_backend.checks import shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionError, OptionTypeError
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.draw import PackedMask
-from genlm_backend.model.query import TokenIds
+from genlm_backend.queries.query import TokenIds
+from genlm_backend.readouts.draw import PackedMask
 from genlm_backend.runtime.blocking import warn_caller
 from genlm_backend.tokenization.bos import adds_bos, begins_turns
 

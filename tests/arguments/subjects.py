@@ -41,8 +41,8 @@ from genlm_backend.errors import ModelNotFoundError, UnknownTaskError
 from genlm_backend.generation import RuntimeConfig
 from genlm_backend.generation.async_glm import HONOURED
 from genlm_backend.model.batched_lm import BatchedLM
-from genlm_backend.model.row import RowCache
-from genlm_backend.model.sampling import Sampler
+from genlm_backend.queries.row import RowCache
+from genlm_backend.readouts.sampling import Sampler
 from genlm_backend.scoring.surprisals import SurprisalOptions
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer

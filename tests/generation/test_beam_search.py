@@ -11,7 +11,7 @@ from transformers import GenerationConfig as HFGenerationConfig
 from genlm_backend import AsyncTransformer, MockAsyncLM
 from genlm_backend.errors import EvaluationError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, stream
-from genlm_backend.model.row import Row
+from genlm_backend.queries.row import Row
 from tests.llm.conftest import fresh_row, word_tokenizer
 
 MANY = list(range(40, 70))  # so that the estimates of when to end matter

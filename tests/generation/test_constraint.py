@@ -22,7 +22,7 @@ from genlm_backend.errors import (
     OptionTypeError,
 )
 from genlm_backend.generation import Constraint
-from genlm_backend.model.draw import PackedMask, packed_mask
+from genlm_backend.readouts.draw import PackedMask, packed_mask
 from tests.generation import schemas
 from tests.llm.conftest import word_tokenizer
 

@@ -13,8 +13,8 @@ from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, generate_sync, stream
 from genlm_backend.generation.text_sequence import make_processors
-from genlm_backend.model.query import NO_QUERY
-from genlm_backend.model.sample_readout import SampleReadout, SamplingFilter
+from genlm_backend.queries.query import NO_QUERY
+from genlm_backend.readouts.sample_readout import SampleReadout, SamplingFilter
 from tests.llm.conftest import fresh_row, word_tokenizer
 
 SETTINGS = [

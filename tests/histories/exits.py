@@ -4,7 +4,7 @@ import threading
 
 from genlm_backend import Engine
 from genlm_backend.model.batched_lm import BatchedLM
-from genlm_backend.model.evaluator import StatelessEvaluator
+from genlm_backend.queries.evaluator import StatelessEvaluator
 from tests.histories import late, say
 from tests.histories.holders import MAKE, OfTrie
 from tests.llm.conftest import word_tokenizer

@@ -13,7 +13,7 @@ from genlm_backend import (
 )
 from genlm_backend.llm import ProcessEvaluator
 from genlm_backend.model.batched_lm import BatchedLM
-from genlm_backend.model.evaluator import StatelessEvaluator
+from genlm_backend.queries.evaluator import StatelessEvaluator
 from tests.histories import late, say
 from tests.histories.holders import tiny
 from tests.llm.conftest import word_tokenizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genlm_backend.errors import ContextError, ContextTypeError
-from genlm_backend.model.context import ContextFactory
+from genlm_backend.queries.context import ContextFactory
 
 
 class Indexed:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from genlm_backend.errors import ContextError, ContextTypeError
 from genlm_backend.llm import Context
-from genlm_backend.model.context import TOKENS_PER_BLOCK, ContextFactory
+from genlm_backend.queries.context import TOKENS_PER_BLOCK, ContextFactory
 
 VOCAB = 100
 bounds = st.none() | st.integers(-1200, 1200)

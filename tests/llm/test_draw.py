@@ -11,9 +11,9 @@ from hypothesis.extra import numpy as arrays
 
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
-from genlm_backend.model.draw import draw, draw_token, weights_of
-from genlm_backend.model.query import RowQuery
-from genlm_backend.model.sample_readout import (
+from genlm_backend.queries.query import RowQuery
+from genlm_backend.readouts.draw import draw, draw_token, weights_of
+from genlm_backend.readouts.sample_readout import (
     NO_DRAW,
     SampleManyReadout,
     SampleReadout,

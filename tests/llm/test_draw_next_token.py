@@ -21,7 +21,7 @@ from genlm_backend.errors import (
     UnknownAdapterError,
 )
 from genlm_backend.llm import BatchedLM, Draw, Row, StatelessEvaluator
-from genlm_backend.model.draw import PackedMask, packed_mask
+from genlm_backend.readouts.draw import PackedMask, packed_mask
 from tests.llm.conftest import word_tokenizer
 from tests.llm.toy import VOCAB
 

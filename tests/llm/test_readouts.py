@@ -23,11 +23,11 @@ from genlm_backend.errors import (
     UnknownAdapterError,
 )
 from genlm_backend.llm import BatchedLM, Draw, Readout, Row, RowQuery, StatelessEvaluator, TopTokens
-from genlm_backend.model import token_readouts
-from genlm_backend.model.draw import PackedMask
-from genlm_backend.model.readout import answers_by_rows, read_off
-from genlm_backend.model.sample_readout import SampleReadout
-from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
+from genlm_backend.readouts import token_readouts
+from genlm_backend.readouts.draw import PackedMask
+from genlm_backend.readouts.readout import answers_by_rows, read_off
+from genlm_backend.readouts.sample_readout import SampleReadout
+from genlm_backend.readouts.token_readouts import Chosen, Entropy, Masses, Top
 from tests.llm.conftest import random_contexts, word_tokenizer
 from tests.llm.toy import VOCAB
 

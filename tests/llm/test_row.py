@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer, AsyncVirtualLM
-from genlm_backend.model import row as row_module
 from genlm_backend.model.batched_lm import BatchedLM
-from genlm_backend.model.evaluator import StatelessEvaluator
-from genlm_backend.model.row import (
+from genlm_backend.queries import row as row_module
+from genlm_backend.queries.evaluator import StatelessEvaluator
+from genlm_backend.queries.row import (
     Row,
     alone,
     rows_of_logits,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm_backend.model.batched_lm import BatchedLM
-from genlm_backend.model.evaluator import StatelessEvaluator
-from genlm_backend.model.row import RowCache, rows_of_logits
+from genlm_backend.queries.evaluator import StatelessEvaluator
+from genlm_backend.queries.row import RowCache, rows_of_logits
 from tests.llm.conftest import word_tokenizer
 from tests.llm.families import VOCAB
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from genlm_backend.compat.draw import temper
     from genlm_backend.errors import QueryDroppedError as BatchAbandoned
     from genlm_backend.model.async_lm import AsyncLM
-    from genlm_backend.model.query import UNKNOWN_ADAPTER
+    from genlm_backend.queries.query import UNKNOWN_ADAPTER
     from genlm_backend.tokenization.vocab import decode_vocab
 
 __all__ = [
@@ -30,7 +30,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncLM": "genlm_backend.model.async_lm",
         "BatchAbandoned": "genlm_backend.errors:QueryDroppedError",
         "MockAsyncLM": "genlm_backend.backends.mock",
-        "UNKNOWN_ADAPTER": "genlm_backend.model.query",
+        "UNKNOWN_ADAPTER": "genlm_backend.queries.query",
         "batch_abandoned": "genlm_backend.compat.batching",
         "decode_vocab": "genlm_backend.tokenization.vocab",
         "fail_futures": "genlm_backend.compat.batching",

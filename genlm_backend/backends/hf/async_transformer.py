@@ -16,8 +16,8 @@ from genlm_backend.backends.loading import explained
 from genlm_backend.checks import Check, switch
 from genlm_backend.errors import OptionError
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.sampling import ends_of_model
 from genlm_backend.prefix.codecs import KVCacheDtype
+from genlm_backend.readouts.sampling import ends_of_model
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
 from genlm_backend.remote.process_lm import ProcessLM
 

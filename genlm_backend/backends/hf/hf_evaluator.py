@@ -28,10 +28,10 @@ from genlm_backend.backends.hf.support import (
     tried,
     vocab_width,
 )
-from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
-from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.model.sampling import ends_of_model
 from genlm_backend.multimodal.pictures import PictureRules
+from genlm_backend.queries.evaluator import EvaluatorCounts, EvaluatorInfo
+from genlm_backend.queries.query import Adapter, RowQuery
+from genlm_backend.readouts.sampling import ends_of_model
 from genlm_backend.runtime.threads import use_num_threads
 from genlm_backend.scheduling.local_evaluator import LocalEvaluator
 

@@ -20,8 +20,8 @@ from genlm_backend.backends.hf.model_state import ModelSnapshot
 from genlm_backend.backends.hf.model_view import ModelView, view_of
 from genlm_backend.backends.hf.packed_weights import PackedWeights
 from genlm_backend.errors import AdapterError
-from genlm_backend.model.query import Adapter
 from genlm_backend.prefix.state_cache import StateLayout
+from genlm_backend.queries.query import Adapter
 from genlm_backend.scheduling.forwards import Runner
 
 logger = logging.getLogger(__name__)

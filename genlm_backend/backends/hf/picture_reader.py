@@ -14,8 +14,6 @@ import torch
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import OptionTypeError, PictureError
-from genlm_backend.model.context import Context, ContextFactory
-from genlm_backend.model.evaluator import Evaluator
 from genlm_backend.multimodal.pictures import (
     PictureRules,
     Pictures,
@@ -27,6 +25,8 @@ from genlm_backend.multimodal.pictures import (
     read_image,
     read_images,
 )
+from genlm_backend.queries.context import Context, ContextFactory
+from genlm_backend.queries.evaluator import Evaluator
 from genlm_backend.tokenization.bos import without_bos
 
 _OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})

@@ -22,8 +22,8 @@ from genlm_backend.backends.hf.fingerprint import Fingerprint, weights_digest, w
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.support import vocab_width
 from genlm_backend.errors import CacheError, PrefixFileError
-from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.prefix.kv_pool import KVLayout
+from genlm_backend.queries.query import Adapter, RowQuery
 from genlm_backend.scheduling.scheduler import Scheduler
 
 FORMAT: Final = "genlm_backend prefix 1"

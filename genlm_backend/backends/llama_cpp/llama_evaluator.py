@@ -23,10 +23,10 @@ from genlm_backend.backends.llama_cpp.sequence_states import (
     SequenceStateStore,
 )
 from genlm_backend.errors import CacheError, OptionError
-from genlm_backend.model.evaluator import EvaluatorInfo
-from genlm_backend.model.query import Adapter, RowQuery
 from genlm_backend.prefix.budgets import Budgets
 from genlm_backend.prefix.kv_pool import FREE_SLOTS, KVLayout
+from genlm_backend.queries.evaluator import EvaluatorInfo
+from genlm_backend.queries.query import Adapter, RowQuery
 from genlm_backend.runtime.memory import cpu_budget, free_memory
 from genlm_backend.scheduling.local_evaluator import LocalEvaluator
 from genlm_backend.scheduling.prefix_cache import PrefixCache

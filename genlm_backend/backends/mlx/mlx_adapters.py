@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from genlm_backend.errors import AdapterError
-from genlm_backend.model.query import Adapter
+from genlm_backend.queries.query import Adapter
 
 _FILES: Final = ["adapter_config.json", "adapters.safetensors"]
 

@@ -26,10 +26,10 @@ from genlm_backend.backends.mlx.mlx_support import (
     mlx_probe,
 )
 from genlm_backend.errors import OptionError
-from genlm_backend.model.evaluator import EvaluatorInfo
-from genlm_backend.model.query import Adapter
 from genlm_backend.prefix.budgets import Budgets, state_budget
 from genlm_backend.prefix.kv_pool import FREE_SLOTS
+from genlm_backend.queries.evaluator import EvaluatorInfo
+from genlm_backend.queries.query import Adapter
 from genlm_backend.runtime.memory import cpu_budget
 from genlm_backend.scheduling.local_evaluator import LocalEvaluator
 from genlm_backend.scheduling.prefix_cache import PrefixCache

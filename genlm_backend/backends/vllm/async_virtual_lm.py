@@ -25,9 +25,9 @@ from genlm_backend.backends.vllm.vllm_picture_reader import VLLMPictureReader
 from genlm_backend.checks import Check, integer, mapping, optional, switch, text
 from genlm_backend.errors import BatcherClosedError, OptionError
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.context import Context
-from genlm_backend.model.query import Adapter
-from genlm_backend.model.sampling import Sampled
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import Adapter
+from genlm_backend.readouts.sampling import Sampled
 from genlm_backend.runtime.progress import progress_bar
 
 if TYPE_CHECKING:  # it imports vLLM

@@ -34,12 +34,12 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from genlm_backend.backends.vllm.release import let_modules_be_scanned
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.row import Row, rows_of_logits
-from genlm_backend.model.sampling import listed_ids
 from genlm_backend.multimodal.pictures import image_token_id_of
+from genlm_backend.queries.row import Row, rows_of_logits
+from genlm_backend.readouts.sampling import listed_ids
 
 if TYPE_CHECKING:
-    from genlm_backend.model.readout import RowQuestions
+    from genlm_backend.readouts.readout import RowQuestions
 
 # A process of vLLM's imports the program that loads the model first, and what that imports, such as
 # Numba; then its arguments, and so this file; then it scans.

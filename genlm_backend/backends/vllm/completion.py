@@ -8,8 +8,8 @@ from collections.abc import Collection
 from typing import Final, final
 
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.query import RowQuery
-from genlm_backend.model.sampling import Sampled, seed_of
+from genlm_backend.queries.query import RowQuery
+from genlm_backend.readouts.sampling import Sampled, seed_of
 
 LEAST_TEMPERATURE: Final = 0.01
 """The lowest temperature but 0 that vLLM samples at: it takes lower ones for this one."""

@@ -11,7 +11,7 @@ import torch
 from genlm_backend.backends.vllm.release import installed_release
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.model.query import RowQuery
+from genlm_backend.queries.query import RowQuery
 
 _FEWEST: Final = 16
 _ROUNDING: Final = 0.05

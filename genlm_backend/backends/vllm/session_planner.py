@@ -16,9 +16,9 @@ import torch
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.sessions import Placement, SessionTable
 from genlm_backend.errors import EngineDiedError, EvaluationError, QueryDroppedError
-from genlm_backend.model.query import RowQuery
-from genlm_backend.model.readout import RowQuestions
-from genlm_backend.model.scoring import ScoreQuery
+from genlm_backend.queries.query import RowQuery
+from genlm_backend.readouts.readout import RowQuestions
+from genlm_backend.readouts.score_query import ScoreQuery
 
 if TYPE_CHECKING:  # it imports vLLM
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine

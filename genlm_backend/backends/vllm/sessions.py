@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from genlm_backend.common_prefix import common_length
-from genlm_backend.model.query import RowQuery
+from genlm_backend.queries.query import RowQuery
 
 
 @final

@@ -38,10 +38,10 @@ from genlm_backend.errors import (
     OptionTypeError,
     UnsupportedModelError,
 )
-from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.model.readout import RowQuestions
-from genlm_backend.model.scoring import ScoreQuery
 from genlm_backend.multimodal.pictures import Pictures
+from genlm_backend.queries.query import Adapter, RowQuery
+from genlm_backend.readouts.readout import RowQuestions
+from genlm_backend.readouts.score_query import ScoreQuery
 
 _WAIT = 0.1
 """Seconds to wait for the outputs of a core in another process at each step."""

@@ -11,19 +11,17 @@ import torch
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
-from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
-from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.model.readout import RowQuestions
-from genlm_backend.model.row import Row, rows_on, rows_without, stacked
-from genlm_backend.model.scoring import (
+from genlm_backend.prefix.tiers import TierName
+from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.queries.query import Adapter, Query, Result, RowQuery
+from genlm_backend.queries.row import Row, rows_on, rows_without, stacked
+from genlm_backend.readouts.readout import RowQuestions
+from genlm_backend.readouts.score_query import (
     NO_EXTRAS,
-    Query,
-    Result,
     ScoreExtras,
     ScoreQuery,
     scores_of_rows,
 )
-from genlm_backend.prefix.tiers import TierName
 from genlm_backend.runtime.blocking import result_of
 
 if TYPE_CHECKING:  # it imports vLLM

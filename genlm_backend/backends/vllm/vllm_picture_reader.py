@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from genlm_backend.errors import PictureError
-from genlm_backend.model.context import Context, ContextFactory
 from genlm_backend.multimodal.pictures import (
     Pictures,
     check_fits,
@@ -19,6 +18,7 @@ from genlm_backend.multimodal.pictures import (
     codes,
     read_images,
 )
+from genlm_backend.queries.context import Context, ContextFactory
 from genlm_backend.tokenization.bos import without_bos
 
 if TYPE_CHECKING:  # it imports vLLM

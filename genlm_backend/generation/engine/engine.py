@@ -28,7 +28,7 @@ from genlm_backend.generation.generated import GeneratedElements, Generation
 from genlm_backend.generation.generation import check_streamable, make_config
 from genlm_backend.generation.prompt import Chat, check_is_ids, check_texts, is_chat
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.query import TokenIds
+from genlm_backend.queries.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.forks import OfOneProcess, ProcessLock

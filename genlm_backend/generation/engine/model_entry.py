@@ -37,7 +37,7 @@ from genlm_backend.generation.generation import make_drafts
 from genlm_backend.generation.prompt import Chat, Prompt, ids_of
 from genlm_backend.generation.text_sequence import TextSequence
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.query import TokenIds
+from genlm_backend.queries.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.forks import ProcessLock
 

@@ -16,9 +16,9 @@ from genlm_backend.backends.loading import explained
 from genlm_backend.batching import BatchPolicy
 from genlm_backend.checks import Check, instance, integer, listed, number
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.model.query import RowQuery
 from genlm_backend.prefix.codecs import KVCacheDtype
+from genlm_backend.queries.evaluator import Evaluator, EvaluatorInfo
+from genlm_backend.queries.query import RowQuery
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
 from genlm_backend.remote.ray_evaluator import RayEvaluator, connect
 from genlm_backend.remote.replicas.replica_batcher import ReplicaBatcher

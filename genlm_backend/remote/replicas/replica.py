@@ -12,11 +12,10 @@ from typing import Any, Final, final
 
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.errors import BatcherClosedError, EngineDiedError, QueryDroppedError
-from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
-from genlm_backend.model.query import Adapter
 from genlm_backend.model.result_collector import AdapterNames, ResultCollector
-from genlm_backend.model.row import Row, RowCache
-from genlm_backend.model.scoring import Query
+from genlm_backend.queries.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
+from genlm_backend.queries.query import Adapter, Query
+from genlm_backend.queries.row import Row, RowCache
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any, Final, final
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import EngineDiedError
-from genlm_backend.model.evaluator import EvaluatorInfo
-from genlm_backend.model.scoring import Query
+from genlm_backend.queries.evaluator import EvaluatorInfo
+from genlm_backend.queries.query import Query
 from genlm_backend.remote.replicas.replica import NotAskedError, Replica
 from genlm_backend.remote.replicas.router import Choice, Router
 from genlm_backend.runtime.background_loop import BackgroundLoop

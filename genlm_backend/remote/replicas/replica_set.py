@@ -12,17 +12,17 @@ import torch
 
 from genlm_backend.batching import BatchPolicy
 from genlm_backend.errors import EngineDiedError, ModelStateError, OptionError
-from genlm_backend.model.evaluator import (
+from genlm_backend.model.result_collector import AdapterNames
+from genlm_backend.multimodal.pictures import PictureRules
+from genlm_backend.prefix.tiers import TierName
+from genlm_backend.queries.evaluator import (
     Evaluator,
     EvaluatorCounts,
     EvaluatorInfo,
     RestartableEvaluator,
 )
-from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.model.result_collector import AdapterNames
-from genlm_backend.model.row import Row, RowCache
-from genlm_backend.multimodal.pictures import PictureRules
-from genlm_backend.prefix.tiers import TierName
+from genlm_backend.queries.query import Adapter, RowQuery
+from genlm_backend.queries.row import Row, RowCache
 from genlm_backend.remote.replicas.replica import Replica
 
 T = TypeVar("T")

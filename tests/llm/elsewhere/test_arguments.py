@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm import ProcessEvaluator, RowQuery
-from genlm_backend.model.context import ContextFactory
+from genlm_backend.queries.context import ContextFactory
 from genlm_backend.remote import arguments
 from genlm_backend.remote.channel import Channel
 from tests.llm import toy

@@ -22,9 +22,9 @@ from genlm_backend.llm import (
     RowQuery,
     StatelessEvaluator,
 )
-from genlm_backend.model.draw import Draw
-from genlm_backend.model.readout import answers_by_rows
-from genlm_backend.model.sample_readout import SampleReadout
+from genlm_backend.readouts.draw import Draw
+from genlm_backend.readouts.readout import answers_by_rows
+from genlm_backend.readouts.sample_readout import SampleReadout
 from tests.llm.elsewhere.over_there import word_tokenizer
 from tests.llm.toy import VOCAB
 

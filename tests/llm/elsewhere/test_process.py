@@ -23,7 +23,7 @@ from genlm_backend.errors import (
     TokenizerDecodeError,
 )
 from genlm_backend.llm import BatchedLM, ProcessEvaluator
-from genlm_backend.model.row import table_of
+from genlm_backend.queries.row import table_of
 from genlm_backend.remote.messages import PackedError
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere import over_there

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from genlm_backend.backends.hf.cascade_attention import UncachedAttention
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.model.context import of_no_model
-from genlm_backend.model.query import RowQuery
-from genlm_backend.model.row import rows_of_logits, scores_of_logits
-from genlm_backend.model.scoring import ScoreQuery
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool
+from genlm_backend.queries.context import of_no_model
+from genlm_backend.queries.query import RowQuery
+from genlm_backend.queries.row import rows_of_logits, scores_of_logits
+from genlm_backend.readouts.score_query import ScoreQuery
 from genlm_backend.scheduling.forwards import Forwards
 from genlm_backend.scheduling.prefill_plan import CostModel
 from genlm_backend.scheduling.prefix_cache import PrefixCache

@@ -12,10 +12,10 @@ from genlm_backend import ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm_backend.attention import cascade_plan as sharing
 from genlm_backend.attention.torch import fused, torch_operators
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
-from genlm_backend.model.query import RowQuery
-from genlm_backend.model.sample_readout import SampleReadout, SamplingFilter
-from genlm_backend.model.scoring import ScoreQuery
-from genlm_backend.model.token_readouts import Entropy, Masses, Top
+from genlm_backend.queries.query import RowQuery
+from genlm_backend.readouts.sample_readout import SampleReadout, SamplingFilter
+from genlm_backend.readouts.score_query import ScoreQuery
+from genlm_backend.readouts.token_readouts import Entropy, Masses, Top
 from tests.llm import families
 from tests.llm.conftest import fresh_row
 from tests.pretend_device import DEVICE, OnDevice, moved, pretending

@@ -163,7 +163,7 @@ def test_fused_kernels_are_torchs(dtype, width):
 @pytest.mark.parametrize("undefined", [(), (3, 700)])
 def test_rows_of_logits(dtype, undefined):
     """Rows and scores of logits on the device are those of the processor's."""
-    from genlm_backend.model.row import rows_of_logits, scores_of_logits
+    from genlm_backend.queries.row import rows_of_logits, scores_of_logits
 
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(9, 1000, generator=generator, dtype=torch.float32)

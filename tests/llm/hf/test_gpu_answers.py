@@ -12,9 +12,9 @@ from huggingface_hub.errors import StrictDataclassError
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import cuda_graph_runner
 from genlm_backend.generation import generate
-from genlm_backend.model.query import RowQuery
-from genlm_backend.model.sample_readout import SampleReadout, SamplingFilter
-from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
+from genlm_backend.queries.query import RowQuery
+from genlm_backend.readouts.sample_readout import SampleReadout, SamplingFilter
+from genlm_backend.readouts.token_readouts import Chosen, Entropy, Masses, Top
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 from tests.llm.hf.pictured import MANY, family, plain_row, prompt_of

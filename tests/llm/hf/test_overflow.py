@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.model.row import rows_of_logits
+from genlm_backend.queries.row import rows_of_logits
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.fake_runner import (

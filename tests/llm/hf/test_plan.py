@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.model.context import of_no_model
 from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.prefix.slot_allocator import SlotAllocator
+from genlm_backend.queries.context import of_no_model
 from genlm_backend.scheduling.prefill_plan import (
     CostModel,
     Size,

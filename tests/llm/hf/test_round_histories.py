@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from genlm_backend.attention.cascade_plan import CascadePlan
 from genlm_backend.backends.hf.cascade_attention import UncachedAttention
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.model.context import of_no_model
-from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.model.scoring import ScoreQuery
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.prefix.slot_allocator import SlotAllocator
+from genlm_backend.queries.context import of_no_model
+from genlm_backend.queries.query import Adapter, RowQuery
+from genlm_backend.readouts.score_query import ScoreQuery
 from genlm_backend.scheduling.prefix_cache import PrefixCache
 from tests.llm.hf.fake_runner import VOCAB, FakeRunner, logprobs_after, passes_over
 from tests.llm.hf.paths_of import read_by_row

@@ -16,7 +16,7 @@ from genlm_backend.backends.hf import (
 )
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.errors import ModelStateError
-from genlm_backend.model.query import RowQuery
+from genlm_backend.queries.query import RowQuery
 from tests.llm import families
 from tests.llm.conftest import fresh_row
 from tests.llm.hf.strict_recorder import StrictRecorder, as_operator

@@ -13,7 +13,7 @@ import torch
 from genlm_backend import load_model_by_name
 from genlm_backend.errors import EngineDiedError, PrefixFileError
 from genlm_backend.llm import AsyncReplicas, ProcessEvaluator
-from genlm_backend.model.query import RowQuery
+from genlm_backend.queries.query import RowQuery
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere.over_there import Told, saved
 from tests.llm.elsewhere.test_process import close_to, is_there, nothing_is_left, until

@@ -24,7 +24,7 @@ from genlm_backend.errors import (
     QueryDroppedError,
 )
 from genlm_backend.llm import AsyncReplicas, EvaluatorInfo, RestartableEvaluator, RowQuery
-from genlm_backend.model.evaluator import EvaluatorCounts
+from genlm_backend.queries.evaluator import EvaluatorCounts
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere.over_there import Told
 from tests.llm.elsewhere.test_process import close_to, nothing_is_left, until

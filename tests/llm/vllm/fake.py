@@ -7,8 +7,8 @@ import torch
 from genlm_backend.backends.mock import MockEvaluator
 from genlm_backend.backends.vllm.session_planner import Scored
 from genlm_backend.errors import AdapterError
-from genlm_backend.model.query import NO_QUERY, RowQuery
-from genlm_backend.model.sampling import Sampler
+from genlm_backend.queries.query import NO_QUERY, RowQuery
+from genlm_backend.readouts.sampling import Sampler
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 

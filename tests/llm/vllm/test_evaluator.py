@@ -11,10 +11,10 @@ from genlm_backend.errors import (
     BatcherClosedError,
     UnknownAdapterError,
 )
-from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import ScoreExtras, ScoreQuery
-from genlm_backend.model.token_readouts import Entropy
+from genlm_backend.queries.query import Adapter, RowQuery
+from genlm_backend.queries.row import Row
+from genlm_backend.readouts.score_query import ScoreExtras, ScoreQuery
+from genlm_backend.readouts.token_readouts import Entropy
 from tests.llm import families
 from tests.llm.vllm.fake import FakeEngine
 

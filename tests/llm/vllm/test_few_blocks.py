@@ -10,7 +10,7 @@ import torch
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.errors import AdapterError, QueryDroppedError
-from genlm_backend.model.query import RowQuery
+from genlm_backend.queries.query import RowQuery
 from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
 from tests.llm.vllm import real

@@ -10,7 +10,7 @@ import torch
 
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.errors import AdapterError, UnknownAdapterError
-from genlm_backend.model.query import Adapter
+from genlm_backend.queries.query import Adapter
 from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
 from tests.llm.vllm import adapters, real

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from genlm_backend import AsyncVirtualLM, MockAsyncLM
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.query import RowQuery
-from genlm_backend.model.token_readouts import Entropy
+from genlm_backend.queries.query import RowQuery
+from genlm_backend.readouts.token_readouts import Entropy
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import integer, number, sequence, shown
 from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
-from genlm_backend.model.query import check_known_ids
-from genlm_backend.model.row import spare_memory
+from genlm_backend.queries.query import check_known_ids
+from genlm_backend.queries.row import spare_memory
 
 Floats: TypeAlias = NDArray[np.float32]
 Doubles: TypeAlias = NDArray[np.float64]

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import function, integer, listed, sequence, shown
 from genlm_backend.errors import OptionTypeError
-from genlm_backend.model.draw import as_ids_or_bools, packed_mask
-from genlm_backend.model.query import RowQuery, check_known_ids
-from genlm_backend.model.readout import Readout, is_own
-from genlm_backend.model.row import spare_memory
+from genlm_backend.queries.query import RowQuery, check_known_ids
+from genlm_backend.queries.row import spare_memory
+from genlm_backend.readouts.draw import as_ids_or_bools, packed_mask
+from genlm_backend.readouts.readout import Readout, is_own
 
 
 class _TopFields(NamedTuple):

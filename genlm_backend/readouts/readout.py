@@ -7,22 +7,19 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast, final
+from typing import Any, ClassVar, Final, NamedTuple, cast, final
 
 import torch
 
 from genlm_backend.batching.pending_batch import presentable
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
-from genlm_backend.model.context import Context
-from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.model.row import Row, rows_without, stacked
-
-if TYPE_CHECKING:
-    from genlm_backend.model.scoring import Query
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import Adapter, Query, RowQuery
+from genlm_backend.queries.row import Row, rows_without, stacked
 
 
-class Readout(abc.ABC):
+class Readout(Query):
     """A question whose answer is a function of the row behind a context.
 
     It is asked in the batches of other questions, and answered on the device of the row. A kind of
@@ -31,26 +28,13 @@ class Readout(abc.ABC):
 
     Attributes:
         query: The context, and the adapter to read it with.
-        wanted: The answer, as errors say it.
-        targets: No tokens: no text is scored.
-        num_targets: Their number.
-        beside: What is told of them beside their scores; ``None`` where there are none.
-        needs_row: Whether its answer is made of rows, where these are.
-        is_cacheable: Whether its answer is a row that may be kept.
-        weight: How much it counts for in a batch.
         modifies_rows: Whether ``of_rows`` may modify its rows: they are a copy then.
     """
 
     __slots__ = ()
 
     query: RowQuery
-    wanted: ClassVar[str]
-    targets: ClassVar[tuple[int, ...]] = ()
-    num_targets: ClassVar[int] = 0
-    beside: ClassVar[None] = None
     needs_row: ClassVar[bool] = True
-    is_cacheable: ClassVar[bool] = False
-    weight: ClassVar[float] = 1.0
     modifies_rows: ClassVar[bool] = True
 
     @property
@@ -65,7 +49,7 @@ class Readout(abc.ABC):
 
     @property
     def forward_key(self) -> RowQuery:
-        """The question whose answer is computed for this one: that of the row."""
+        """The query of the row."""
         return self.query
 
     @classmethod

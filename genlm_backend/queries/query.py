@@ -1,14 +1,15 @@
-"""RowQuery: a question to a model, checked before anything is queued."""
+"""Query: what a model is asked, checked before anything is queued; RowQuery: a row."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, ClassVar, Final, NamedTuple, Self, final
+from typing import Any, ClassVar, Final, NamedTuple, Self, TypeAlias, final
 
 from genlm_backend.errors import OptionError
-from genlm_backend.model.context import Context, of_no_model
-from genlm_backend.model.row import Row
+from genlm_backend.queries.context import Context, of_no_model
+from genlm_backend.queries.row import Row
 
 TokenIds = Iterable[int]
 """A context: a ``Context``, or token ids as Python or NumPy integers or a 1-D integer array."""
@@ -29,8 +30,51 @@ class Adapter(NamedTuple):
     number: int
 
 
+Result: TypeAlias = Any
+"""The result of a query: a ``Row``, scores of a text, of a readout what its kind says."""
+
+
+class Query(abc.ABC):
+    """What a model is asked: a context's row, a text's scores, or what is read off a row.
+
+    Equal queries have equal results.
+
+    Attributes:
+        context: The tokens that the model has to read.
+        adapter: The adapter to read them with; ``None`` for the base model.
+        wanted: The result, as errors say it.
+        targets: The tokens of a text whose log-probabilities are wanted.
+        num_targets: Their number.
+        beside: What is told of them beside their scores; ``None`` where there are none.
+        needs_row: Whether the result is made of rows, where these are.
+        is_cacheable: Whether the result is a row that may be cached.
+        weight: How much it counts for in a batch.
+    """
+
+    __slots__ = ()
+
+    context: Context
+    adapter: Adapter | None
+    wanted: ClassVar[str]
+    targets: ClassVar[tuple[int, ...]] = ()
+    num_targets: ClassVar[int] = 0
+    beside: ClassVar[Any] = None
+    needs_row: ClassVar[bool] = False
+    is_cacheable: ClassVar[bool] = False
+    weight: ClassVar[float] = 1.0
+
+    @property
+    @abc.abstractmethod
+    def forward_key(self) -> Query:
+        """The query whose result is computed for this one."""
+
+    @abc.abstractmethod
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` is a result of this query, of a vocabulary of that size."""
+
+
 @final
-class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes]):
+class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes], Query):
     """A context and the adapter to read it with. Equal queries have equal answers.
 
     Immutable. It is a tuple of the adapter and of the context's bytes, whose hashes Python keeps,
@@ -41,29 +85,15 @@ class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes]):
         context: The whole context.
         adapter: The adapter, or ``None`` for the base model; contexts of different adapters share
             no keys and values.
-        targets: No tokens: a row is wanted, and no score.
-        num_targets: Their number.
-        beside: What is told of them beside their scores; ``None`` where there are none.
-        needs_row: Whether its answer is made of rows, where these are: the row itself is none.
-        is_cacheable: Whether its answer is a row that may be kept.
-        weight: How much it counts for in a batch.
-        wanted: The answer, as errors say it.
     """
 
-    context: Context
-    adapter: Adapter | None
-    targets: ClassVar[tuple[int, ...]] = ()
-    num_targets: ClassVar[int] = 0
-    beside: ClassVar[None] = None
-    needs_row: ClassVar[bool] = False
     is_cacheable: ClassVar[bool] = True
-    weight: ClassVar[float] = 1.0
     wanted: ClassVar[str] = "a Row of float32 [{vocab_size}] for each query"
 
     def __new__(cls, token_ids: Iterable[int], adapter: Adapter | None = None) -> Self:
         context = token_ids if isinstance(token_ids, Context) else of_no_model(token_ids)
         query = super().__new__(cls, (adapter, context.blocks, context.tail))
-        fields = query.__dict__
+        fields = vars(query)
         fields["context"], fields["adapter"] = context, adapter
         return query
 
@@ -79,7 +109,7 @@ class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes]):
 
     @property
     def forward_key(self) -> RowQuery:
-        """The question whose answer is computed for this one: itself."""
+        """Itself."""
         return self
 
     @cached_property

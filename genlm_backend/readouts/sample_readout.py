@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import checked, integer, listed, number, one_of, switch
 from genlm_backend.errors import EvaluationError, OptionError
-from genlm_backend.model.draw import (
+from genlm_backend.queries.query import RowQuery
+from genlm_backend.queries.row import moved, spare_memory
+from genlm_backend.readouts.draw import (
     TEMPERATURE,
     Doubles,
     Draw,
@@ -27,10 +29,8 @@ from genlm_backend.model.draw import (
     uniform_of,
     weights_of,
 )
-from genlm_backend.model.query import RowQuery
-from genlm_backend.model.readout import Readout
-from genlm_backend.model.row import moved, spare_memory
-from genlm_backend.model.token_readouts import log_sums
+from genlm_backend.readouts.readout import Readout
+from genlm_backend.readouts.token_readouts import log_sums
 
 
 class SamplingFilter(NamedTuple):

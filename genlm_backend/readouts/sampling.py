@@ -8,9 +8,9 @@ from typing import Any, Final, Literal, final
 import numpy as np
 
 from genlm_backend.checks import check_names, checked, integer, optional, sequence, switch
-from genlm_backend.model.draw import TEMPERATURE
-from genlm_backend.model.query import RowQuery, check_known_ids
-from genlm_backend.model.sample_readout import SampleReadout
+from genlm_backend.queries.query import RowQuery, check_known_ids
+from genlm_backend.readouts.draw import TEMPERATURE
+from genlm_backend.readouts.sample_readout import SampleReadout
 
 
 @final

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
 
 from genlm_backend.checks import integer, listed, switch
 from genlm_backend.errors import OptionError
-from genlm_backend.model.context import Context, ContextFactory, is_one_context
-from genlm_backend.model.query import Adapter, RowQuery
-from genlm_backend.model.readout import Readout
-from genlm_backend.model.token_readouts import Entropy, Masses, Top, log_sums, packed_groups
+from genlm_backend.queries.context import Context, ContextFactory, is_one_context
+from genlm_backend.queries.query import Adapter, Query, RowQuery
+from genlm_backend.readouts.token_readouts import Entropy, Masses, Top, log_sums, packed_groups
 from genlm_backend.tokenization import Alphabet
 
 
@@ -155,7 +154,7 @@ TOKENS_PER_ROW: Final = 200
 
 @final
 @dataclass(frozen=True, slots=True)
-class ScoreQuery:
+class ScoreQuery(Query):
     """A text and the token from which on it is scored. Equal scorings have equal answers.
 
     The answer is float32 ``[num_targets]``: for each token from ``start`` on, the log-probability
@@ -168,13 +167,11 @@ class ScoreQuery:
         text: All tokens, prompt and continuation, and the adapter to read them with.
         start: Number of tokens of the prompt; at least 1.
         beside: What is told of each token beside its log-probability.
-        is_cacheable: Whether its answer is a row that may be kept.
     """
 
     text: RowQuery
     start: int
     beside: ScoreExtras = NO_EXTRAS
-    is_cacheable: ClassVar[bool] = False
 
     @property
     def adapter(self) -> Adapter | None:
@@ -230,13 +227,6 @@ class ScoreQuery:
             return answer.dtype is torch.float32 and answer.shape == (self.num_targets,)
         shape = self.num_targets, self.beside.width
         return answer.dtype is torch.float64 and answer.shape == shape
-
-
-Query: TypeAlias = RowQuery | ScoreQuery | Readout
-"""A question to an evaluator: a context's row, a text's scores, or what is read off a row."""
-
-Result: TypeAlias = Any
-"""The answer: a ``Row`` to a query, scores to a scoring, of a readout what its kind says."""
 
 
 def check_scorings(

@@ -1,0 +1,1 @@
+"""Queries to a model: contexts, rows, and the interface of what answers."""

@@ -1,0 +1,1 @@
+"""Readouts: what is read off rows where these are."""
