@@ -1,4 +1,4 @@
-"""What a step of a model with running states costs, beside the model with its own cache."""
+"""What a step of a model with recurrent states costs, beside the model with its own cache."""
 
 from __future__ import annotations
 

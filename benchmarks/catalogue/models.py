@@ -176,7 +176,7 @@ class Dressing(Workload):
 
 
 class RunningStates(Workload):
-    """A step of a model with running states, against the model with its own cache."""
+    """A step of a model with recurrent states, against the model with its own cache."""
 
     name = "running_states"
     variants = (*running_states.SIZES, "choosing")

@@ -39,7 +39,7 @@ class TokenChunk:
 
 
 class BatchStates(abc.ABC):
-    """The running states of the rows of one pass: before it and, once it is made, after it."""
+    """The recurrent states of the rows of one pass: before it and, once it is made, after it."""
 
     @abc.abstractmethod
     def begin(self, layers: list[Any]) -> None:

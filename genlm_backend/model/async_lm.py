@@ -816,7 +816,7 @@ class AsyncLM(Closing):
         """Tokens whose keys and values fit at once; ``None`` where no such memory bounds them.
 
         A context beyond it is still answered, at the cost of computing it again and again. Of a
-        model that has running states alone, it is the number of tokens that can be told apart:
+        model that has recurrent states alone, it is the number of tokens that can be told apart:
         its states have a budget of their own.
         """
         return None

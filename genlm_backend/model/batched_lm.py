@@ -174,7 +174,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         device = "" if self.model_device is None else f" on {self.model_device}"
         capacity, num_states = self.kv_capacity, self._info.num_states
         kept = f"keeps {capacity} tokens" if capacity else "keeps no tokens"
-        states = f" and {num_states} running states" if num_states else ""
+        states = f" and {num_states} recurrent states" if num_states else ""
         died = ", has died" if self._evaluator.has_died else ""
         return f"<{name} of {size} token ids{device}, {kept}{states}{died}>"
 
@@ -423,13 +423,13 @@ class BatchedLM(OfOneProcess, AsyncLM):
         there are several replicas of a model, each of them keeps the prompt.
 
         Raises:
-            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or its running state, of
-                a model that has such, beside those that are pinned.
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or its recurrent state,
+                of a model that has such, beside those that are pinned.
         """
         query = self._query(prompt_tokens, lora_name)
         if not self._call_for(query, lambda: self._evaluator.pin(query)) and self.kv_reuse:
             budget = self._evaluator.counts().state_bytes_budget
-            states = f", or its running state into what is left of state_cache_bytes={budget}"
+            states = f", or its recurrent state into what is left of state_cache_bytes={budget}"
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
                 f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"

@@ -35,7 +35,7 @@ class LMStatistics(Readable, EvaluatorCounts):
         row_bytes_budget: Bytes that they may take.
         kv_bytes_used: Bytes of the cached keys and values.
         kv_bytes_budget: Bytes that they may take.
-        host_bytes_used: Bytes of the keys, values and running states that are kept on the host.
+        host_bytes_used: Bytes of the keys, values and recurrent states that are kept on the host.
         host_bytes_budget: Bytes that they may take.
         num_evicted_rows: Rows dropped to stay within the budget.
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
@@ -43,11 +43,11 @@ class LMStatistics(Readable, EvaluatorCounts):
             transformers and MLX, as far as the last 65,536 or so that were dropped tell.
         num_tokens_to_host: Tokens whose keys and values were moved to the host.
         num_tokens_from_host: Tokens whose keys and values were moved back.
-        state_bytes_used: Bytes of the running states that are kept, of models that have such.
+        state_bytes_used: Bytes of the recurrent states that are kept, of models that have such.
         state_bytes_budget: Bytes that they may take, of ``kv_bytes_budget``.
-        num_evicted_states: Running states dropped to stay within the budget.
-        num_states_to_host: Running states that were moved to the host.
-        num_states_from_host: Running states that were moved back.
+        num_evicted_states: Recurrent states dropped to stay within the budget.
+        num_states_to_host: Recurrent states that were moved to the host.
+        num_states_from_host: Recurrent states that were moved back.
         packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
         num_captured_steps: Forward passes that replayed a captured CUDA graph, of transformers.
     """

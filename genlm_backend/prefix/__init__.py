@@ -1,1 +1,1 @@
-"""Keys, values and running states that have been computed already; no event loop, no model."""
+"""Keys, values and recurrent states that have been computed already; no event loop, no model."""

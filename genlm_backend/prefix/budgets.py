@@ -1,4 +1,4 @@
-"""Budgets: the bytes of keys, values and running states, by default and by options."""
+"""Budgets: the bytes of keys, values and recurrent states, by default and by options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from genlm_backend.runtime.memory import cpu_budget
 CUDA_FRACTION: Final = 0.5
 
 _FEWEST_ROWS: Final = 8
-"""Rows of a pass for which there is always memory for copies of their running states."""
+"""Rows of a pass for which there is always memory for copies of their recurrent states."""
 
 
 @final
@@ -32,7 +32,7 @@ def default_kv_budget(layout: KVLayout) -> int:
     for layer in layout.layers:
         by_device[layer.device] += layer.bytes_per_slot
     size = layout.bytes_per_slot
-    if not layout.layers:  # but running states
+    if not layout.layers:  # but recurrent states
         for tensor in layout.states.tensors:
             by_device[tensor.device] += tensor.nbytes
         size = layout.states.bytes_per_state
@@ -52,7 +52,7 @@ def check_budgets(
     """Check that no option gives bytes to a part of a cache that is off."""
     if state_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
-            "kv_cache_bytes=0 keeps nothing, and so no running states: "
+            "kv_cache_bytes=0 keeps nothing, and so no recurrent states: "
             f"state_cache_bytes={state_cache_bytes} is a part of it"
         )
     if host_cache_bytes and kv_cache_bytes == 0:
@@ -63,11 +63,11 @@ def check_budgets(
 
 
 def state_budget(wanted: int | None, budget: int, size: int, name: str, *, attends: bool) -> int:
-    """Return the bytes that running states may take; 0 of a model that has none."""
+    """Return the bytes that recurrent states may take; 0 of a model that has none."""
     if not size:
         if wanted is not None:
             raise OptionError(
-                f"state_cache_bytes={wanted} is for models with running states, and {name} "
+                f"state_cache_bytes={wanted} is for models with recurrent states, and {name} "
                 "keeps keys and values alone: give the bytes to kv_cache_bytes"
             )
         return 0
@@ -80,7 +80,7 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
         )
     if num_bytes < size:
         raise OptionError(
-            f"the running state of {name} behind one token takes {size} bytes, and there are "
+            f"the recurrent state of {name} behind one token takes {size} bytes, and there are "
             f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes, or "
             "kv_cache_bytes=0 to keep nothing"
         )
@@ -88,5 +88,5 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
 
 
 def most_rows(num_states: int) -> int:
-    """Return the most rows of a pass, which takes copies of their running states."""
+    """Return the most rows of a pass, which takes copies of their recurrent states."""
     return max(_FEWEST_ROWS, num_states // 2)

@@ -1,4 +1,4 @@
-"""Running states, which layers of state-space models keep after a token in the place of keys.
+"""Recurrent states, which layers of state-space models keep after a token in the place of keys.
 
 Such a layer has one state after each token, made of the one before, and no part of it belongs to a
 token. So a node of a prefix tree may have a *state*: a snapshot of every such layer after its
@@ -37,7 +37,7 @@ NO_STATE: Final = 0
 @final
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of the running state after one token."""
+    """One tensor of the recurrent state after one token."""
 
     layer: int
     name: str
@@ -66,7 +66,7 @@ class CacheLayer(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The running states of all layers; none if a model has no such layer."""
+    """The recurrent states of all layers; none if a model has no such layer."""
 
     tensors: tuple[StateTensor, ...] = ()
     layers: tuple[CacheLayer, ...] = ()
@@ -85,7 +85,7 @@ class StateLayout:
 
 @final
 class StatePool:
-    """Preallocated running states, by number from 1 on."""
+    """Preallocated recurrent states, by number from 1 on."""
 
     def __init__(self, layout: StateLayout, num_states: int, pins: bool = False) -> None:
         self.layout, self.num_states = layout, num_states
@@ -122,7 +122,7 @@ class StatePool:
 
 @final
 class StateCache:
-    """The running states of nodes, by number, within a fixed budget."""
+    """The recurrent states of nodes, by number, within a fixed budget."""
 
     def __init__(
         self, nodes: Nodes, num_states: int, num_on_host: int = 0, moves: TierCopier | None = None
@@ -362,7 +362,7 @@ class StateCache:
 
 @final
 class HostStateCache:
-    """Running states in host memory, negative in ``Nodes.state``; the least recent go first."""
+    """Recurrent states in host memory, negative in ``Nodes.state``; the least recent go first."""
 
     def __init__(self, nodes: Nodes, num_states: int) -> None:
         self._nodes, self.num_states = nodes, num_states

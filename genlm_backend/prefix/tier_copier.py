@@ -1,4 +1,4 @@
-"""TierCopier: copies keys and values, or running states, between two stores."""
+"""TierCopier: copies keys and values, or recurrent states, between two stores."""
 
 from __future__ import annotations
 

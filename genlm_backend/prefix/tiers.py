@@ -1,4 +1,4 @@
-"""The memories that keys, values and running states are kept in, by name."""
+"""The memories that keys, values and recurrent states are kept in, by name."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class EvaluatorInfo:
         max_length: Longest context that it takes, in tokens; ``None`` where nothing bounds it.
         max_batch_size: Number of queries that it can be asked at once; ``None`` for any number.
         num_slots: Number of tokens whose keys and values it can keep; ``None`` where it keeps none.
-        num_states: Number of running states that it can keep, from which contexts go on; ``None``
+        num_states: Number of recurrent states that it can keep, from which contexts go on; ``None``
             where its model has none.
         num_host_slots: Number of tokens whose keys and values it keeps on the host besides, when
             they have to leave its device; ``None`` where it has no such tier.
@@ -124,17 +124,17 @@ class EvaluatorCounts:
         tokens_reused: Number of tokens whose keys and values were there.
         kv_bytes_used: Bytes of the keys and values that are kept.
         kv_bytes_budget: Bytes that they may take.
-        host_bytes_used: Bytes of keys, values and running states that are kept on the host.
+        host_bytes_used: Bytes of keys, values and recurrent states that are kept on the host.
         host_bytes_budget: Bytes that they may take.
         num_evicted_tokens: Number of tokens whose keys and values had to go for others.
         num_recomputed_tokens: Number of tokens that were computed again after they had to go.
         num_tokens_to_host: Number of tokens whose keys and values went to the host.
         num_tokens_from_host: Number of tokens whose keys and values came back.
-        state_bytes_used: Bytes of the running states that are kept.
+        state_bytes_used: Bytes of the recurrent states that are kept.
         state_bytes_budget: Bytes that they may take, of ``kv_bytes_budget``.
-        num_evicted_states: Number of running states that had to go for others.
-        num_states_to_host: Number of running states that went to the host.
-        num_states_from_host: Number of running states that came back.
+        num_evicted_states: Number of recurrent states that had to go for others.
+        num_states_to_host: Number of recurrent states that went to the host.
+        num_states_from_host: Number of recurrent states that came back.
         packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
         num_captured_steps: Number of these forward passes that replayed a captured CUDA graph.
     """

@@ -127,14 +127,14 @@ def answers_by_rows(
 
 
 @final
-class RowQuestions(NamedTuple):
+class RowQueries(NamedTuple):
     """Questions about each row, for the process that has the rows."""
 
     questions: Sequence[Sequence[Any]]
     undefined_ids: tuple[int, ...] = ()
 
-    def of(self, indices: Sequence[int]) -> RowQuestions:
-        return RowQuestions([self.questions[i] for i in indices], self.undefined_ids)
+    def of(self, indices: Sequence[int]) -> RowQueries:
+        return RowQueries([self.questions[i] for i in indices], self.undefined_ids)
 
     @property
     def has_own(self) -> bool:

@@ -37,7 +37,7 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def running_states(self, layout: Any, before: Sequence[Any] | None) -> BatchStates:
-        """Return the running states of the rows of a pass.
+        """Return the recurrent states of the rows of a pass.
 
         Args:
             layout: Their tensors.

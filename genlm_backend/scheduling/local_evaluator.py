@@ -116,7 +116,7 @@ class LocalEvaluator(Evaluator):
         self._is_room_short = True
         num_states = passes.cache.state_store.num_states
         rooms = [f"the keys and values of {num_slots} tokens"] if num_slots else []
-        rooms += [f"{num_states} running states"] if num_states else []
+        rooms += [f"{num_states} recurrent states"] if num_states else []
         said = (
             f"the cache has room for {' and '.join(rooms)}, and the contexts in use need more: "
             f"{num_again} of {num_computed} tokens were computed again, or could not be kept. "

@@ -107,7 +107,7 @@ class PrefillChunk:
 
 
 class StatePlan(NamedTuple):
-    """How many tokens go on from a running state at once, and whether there is room for few."""
+    """How many tokens go on from a recurrent state at once, and whether there is room for few."""
 
     takes_several_tokens: bool
     is_short: bool = False
@@ -212,7 +212,7 @@ def _add_segments(
 def _chunk(
     segments: list[PrefillChunk], cost: CostModel, states: StatePlan | None
 ) -> list[PrefillChunk]:
-    """Cut segments into chains of bounded size, with running states at likely branches too."""
+    """Cut segments into chains of bounded size, with recurrent states at likely branches too."""
     chunks: list[PrefillChunk] = []
     by_origin: dict[PrefillChunk, list[PrefillChunk]] = {}
     cuts: defaultdict[PrefillChunk, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""PrefixCache: the tree of contexts with their keys, values and running states."""
+"""PrefixCache: the tree of contexts with their keys, values and recurrent states."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_BUDGETS: Final = Budgets()
 
 @final
 class OutOfStates(Exception):
-    """There is no room for a running state that others of the batch go on from."""
+    """There is no room for a recurrent state that others of the batch go on from."""
 
 
 @final
@@ -96,7 +96,7 @@ class PrefixCache:
         return self.store.take(nodes.slot[nodes.path(node)])
 
     def has_state(self, node: int) -> bool:
-        """Return whether a node has a running state, which is on the device from then on."""
+        """Return whether a node has a recurrent state, which is on the device from then on."""
         states = self.tree.states
         return states.fetch(np.array([node], np.int32)) and bool(self.tree.nodes.state[node])
 
@@ -135,7 +135,7 @@ class PrefixCache:
     # ---------------------------------------------------------------- rows of a pass
 
     def states_behind(self, nodes: NDArray[np.int32]) -> BatchStates | None:
-        """Return the running states after nodes: all are roots or none is."""
+        """Return the recurrent states after nodes: all are roots or none is."""
         if not self.state_store.num_states:
             return None
         begins = not self.tree.nodes.depth[nodes].any()

@@ -234,7 +234,7 @@ class Scheduler:
         return _in_halves(questions, self.evaluate, fetched)
 
     def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return where contexts go on: the last node with a running state, or the root."""
+        """Return where contexts go on: the last node with a recurrent state, or the root."""
         nodes = self.tree.states.last(nodes)
         if not self.takes_several_tokens:  # a pass for each may cost more than whole contexts
             num_passes = lengths - self.tree.nodes.depth[nodes]
@@ -317,7 +317,7 @@ class Scheduler:
             for nodes in held.values():
                 self.tree.drop(nodes)
 
-    # ---------------------------------------------------------------- running states
+    # ---------------------------------------------------------------- recurrent states
 
     def _end(self, segment: PrefillChunk) -> int:
         """Return the node at the end of a segment; 0 if another one has its state already."""

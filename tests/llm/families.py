@@ -363,7 +363,7 @@ RUNNING: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     ),
     "falcon_h1": lambda: _config("FalconH1Config", **_MAMBA_2, mamba_d_ssm=64),
 }
-"""Families of which a file in transformers keeps a running state, by the names of their folders."""
+"""Families of which a file in transformers keeps a recurrent state, by their folders' names."""
 
 FEW_RUNNING = ("mamba", "mamba2", "qwen3_next", "lfm2")
 

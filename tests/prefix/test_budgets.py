@@ -1,4 +1,4 @@
-"""Bytes that keys, values and running states may take, counted anew."""
+"""Bytes that keys, values and recurrent states may take, counted anew."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def layer(dim, device):
 
 
 def state(size, device):
-    """A running state of ``4 * size`` bytes."""
+    """A recurrent state of ``4 * size`` bytes."""
     return StateTensor(0, "recurrent_states", 0, (size,), torch.float32, device)
 
 
@@ -72,8 +72,8 @@ def test_nothing_is_a_part_of_nothing(kv, host, states):
     ("wanted", "budget", "size", "attends", "expected"),
     [
         (None, 101, 0, True, 0),
-        (0, 101, 0, True, "for models with running states"),
-        (7, 101, 0, True, "for models with running states"),
+        (0, 101, 0, True, "for models with recurrent states"),
+        (7, 101, 0, True, "for models with recurrent states"),
         (None, 101, 10, True, 50),
         (None, 101, 10, False, 101),
         (None, 20, 10, True, 10),

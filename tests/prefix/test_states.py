@@ -1,4 +1,4 @@
-"""Running states of a prefix tree, against a plain dictionary of whose state each one is."""
+"""Recurrent states of a prefix tree, against a plain dictionary of whose state each one is."""
 
 import math
 from functools import partial

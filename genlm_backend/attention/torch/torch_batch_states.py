@@ -1,4 +1,4 @@
-"""Running states of the rows of a pass, and the cache of transformers that holds them."""
+"""Recurrent states of the rows of a pass, and the cache of transformers that holds them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def empty_layer() -> Any:
 
 @final
 class TorchBatchStates(BatchStates):
-    """The running states of the rows of one pass, before and after it."""
+    """The recurrent states of the rows of one pass, before and after it."""
 
     def __init__(self, layout: StateLayout, before: Sequence[Tensor] | None) -> None:
         self._layout, self._before = layout, before
@@ -82,7 +82,7 @@ class TorchBatchStates(BatchStates):
 
 @final
 class _AttendingStateLayer(LinearAttentionAndFullAttentionLayer):
-    """One layer of a cache that holds keys and values in slots, and running states as well."""
+    """One layer of a cache that holds keys and values in slots, and recurrent states as well."""
 
     def __init__(self, slots: SlotLayer, num_states: int) -> None:
         super().__init__(number_of_states=num_states)

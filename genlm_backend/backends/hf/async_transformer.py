@@ -49,10 +49,10 @@ class AsyncTransformer(ProcessLM):
             or "uint4" (a scale and a zero point for each 32 elements). Tokens attend to what is
             kept, so that a row depends on its context and the format alone, and neither on what is
             cached nor on how the context came to be.
-        host_cache_bytes: Bytes of keys, values and running states to keep in the memory of the
+        host_cache_bytes: Bytes of keys, values and recurrent states to keep in the memory of the
             host, in the same format, when they have to leave a device for others; they are fetched
             when a context wants them. On CUDA the memory is pinned, and taken at once.
-        state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep running states in, of a
+        state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep recurrent states in, of a
             model that has such layers (Mamba, Gated DeltaNet, …). Default: half of them, or all
             where no layer attends.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.

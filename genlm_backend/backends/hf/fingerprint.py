@@ -44,7 +44,7 @@ class Fingerprint:
         if layout.states:
             dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in layout.states.tensors}
             size = layout.states.bytes_per_state
-            layers.append(f"a running state of {size} bytes of {' and '.join(sorted(dtypes))}")
+            layers.append(f"a recurrent state of {size} bytes of {' and '.join(sorted(dtypes))}")
         config_digest = hashlib.sha256(text.encode()).hexdigest()
         return cls(config_digest, weights, adapter, "; ".join(layers))
 

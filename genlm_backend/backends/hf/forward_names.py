@@ -1,8 +1,8 @@
 """Names of what a model's ``forward`` takes, and of the cache among that and in what it returns.
 
 Transformers names a cache ``cache`` from release 5.24 on; before, most models named it
-``past_key_values``, and some that keep running states alone ``cache_params``. Code that comes with
-a checkpoint goes on naming it as it did.
+``past_key_values``, and some that keep recurrent states alone ``cache_params``. Code that comes
+with a checkpoint goes on naming it as it did.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def layout_of(
         return support.layout
     why = f"runs every context whole: {support.reason}" if support.reason else ""
     if not support.reason and not support.layout.layers:
-        why = "has running states alone, which stay as they are"
+        why = "has recurrent states alone, which stay as they are"
     if why:
         raise OptionError(
             f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
@@ -121,7 +121,7 @@ def hf_prefix_cache(
 def _check_nothing_wanted(wanted: HFOptions, name: str, reason: str) -> None:
     for option, value, kind in (
         ("host_cache_bytes", wanted.host_cache_bytes or None, "whose keys and values are kept"),
-        ("state_cache_bytes", wanted.state_cache_bytes, "with running states that are kept"),
+        ("state_cache_bytes", wanted.state_cache_bytes, "with recurrent states that are kept"),
     ):
         if value is not None:
             raise OptionError(
@@ -135,7 +135,7 @@ def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
     num_bytes = host // 2 if attends else host
     if host and num_bytes < size:
         raise OptionError(
-            f"the running state of {name} behind one token takes {size} bytes, and of "
+            f"the recurrent state of {name} behind one token takes {size} bytes, and of "
             f"host_cache_bytes={host} there are {num_bytes} for such"
             f"{' (half of them)' if attends else ''}: give more to it"
         )

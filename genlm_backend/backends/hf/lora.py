@@ -204,7 +204,7 @@ def _inconsistency(model: Any, is_cached: bool) -> float:
         kept |= given_cache(model, returned_cache(_outputs(model, 1, 4, use_cache=True)))
         _outputs(model, 4, 5, **kept)
         one_by_one = _outputs(model, 5, 6, **kept).logits[0, -1]
-        # Some models with running states go on by one token alone, and others by two.
+        # Some models with recurrent states go on by one token alone, and others by two.
         differences.append(min(_difference(row, longer[-1]) for row in (at_once, one_by_one)))
     return max(differences)
 

@@ -118,7 +118,7 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
     states = [tensors[f"state.{number}"] for number in range(len(layout.states.tensors))]
     num_resumed = int(tensors["num_resumed"]) if states else token_ids.numel()
     if states and not 0 < num_resumed <= token_ids.numel():
-        raise PrefixFileError(f"{path} has a running state behind none of its tokens")
+        raise PrefixFileError(f"{path} has a recurrent state behind none of its tokens")
     return Prefix(tuple(token_ids.tolist()), codes, states, num_resumed)
 
 
@@ -203,7 +203,7 @@ class PrefixFiles:
             )
         if not cache.fill(ids, prefix.codes, prefix.states, prefix.num_resumed, adapter):
             of_states = (
-                f" or their running state into state_cache_bytes={cache.budgets.states},"
+                f" or their recurrent state into state_cache_bytes={cache.budgets.states},"
                 if cache.budgets.states
                 else ""
             )

@@ -1,4 +1,4 @@
-"""Passes of a trial, of contexts in no tree: what they have cached, and running states.
+"""Passes of a trial, of contexts in no tree: what they have cached, and recurrent states.
 
 They are those of any library: a runner makes the states of a pass, and a store keeps them.
 """
@@ -69,7 +69,7 @@ class Begun:
 
 @final
 class StateTrial:
-    """Passes of a model with running states, whose rows have as many new tokens each."""
+    """Passes of a model with recurrent states, whose rows have as many new tokens each."""
 
     def __init__(self, runner: Runner, states: Any, attention: Any) -> None:
         self._runner, self._states, self._attention = runner, states, attention

@@ -314,7 +314,7 @@ def _observe_layout(
 
 
 def _state_tensors(layers: Sequence[Any]) -> tuple[StateTensor, ...]:
-    """The tensors of the running states of one row, as the layers of a cache have them."""
+    """The tensors of the recurrent states of one row, as the layers of a cache have them."""
     found: list[StateTensor] = []
     for number, layer in enumerate(layers):
         for name in ("conv_states", "recurrent_states"):

@@ -38,7 +38,7 @@ class AsyncLlamaCppLM(ProcessLM):
     model. The keys and values of every prefix seen are kept in llama.cpp's unified cache, within a
     budget, and are reused token by token: a fork of a context copies nothing. At most 255 contexts
     that differ are kept at a time, by the number of llama.cpp's sequences; the least recently used
-    ones go first, and are computed again when they are asked for. Of models with running states
+    ones go first, and are computed again when they are asked for. Of models with recurrent states
     (Mamba and hybrids) a context goes on from the last token behind which there is one, as it is
     behind each context that was asked. ``add_new_lora`` takes adapters in GGUF files. It needs the
     extra ``llama-cpp``.
@@ -46,10 +46,10 @@ class AsyncLlamaCppLM(ProcessLM):
     Args:
         model_path: The GGUF file, or the first one of a model in several files.
         batch_size: Number of distinct contexts evaluated at once: at most 127, and half as many as
-            there are running states.
+            there are recurrent states.
         timeout: Seconds that the first query of a batch may wait for others.
         kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp takes at once; 0 keeps
-            none. Running states have half of them, or all where no layer has keys. Default: those
+            none. Recurrent states have half of them, or all where no layer has keys. Default: those
             of 16,384 tokens, or as many as a quarter of the machine's free memory and 4 GiB hold;
             and 1 GiB of states, at most.
         kv_cache_dtype: Number format of keys and values: "float32" or "float16" (the default).

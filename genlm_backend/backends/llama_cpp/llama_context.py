@@ -37,7 +37,7 @@ class OutOfCellsError(EvaluationError):
 class LlamaContext:
     """A context of llama.cpp: cells that its sequences share, in one unified cache."""
 
-    # The first sequences are for contexts. A running state is a cell of its own, which copies
+    # The first sequences are for contexts. A recurrent state is a cell of its own, which copies
     # share, after a sequence's last token; llama.cpp cuts no sequence that has one. So sequences of
     # contexts have states only during a pass, and other sequences hold nothing but states.
     def __init__(self, model: GGUFModel, size: ContextSize) -> None:
@@ -88,17 +88,17 @@ class LlamaContext:
         """Return the position from which on a sequence has its tokens in every layer."""
         return int(self._lib.llama_memory_seq_pos_min(self._memory, sequence))
 
-    # ---------------------------------------------------------------- running states
+    # ---------------------------------------------------------------- recurrent states
 
     def copy_state(self, source: int, sequence: int) -> None:
-        """Give a sequence the running state of another one, and nothing else of it."""
+        """Give a sequence the recurrent state of another one, and nothing else of it."""
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, 0, 0)
 
     @contextlib.contextmanager
     def in_states(
         self, rows: NDArray[np.int64], before: NDArray[np.int64] | None
     ) -> Iterator[None]:
-        """Have sequences go on from running states, or from none, and have none afterwards."""
+        """Have sequences go on from recurrent states, or from none, and have none afterwards."""
         if not self.model.has_states:
             yield
             return

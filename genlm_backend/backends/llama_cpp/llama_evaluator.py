@@ -172,7 +172,7 @@ class LlamaEvaluator(LocalEvaluator):
         least = counts.total * of_state
         if least > num_bytes:
             raise OptionError(
-                f"the running states of this model take {least} bytes at least, {of_state} for "
+                f"the recurrent states of this model take {least} bytes at least, {of_state} for "
                 f"each of {counts.total} sequences of llama.cpp, and there are {num_bytes}"
                 f"{' (half of kv_cache_bytes)' if parts > 1 else ''}: give "
                 f"kv_cache_bytes={parts * least} or more, or 0 to keep nothing"
@@ -181,7 +181,7 @@ class LlamaEvaluator(LocalEvaluator):
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes that the running states of all sequences take."""
+        """Bytes that the recurrent states of all sequences take."""
         return self._counts.total * self._support.bytes_per_state
 
     # ---------------------------------------------------------------- getting ready

@@ -1,4 +1,4 @@
-"""Running states of a GGUF model, each of which is in a sequence of llama.cpp's."""
+"""Recurrent states of a GGUF model, each of which is in a sequence of llama.cpp's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from genlm_backend.prefix.nodes import Ints
 
 @final
 class SequenceStateLayout(NamedTuple):
-    """The running state after one token."""
+    """The recurrent state after one token."""
 
     bytes_per_state: int
 
 
 @final
 class SequenceStateStore:
-    """Running states by number, as in ``StatePool``: reads and writes numbers of sequences."""
+    """Recurrent states by number, as in ``StatePool``: reads and writes numbers of sequences."""
 
     # Copies of states share their memory.
     def __init__(
@@ -52,7 +52,7 @@ class SequenceStateStore:
 
 @final
 class SequenceRowStates(BatchStates):
-    """The running states of the rows of one pass, by sequences."""
+    """The recurrent states of the rows of one pass, by sequences."""
 
     after: NDArray[np.int64]  # [B]
 

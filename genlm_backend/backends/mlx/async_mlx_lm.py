@@ -24,7 +24,7 @@ class AsyncMlxLM(WholeLM):
 
     All concurrent awaits become padded batched forward passes on one worker thread, which alone
     uses the model; the keys and values of every prefix seen are kept, within a budget, and reused
-    token by token, and so are running states of layers that have such, behind what has been asked.
+    token by token, and so are recurrent states of layers that have such, after what was asked.
     Families of which neither can be kept answer just as well, by running every context whole;
     ``kv_reuse`` tells. ``add_new_lora`` takes adapters that
     ``mlx_lm.lora`` makes. It needs the extra ``mlx``.
@@ -42,7 +42,7 @@ class AsyncMlxLM(WholeLM):
         kv_cache_bytes: Bytes of keys and values to keep, taken as they are used; 0 keeps none.
             Default: a quarter of the machine's free memory up to 4 GiB on the CPU, half of what
             Metal recommends and does not use elsewhere.
-        state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep running states in, of a
+        state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep recurrent states in, of a
             model that has such layers (Mamba, Gated DeltaNet, …). Default: half of them, or all
             where no layer attends.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.

@@ -1,4 +1,4 @@
-"""Running states of the rows of a pass, and the caches of mlx-lm that hold them."""
+"""Recurrent states of the rows of a pass, and the caches of mlx-lm that hold them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def state_caches(caches: Iterable[Any]) -> list[ArraysCache]:
 
 @final
 class MlxBatchStates(BatchStates):
-    """The running states of the rows of one pass, before and after it."""
+    """The recurrent states of the rows of one pass, before and after it."""
 
     def __init__(self, layout: StateLayout, before: Sequence[mx.array] | None) -> None:
         self._layout, self._before = layout, before

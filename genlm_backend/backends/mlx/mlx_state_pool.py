@@ -1,4 +1,4 @@
-"""MlxStatePool: running states in arrays of MLX."""
+"""MlxStatePool: recurrent states in arrays of MLX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIRST_STATES: Final = 16
 @final
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One array of the running state after one token."""
+    """One array of the recurrent state after one token."""
 
     layer: int
     index: int
@@ -35,7 +35,7 @@ class StateArray:
 
 @final
 class MlxStatePool:
-    """Running states by number, as in ``StatePool``; number 0 stands for none."""
+    """Recurrent states by number, as in ``StatePool``; number 0 stands for none."""
 
     def __init__(self, layout: StateLayout, num_states: int) -> None:
         self.layout, self.num_states = layout, num_states
@@ -60,7 +60,7 @@ class MlxStatePool:
         for i, (array, new) in enumerate(zip(self._arrays, states, strict=True)):
             if new.shape != (len(numbers), *array.shape):  # or it would be made to fit
                 raise ModelStateError(
-                    f"the running state of some layer has the shape {new.shape[1:]}, and had "
+                    f"the recurrent state of some layer has the shape {new.shape[1:]}, and had "
                     f"{array.shape} behind other tokens"
                 )
             self._kept[i][places] = new.astype(array.dtype)

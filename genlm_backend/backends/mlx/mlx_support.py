@@ -91,8 +91,8 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
         name = type(runner.model).__name__
         raise UnsupportedModelError(f"{name} does not run on token ids alone: {error}") from error
     # Two short contexts run whole and then from slots, in two steps and padded to one batch, or
-    # from running states (``StateTrial``). A cache is used if its difference is rounding, compared
-    # with that of a wrong token.
+    # from recurrent states (``StateTrial``). A cache is used if its difference is rounding,
+    # compared with that of a wrong token.
     vocab_size = logits.shape[1]
     length = min(_length(runner.model), max_length or 1 << 30)
     if length < 6 or vocab_size < 3:

@@ -39,7 +39,7 @@ from genlm_backend.queries.row import Row, rows_of_logits
 from genlm_backend.readouts.sampling import listed_ids
 
 if TYPE_CHECKING:
-    from genlm_backend.readouts.readout import RowQuestions
+    from genlm_backend.readouts.readout import RowQueries
 
 # A process of vLLM's imports the program that loads the model first, and what that imports, such as
 # Numba; then its arguments, and so this file; then it scans.
@@ -265,7 +265,7 @@ class Core:
             )
         return outputs.outputs
 
-    def take(self, tags: list[str], wanted: RowQuestions | None = None) -> list[Any]:
+    def take(self, tags: list[str], wanted: RowQueries | None = None) -> list[Any]:
         """Return the latest rows of requests, or their readouts; let go of the logits."""
         if self.is_local:
             rows = RowCapture.take_rows(tags)

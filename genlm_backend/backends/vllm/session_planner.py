@@ -17,7 +17,7 @@ from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.sessions import Placement, SessionTable
 from genlm_backend.errors import EngineDiedError, EvaluationError, QueryDroppedError
 from genlm_backend.queries.query import RowQuery
-from genlm_backend.readouts.readout import RowQuestions
+from genlm_backend.readouts.readout import RowQueries
 from genlm_backend.readouts.score_query import ScoreQuery
 
 if TYPE_CHECKING:  # it imports vLLM
@@ -49,7 +49,7 @@ class SessionPlanner:
         self,
         queries: Sequence[RowQuery],
         check_cancelled: Callable[[], None],
-        wanted: RowQuestions | None = None,
+        wanted: RowQueries | None = None,
     ) -> list[Any]:
         """Return the engine's row of each query, in as few parts as it has room for."""
         rows: dict[int, Any] = {}
@@ -63,7 +63,7 @@ class SessionPlanner:
         return [rows[i] for i in range(len(queries))]
 
     def _run_part(
-        self, indices: list[int], placements: list[Placement], wanted: RowQuestions | None
+        self, indices: list[int], placements: list[Placement], wanted: RowQueries | None
     ) -> dict[int, Any]:
         for placement in placements:
             self._engine.add(placement)
@@ -223,7 +223,7 @@ class SessionPlanner:
                 raise QueryDroppedError("nobody waits for the samples any more")
 
         prompts = [*dict.fromkeys(completion.prompt for completion in completions)]
-        self.evaluate(prompts, check_cancelled, RowQuestions([()] * len(prompts)))
+        self.evaluate(prompts, check_cancelled, RowQueries([()] * len(prompts)))
 
     def go_on(self) -> bool:
         """Make a step for the completions, which get its error; return whether any are left."""

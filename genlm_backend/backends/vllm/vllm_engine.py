@@ -40,7 +40,7 @@ from genlm_backend.errors import (
 )
 from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.queries.query import Adapter, RowQuery
-from genlm_backend.readouts.readout import RowQuestions
+from genlm_backend.readouts.readout import RowQueries
 from genlm_backend.readouts.score_query import ScoreQuery
 
 _WAIT = 0.1
@@ -173,7 +173,7 @@ class VLLMEngine:
         self,
         session_ids: list[str],
         relieve: Callable[[], bool],
-        wanted: RowQuestions | None = None,
+        wanted: RowQueries | None = None,
     ) -> dict[str, Any]:
         """Step until each session has a row, or there is no room; return rows or readouts."""
         requests, self._requests = self._requests, []
@@ -471,7 +471,7 @@ def _values_explained() -> Iterator[None]:
 
 
 def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse a model with running states by its configuration, before its weights are loaded."""
+    """Refuse a model with recurrent states by its configuration, before its weights are loaded."""
     own = {field.name for field in fields(EngineArgs)}  # all of vllm.LLM's, but a chat template
     given = {name: value for name, value in arguments.items() if name in own}
     if given.get("hf_overrides", {}) is None:  # which vllm.LLM takes
@@ -485,7 +485,7 @@ def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
         log.removeHandler(nobody)
     if config.is_hybrid or config.is_attention_free:
         raise UnsupportedModelError(
-            f"{config.architecture} has running states, which vLLM does not keep behind each "
+            f"{config.architecture} has recurrent states, which vLLM does not keep behind each "
             "token: its contexts cannot be forked. load_model_by_name(…, backend='hf') runs it"
         )
 

@@ -15,7 +15,7 @@ from genlm_backend.prefix.tiers import TierName
 from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.queries.query import Adapter, Query, Result, RowQuery
 from genlm_backend.queries.row import Row, rows_on, rows_without, stacked
-from genlm_backend.readouts.readout import RowQuestions
+from genlm_backend.readouts.readout import RowQueries
 from genlm_backend.readouts.score_query import (
     NO_EXTRAS,
     ScoreExtras,
@@ -94,7 +94,7 @@ class VLLMEvaluator(Evaluator):
             asked[question.forward_key].append(question)
         if not any(question.needs_row for question in questions):
             return self.planner.evaluate(questions, self.check_cancelled)
-        wanted = RowQuestions([*asked.values()], self.undefined_ids)
+        wanted = RowQueries([*asked.values()], self.undefined_ids)
         found = self.planner.evaluate([*asked], self.check_cancelled, wanted)
         pairs = zip(asked.values(), found, strict=True)
         answer_to = {q: a for own, its in pairs for q, a in zip(own, its, strict=True)}

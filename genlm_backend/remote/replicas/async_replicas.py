@@ -131,7 +131,7 @@ class AsyncReplicas(BatchedLM):
             kv_cache_bytes: Bytes of keys and values that each replica keeps.
             kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
             host_cache_bytes: Bytes that each replica keeps on its host, as there.
-            state_cache_bytes: Bytes of running states that each replica keeps, as there.
+            state_cache_bytes: Bytes of recurrent states that each replica keeps, as there.
             num_threads: Threads of each replica's forward passes on the CPU.
             max_length: The longest context to accept. Default: what the model's config says.
             packs_weights: Whether weights are packed where that is faster, on the CPU.

@@ -288,7 +288,7 @@ def test_steps_of_about_one_length_go_together():
     assert len(plan_groups(sizes, CostModel())) == 1
 
 
-# ---------------------------------------------------------------- running states
+# ---------------------------------------------------------------- recurrent states
 
 
 SEVERAL, BY_ONE = StatePlan(takes_several_tokens=True), StatePlan(takes_several_tokens=False)

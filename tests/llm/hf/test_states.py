@@ -1,4 +1,4 @@
-"""Models whose running states are kept, against the bare model run whole and alone."""
+"""Models whose recurrent states are kept, against the bare model run whole and alone."""
 
 import asyncio
 import copy
@@ -655,7 +655,7 @@ def test_a_model_without_running_states_has_no_bytes_for_them(model):
 
 
 def test_a_model_without_keys_and_values_has_no_options_for_them():
-    with pytest.raises(OptionError, match="MambaForCausalLM has running states alone"):
+    with pytest.raises(OptionError, match="MambaForCausalLM has recurrent states alone"):
         opened("mamba", kv_cache_dtype="int8")
 
 

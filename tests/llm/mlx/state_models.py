@@ -1,4 +1,4 @@
-"""Tiny random models of mlx-lm whose layers keep running states, a function for each family."""
+"""Tiny random models of mlx-lm whose layers keep recurrent states, a function for each family."""
 
 import importlib
 import inspect

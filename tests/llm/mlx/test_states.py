@@ -1,4 +1,4 @@
-"""Running states of models of mlx-lm: rows are those of the model's own forward of the context."""
+"""Recurrent states of models of mlx-lm: rows are those of the model's own forward."""
 
 import asyncio
 import functools

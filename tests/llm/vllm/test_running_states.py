@@ -1,4 +1,4 @@
-"""A model with running states is refused before its weights are loaded, and disturbs nobody."""
+"""A model with recurrent states is refused before its weights are loaded, and disturbs nobody."""
 
 import psutil
 import pytest
@@ -36,7 +36,7 @@ def test_a_model_with_running_states_is_refused(monkeypatch, tmp_path, family, i
     families.make(family).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()  # it would not get so far
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(UnsupportedModelError, match=r"running states.* backend='hf'"):
+    with pytest.raises(UnsupportedModelError, match=r"recurrent states.* backend='hf'"):
         AsyncVirtualLM.from_name(str(tmp_path), real.TINY_OPTIONS)
     assert set(psutil.Process().children(recursive=True)) == before
 
