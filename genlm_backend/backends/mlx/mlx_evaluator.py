@@ -163,7 +163,7 @@ def mlx_prefix_cache(
     if support.reason:
         if state_bytes is not None:
             raise OptionError(
-                f"state_cache_bytes={state_bytes} is for models whose recurrent states are cached, and "
+                f"state_cache_bytes={state_bytes} is for models with cached recurrent states, and "
                 f"{name} runs every context whole: {support.reason}"
             )
         return None
