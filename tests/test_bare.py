@@ -51,7 +51,6 @@ NEEDS_AN_EXTRA = {
     "genlm_backend.backends.hf.decode_kernels",
     "genlm_backend.backends.mlx.mlx_evaluator",
     "genlm_backend.backends.mlx.mlx_runner",
-    "genlm_backend.backends.mlx.mlx_state_pool",
     "genlm_backend.backends.mlx.mlx_kv_pool",
     "genlm_backend.backends.mlx.mlx_support",
     "genlm_backend.backends.vllm.capture",

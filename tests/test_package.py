@@ -205,7 +205,6 @@ ARROWS = {
         for line in """\
 errors:
 lazy:
-common_prefix:
 readable:
 checks:
 command_line: backends generation scoring
@@ -220,17 +219,16 @@ readouts: batching checks queries tokenization
 model: batching checks prefix queries readable readouts runtime tokenization
 attention: prefix runtime
 attention.torch: attention multimodal prefix
-scheduling: attention attention.torch common_prefix multimodal prefix queries readouts runtime
+scheduling: attention attention.torch multimodal prefix queries readouts runtime
 remote: checks model multimodal prefix queries readouts runtime
 backends: checks model queries readouts runtime tokenization
 backends.hf: attention attention.torch backends checks model multimodal prefix queries readouts \
     remote runtime scheduling tokenization
 backends.mlx: attention backends backends.hf checks model prefix queries runtime scheduling
-backends.vllm: backends checks common_prefix model multimodal prefix queries readouts runtime \
-    tokenization
+backends.vllm: backends checks model multimodal prefix queries readouts runtime tokenization
 backends.llama_cpp: attention backends checks model prefix queries remote runtime scheduling
-remote.replicas: backends backends.hf batching checks common_prefix model multimodal prefix \
-    queries remote runtime
+remote.replicas: backends backends.hf batching checks model multimodal prefix queries remote \
+    runtime
 llm: backends backends.hf backends.llama_cpp backends.mlx backends.vllm lazy model queries \
     readouts remote remote.replicas
 generation: backends checks lazy llm model queries readable readouts runtime tokenization
@@ -246,7 +244,7 @@ OTHERS = {"vllm", "mlx"}
 PLAIN = {"torch", "numpy", *BACKENDS}
 FORBIDDEN = {
     **dict.fromkeys(ARROWS, BACKENDS),
-    **dict.fromkeys(("errors", "lazy", "common_prefix", "readable", "command_line"), PLAIN),
+    **dict.fromkeys(("errors", "lazy", "queries.context", "readable", "command_line"), PLAIN),
     **dict.fromkeys(("batching", "llm"), PLAIN),
     **dict.fromkeys(("runtime", "attention.torch", "backends", "backends.hf"), OTHERS),
     **dict.fromkeys(("backends.llama_cpp", "generation"), OTHERS),  # chats by transformers

@@ -18,10 +18,15 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, final
 
 import torch
 
-from genlm_backend.attention.array_ops import A, ArrayOps
 from genlm_backend.attention.cascade_plan import CascadePlan, PlanDelta, SharedPrefix
 from genlm_backend.attention.forward_batch import ForwardBatch
-from genlm_backend.attention.softmax_attention import AttentionState, SoftmaxAttention, join_rows
+from genlm_backend.attention.softmax_attention import (
+    A,
+    ArrayOps,
+    AttentionState,
+    SoftmaxAttention,
+    join_rows,
+)
 from genlm_backend.errors import ModelStateError
 
 LONG_COPY: Final = 4096

@@ -21,7 +21,7 @@ from genlm_backend.checks import (
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.model.lm_statistics import LMStatistics
-from genlm_backend.prefix.tiers import TierName
+from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.context import Context, ContextFactory, listed_contexts
 from genlm_backend.queries.query import NO_QUERY, UNKNOWN_ADAPTER, RowQuery, TokenIds
 from genlm_backend.readouts.draw import (

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
 
 import torch
 
@@ -41,7 +41,7 @@ from genlm_backend.model.result_collector import (
     ResultCollector,
     check_adapter_name,
 )
-from genlm_backend.prefix.tiers import TierName, check_tier
+from genlm_backend.prefix.budgets import TierName, check_tier
 from genlm_backend.queries.context import Context, listed_contexts
 from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.queries.query import Adapter, Query, RowQuery, TokenIds
@@ -642,3 +642,18 @@ def _check_writable(path: Path) -> None:
         raise OSError(errno.EINVAL, "is a device or a pipe, and no file", str(path))
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, "files cannot be made in", str(path.parent))
+
+
+class WholeLM(BatchedLM):
+    """A model whose evaluator has ``evaluate_whole``."""
+
+    def next_token_logprobs_uncached(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the row of a context run whole and alone, past every cache: float32 ``[vocab]``.
+
+        For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
+        """
+        query, evaluator = self._query(token_ids, lora_name), cast(Any, self._evaluator)
+        row = self._call_for(query, lambda: evaluator.evaluate_whole(query))
+        return self._answering.defined(row).copy_logprobs(self.output_device)

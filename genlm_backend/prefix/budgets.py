@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Final, NamedTuple, final
+from typing import Final, Literal, NamedTuple, TypeAlias, final, get_args
 
 import torch
 
+from genlm_backend.checks import Check, one_of
 from genlm_backend.errors import OptionError
 from genlm_backend.prefix.kv_pool import KVLayout
 from genlm_backend.runtime.memory import cpu_budget
+
+TierName: TypeAlias = Literal["device", "host"]
+"""Name of a memory that keys and values are kept in."""
+
+check_tier: Final[Check[TierName | None]] = one_of(None, *get_args(TierName))
+"""Check of an argument that names a tier, or none."""
+
 
 CUDA_FRACTION: Final = 0.5
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix import node_loops
+from genlm_backend.prefix.budgets import TierName
 from genlm_backend.prefix.nodes import NO_HINT, PINNED, Ints, Nodes, Place
 from genlm_backend.prefix.slot_allocator import SlotAllocator
 from genlm_backend.prefix.state_cache import NO_STATE, StateCache
 from genlm_backend.prefix.tier_copier import TierCopier
-from genlm_backend.prefix.tiers import TierName
 
 
 @final

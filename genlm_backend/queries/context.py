@@ -15,6 +15,21 @@ from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.prefix.nodes import NO_HINT, Place
 from genlm_backend.tokenization import Token
 
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix of two sequences of the same type."""
+    # A bisection over slices, linear in the shorter length, compares elements without a loop in
+    # Python. It needs slices that ``==`` compares as a whole, which a NumPy array's are not.
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 TOKENS_PER_BLOCK: Final = 512
 """Number of token ids that are packed together."""
 

@@ -20,7 +20,7 @@ from genlm_backend.checks import (
 )
 from genlm_backend.errors import AdapterError, CacheError, PictureError
 from genlm_backend.multimodal.pictures import PictureRules
-from genlm_backend.prefix.tiers import TierName
+from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.query import Adapter, Query, Result, RowQuery
 from genlm_backend.runtime.threads import release_idle_threads
 

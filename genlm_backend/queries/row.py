@@ -15,7 +15,7 @@ import torch
 from genlm_backend.checks import byte_count, integer, optional
 from genlm_backend.checks import device as check_device
 from genlm_backend.runtime.forks import ProcessLock
-from genlm_backend.runtime.spare_memory import SpareMemory
+from genlm_backend.runtime.memory import SpareMemory
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from genlm_backend.errors import ModelStateError
-from genlm_backend.model.whole_lm import WholeLM
+from genlm_backend.model.batched_lm import WholeLM
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
 
 

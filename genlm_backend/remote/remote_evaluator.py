@@ -15,7 +15,7 @@ import torch
 
 from genlm_backend.errors import AdapterError, EngineDiedError
 from genlm_backend.multimodal.pictures import PictureRules
-from genlm_backend.prefix.tiers import TierName
+from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.queries.query import Adapter, Query, Result, RowQuery
 from genlm_backend.queries.row import Row

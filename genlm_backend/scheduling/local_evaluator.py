@@ -15,7 +15,7 @@ import torch
 
 from genlm_backend.attention.attention_backend import AttentionBackend
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.prefix.tiers import TierName
+from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.queries.query import Adapter, Query, Result, RowQuery
 from genlm_backend.queries.row import Row, rows_of_logits, rows_on, scores_of_logits

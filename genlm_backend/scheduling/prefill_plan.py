@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.attention.forward_batch import TokenChunk
-from genlm_backend.common_prefix import common_length
-from genlm_backend.queries.context import Context
+from genlm_backend.queries.context import Context, common_length
 from genlm_backend.scheduling.scheduled_query import ScheduledQuery
 
 _MANY: Final = 32

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm_backend.errors import OptionError
-from genlm_backend.prefix.codecs import KV_CACHE_DTYPES, codec_for, formats
-from genlm_backend.prefix.codecs.formats import hadamard
+from genlm_backend.prefix import codecs
+from genlm_backend.prefix.codecs import KV_CACHE_DTYPES, codec_for, hadamard
 from genlm_backend.prefix.kv_pool import KVLayout, LayerLayout
 
 FLOAT32 = torch.float32
@@ -74,7 +74,7 @@ def test_uint4_cuts_the_farthest_elements_where_the_others_gain_by_it(monkeypatc
         return float((rounded(codec, rows) - rows).square().mean())
 
     chosen = error()
-    monkeypatch.setattr(formats, "_SHARES", (1.0,))
+    monkeypatch.setattr(codecs, "_SHARES", (1.0,))
     assert chosen < 0.95 * error()
 
 

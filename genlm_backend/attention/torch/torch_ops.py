@@ -9,8 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from genlm_backend.attention.array_ops import ArrayOps
-from genlm_backend.attention.softmax_attention import AttentionState
+from genlm_backend.attention.softmax_attention import ArrayOps, AttentionState
 from genlm_backend.attention.torch.fused import Found, fused_operator
 
 FEW_QUERIES: Final = 16

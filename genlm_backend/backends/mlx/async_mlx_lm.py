@@ -11,8 +11,7 @@ from genlm_backend.backends.loading import cache_opts as check_cache_opts
 from genlm_backend.backends.loading import explained, row_cache
 from genlm_backend.backends.mlx.present import check_present
 from genlm_backend.checks import Check, byte_count, integer, optional, sequence, switch, text
-from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.whole_lm import WholeLM
+from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM, WholeLM
 
 if TYPE_CHECKING:
     from genlm_backend.backends.mlx.mlx_evaluator import MlxEvaluator

@@ -18,12 +18,12 @@ import torch
 from mlx_lm.models import base
 from numpy.typing import NDArray
 
-from genlm_backend.attention.array_ops import ArrayOps
 from genlm_backend.attention.attention_backend import AttentionBackend, AttentionSpec
 from genlm_backend.attention.cached_prefixes import CachedPrefixes
 from genlm_backend.attention.cascade_plan import FEW_TOKENS, CascadePlan
 from genlm_backend.attention.cascade_run import CascadeRun, LastArrays, new_positions
 from genlm_backend.attention.forward_batch import ForwardBatch
+from genlm_backend.attention.softmax_attention import ArrayOps
 from genlm_backend.backends.mlx.mlx_batch_states import caches_of
 from genlm_backend.backends.mlx.mlx_gather import (
     Caches,

@@ -15,9 +15,8 @@ import torch
 
 from genlm_backend.backends.mlx.mlx_adapters import MlxAdapters
 from genlm_backend.backends.mlx.mlx_gather import MlxUncachedAttention
-from genlm_backend.backends.mlx.mlx_kv_pool import MlxKVPool
+from genlm_backend.backends.mlx.mlx_kv_pool import MlxKVPool, MlxStatePool
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
-from genlm_backend.backends.mlx.mlx_state_pool import MlxStatePool
 from genlm_backend.backends.mlx.mlx_support import (
     MlxSupport,
     check_mlx_model,

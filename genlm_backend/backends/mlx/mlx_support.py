@@ -21,9 +21,8 @@ from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, rows_f
 from genlm_backend.backends.mlx.mlx_batch_states import caches_of, leaves, state_caches
 from genlm_backend.backends.mlx.mlx_cascade import GATHERED, MLX_ATTENTION_SPECS
 from genlm_backend.backends.mlx.mlx_gather import MlxAttention, MlxUncachedAttention
-from genlm_backend.backends.mlx.mlx_kv_pool import LayerShape, MlxKVPool
+from genlm_backend.backends.mlx.mlx_kv_pool import LayerShape, MlxKVPool, MlxStatePool, StateArray
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
-from genlm_backend.backends.mlx.mlx_state_pool import MlxStatePool, StateArray
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
 from genlm_backend.prefix.state_cache import StateLayout

@@ -19,8 +19,7 @@ from genlm_backend.backends.loading import (
 )
 from genlm_backend.backends.vllm.completion import LEAST_TEMPERATURE, Completion
 from genlm_backend.backends.vllm.release import check_release
-from genlm_backend.backends.vllm.row_check import compare_rows
-from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
+from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator, compare_rows
 from genlm_backend.backends.vllm.vllm_picture_reader import VLLMPictureReader
 from genlm_backend.checks import Check, integer, mapping, optional, switch, text
 from genlm_backend.errors import BatcherClosedError, OptionError

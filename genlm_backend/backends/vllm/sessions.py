@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 from typing import final
 
-from genlm_backend.common_prefix import common_length
+from genlm_backend.queries.context import common_length
 from genlm_backend.queries.query import RowQuery
 
 

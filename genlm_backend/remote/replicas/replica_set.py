@@ -14,7 +14,7 @@ from genlm_backend.batching import BatchPolicy
 from genlm_backend.errors import EngineDiedError, ModelStateError, OptionError
 from genlm_backend.model.result_collector import AdapterNames
 from genlm_backend.multimodal.pictures import PictureRules
-from genlm_backend.prefix.tiers import TierName
+from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.evaluator import (
     Evaluator,
     EvaluatorCounts,

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, final
 
-from genlm_backend.common_prefix import common_length
+from genlm_backend.queries.context import common_length
 
 _PER_REPEATED: Final = 4.0
 """Weight of a token that one more replica computes, relative to one that waits."""

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from genlm_backend import load_model_by_name
-from genlm_backend.backends.vllm.row_check import compare_rows
-from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
+from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator, compare_rows
 from genlm_backend.errors import UnsupportedModelError
 from tests.llm.vllm import real
 

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
-from typing import Final, final
+from typing import Final, Literal, TypeAlias, final, get_args
 
 import torch
 
 from genlm_backend.errors import OptionError
-from genlm_backend.prefix.codecs.codec import Codec
+
+
+class Codec(abc.ABC):
+    """A way to store keys and values of one layer: ``[n, width]`` rows of vectors, side by side."""
+
+    is_exact = False
+    """Whether what is decoded is what was coded, and a view of it."""
+
+    # A token's codes depend on its own row alone. Codes of zeros decode to finite numbers.
+    def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:
+        self.width, self.dim, self.dtype = width, dim, dtype
+
+    @abc.abstractmethod
+    def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """Return the width and the type of a token's row in each tensor of codes."""
+
+    @abc.abstractmethod
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the codes of rows, ``dtype [n, width]``: as many tensors as ``columns`` names."""
+
+    @abc.abstractmethod
+    def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the keys and values of codes: ``dtype [n, width]``."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(width * dtype.itemsize for width, dtype in self.columns())
+
 
 GROUP_SIZE: Final = 32
 """Elements of a vector that share a scale and a zero point, at most."""
@@ -172,3 +200,31 @@ class Cast(Codec):
 
     def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return codes[0] if self.is_exact else codes[0].to(self.dtype)
+
+
+KVCacheDtype: TypeAlias = Literal["bfloat16", "float16", "int8", "uint4"]
+"""Name of a number format of keys and values."""
+
+KV_CACHE_DTYPES: Final[tuple[KVCacheDtype, ...]] = get_args(KVCacheDtype)
+"""All of them, from the most exact to the smallest."""
+
+
+def needs_mean(kept: KVCacheDtype | None) -> bool:
+    """Return whether a number format needs the mean of keys, which is computed once."""
+    return kept == "uint4"
+
+
+def codec_for(
+    kept: KVCacheDtype | None,
+    width: int,
+    dim: int,
+    dtype: torch.dtype,
+    mean: torch.Tensor | None = None,
+) -> Codec:
+    match kept:
+        case "int8":
+            return Int8(width, dim, dtype)
+        case "uint4":
+            return UInt4(width, dim, dtype, mean)
+        case _:
+            return Cast(width, dim, dtype, dtype if kept is None else getattr(torch, kept))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.common_prefix import common_length
+from genlm_backend.queries.context import common_length
 
 few_letters = st.lists(st.integers(0, 2), max_size=40)
 kinds = st.sampled_from([tuple, list, bytes, lambda ids: array("q", ids)])
