@@ -119,8 +119,11 @@ def _drawn(drawing: SampleReadout, logprobs: Floats) -> Draw | EvaluationError:
     return pool.draw(drawing.uniform) if isinstance(pool, _Pool) else pool
 
 
+_AnySample: TypeAlias = "SampleReadout | SampleManyReadout"
+
+
 def _pool(
-    drawing: SampleReadout | SampleManyReadout, logprobs: Floats
+    drawing: _AnySample, logprobs: Floats
 ) -> _Pool | Draw | EvaluationError:
     """Return the tokens of a row to draw from, or the answer if there is none."""
     scores, ids = logprobs, None
@@ -146,7 +149,7 @@ def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArra
 
 
 def _impossible(
-    drawing: SampleReadout | SampleManyReadout, largest: float
+    drawing: _AnySample, largest: float
 ) -> Draw | EvaluationError | None:
     """Return the answer if none of the scores, given the largest, can be drawn; or ``None``."""
     if drawing.may_fail and largest == -math.inf:
@@ -169,7 +172,7 @@ class _Pool:
 
     def __init__(
         self,
-        drawing: SampleReadout | SampleManyReadout,
+        drawing: _AnySample,
         logprobs: Floats,
         scores: Floats,
         ids: TokenArray | None,

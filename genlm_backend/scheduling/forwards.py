@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -44,6 +44,9 @@ class Runner(abc.ABC):
             before: States after the cached tokens, as a store reads them; ``None`` for rows that
                 begin.
         """
+
+_Output: TypeAlias = tuple[int, ScheduledQuery, int]
+"""The index of some logits, the query that wants them, and the position that they follow."""
 
 
 @final
@@ -87,7 +90,7 @@ class Forwards:
         self._hand_out(logits, wanted)
 
     def _hand_out(
-        self, logits: torch.Tensor, wanted: Sequence[tuple[int, ScheduledQuery, int]]
+        self, logits: torch.Tensor, wanted: Sequence[_Output]
     ) -> None:
         """Give jobs what is made of the logits after positions: scores first, and then rows."""
         scored = [(index, job, at - job.first) for index, job, at in wanted if job.targets]
@@ -105,10 +108,10 @@ class Forwards:
                     job.row = rows[index]
 
     def _put_scores(
-        self, logits: torch.Tensor, wanted: Sequence[tuple[int, ScheduledQuery, int]]
+        self, logits: torch.Tensor, wanted: Sequence[_Output]
     ) -> None:
         """Put the scores of targets into their jobs."""
-        kinds: defaultdict[ScoreExtras, list[tuple[int, ScheduledQuery, int]]] = defaultdict(list)
+        kinds: defaultdict[ScoreExtras, list[_Output]] = defaultdict(list)
         for one in wanted:
             kinds[one[1].beside].append(one)
         for beside, own in kinds.items():
