@@ -300,13 +300,10 @@ def deliver(answers: list[Answers]) -> None:
         if loop is None:
             pairs = zip(futures, given, strict=True)
             # A thread may give up waiting just now.
-            _settle([pair for pair in pairs if _is_begun(pair[0])])
+            begin = concurrent.futures.Future[Any].set_running_or_notify_cancel
+            _settle([pair for pair in pairs if not pair[0].done() and begin(pair[0])])
         else:
             call_threadsafe(loop, _settle_here, loop, futures, given)
-
-
-def _is_begun(future: concurrent.futures.Future[Any]) -> bool:
-    return not future.done() and future.set_running_or_notify_cancel()
 
 
 def _settle_here(loop: asyncio.AbstractEventLoop, futures: list[Any], given: Sequence[Any]) -> None:

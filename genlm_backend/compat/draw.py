@@ -173,10 +173,6 @@ def _draws(group: Sequence[_Entry]) -> list[tuple[int, float, float] | OptionErr
     return results
 
 
-def _log_sums(group: Sequence[_Entry]) -> list[float]:
-    return _normalise(_stacked(group))[1].tolist()
-
-
 def _elements(group: Sequence[_Entry]) -> list[float]:
     import torch
 
@@ -185,7 +181,7 @@ def _elements(group: Sequence[_Entry]) -> list[float]:
 
 _REDUCTIONS: dict[Any, Callable[[Sequence[_Entry]], Sequence[Any]]] = {
     "draw": _draws,
-    "logsumexp": _log_sums,
+    "logsumexp": lambda group: _normalise(_stacked(group))[1].tolist(),
     "at": _elements,
 }
 

@@ -122,9 +122,7 @@ def _drawn(drawing: SampleReadout, logprobs: Floats) -> Draw | EvaluationError:
 _AnySample: TypeAlias = "SampleReadout | SampleManyReadout"
 
 
-def _pool(
-    drawing: _AnySample, logprobs: Floats
-) -> _Pool | Draw | EvaluationError:
+def _pool(drawing: _AnySample, logprobs: Floats) -> _Pool | Draw | EvaluationError:
     """Return the tokens of a row to draw from, or the answer if there is none."""
     scores, ids = logprobs, None
     if drawing.allowed is not None:
@@ -148,9 +146,7 @@ def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArra
     return np.minimum(logprobs, bounds, out=bounds), None
 
 
-def _impossible(
-    drawing: _AnySample, largest: float
-) -> Draw | EvaluationError | None:
+def _impossible(drawing: _AnySample, largest: float) -> Draw | EvaluationError | None:
     """Return the answer if none of the scores, given the largest, can be drawn; or ``None``."""
     if drawing.may_fail and largest == -math.inf:
         return NO_DRAW
@@ -171,11 +167,7 @@ class _Pool:
     """The tokens of a row that one or several are drawn from."""
 
     def __init__(
-        self,
-        drawing: _AnySample,
-        logprobs: Floats,
-        scores: Floats,
-        ids: TokenArray | None,
+        self, drawing: _AnySample, logprobs: Floats, scores: Floats, ids: TokenArray | None
     ) -> None:
         self._scores, self._ids, self._logprobs = scores, ids, logprobs
         temperature = self._temperature = drawing.temperature
@@ -519,11 +511,7 @@ Impossible: TypeAlias = Literal["raise", "return"]
 _IMPOSSIBLE: Final = one_of("raise", "return")
 
 
-_CUTS: Final = {
-    "top_k": integer(0),
-    "top_p": number(0, 1, is_open=True),
-    "min_p": number(0, 1),
-}
+_CUTS: Final = {"top_k": integer(0), "top_p": number(0, 1, is_open=True), "min_p": number(0, 1)}
 """Checks of the bounds of draws, by name."""
 
 

@@ -183,7 +183,8 @@ class Masses(Readout):
             places[group].append(place)
         sums = list[torch.Tensor]()
         for group, own in places.items():
-            ids = torch.from_numpy(_ids_in(group, rows.shape[1])).to(rows.device)
+            bits = np.unpackbits(np.frombuffer(group, np.uint8), count=rows.shape[1])
+            ids = torch.from_numpy(np.flatnonzero(bits)).to(rows.device)
             of_group = [asked[place][0] for place in own]
             if rows.is_cpu:  # where a row at a time stays in the cache
                 sums += [log_sums(rows[row][ids][None]) for row in of_group]
@@ -198,10 +199,6 @@ class Masses(Readout):
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
         return _is_vector(answer, torch.float64, len(self.groups))
-
-
-def _ids_in(group: bytes, vocab_size: int) -> NDArray[np.int64]:
-    return np.flatnonzero(np.unpackbits(np.frombuffer(group, np.uint8), count=vocab_size))
 
 
 def masses_of(groups: Any, vocab_size: int) -> ReadoutOf:

@@ -80,8 +80,10 @@ class RemoteEvaluator(RestartableEvaluator):
             raise
         if not isinstance(info, EvaluatorInfo):
             return info  # for the caller to refuse
+        is_here = not (info.device or "").startswith("cuda") or torch.cuda.is_available()
+        device = info.device if is_here else None
         # The threads are not of this process, and what is drawn over there is no row on its way.
-        return replace(info, uses_openmp=False, reads_out=True, device=_known_here(info.device))
+        return replace(info, uses_openmp=False, reads_out=True, device=device)
 
     @final
     def restart(self) -> EvaluatorInfo:
@@ -210,9 +212,3 @@ def _unpacked(answer: Any, rows: Iterator[Row]) -> Any:
     if isinstance(answer, RowRef):
         return next(rows)
     return answer.error() if isinstance(answer, PackedError) else answer
-
-
-def _known_here(device: str | None) -> str | None:
-    """Return a device's name if this process has the device too."""
-    is_there = device is None or not device.startswith("cuda") or torch.cuda.is_available()
-    return device if is_there else None

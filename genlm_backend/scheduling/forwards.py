@@ -45,6 +45,7 @@ class Runner(abc.ABC):
                 begin.
         """
 
+
 _Output: TypeAlias = tuple[int, ScheduledQuery, int]
 """The index of some logits, the query that wants them, and the position that they follow."""
 
@@ -89,9 +90,7 @@ class Forwards:
         wanted = [(row, job, start + position) for row, position in enumerate(span.outputs)]
         self._hand_out(logits, wanted)
 
-    def _hand_out(
-        self, logits: torch.Tensor, wanted: Sequence[_Output]
-    ) -> None:
+    def _hand_out(self, logits: torch.Tensor, wanted: Sequence[_Output]) -> None:
         """Give jobs what is made of the logits after positions: scores first, and then rows."""
         scored = [(index, job, at - job.first) for index, job, at in wanted if job.targets]
         if scored:
@@ -107,9 +106,7 @@ class Forwards:
                 if not job.targets:
                     job.row = rows[index]
 
-    def _put_scores(
-        self, logits: torch.Tensor, wanted: Sequence[_Output]
-    ) -> None:
+    def _put_scores(self, logits: torch.Tensor, wanted: Sequence[_Output]) -> None:
         """Put the scores of targets into their jobs."""
         kinds: defaultdict[ScoreExtras, list[_Output]] = defaultdict(list)
         for one in wanted:

@@ -252,8 +252,9 @@ class Scheduler:
         ]
         for job, num_known in zip(jobs, self.tree.nodes.depth[matched].tolist(), strict=True):
             job.num_known, job.shift = num_known, self.openings.shift(job.context)
-        if not all(map(_has_opening, jobs)):
-            return None
+        pictures = [(job.start, job.context.pictures) for job in jobs]
+        if any(own is not None and start < own.num_tokens for start, own in pictures):
+            return None  # an opening had to go for another one's
         segments = self._plan(jobs)
         slots = self.tree.allocate(sum(segment.num_tokens for segment in segments), nodes)
         if slots is None:
@@ -367,12 +368,6 @@ class Scheduler:
                 if position < segment.stop:
                     for job in jobs:
                         job.node = int(nodes[position - segment.start])
-
-
-def _has_opening(job: ScheduledQuery) -> bool:
-    """Return whether the opening of a context is kept: it may have had to go for another one's."""
-    pictures = job.context.pictures
-    return pictures is None or job.start >= pictures.num_tokens
 
 
 def _beside(

@@ -34,7 +34,9 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
         return _read_tiktoken(tokenizer, encoding, name)
     for attribute in ("idx2token", "decoder"):
         table = getattr(tokenizer, attribute, None)
-        if isinstance(table, Mapping) and table and _all_bytes(table.values()):
+        if not isinstance(table, Mapping) or not table:
+            continue
+        if all(isinstance(value, bytes) for value in table.values()):
             return _read_table(tokenizer, table, name, _plain_encode(tokenizer))
     if isinstance(byte_decoder := getattr(tokenizer, "byte_decoder", None), Mapping):
         return _read_slow(tokenizer, name, _alphabet_bytes(byte_decoder))
@@ -157,10 +159,6 @@ def _read_tiktoken(tokenizer: Any, encoding: Any, name: str) -> ByteVocab:
 
 
 # -------------------------------------------------------------------- tables and slow classes
-
-
-def _all_bytes(values: Iterable[object]) -> bool:
-    return all(isinstance(value, bytes) for value in values)
 
 
 def _read_table(

@@ -49,7 +49,10 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
         original, weight = forward.__globals__.get(_NAME), _weight_of(module)
         if original is None or weight is None or "forward" in vars(own):
             continue
-        key = original, weight.dtype, weight.device, _dim_of(module)
+        dim = vars(module).get("head_dim")
+        if not isinstance(dim, int) or dim <= 0 or dim % 2:
+            dim = 64  # a usual one
+        key = original, weight.dtype, weight.device, dim
         if key not in asked:
             asked[key] = _asked(*key)
         rotation = asked[key]
@@ -171,12 +174,6 @@ def _weight_of(module: nn.Module) -> torch.Tensor | None:
         (p for p in module.parameters() if p.dtype in _TYPES and p.device.type in ROTARY_KERNELS),
         None,
     )
-
-
-def _dim_of(module: nn.Module) -> int:
-    """Return the size of a module's heads, or a usual one."""
-    dim = vars(module).get("head_dim")
-    return dim if isinstance(dim, int) and dim > 0 and dim % 2 == 0 else 64
 
 
 _SHAPES: Final = ((2, 4, 2, 3, 2), (3, 12, 1, 1, 3), (2, 1, 9, 5, 1))

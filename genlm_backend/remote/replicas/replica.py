@@ -120,7 +120,9 @@ class Replica:
             if not self.is_dead:
                 return self.ask(change)
             self._note(added, without)
-        return _done()
+        done = concurrent.futures.Future[Any]()
+        done.set_result(None)
+        return done
 
     def _note(self, added: Mapping[Adapter, str], without: Adapter | None = None) -> None:
         """Note the adapters that the evaluator loads once it is back."""
@@ -182,9 +184,3 @@ class Replica:
         """Close the evaluator once its thread has ended."""
         self.batcher.close()
         self.evaluator.close()
-
-
-def _done() -> concurrent.futures.Future[Any]:
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    future.set_result(None)
-    return future
