@@ -242,11 +242,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     _rows_of_sync = blocking(_rows_of)
 
-    async def _submit_all(self, questions: Sequence[Query]) -> list[Any]:
-        return await self._batcher.submit_all(questions)
+    async def _submit_all(self, queries: Sequence[Query]) -> list[Any]:
+        return await self._batcher.submit_all(queries)
 
-    def _submit_all_sync(self, questions: Sequence[Query]) -> list[Any]:
-        return self._batcher.submit_sync(questions)
+    def _submit_all_sync(self, queries: Sequence[Query]) -> list[Any]:
+        return self._batcher.submit_sync(queries)
 
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> RowQuery:
         self._batcher.check_open()

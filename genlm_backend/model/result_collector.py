@@ -101,53 +101,51 @@ class ResultCollector:
         self._vocab_size = vocab_size
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
-    def weight(self, question: Query) -> float:
-        """Return the weight of a question in a batch: 1, but for a text by its length."""
-        return 1.0 if self._is_bounded else question.weight
+    def weight(self, query: Query) -> float:
+        """Return the weight of a query in a batch: 1, but for a text by its length."""
+        return 1.0 if self._is_bounded else query.weight
 
-    def forward_key(self, question: Query) -> Hashable:
-        """Return a key that all questions share whose answers are read off one row."""
-        return question if self._is_bounded else question.forward_key
+    def forward_key(self, query: Query) -> Hashable:
+        """Return a key that all queries share whose answers are read off one row."""
+        return query if self._is_bounded else query.forward_key
 
-    def answers(self, questions: Sequence[Query]) -> list[Result | Exception]:
-        """Return an answer, or an error for its callers, to each question of a batch."""
+    def answers(self, queries: Sequence[Query]) -> list[Result | Exception]:
+        """Return an answer, or an error for its callers, to each query of a batch."""
         num_clears = self._rows.num_clears
-        refused = self._refused(questions)
-        known = [q for q in questions if q not in refused] if refused else questions
+        refused = self._refused(queries)
+        known = [q for q in queries if q not in refused] if refused else queries
         answers = iter(self._found(known, self._evaluated(known), num_clears) if known else ())
         if not refused:
             return [*answers]
-        return [refused[q] if q in refused else next(answers) for q in questions]
+        return [refused[q] if q in refused else next(answers) for q in queries]
 
-    def _evaluated(self, questions: Sequence[Query]) -> Any:
+    def _evaluated(self, queries: Sequence[Query]) -> Any:
         if self._reads_out:
-            return self._evaluator.evaluate(questions)
+            return self._evaluator.evaluate(queries)
         undefined_ids = self._evaluator.undefined_ids if self._is_to_exclude else ()
-        return answers_by_rows(self._evaluator.evaluate, questions, undefined_ids)
+        return answers_by_rows(self._evaluator.evaluate, queries, undefined_ids)
 
-    def _refused(self, questions: Sequence[Query]) -> dict[Query, Exception]:
-        if set(map(_ADAPTER, questions)) == {None}:
+    def _refused(self, queries: Sequence[Query]) -> dict[Query, Exception]:
+        if set(map(_ADAPTER, queries)) == {None}:
             return {}
-        errors = {question: self._adapters.error_of(question) for question in questions}
-        return {question: error for question, error in errors.items() if error is not None}
+        errors = {query: self._adapters.error_of(query) for query in queries}
+        return {query: error for query, error in errors.items() if error is not None}
 
     def _found(
-        self, questions: Sequence[Query], found: Any, num_clears: int
+        self, queries: Sequence[Query], found: Any, num_clears: int
     ) -> list[Result | Exception]:
         """Check the evaluator's answers, and cache the rows among them."""
-        if not isinstance(found, Sequence) or len(found) != len(questions):
+        if not isinstance(found, Sequence) or len(found) != len(queries):
             what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
-            raise EvaluationError(f"{self._verb} returned {what} for {len(questions)} queries")
-        are_rows = all(map(_KEEPS_ROW, questions)) and set(map(type, found)) == {Row}
+            raise EvaluationError(f"{self._verb} returned {what} for {len(queries)} queries")
+        are_rows = all(map(_KEEPS_ROW, queries)) and set(map(type, found)) == {Row}
         if are_rows and are_rows_of(found, self._vocab_size):
-            return self._kept(questions, found, num_clears)
-        pairs = zip(questions, found, strict=True)
-        answers = [self._checked(question, answer) for question, answer in pairs]
-        pairs = enumerate(zip(questions, answers, strict=True))
+            return self._kept(queries, found, num_clears)
+        pairs = zip(queries, found, strict=True)
+        answers = [self._checked(query, answer) for query, answer in pairs]
+        pairs = enumerate(zip(queries, answers, strict=True))
         indices = [i for i, (q, a) in pairs if q.is_cacheable and isinstance(a, Row)]
-        rows = self._kept(
-            [questions[i] for i in indices], [answers[i] for i in indices], num_clears
-        )
+        rows = self._kept([queries[i] for i in indices], [answers[i] for i in indices], num_clears)
         for index, row in zip(indices, rows, strict=True):
             answers[index] = row
         return answers
@@ -165,16 +163,16 @@ class ResultCollector:
         """Return the row given that some token comes: no id that none has."""
         return row.without(self._undefined) if len(self._undefined) else row
 
-    def _checked(self, question: Query, answer: Any) -> Result | Exception:
-        """Return an answer, or an ``EvaluationError`` if it is none to the question."""
+    def _checked(self, query: Query, answer: Any) -> Result | Exception:
+        """Return an answer, or an ``EvaluationError`` if it is none to the query."""
         size = self._vocab_size
         try:
-            if isinstance(answer, Exception) or question.is_answered_by(answer, size):
+            if isinstance(answer, Exception) or query.is_answered_by(answer, size):
                 return answer
-            wanted, got = question.wanted.format(vocab_size=size), shown(answer)
+            wanted, got = query.wanted.format(vocab_size=size), shown(answer)
         except (Exception, SystemExit) as error:  # of a readout of a program's own
             return cast(Exception, presentable(error))
-        kind = type(question)
+        kind = type(query)
         verb = f"{kind.__name__}.of_rows" if is_own(kind) else self._verb
         return EvaluationError(f"{verb} must return {wanted}, or an exception, got {got}")
 

@@ -195,8 +195,8 @@ class Evaluator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def evaluate(self, questions: Sequence[Query], /) -> Sequence[Result | Exception]:
-        """Return one answer to each of one or more distinct questions, in order: a ``Row``.
+    def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result | Exception]:
+        """Return one answer to each of one or more distinct queries, in order: a ``Row``.
 
         An exception in place of a row is for those who asked that query, and disturbs no other;
         one that is raised is for all of them. Rows may share memory, which nobody writes to

@@ -20,9 +20,9 @@ from genlm_backend.queries.row import Row, rows_without, stacked
 
 
 class Readout(Query):
-    """A question whose answer is a function of the row behind a context.
+    """A query whose answer is a function of the row behind a context.
 
-    It is asked in the batches of other questions, and answered on the device of the row. A kind of
+    It is asked in the batches of other queries, and answered on the device of the row. A kind of
     readouts is one class, of values that are equal where their answers are. Only those of this
     library are sent to a model in another process; for others the rows come here.
 
@@ -70,7 +70,7 @@ class Readout(Query):
 
     @abc.abstractmethod
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` is one to this question, of a vocabulary of that size."""
+        """Return whether ``answer`` is one to this query, of a vocabulary of that size."""
 
     def of_logprobs(self, logprobs: torch.Tensor) -> Any:
         """Return the answer, given the row's log-probabilities; see ``of_row``."""
@@ -94,23 +94,23 @@ class Readout(Query):
 
 
 def is_own(kind: type) -> bool:
-    """Return whether a kind of question is a program's own, which is read off rows here."""
+    """Return whether a kind of query is a program's own, which is read off rows here."""
     return not kind.__module__.startswith(_PACKAGE)
 
 
 def answers_by_rows(
     evaluate: Callable[[Sequence[Query]], Any],
-    questions: Sequence[Query],
+    queries: Sequence[Query],
     undefined_ids: Sequence[int] = (),
     is_unknown: Callable[[Any], bool] = lambda kind: True,
 ) -> Any:
-    """Return answers to questions, among them readouts, by an evaluator without readouts."""
-    kinds = {kind for kind in set(map(type, questions)) if issubclass(kind, Readout)}
+    """Return answers to queries, among them readouts, by an evaluator without readouts."""
+    kinds = {kind for kind in set(map(type, queries)) if issubclass(kind, Readout)}
     kinds = {kind for kind in kinds if is_unknown(kind)}
-    unknown = {i for i, q in enumerate(questions) if type(q) in kinds} if kinds else set[int]()
+    unknown = {i for i, q in enumerate(queries) if type(q) in kinds} if kinds else set[int]()
     if not unknown:
-        return evaluate(questions)
-    asked: list[Any] = [cast(Any, q).query if i in unknown else q for i, q in enumerate(questions)]
+        return evaluate(queries)
+    asked: list[Any] = [cast(Any, q).query if i in unknown else q for i, q in enumerate(queries)]
     distinct = list(dict.fromkeys(asked))
     found = evaluate(distinct)
     if not isinstance(found, Sequence) or len(found) != len(distinct):
@@ -121,7 +121,7 @@ def answers_by_rows(
     rows = [answers[i] for i in indices]
     if undefined_ids and rows:
         rows = rows_without(rows, torch.tensor(undefined_ids, dtype=torch.int64))
-    for i, answer in zip(indices, read_off([questions[i] for i in indices], rows), strict=True):
+    for i, answer in zip(indices, read_off([queries[i] for i in indices], rows), strict=True):
         answers[i] = answer
     return answers
 
@@ -130,15 +130,15 @@ def answers_by_rows(
 class RowQueries(NamedTuple):
     """Questions about each row, for the process that has the rows."""
 
-    questions: Sequence[Sequence[Any]]
+    queries: Sequence[Sequence[Any]]
     undefined_ids: tuple[int, ...] = ()
 
     def of(self, indices: Sequence[int]) -> RowQueries:
-        return RowQueries([self.questions[i] for i in indices], self.undefined_ids)
+        return RowQueries([self.queries[i] for i in indices], self.undefined_ids)
 
     @property
     def has_own(self) -> bool:
-        return any(is_own(type(question)) for of_row in self.questions for question in of_row)
+        return any(is_own(type(query)) for of_row in self.queries for query in of_row)
 
     def packed_answers(self, rows: Sequence[Row]) -> bytes:
         here = torch.device("cpu")
@@ -151,14 +151,14 @@ class RowQueries(NamedTuple):
     def answers(self, rows: Sequence[Row]) -> list[list[Any]]:
         """Return the answers about each row, with an exception in place of one that failed."""
         answers: list[list[Any]] = [
-            [row] * len(own) for row, own in zip(rows, self.questions, strict=True)
+            [row] * len(own) for row, own in zip(rows, self.queries, strict=True)
         ]
-        pairs = [(i, k) for i, own in enumerate(self.questions) for k in range(len(own))]
-        indices = [(i, k) for i, k in pairs if isinstance(self.questions[i][k], Readout)]
+        pairs = [(i, k) for i, own in enumerate(self.queries) for k in range(len(own))]
+        indices = [(i, k) for i, k in pairs if isinstance(self.queries[i][k], Readout)]
         theirs = [rows[i] for i, _ in indices]
         if self.undefined_ids and theirs:
             theirs = rows_without(theirs, torch.tensor(self.undefined_ids, dtype=torch.int64))
-        found = read_off([self.questions[i][k] for i, k in indices], theirs)
+        found = read_off([self.queries[i][k] for i, k in indices], theirs)
         for (i, k), answer in zip(indices, found, strict=True):
             answers[i][k] = answer
         return answers

@@ -49,7 +49,7 @@ class Sampler:
         return self._random.random() if self.temperature else 0.0
 
     def drawing(self, query: RowQuery) -> SampleReadout:
-        """Return the question whose answer is the next token of the stream."""
+        """Return the query whose answer is the next token of the stream."""
         return SampleReadout(query, self.temperature, self.uniform())
 
 

@@ -112,14 +112,14 @@ class EvaluatorServer:
         self._reads_out, self._omits_undefined = info.reads_out, info.omits_undefined
         return info
 
-    def _answers(self, evaluator: Evaluator, questions: Sequence[Query]) -> Any:
+    def _answers(self, evaluator: Evaluator, queries: Sequence[Query]) -> Any:
         """Return answers without their rows, which go separately."""
         if self._reads_out:
-            found: Any = evaluator.evaluate(questions)
+            found: Any = evaluator.evaluate(queries)
         else:
             undefined_ids = () if self._omits_undefined else evaluator.undefined_ids
-            found = answers_by_rows(evaluator.evaluate, questions, undefined_ids)
-        if not isinstance(found, Sequence) or len(found) != len(questions):
+            found = answers_by_rows(evaluator.evaluate, queries, undefined_ids)
+        if not isinstance(found, Sequence) or len(found) != len(queries):
             return found  # for whoever asked to refuse
         rows = [answer for answer in found if is_row(answer)]
         width = len(rows[0].logprobs) if rows else 0

@@ -102,25 +102,25 @@ class RemoteEvaluator(RestartableEvaluator):
     # ---------------------------------------------------------------- answers
 
     @final
-    def evaluate(self, questions: Sequence[Query], /) -> Sequence[Result | Exception]:
+    def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result | Exception]:
         if self._sent_ids != self.undefined_ids:
             self.ask("undefined_ids", self.undefined_ids)
             self._sent_ids = self.undefined_ids
-        asked = [question for question in questions if question.adapter not in self._lost]
+        asked = [query for query in queries if query.adapter not in self._lost]
         found = answers_by_rows(self._answers, asked, self.undefined_ids, is_own) if asked else ()
         if not isinstance(found, Sequence) or len(found) != len(asked):
             return found  # for the caller to refuse
         answers = iter(found)
         return [
-            AdapterError(self._lost[question.adapter])
-            if question.adapter in self._lost
+            AdapterError(self._lost[query.adapter])
+            if query.adapter in self._lost
             else next(answers)
-            for question in questions
+            for query in queries
         ]
 
-    def _answers(self, questions: Sequence[Query]) -> Sequence[Result | Exception]:
+    def _answers(self, queries: Sequence[Query]) -> Sequence[Result | Exception]:
         with frequent_switches():
-            found = self.ask("evaluate", questions)
+            found = self.ask("evaluate", queries)
             if not isinstance(found, PackedResults):
                 return found  # for the caller to refuse
             known = [each.logsumexp for each in found.answers if isinstance(each, RowRef)]

@@ -53,7 +53,7 @@ class DecodeScheduler:
 
     def accepts(
         self,
-        questions: Sequence[Query],
+        queries: Sequence[Query],
         nodes: NDArray[np.int32],
         sizes: NDArray[np.int32],
         cost: CostModel,
@@ -63,11 +63,11 @@ class DecodeScheduler:
         depths = self._cache.tree.nodes.depth[nodes]
         least, deepest = int(depths.min()), int(depths.max())
         return (
-            len(questions) <= min(cost.max_tokens, cost.max_rows)
+            len(queries) <= min(cost.max_tokens, cost.max_rows)
             and bool((depths == sizes).all())
             and (not self._cache.state_store.num_states or least > 0 or deepest == 0)
             and (deepest == least if needs_equal_lengths else deepest <= 2 * least + 64)
-            and not any(map(PICTURES, questions))
+            and not any(map(PICTURES, queries))
         )
 
     def run(

@@ -57,14 +57,14 @@ class LocalEvaluator(Evaluator):
         """Return a context in which passes compute with an adapter, or as the model came."""
 
     @final
-    def evaluate(self, questions: Sequence[Query], /) -> Sequence[Result | Exception]:
-        """Return one answer to each question; readouts are computed on the model's device."""
+    def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result | Exception]:
+        """Return one answer to each query; readouts are computed on the model's device."""
         with frequent_switches():
-            if not any(map(_IS_READ_OFF, questions)):
-                return self._by_adapter(questions)
+            if not any(map(_IS_READ_OFF, queries)):
+                return self._by_adapter(queries)
             self._row_device = None  # where they are computed, to be read off there
             try:
-                return self._returned(answers_by_rows(self._by_adapter, questions))
+                return self._returned(answers_by_rows(self._by_adapter, queries))
             finally:
                 self._row_device = self._output_device
 
@@ -77,31 +77,31 @@ class LocalEvaluator(Evaluator):
             answers[i] = row
         return answers
 
-    def _by_adapter(self, questions: Sequence[Query]) -> list[Result | Exception]:
-        if len(set(map(_ADAPTER, questions))) == 1:  # as a rule
-            return self._of_adapter(list(questions))
+    def _by_adapter(self, queries: Sequence[Query]) -> list[Result | Exception]:
+        if len(set(map(_ADAPTER, queries))) == 1:  # as a rule
+            return self._of_adapter(list(queries))
         indices: defaultdict[Adapter | None, list[int]] = defaultdict(list)
-        for index, question in enumerate(questions):
-            indices[question.adapter].append(index)
-        return self._in_parts(questions, indices.values())
+        for index, query in enumerate(queries):
+            indices[query.adapter].append(index)
+        return self._in_parts(queries, indices.values())
 
-    def _of_adapter(self, questions: list[Query]) -> list[Result | Exception]:
-        """Return the answers to questions of one adapter, or the error that they meet."""
+    def _of_adapter(self, queries: list[Query]) -> list[Result | Exception]:
+        """Return the answers to queries of one adapter, or the error that they meet."""
         try:
-            with self._in_place(questions[0].adapter):
-                answers = [*self.passes.evaluate(questions)]
+            with self._in_place(queries[0].adapter):
+                answers = [*self.passes.evaluate(queries)]
             if not self._is_room_short:
                 self._tell_if_room_is_short()
             return answers
         except QueryDroppedError:
             raise
         except Exception as error:  # raised for their callers, and no others
-            pictured = [i for i, q in enumerate(questions) if q.context.pictures is not None]
-            if len(questions) == 1 or not pictured:
-                return [error] * len(questions)
+            pictured = [i for i, q in enumerate(queries) if q.context.pictures is not None]
+            if len(queries) == 1 or not pictured:
+                return [error] * len(queries)
         # A model may refuse one context's pictures, which concerns nobody else.
-        others = [i for i, q in enumerate(questions) if q.context.pictures is None]
-        return self._in_parts(questions, [others, *([i] for i in pictured)])
+        others = [i for i, q in enumerate(queries) if q.context.pictures is None]
+        return self._in_parts(queries, [others, *([i] for i in pictured)])
 
     def _tell_if_room_is_short(self) -> None:
         """Warn, once, if half of the computed tokens found no room in the cache, or lost it."""
@@ -130,16 +130,14 @@ class LocalEvaluator(Evaluator):
             warnings.warn_explicit(said, RuntimeWarning, **where)
 
     def _in_parts(
-        self, questions: Sequence[Query], parts: Iterable[list[int]]
+        self, queries: Sequence[Query], parts: Iterable[list[int]]
     ) -> list[Result | Exception]:
-        """Return the answers to questions of one adapter each, given their indices part by part."""
+        """Return the answers to queries of one adapter each, given their indices part by part."""
         answers: dict[int, Result | Exception] = {}
         try:
             for part in filter(None, parts):
-                answers.update(
-                    zip(part, self._of_adapter([questions[i] for i in part]), strict=True)
-                )
-            return [answers[i] for i in range(len(questions))]
+                answers.update(zip(part, self._of_adapter([queries[i] for i in part]), strict=True))
+            return [answers[i] for i in range(len(queries))]
         finally:
             answers.clear()  # an error remembers this frame, which must not know it in turn
 

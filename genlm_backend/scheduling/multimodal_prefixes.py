@@ -34,36 +34,36 @@ class MultimodalPrefixes:
         self._forwards, self._cache = forwards, cache
         self._shifts: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
-    def begin(self, questions: Sequence[Query]) -> dict[Query, Result]:
+    def begin(self, queries: Sequence[Query]) -> dict[Query, Result]:
         """Compute the openings that are not cached; return the results that their passes give."""
         answers: dict[Query, Result] = {}
-        for question in questions:
-            pictures = question.context.pictures
+        for query in queries:
+            pictures = query.context.pictures
             if pictures is None:
                 continue
             if not pictures.keeps or self._cache.layout.states:
-                answers[question] = self.run_uncached(question)
+                answers[query] = self.run_uncached(query)
                 continue
-            answer = self._begun(question, pictures)
+            answer = self._begun(query, pictures)
             if answer is not None:
-                answers[question] = answer
+                answers[query] = answer
         return answers
 
-    def run_uncached(self, question: Query) -> Result:
+    def run_uncached(self, query: Query) -> Result:
         """Return the result of a context that is run alone, without the cache."""
-        job, pictures = ScheduledQuery.of(question), question.context.pictures
+        job, pictures = ScheduledQuery.of(query), query.context.pictures
         assert pictures is not None
         # A model counts the tokens that stand for parts of pictures. If one comes after the
         # opening, as text, the rest goes through the model in a second pass.
         is_apart = _holds_parts(job, pictures)
         attention = MultimodalPrefillAttention(pictures, self._cache.layout, goes_on=is_apart)
-        end, size = pictures.num_tokens, len(question.context)
+        end, size = pictures.num_tokens, len(query.context)
         if not is_apart:
             self._forwards.alone(job, _span(job, pictures, size), attention)
             return job.answer
         self._forwards.alone(job, _span(job, pictures, end), attention)
         outputs = [position - end for position in job.outputs_in(end, size)]
-        shift = end + self.shift(question.context)
+        shift = end + self.shift(query.context)
         behind = TokenChunk(job.context.packed(end), outputs=outputs, shift=shift)
         self._forwards.alone(job, behind, attention, end)
         return job.answer
@@ -79,23 +79,23 @@ class MultimodalPrefixes:
             self._shifts[pictures] = shift
         return self._shifts[pictures]
 
-    def _begun(self, question: Query, pictures: Pictures) -> Result | None:
+    def _begun(self, query: Query, pictures: Pictures) -> Result | None:
         """Have an opening kept; return the answer if it came with it."""
-        tree, end, size = self._cache.tree, pictures.num_tokens, len(question.context)
+        tree, end, size = self._cache.tree, pictures.num_tokens, len(query.context)
         tree.begin()
-        node = self._cache.match(question.context, question.adapter, end)
-        start, is_within = int(tree.nodes.depth[node]), first_output(question) < end
+        node = self._cache.match(query.context, query.adapter, end)
+        start, is_within = int(tree.nodes.depth[node]), first_output(query) < end
         if start == end and not is_within:
             return None
-        is_apart = _holds_parts(ScheduledQuery.of(question), pictures)
+        is_apart = _holds_parts(ScheduledQuery.of(query), pictures)
         if is_within and is_apart:
-            return self.run_uncached(question)
+            return self.run_uncached(query)
         is_answered = is_within or (size - end <= FEW_BEHIND and not is_apart)
         stop = size if is_answered else end
         slots = tree.allocate(0 if start == end else stop - start, [node])
         if slots is None:
-            return self.run_uncached(question)
-        job = ScheduledQuery.of(question)
+            return self.run_uncached(query)
+        job = ScheduledQuery.of(query)
         self._run(job, pictures, node, slots, stop)
         return job.answer if is_answered else None
 

@@ -20,9 +20,9 @@ from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras
 PICTURES: Final = attrgetter("context.pictures")
 
 
-def first_output(question: Query) -> int:
-    """Return the first position of a question's context after which logits are wanted."""
-    return len(question.context) - (question.num_targets or 1)
+def first_output(query: Query) -> int:
+    """Return the first position of a query's context after which logits are wanted."""
+    return len(query.context) - (query.num_targets or 1)
 
 
 @final
@@ -50,10 +50,8 @@ class ScheduledQuery:
         self.scores = np.zeros((len(self.targets), self.beside.width))
 
     @classmethod
-    def of(cls, question: Query, node: int = 0, start: int = 0) -> Self:
-        return cls(
-            question.context, node, start, question.targets, beside=question.beside or NO_EXTRAS
-        )
+    def of(cls, query: Query, node: int = 0, start: int = 0) -> Self:
+        return cls(query.context, node, start, query.targets, beside=query.beside or NO_EXTRAS)
 
     @property
     def outputs(self) -> range:

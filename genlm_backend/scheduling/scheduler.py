@@ -1,4 +1,4 @@
-"""Scheduler: answers to a batch of questions, from as few tokens through the model as possible."""
+"""Scheduler: answers to a batch of queries, from as few tokens through the model as possible."""
 
 from __future__ import annotations
 
@@ -64,30 +64,30 @@ class Scheduler:
     def tree(self) -> PrefixTree:
         return self.cache.tree
 
-    def evaluate(self, questions: list[Query]) -> list[Result]:
-        """Return one answer to each question; out of memory, halve the batch and try again."""
+    def evaluate(self, queries: list[Query]) -> list[Result]:
+        """Return one answer to each query; out of memory, halve the batch and try again."""
         answers: list[Result] | None = None
         try:
-            apart = self._run_unshared(questions)
+            apart = self._run_unshared(queries)
             if not apart:
-                return self._run_cached(questions)
-            answers = _beside(apart, questions, self._run_cached)
+                return self._run_cached(queries)
+            answers = _beside(apart, queries, self._run_cached)
         except Exception as error:
-            if not is_out_of_memory(error) or len(questions) == 1:
+            if not is_out_of_memory(error) or len(queries) == 1:
                 raise
         if answers is None:  # outside of the handler, since the traceback holds the tensors
             release_cached_memory()
-            return _in_halves(questions, self.evaluate)
+            return _in_halves(queries, self.evaluate)
         return answers
 
-    def _run_unshared(self, questions: Sequence[Query]) -> dict[Query, Result]:
-        """Return the answers to questions that share no pass: of long contexts, and of pictures."""
+    def _run_unshared(self, queries: Sequence[Query]) -> dict[Query, Result]:
+        """Return the answers to queries that share no pass: of long contexts, and of pictures."""
         apart: dict[Query, Result] = {}
         if self.max_cacheable_len < math.inf:
-            long = [q for q in questions if len(q.context) > self.max_cacheable_len]
-            apart = {question: self._answer_of_long(question) for question in long}
-        if self.cache.keeps and any(map(PICTURES, questions)):
-            apart.update(self.openings.begin([q for q in questions if q not in apart]))
+            long = [q for q in queries if len(q.context) > self.max_cacheable_len]
+            apart = {query: self._answer_of_long(query) for query in long}
+        if self.cache.keeps and any(map(PICTURES, queries)):
+            apart.update(self.openings.begin([q for q in queries if q not in apart]))
         return apart
 
     def row_alone(self, query: RowQuery) -> Row:
@@ -99,25 +99,25 @@ class Scheduler:
         (row,) = self.run_uncached([query])
         return cast(Row, row)
 
-    def _answer_of_long(self, question: Query) -> Result | ContextError:
+    def _answer_of_long(self, query: Query) -> Result | ContextError:
         """Return the row of a context of more tokens than contexts may share."""
-        if not question.num_targets:
-            return self.row_alone(RowQuery(question.context, question.adapter))
+        if not query.num_targets:
+            return self.row_alone(RowQuery(query.context, query.adapter))
         limit = int(self.max_cacheable_len)
         return ContextError(
-            f"a text of {len(question.context) + 1} tokens is scored at once up to {limit + 1}: "
+            f"a text of {len(query.context) + 1} tokens is scored at once up to {limit + 1}: "
             f"beyond {limit} tokens, this model reads all positions otherwise, so that each score "
             f"is of another pass. Load it with max_length={limit}, and surprisal scores longer "
             "texts in windows; next_token_logprobs takes any length"
         )
 
-    def run_uncached(self, questions: list[Query], *, pads: bool = True) -> list[Result]:
-        """Return one result for each question without reading or writing a slot."""
-        with_pictures = [question for question in questions if question.context.pictures]
+    def run_uncached(self, queries: list[Query], *, pads: bool = True) -> list[Result]:
+        """Return one result for each query without reading or writing a slot."""
+        with_pictures = [query for query in queries if query.context.pictures]
         if with_pictures:
-            apart = {question: self.openings.run_uncached(question) for question in with_pictures}
-            return _beside(apart, questions, partial(self.run_uncached, pads=pads))
-        jobs = [ScheduledQuery.of(question) for question in questions]
+            apart = {query: self.openings.run_uncached(query) for query in with_pictures}
+            return _beside(apart, queries, partial(self.run_uncached, pads=pads))
+        jobs = [ScheduledQuery.of(query) for query in queries]
         # A text with more outputs than a pass may have is run again, from its beginning, for the
         # rest.
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
@@ -191,21 +191,21 @@ class Scheduler:
             is_kept = self.cache.has_state(self.cache.resumed(node))
         return node if is_kept else None
 
-    def _run_cached(self, questions: list[Query]) -> list[Result]:
-        """Answer questions from the cache, the openings of their contexts included."""
+    def _run_cached(self, queries: list[Query]) -> list[Result]:
+        """Answer queries from the cache, the openings of their contexts included."""
         if not self.cache.keeps:
-            return self.run_uncached(questions)
-        self.tree.begin(len(questions))
-        contexts = [question.context for question in questions]
+            return self.run_uncached(queries)
+        self.tree.begin(len(queries))
+        contexts = [query.context for query in queries]
         lengths = np.array([*map(len, contexts)], np.int32)
         # What has an output always goes through the model: logits are not kept.
-        are_scored = any(map(_NUM_TARGETS, questions))
+        are_scored = any(map(_NUM_TARGETS, queries))
         sizes = lengths - 1
         if are_scored:
-            sizes = np.array([*map(first_output, questions)], np.int32)
+            sizes = np.array([*map(first_output, queries)], np.int32)
         nodes = self.tree.match_all(
             [context.place for context in contexts],
-            questions[0].adapter,
+            queries[0].adapter,
             sizes,
             lambda i, start: contexts[i].packed(start, int(sizes[i])),
         )
@@ -216,22 +216,22 @@ class Scheduler:
         answers: list[Result] | None = None
         if not self.cache.host_state_store.num_states or self.tree.states.fetch(nodes):
             if not are_scored and self._steps.accepts(
-                questions, nodes, sizes, self.cost, self.needs_equal_lengths
+                queries, nodes, sizes, self.cost, self.needs_equal_lengths
             ):
                 found = self._steps.run(contexts, nodes)
                 if found is not None:
                     rows, kept = found
                     self.tokens_reused += int(self.tree.nodes.depth[nodes].sum())
-                    answers = self._without_nan(questions, rows, np.flatnonzero(kept == 0).tolist())
+                    answers = self._without_nan(queries, rows, np.flatnonzero(kept == 0).tolist())
             else:
-                answers = self._planned(questions, nodes, matched)
+                answers = self._planned(queries, nodes, matched)
         if answers is not None:
             return answers
-        if len(questions) == 1:
-            self.tokens_without_room += len(questions[0].context)
-            return self.run_uncached(questions)
+        if len(queries) == 1:
+            self.tokens_without_room += len(queries[0].context)
+            return self.run_uncached(queries)
         fetched = nodes if self.cache.host_state_store.num_states else None
-        return _in_halves(questions, self.evaluate, fetched)
+        return _in_halves(queries, self.evaluate, fetched)
 
     def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return where contexts go on: the last node with a recurrent state, or the root."""
@@ -243,12 +243,12 @@ class Scheduler:
         return nodes
 
     def _planned(
-        self, questions: list[Query], nodes: NDArray[np.int32], matched: NDArray[np.int32]
+        self, queries: list[Query], nodes: NDArray[np.int32], matched: NDArray[np.int32]
     ) -> list[Result] | None:
-        """Answer questions by segments and waves; ``None`` if there is no room for all."""
+        """Answer queries by segments and waves; ``None`` if there is no room for all."""
         starts = self.tree.nodes.depth[nodes].tolist()
         jobs = [
-            ScheduledQuery.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)
+            ScheduledQuery.of(*one) for one in zip(queries, nodes.tolist(), starts, strict=True)
         ]
         for job, num_known in zip(jobs, self.tree.nodes.depth[matched].tolist(), strict=True):
             job.num_known, job.shift = num_known, self.openings.shift(job.context)
@@ -265,21 +265,21 @@ class Scheduler:
             return None
         self.tokens_reused += sum(starts)
         places = self.tree.nodes.places(np.array([job.node for job in jobs], np.int32))
-        for question, place in zip(questions, places, strict=True):
-            question.context.place = place
+        for query, place in zip(queries, places, strict=True):
+            query.context.place = place
         answers = [job.answer for job in jobs]
         nan_indices = [i for i, job in enumerate(jobs) if job.has_nan(job.outputs)]
-        return self._without_nan(questions, answers, nan_indices)
+        return self._without_nan(queries, answers, nan_indices)
 
     def _without_nan(
-        self, questions: Sequence[Query], answers: Sequence[Result], nan_indices: Sequence[int]
+        self, queries: Sequence[Query], answers: Sequence[Result], nan_indices: Sequence[int]
     ) -> list[Result]:
         """Return the results, of which those at ``nan_indices`` have NaN and are computed whole."""
         sound = list(answers)
         # A masked key has weight zero, and 0 × NaN is NaN: a context that overflows spoils its own
         # beginning, and the results of others that end there.
         if nan_indices:
-            again = self.run_uncached([questions[i] for i in nan_indices], pads=False)
+            again = self.run_uncached([queries[i] for i in nan_indices], pads=False)
             for i, answer in zip(nan_indices, again, strict=True):
                 sound[i] = answer
         return sound
@@ -372,27 +372,27 @@ class Scheduler:
 
 def _beside(
     apart: dict[Query, Result],
-    questions: Sequence[Query],
+    queries: Sequence[Query],
     evaluate: Callable[[list[Query]], list[Result]],
 ) -> list[Result]:
-    """Return the answers to all questions, of which some have been answered apart."""
-    others = [question for question in questions if question not in apart]
+    """Return the answers to all queries, of which some have been answered apart."""
+    others = [query for query in queries if query not in apart]
     answers = {**apart, **dict(zip(others, evaluate(others) if others else (), strict=True))}
-    return [answers[question] for question in questions]
+    return [answers[query] for query in queries]
 
 
 def _in_halves(
-    questions: list[Query],
+    queries: list[Query],
     evaluate: Callable[[list[Query]], list[Result]],
     starts: NDArray[np.int32] | None = None,
 ) -> list[Result]:
     """Return answers to two halves of a batch."""
-    order, middle = np.arange(len(questions)), len(questions) // 2
+    order, middle = np.arange(len(queries)), len(queries) // 2
     if starts is not None:
         order = np.argsort(starts, kind="stable")
         cuts = np.flatnonzero(np.diff(starts[order])) + 1
         middle = int(cuts[np.argmin(abs(cuts - middle))]) if len(cuts) else middle
     answers: dict[int, Result] = {}
     for half in (order[:middle].tolist(), order[middle:].tolist()):
-        answers.update(zip(half, evaluate([questions[i] for i in half]), strict=True))
-    return [answers[i] for i in range(len(questions))]
+        answers.update(zip(half, evaluate([queries[i] for i in half]), strict=True))
+    return [answers[i] for i in range(len(queries))]

@@ -182,7 +182,7 @@ class RowExtension:
         return logprobs.numpy().tobytes(), [row.logsumexp for row in rows]
 
     def read_genlm_rows(self, tags: list[str], wanted: bytes) -> bytes | None:
-        """Return the answers to questions of the rows of requests, and let go of their logits."""
+        """Return the answers to queries of the rows of requests, and let go of their logits."""
         if get_tensor_model_parallel_rank() != 0 or not RowCapture.logits.keys() >= set(tags):
             RowCapture.logits.clear()
             return None

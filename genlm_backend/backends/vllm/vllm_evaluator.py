@@ -77,12 +77,12 @@ class VLLMEvaluator(Evaluator):
 
     # ---------------------------------------------------------------- rows
 
-    def evaluate(self, questions: Sequence[Query], /) -> Sequence[Result]:
-        """Return one answer to each question; readouts are read off where vLLM computes."""
-        scorings: list[Any] = [question for question in questions if question.num_targets]
-        if len(scorings) == len(questions):
+    def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result]:
+        """Return one answer to each query; readouts are read off where vLLM computes."""
+        scorings: list[Any] = [query for query in queries if query.num_targets]
+        if len(scorings) == len(queries):
             return self._scores(scorings)
-        others = [question for question in questions if not question.num_targets]
+        others = [query for query in queries if not query.num_targets]
         answers = self._read(others)
         places = [i for i, answer in enumerate(answers) if isinstance(answer, Row)]
         rows = rows_on([answers[i] for i in places], self._output_device)
@@ -91,20 +91,20 @@ class VLLMEvaluator(Evaluator):
         if not scorings:
             return answers
         found = dict(zip([*others, *scorings], [*answers, *self._scores(scorings)], strict=True))
-        return [found[question] for question in questions]
+        return [found[query] for query in queries]
 
-    def _read(self, questions: Sequence[Any]) -> list[Any]:
+    def _read(self, queries: Sequence[Any]) -> list[Any]:
         """Return a row for each query, and what readouts are answered by."""
         asked: defaultdict[RowQuery, list[Any]] = defaultdict(list)
-        for question in questions:
-            asked[question.forward_key].append(question)
-        if not any(question.needs_row for question in questions):
-            return self.planner.evaluate(questions, self.check_cancelled)
+        for query in queries:
+            asked[query.forward_key].append(query)
+        if not any(query.needs_row for query in queries):
+            return self.planner.evaluate(queries, self.check_cancelled)
         wanted = RowQueries([*asked.values()], self.undefined_ids)
         found = self.planner.evaluate([*asked], self.check_cancelled, wanted)
         pairs = zip(asked.values(), found, strict=True)
         answer_to = {q: a for own, its in pairs for q, a in zip(own, its, strict=True)}
-        return [answer_to[question] for question in questions]
+        return [answer_to[query] for query in queries]
 
     def _scores(self, scorings: Sequence[ScoreQuery]) -> list[Result]:
         """Return the scores of texts, each in a pass of its own if that is the faster way."""

@@ -322,7 +322,7 @@ class ModelEntry:
         queue, draft, lm = entry.request.queue, entry.draft, self.lm
         queue.begin()
         prompt = draft.asked_of(draft.contexts[0])
-        # The counts are queued before the question, and so are taken before the prompt is computed.
+        # The counts are queued before the query, and so are taken before the prompt is computed.
         count = partial(lm.num_cached_tokens, prompt, draft.lora_name)
         asked = [count(), count(tier="host")] if lm.has_host_tier else [count()]
         counts, _ = await asyncio.gather(asyncio.gather(*asked), draft.ask())

@@ -89,7 +89,7 @@ class AsyncReplicas(BatchedLM):
         self._pictures = PictureReader(processor, self.contexts, token_id, self._asker())
 
     def _asking(self, policy: BatchPolicy) -> ReplicaBatcher:
-        """Make the replicas and the batcher that sends questions to them."""
+        """Make the replicas and the batcher that sends queries to them."""
         replicas = self._set.begin(self._rows, self._adapters, policy)
         self._distributor = ReplicaBatcher(replicas, policy, type(self).__name__, self._is_back)
         self._set.cleared = self._distributor.cleared

@@ -25,7 +25,7 @@ _PAUSES: Final = (0.0, 1.0, 5.0, 20.0)
 
 @final
 class NotAskedError(EngineDiedError):
-    """A replica died before the question reached it; the distributor asks another one."""
+    """A replica died before the query reached it; the distributor asks another one."""
 
 
 @final
@@ -58,17 +58,17 @@ class Replica:
         )
         evaluator.check_cancelled = self.batcher.check_cancelled
 
-    def _checked(self, question: Query) -> Query:
-        """Return the question unless the replica is dead; under the lock of the queue."""
+    def _checked(self, query: Query) -> Query:
+        """Return the query unless the replica is dead; under the lock of the queue."""
         if self.is_dead:
             raise NotAskedError(self._death)
-        return question
+        return query
 
-    def _answers(self, questions: list[Query]) -> list[Any]:
+    def _answers(self, queries: list[Query]) -> list[Any]:
         if self.is_dead:
             raise NotAskedError(self._death)
         try:
-            return self.answering.answers(questions)
+            return self.answering.answers(queries)
         except EngineDiedError as error:
             self._dies(error)
             raise

@@ -17,12 +17,12 @@ from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.together import together
 
 _MOST_DEATHS: Final = 3
-"""Replicas that may die with a question before it is the one that gets the error."""
+"""Replicas that may die with a query before it is the one that gets the error."""
 
 
 @final
 class ReplicaBatcher(Batcher[Query, Any]):
-    """Sends each question to the replica that answers it soonest, as ``Router`` estimates."""
+    """Sends each query to the replica that answers it soonest, as ``Router`` estimates."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
             replica.has_died, replica.is_back = self.died, self.back
 
     def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
-        """Begin to send questions to replicas, which cache ``info.num_slots`` tokens each."""
+        """Begin to send queries to replicas, which cache ``info.num_slots`` tokens each."""
         capacities = [info.num_slots or 0 for info in infos]  # nothing is where none are kept
         self._router = Router(capacities, self.policy.max_batch_size, per_forward)
 
@@ -101,7 +101,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
             self._note_left()
 
     def _note_left(self) -> None:
-        """Take questions that no caller waits for any more off the loads."""
+        """Take queries that no caller waits for any more off the loads."""
         while self._left:
             query, choice = self._left.popleft()
             own, count = self._asked.get(query, (None, 0))
@@ -116,7 +116,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
     # ---------------------------------------------------------------- dying
 
     def died(self, replica: Replica, error: EngineDiedError) -> None:
-        """Note that a replica has died, before it refuses any question."""
+        """Note that a replica has died, before it refuses any query."""
         with self._lock.here:
             self._router.lost(replica.number)
             self._last_death = f"no replica is alive; the last one: {error}"

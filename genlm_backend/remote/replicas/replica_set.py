@@ -130,7 +130,7 @@ class ReplicaSet(Evaluator):
 
     # ---------------------------------------------------------------- verbs
 
-    def evaluate(self, questions: Sequence[Any], /) -> NoReturn:
+    def evaluate(self, queries: Sequence[Any], /) -> NoReturn:
         raise NotImplementedError("questions go to replicas one by one")
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
