@@ -102,15 +102,15 @@ def choosing(repeats: int) -> Numbers:
         num_before = num_states // NUM_PARTICLES if is_full else 0
         times: list[float] = []
         for _ in range(num_before + 40 * repeats):
-            tree.begin()
-            tree.use(nodes)
+            tree.new_step()
+            tree.touch(nodes)
             slots = tree.allocate(NUM_PARTICLES, nodes)
             assert slots is not None
-            new = tree.grow(nodes, tokens, slots)
+            new = tree.append_nodes(nodes, tokens, slots)
             began = time.perf_counter()
             tree.states.go_on_from(nodes)
             noted = time.perf_counter()
-            nodes = tree.link(new)
+            nodes = tree.insert(new)
             linked = time.perf_counter()
             tree.states.give(nodes, np.zeros(NUM_PARTICLES, np.int64))
             times.append(1e3 * (time.perf_counter() - linked + noted - began))

@@ -133,7 +133,7 @@ class Nodes:
         self.root[node] = self.digest[node] = node
         return int(node)
 
-    def grow(self, parents: Ints, tokens: Ints, slots: Ints, stamp: int) -> Ints:
+    def append_nodes(self, parents: Ints, tokens: Ints, slots: Ints, stamp: int) -> Ints:
         """Return unlinked nodes below others, one below each."""
         nodes = self.take(len(tokens))
         self.parent[nodes], self.token[nodes] = parents, tokens
@@ -143,7 +143,7 @@ class Nodes:
             node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, nodes)
         return nodes
 
-    def grow_chain(self, parent: int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
+    def append_chain(self, parent: int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
         """Return an unlinked chain of nodes below a node."""
         nodes = self.take(len(tokens))
         self.parent[nodes[1:]], self.token[nodes] = nodes[:-1], tokens
@@ -154,7 +154,7 @@ class Nodes:
             node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, nodes)
         return nodes
 
-    def link(self, nodes: Ints) -> tuple[Ints, Ints]:
+    def insert(self, nodes: Ints) -> tuple[Ints, Ints]:
         """Make nodes findable as children, parents first; return the real nodes and spare slots."""
         # A child with the same token stays in a node's place. If it was on the host, it takes the
         # slot of the node.

@@ -46,12 +46,12 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- the protocol
 
-    def begin(self, num_contexts: int = 1) -> None:
+    def new_step(self, num_contexts: int = 1) -> None:
         """Begin a batch of contexts: what has been used before may be evicted from now on."""
         self._now += 1
         self._used.clear()
         if self.states.num_states:
-            self.states.begin(num_contexts)
+            self.states.new_step(num_contexts)
 
     def root(self, namespace: Hashable) -> int:
         """Return the root of a namespace, made if there is none."""
@@ -66,7 +66,7 @@ class PrefixTree:
         tokens = np.asarray(token_ids, np.int32)
         sizes = np.array([len(tokens)], np.int32)
         found = self.match_all([place], namespace, sizes, lambda _, start: tokens[start:])
-        self.use(found)
+        self.touch(found)
         return int(found[0])
 
     def match_all(
@@ -77,7 +77,7 @@ class PrefixTree:
         tokens_of: Callable[[int, int], Any],
     ) -> Ints:
         """Return the nodes of the longest cached prefixes, evictable until used: int32 ``[n]``."""
-        nodes = self.recall(places, namespace, sizes)
+        nodes = self.resolve_hints(places, namespace, sizes)
         depths = self.nodes.depth
         for i in np.flatnonzero(depths[nodes] < sizes).tolist():
             node = int(nodes[i])
@@ -85,7 +85,7 @@ class PrefixTree:
             nodes[i] = self.nodes.walk(node, tokens)
         return nodes
 
-    def recall(self, places: Sequence[Place], namespace: Hashable, sizes: Ints) -> Ints:
+    def resolve_hints(self, places: Sequence[Place], namespace: Hashable, sizes: Ints) -> Ints:
         """Return the nodes of contexts, as far as places have them; see ``match_all``."""
         root = self.root(namespace)
         nodes = self.nodes.at(places, root)
@@ -94,13 +94,13 @@ class PrefixTree:
             nodes = self.nodes.ancestors(nodes, sizes)
         return nodes
 
-    def use(self, nodes: Ints) -> None:
+    def touch(self, nodes: Ints) -> None:
         """Note that nodes are used, so that they are not evicted before the next ``begin``."""
         stamps = self.nodes.stamp
         stamps[nodes] = np.maximum(stamps[nodes], self._now)
         self._used.append(nodes)
         if self.states.num_states:
-            self.states.use(nodes)
+            self.states.touch(nodes)
         if self.host_slots.num_used:
             for node in nodes[self.nodes.slot[nodes] < 0].tolist():
                 path = self.nodes.path(node)
@@ -124,13 +124,13 @@ class PrefixTree:
             self._fetch(below)
         return self.slots.allocate(count)
 
-    def grow(self, parents: Ints, tokens: Ints, slots: Ints) -> Ints:
+    def append_nodes(self, parents: Ints, tokens: Ints, slots: Ints) -> Ints:
         """Return nodes below others, one below each, which are found once they are linked."""
-        return self.nodes.grow(parents, tokens, slots, self._now)
+        return self.nodes.append_nodes(parents, tokens, slots, self._now)
 
-    def grow_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
+    def append_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
         """Return nodes as ``grow`` does, each but the first below the one before it."""
-        return self.nodes.grow_chain(parent, tokens, slots, self._now)
+        return self.nodes.append_chain(parent, tokens, slots, self._now)
 
     def _count_again(self, nodes: Ints) -> None:
         """Count those of new nodes whose tokens had been dropped before, each time once."""
@@ -140,16 +140,16 @@ class PrefixTree:
         self.num_recomputed += int(np.count_nonzero(known))
         self._dropped[places[known]] = 0
 
-    def link(self, nodes: Ints) -> Ints:
+    def insert(self, nodes: Ints) -> Ints:
         """Make nodes with filled slots findable, parents first; return the real nodes."""
         states = self.nodes.state[nodes] if self.states.num_states else None
         # A node for the same token stays, and takes the slot if its own is on the host.
-        real, spare = self.nodes.link(nodes)
+        real, spare = self.nodes.insert(nodes)
         if self.nodes.has_digests:
             self._count_again(nodes[real == nodes])
         if states is not None:
             self.states.move(np.where(real == nodes, NO_STATE, states), real)
-            self.states.use(real)
+            self.states.touch(real)
         own, of_host = spare[spare > 0], -spare[spare < 0]
         self._num_linked += len(nodes) - len(own)
         self.num_slot_changes += len(of_host)
@@ -158,7 +158,7 @@ class PrefixTree:
         self.host_slots.free(of_host)
         return real
 
-    def drop(self, nodes: Ints) -> None:
+    def free(self, nodes: Ints) -> None:
         """Free nodes that were not linked, and their slots."""
         self.slots.free(self.nodes.slot[nodes])
         self.nodes.give_back(nodes)
@@ -273,7 +273,7 @@ class PrefixTree:
         self.host_slots.free(of_host)
         nodes.slot[below] = slots
         np.add.at(nodes.num_on_device, nodes.parent[below], 1)
-        self.use(below)
+        self.touch(below)
 
     def _demote(self, taken: Ints) -> None:
         """Move nodes to the host that were taken off the device; drop those without room there."""

@@ -166,16 +166,16 @@ class StateCache:
 
     # ---------------------------------------------------------------- a batch
 
-    def begin(self, num_contexts: int) -> None:
+    def new_step(self, num_contexts: int) -> None:
         """Begin a batch of contexts: what earlier ones hold is held no more."""
         self._now, self._num_contexts = self._now + 1, num_contexts
         self._num_held[:] = self._num_rows[:] = 0
 
-    def use(self, nodes: Ints) -> None:
+    def touch(self, nodes: Ints) -> None:
         """Note that nodes, and the states that they may have, are used in this batch."""
         self._stamp[self._numbers(nodes)] = self._now
         if self.host.num_states:
-            self.host.use(nodes, self._now)
+            self.host.touch(nodes, self._now)
 
     def _numbers(self, nodes: Ints) -> Ints:
         """Return the states of nodes, ``NO_STATE`` of those that have none on the device."""
@@ -203,7 +203,7 @@ class StateCache:
             return True
         if self._moves is None or not self.has_room(len(wanted), nodes):
             return False
-        self.use(wanted)  # so that none goes for one that comes to the host
+        self.touch(wanted)  # so that none goes for one that comes to the host
         others = np.setdiff1d(nodes, wanted)
         self.hold(others)
         try:
@@ -381,7 +381,7 @@ class HostStateCache:
         is_used[NO_STATE] = False
         return is_used
 
-    def use(self, nodes: Ints, now: int) -> None:
+    def touch(self, nodes: Ints, now: int) -> None:
         """Note that the states that nodes may have here are used in a batch."""
         self._stamp[np.maximum(-self._nodes.state[nodes], NO_STATE)] = now
 

@@ -79,7 +79,7 @@ class DecodeScheduler:
         slots = tree.allocate(len(nodes), nodes)
         if slots is None:
             return None
-        new = tree.grow(nodes, tokens, slots)
+        new = tree.append_nodes(nodes, tokens, slots)
         try:
             forwards.check_cancelled()
             past = CachedPrefixes.of(tree.nodes, nodes)
@@ -89,16 +89,16 @@ class DecodeScheduler:
             rows = forwards.finish(forwards.runner.forward(batch, cache.attention))
             is_sound = ~np.isnan(np.array([row.logsumexp for row in rows], np.float64))
         except BaseException:
-            tree.drop(new)
+            tree.free(new)
             raise
         if states is not None:
             tree.states.go_on_from(nodes)
         if is_sound.all():
-            kept = tree.link(new)
+            kept = tree.insert(new)
         else:
             kept = np.zeros(len(rows), np.int32)
-            kept[is_sound] = tree.link(new[is_sound])
-            tree.drop(new[~is_sound])
+            kept[is_sound] = tree.insert(new[is_sound])
+            tree.free(new[~is_sound])
             plan = None
         if states is not None:
             cache.keep_states(kept, np.zeros(len(kept), np.int64), states)

@@ -82,7 +82,7 @@ class MultimodalPrefixes:
     def _begun(self, query: Query, pictures: Pictures) -> Result | None:
         """Have an opening kept; return the answer if it came with it."""
         tree, end, size = self._cache.tree, pictures.num_tokens, len(query.context)
-        tree.begin()
+        tree.new_step()
         node = self._cache.match(query.context, query.adapter, end)
         start, is_within = int(tree.nodes.depth[node]), first_output(query) < end
         if start == end and not is_within:
@@ -110,7 +110,7 @@ class MultimodalPrefixes:
         """Run the first tokens of a context; those that have slots are kept if no NaN came."""
         cache, tree = self._cache, self._cache.tree
         tokens = np.asarray(job.context.packed(stop - len(slots), stop), np.int32)
-        new = tree.grow_chain(node, tokens, slots)
+        new = tree.append_chain(node, tokens, slots)
         try:
             store = cache.store if len(slots) else None
             attention = MultimodalPrefillAttention(
@@ -120,9 +120,9 @@ class MultimodalPrefixes:
             self._forwards.alone(job, span, attention)
             has_nan = any(job.has_nan(range(i, i + 1)) for i in span.outputs)
             if len(slots) and not has_nan and cache.store.is_finite(slots):
-                new = tree.link(new)[:0]
+                new = tree.insert(new)[:0]
         finally:
-            tree.drop(new)
+            tree.free(new)
 
 
 def _holds_parts(job: ScheduledQuery, pictures: Pictures) -> bool:

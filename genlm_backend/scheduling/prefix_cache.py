@@ -110,19 +110,19 @@ class PrefixCache:
     ) -> bool:
         """Keep a context whose keys and values are known; return whether there was room."""
         tree = self.tree
-        tree.begin()
+        tree.new_step()
         node = tree.match(token_ids, adapter)
         start = int(tree.nodes.depth[node])
         slots = tree.allocate(len(token_ids) - start, [node])
         if slots is None:
             return False
-        new = tree.grow_chain(node, np.array(token_ids[start:], np.int32), slots)
+        new = tree.append_chain(node, np.array(token_ids[start:], np.int32), slots)
         try:
             self.store.put(slots, [tuple(c[start:] for c in layer) for layer in codes])
         except BaseException:
-            tree.drop(new)
+            tree.free(new)
             raise
-        end = tree.link(new)[-1:] if len(new) else np.array([node], np.int32)
+        end = tree.insert(new)[-1:] if len(new) else np.array([node], np.int32)
         end = tree.nodes.ancestors(end, np.array([num_resumed], np.int32))
         if not states or tree.nodes.state[end[0]]:
             return True

@@ -195,7 +195,7 @@ class Scheduler:
         """Answer queries from the cache, the openings of their contexts included."""
         if not self.cache.keeps:
             return self.run_uncached(queries)
-        self.tree.begin(len(queries))
+        self.tree.new_step(len(queries))
         contexts = [query.context for query in queries]
         lengths = np.array([*map(len, contexts)], np.int32)
         # What has an output always goes through the model: logits are not kept.
@@ -212,7 +212,7 @@ class Scheduler:
         matched, has_states = nodes, self.cache.state_store.num_states > 0
         if has_states:
             nodes = self._at_states(nodes, lengths)
-        self.tree.use(nodes)
+        self.tree.touch(nodes)
         answers: list[Result] | None = None
         if not self.cache.host_state_store.num_states or self.tree.states.fetch(nodes):
             if not are_scored and self._steps.accepts(
@@ -292,7 +292,7 @@ class Scheduler:
         for segment in segments:
             own = slots[start : start + segment.num_tokens]
             tokens = np.asarray(segment.token_ids, np.int32)
-            segment.nodes = self.tree.grow_chain(segment.before, tokens, own)
+            segment.nodes = self.tree.append_chain(segment.before, tokens, own)
             start += segment.num_tokens
         if has_states:
             before = np.array([segment.before for segment in segments], np.int32)
@@ -316,7 +316,7 @@ class Scheduler:
             raise
         finally:
             for nodes in held.values():
-                self.tree.drop(nodes)
+                self.tree.free(nodes)
 
     # ---------------------------------------------------------------- recurrent states
 
@@ -362,7 +362,7 @@ class Scheduler:
         new = [segment.nodes[:size] for segment, size in zip(segments, sizes, strict=True)]
         for segment, size in zip(segments, sizes, strict=True):
             held[segment] = segment.nodes[size:]
-        linked = np.split(self.tree.link(np.concatenate(new)), np.cumsum(sizes)[:-1])
+        linked = np.split(self.tree.insert(np.concatenate(new)), np.cumsum(sizes)[:-1])
         for segment, nodes in zip(segments, linked, strict=True):
             for position, jobs in segment.outputs.items():
                 if position < segment.stop:

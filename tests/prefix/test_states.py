@@ -185,7 +185,7 @@ class History(RuleBasedStateMachine):
         namespace, context = key
         start = self.last(key)
         node = self.node_of((namespace, context[:start])) if start else self.tree.root(namespace)
-        self.tree.use(ints(node))
+        self.tree.touch(ints(node))
         if start:
             self.used[namespace, context[:start]] = self.batch
         if start == len(context) or not self.fetch([(namespace, context[:start])], ints(node)):
@@ -193,11 +193,11 @@ class History(RuleBasedStateMachine):
         slots = self.allocate(len(context) - start, [node])
         if slots is None:
             return None
-        return self.tree.grow_chain(node, ints(*context[start:]), slots), node
+        return self.tree.append_chain(node, ints(*context[start:]), slots), node
 
     @rule()
     def begin(self):
-        self.tree.begin()
+        self.tree.new_step()
         self.batch += 1
         self.held.clear()
 
@@ -215,7 +215,7 @@ class History(RuleBasedStateMachine):
         starts = [(key[0], key[1][: len(key[1]) - len(new)]) for key, new, _ in grown]
         if not grown or not self.fetch(starts, befores):  # as one may have gone for another
             for _, new, _ in grown:
-                self.tree.drop(new)
+                self.tree.free(new)
             return
         ends = np.concatenate([new[-1:] for _, new, _ in grown])
         self.states.hold(befores)
@@ -225,10 +225,10 @@ class History(RuleBasedStateMachine):
         numbers = self.give(ends, keys, needed)
         new = np.concatenate([new for _, new, _ in grown])
         if not is_sound:
-            self.tree.drop(new)
+            self.tree.free(new)
             self.held.clear()
             return
-        self.tree.link(new)
+        self.tree.insert(new)
         self.held.clear()
         for key in dict.fromkeys(keys):
             of_key = {n for k, n in zip(keys, numbers, strict=True) if k == key and n}
@@ -245,7 +245,7 @@ class History(RuleBasedStateMachine):
         known = sorted(self.has, key=repr)
         rows = [(known[i % len(known)], token) for i, token in dict.fromkeys(chosen)]
         nodes = ints(*(self.node_of(key) for key, _ in rows))
-        self.tree.use(nodes)
+        self.tree.touch(nodes)
         for key, _ in rows:
             self.used[key] = self.batch
         if not self.fetch([key for key, _ in rows], nodes):
@@ -253,9 +253,9 @@ class History(RuleBasedStateMachine):
         slots = self.allocate(len(rows), nodes)
         if slots is None:
             return
-        new = self.tree.grow(nodes, ints(*(token for _, token in rows)), slots)
+        new = self.tree.append_nodes(nodes, ints(*(token for _, token in rows)), slots)
         self.go_on_from(nodes, [key for key, _ in rows])
-        kept = self.tree.link(new)
+        kept = self.tree.insert(new)
         own, first = np.unique(kept, return_index=True)
         keys = [(rows[i][0][0], (*rows[i][0][1], rows[i][1])) for i in first.tolist()]
         for key in keys:
@@ -275,7 +275,7 @@ class History(RuleBasedStateMachine):
         known = sorted(self.has, key=repr)
         held = [known[i % len(known)] for i in chosen]
         nodes = ints(*(self.node_of(key) for key in held))
-        self.tree.use(nodes)
+        self.tree.touch(nodes)
         for each in held:
             self.used[each] = self.batch
         if not self.fetch(held, nodes):
@@ -289,7 +289,7 @@ class History(RuleBasedStateMachine):
         self.go_on_from(ints(before), [(key[0], key[1][: -len(new)])])
         self.give(new[-1:], [key], [1])
         self.states.release(nodes)
-        self.tree.drop(new)
+        self.tree.free(new)
         self.held.clear()
 
     @precondition(lambda self: self.has)
@@ -320,7 +320,7 @@ class History(RuleBasedStateMachine):
             return
         new, before = grown
         self.go_on_from(ints(before), [(key[0], key[1][: -len(new)])])
-        end = self.tree.link(new)[-1:]
+        end = self.tree.insert(new)[-1:]
         (number,) = self.give(end, [key], [0])
         if number:
             with pytest.raises(MemoryError), self.states.filling(end):
@@ -399,24 +399,24 @@ def tree_of(num_states, *computed):
 
 
 def add(tree, context, num_needed=0):
-    tree.begin()
+    tree.new_step()
     root = tree.root(None)
     node = tree.states.last(ints(tree.nodes.walk(root, ints(*context))))
-    tree.use(node)
+    tree.touch(node)
     rest = ints(*context[tree.nodes.depth[node[0]] :])
-    new = tree.grow_chain(int(node[0]), rest, tree.allocate(len(rest), node))
+    new = tree.append_chain(int(node[0]), rest, tree.allocate(len(rest), node))
     tree.states.go_on_from(node)
-    tree.link(new)
+    tree.insert(new)
     return tree.states.give(new[-1:], np.array([num_needed])).tolist()
 
 
 def test_the_oldest_go_and_of_them_the_cheapest_to_compute_again():
     tree = tree_of(3, [1, 2, 3], [4, 5], [6])
-    tree.begin()
+    tree.new_step()
     for context in ([1, 2, 3], [4, 5]):  # at one time; the third is older
-        tree.use(ints(tree.nodes.walk(tree.root(None), ints(*context))))
+        tree.touch(ints(tree.nodes.walk(tree.root(None), ints(*context))))
     for _ in range(NUM_RECENT):
-        tree.begin()
+        tree.new_step()
     add(tree, [7, 7])
     assert [tree.num_cached(c) for c in ([1, 2, 3], [4, 5], [6], [7, 7])] == [3, 2, 0, 2]
     add(tree, [8])
@@ -429,23 +429,23 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
     tree = tree_of(2, [1] * 9)
     prompt = ints(tree.nodes.walk(tree.root(None), ints(*[1] * 9)))
     for _ in range(2):
-        tree.begin(5)
+        tree.new_step(5)
         nodes = np.repeat(prompt, 5)
-        tree.use(nodes)
-        new = tree.grow(nodes, ints(*range(5)), tree.allocate(5, nodes))
+        tree.touch(nodes)
+        new = tree.append_nodes(nodes, ints(*range(5)), tree.allocate(5, nodes))
         tree.states.go_on_from(nodes)
-        new = tree.link(new)
+        new = tree.insert(new)
         numbers = tree.states.give(new, np.zeros(5, np.int64))
         assert tree.nodes.state[prompt] > 0
     (row,) = np.flatnonzero(tree.nodes.state[new])
     assert not any(numbers)
     for number in range(3):
-        tree.begin()
-        tree.use(prompt)
-        tree.use(new[row : row + 1])
-        end = tree.grow(new[row : row + 1], ints(5), tree.allocate(1, new[row : row + 1]))
+        tree.new_step()
+        tree.touch(prompt)
+        tree.touch(new[row : row + 1])
+        end = tree.append_nodes(new[row : row + 1], ints(5), tree.allocate(1, new[row : row + 1]))
         tree.states.go_on_from(new[row : row + 1])
-        tree.link(end)
+        tree.insert(end)
         assert tree.states.give(end, np.zeros(1, np.int64)).all()
         assert tree.nodes.state[prompt] > 0
         assert tree.num_cached([1] * 9 + [int(row)] + [5] * (number + 1)) == 11 + number

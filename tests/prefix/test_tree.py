@@ -23,12 +23,12 @@ def slots_of(cache, node):
 
 def fill(cache, token_ids, namespace=None):
     """Match and link a whole context in a round of its own; return its node."""
-    cache.begin()
+    cache.new_step()
     node = cache.match(token_ids, namespace)
     rest = np.array(token_ids[cache.nodes.depth[node] :], np.int32)
     slots = cache.allocate(len(rest))
     assert slots is not None
-    return int(cache.link(cache.grow_chain(node, rest, slots))[-1]) if len(rest) else node
+    return int(cache.insert(cache.append_chain(node, rest, slots))[-1]) if len(rest) else node
 
 
 def place_of(cache, node):
@@ -37,7 +37,7 @@ def place_of(cache, node):
 
 
 def recalled(cache, place, token_ids, namespace=None):
-    (node,) = cache.recall([place], namespace, np.array([len(token_ids)], np.int32))
+    (node,) = cache.resolve_hints([place], namespace, np.array([len(token_ids)], np.int32))
     return int(cache.nodes.depth[node]), slots_of(cache, cache.match(token_ids, namespace, place))
 
 
@@ -57,7 +57,7 @@ def test_a_place_stays_where_it_is_while_the_tree_changes_around_it():
 def test_a_place_is_nothing_once_its_token_has_gone():
     cache = make(40)
     place = place_of(cache, fill(cache, [1, 2, 3, 4]))
-    cache.begin()
+    cache.new_step()
     cache.evict(2)
     other = fill(cache, [1, 2, 5, 6, 7])  # in the place of what has gone
     assert recalled(cache, place, [1, 2, 3, 4]) == (0, slots_of(cache, other)[:2])
@@ -85,10 +85,10 @@ def test_a_token_that_was_computed_twice_has_one_slot():
     node = fill(cache, [1, 2])
     first, second = cache.allocate(2), cache.allocate(2)
     chains = [
-        cache.grow_chain(node, np.array(ids), own)
+        cache.append_chain(node, np.array(ids), own)
         for ids, own in (([3, 4], first), ([3, 5], second))
     ]
-    found = cache.link(np.concatenate(chains)).tolist()
+    found = cache.insert(np.concatenate(chains)).tolist()
     assert found[0] == found[2]
     assert cache.slots.num_used == 5
     assert slots_of(cache, found[3])[2] == slots_of(cache, found[1])[2] == first[0]
@@ -105,7 +105,7 @@ def test_clearing_frees_what_is_pinned():
     assert cache.num_cached([1, 2, 3]) == 3  # nothing has happened
     cache.slots.free(slots)
     cache.pin(node)
-    cache.begin()
+    cache.new_step()
     assert cache.evict(10) == 2
     cache.clear()
     assert (cache.slots.num_used, cache.num_cached([1, 2, 3])) == (0, 0)
@@ -180,7 +180,7 @@ def test_long_contexts_are_found_however_their_nodes_are_numbered(history):
         assert nodes.token[path].tolist() == token_ids[:size]
         assert (nodes.parent[path[1:]] == path[:-1]).all()
         if size < len(token_ids):
-            nodes.link(nodes.grow_chain(node, wanted[size:], np.ones(len(wanted) - size), 1))
+            nodes.insert(nodes.append_chain(node, wanted[size:], np.ones(len(wanted) - size), 1))
         known.update(tuple(token_ids[:n]) for n in range(len(token_ids) + 1))
         check_nodes(nodes, nodes.table[nodes.table > 0])
     assert (nodes.table > 0).sum() == len(known) - 1

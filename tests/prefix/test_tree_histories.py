@@ -82,7 +82,7 @@ class Tree(RuleBasedStateMachine):
 
     @rule()
     def begin(self):
-        self.cache.begin()
+        self.cache.new_step()
         self.used.clear()
 
     def look_up(self, token_ids, namespace, place=NO_HINT):
@@ -110,14 +110,14 @@ class Tree(RuleBasedStateMachine):
         if slots is None:
             return self.remembered(node), token_ids[:start], namespace
         assert self.num_on_host(node) == 0
-        chain = self.cache.grow_chain(node, np.array(token_ids[start:], np.int32), slots)
+        chain = self.cache.append_chain(node, np.array(token_ids[start:], np.int32), slots)
         check_integrity(self.cache, slots.tolist())
         for index, each in enumerate(chain.tolist()):
             self.write(each, token_ids[: start + index + 1], namespace)
         if not is_kept:
-            self.cache.drop(chain)
+            self.cache.free(chain)
             return self.remembered(node), token_ids[:start], namespace
-        node = int(self.cache.link(chain)[-1]) if len(chain) else node
+        node = int(self.cache.insert(chain)[-1]) if len(chain) else node
         self.check_node(node, token_ids, namespace)
         self.seen.append((token_ids, namespace))
         self.used.append((node, token_ids, namespace))
@@ -145,14 +145,14 @@ class Tree(RuleBasedStateMachine):
         if slots is None or not rows:
             return
         tokens = np.array([token_ids[-1] for _, token_ids, _ in rows], np.int32)
-        new = self.cache.grow(nodes, tokens, slots)
+        new = self.cache.append_nodes(nodes, tokens, slots)
         for node, (_, token_ids, namespace) in zip(new.tolist(), rows, strict=True):
             self.write(node, token_ids, namespace)
         check_integrity(self.cache, slots.tolist())
         if not keep:
-            self.cache.drop(new)
+            self.cache.free(new)
             return
-        for node, (_, *row) in zip(self.cache.link(new).tolist(), rows, strict=True):
+        for node, (_, *row) in zip(self.cache.insert(new).tolist(), rows, strict=True):
             self.check_node(node, *row)
             self.used.append((node, *row))
 
@@ -289,7 +289,7 @@ def test_the_least_recently_used_go_first(sizes):
         tree = Tree()
         tree.cache = PrefixTree(*map(SlotAllocator, sizes), tree.copies)
         for _ in range(150):
-            tree.begin()
+            tree.new_step()
             begin = random.choice(tree.seen)[0] if tree.seen and random.random() < 0.8 else []
             kept = begin[: random.randint(0, len(begin))] if random.random() < 0.4 else begin
             context = [*kept, *random.choices(range(3), k=random.randint(1, 4))][:10]
@@ -307,17 +307,17 @@ def test_the_least_recently_used_go_first(sizes):
 def test_eviction_is_in_the_order_of_use():
     cache = PrefixTree(SlotAllocator(30))
     for context in ([1, 2, 3], [1, 2, 4], [5, 6, 7]):
-        cache.begin()
+        cache.new_step()
         node = cache.match(context)
         rest = np.array(context[cache.nodes.depth[node] :], np.int32)
-        cache.link(cache.grow_chain(node, rest, cache.allocate(len(rest))))
-    cache.begin()
+        cache.insert(cache.append_chain(node, rest, cache.allocate(len(rest))))
+    cache.new_step()
     cache.match([1, 2, 3])
     assert cache.evict(100) == 4
     assert cache.num_cached([1, 2, 3]) == 3
-    cache.begin()
-    cache.link(cache.grow_chain(cache.match([8]), np.array([8], np.int32), cache.allocate(1)))
-    cache.begin()
+    cache.new_step()
+    cache.insert(cache.append_chain(cache.match([8]), np.array([8], np.int32), cache.allocate(1)))
+    cache.new_step()
     assert cache.evict(2) == 2
     assert cache.num_cached([1, 2, 3]) == 1
     assert cache.num_cached([8]) == 1

@@ -36,7 +36,7 @@ def tree_of(cached):
     for context in cached:
         node = tree.match(context)
         rest = np.array(context[tree.nodes.depth[node] :], np.int32)
-        tree.link(tree.grow_chain(node, rest, tree.allocate(len(rest))))
+        tree.insert(tree.append_chain(node, rest, tree.allocate(len(rest))))
     return tree
 
 
@@ -206,7 +206,7 @@ def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
     segments = plan_segments(jobs, CostModel(per_forward=0.0, max_segment=size))
     for segment in segments:
         ids, slots = segment.token_ids, tree.allocate(segment.num_tokens)
-        segment.nodes = tree.grow_chain(segment.before, np.array(ids, np.int32), slots)
+        segment.nodes = tree.append_chain(segment.before, np.array(ids, np.int32), slots)
     nodes = tree.nodes
     for segment in segments:
         ids = segment.job.context

@@ -284,7 +284,7 @@ class Histories(RuleBasedStateMachine):
     @rule(count=st.integers(1, 60))
     def evict(self, count):
         """As one that has no part in it makes room."""
-        self.passes.tree.begin()
+        self.passes.tree.new_step()
         self.passes.tree.evict(count)
 
     @rule()
@@ -319,7 +319,7 @@ def test_a_step_does_not_read_where_tokens_were_before_they_were_computed_anew()
     ask(passes, [context := context.extend(2)])
     ask(passes, [context := context.extend(0)])
     assert passes.runner.num_steps == 1
-    passes.tree.begin()
+    passes.tree.new_step()
     assert passes.tree.evict(40) == len(context)
     ask(passes, [of_no_model([2, 2, 2, 2]), of_no_model([1, 1])])  # where they were
     passes.evaluate([ScoreQuery(RowQuery(context), 1)])

@@ -72,13 +72,13 @@ class Steps:
     def step(self, contexts):
         """Compute the last tokens of contexts, and whatever is missing before them."""
         tree, nodes = self.tree, self.tree.nodes
-        tree.begin()
+        tree.new_step()
         ends = [tree.match(context[:-1]) for context in contexts]
         missing = [one[nodes.depth[end] :] for one, end in zip(contexts, ends, strict=True)]
         slots = tree.allocate(sum(map(len, missing)), ends)
         own = np.split(slots, np.cumsum([*map(len, missing)])[:-1])
         new = [
-            tree.grow_chain(end, np.array(ids, np.int32), part)
+            tree.append_chain(end, np.array(ids, np.int32), part)
             for end, ids, part in zip(ends, missing, own, strict=True)
         ]
         self.sequences.release(slots)
@@ -91,7 +91,7 @@ class Steps:
             assert len(found) == depth or 0 <= window - 1 <= len(found)
             self.compute(row, depth, ids)
         self.sequences.hold(rows, own)
-        tree.link(np.concatenate(new))
+        tree.insert(np.concatenate(new))
         if self.cells.model.window:
             self.cells.reuse()
 
