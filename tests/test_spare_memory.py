@@ -21,7 +21,7 @@ class Rows(RuleBasedStateMachine):
 
     @rule(view=st.booleans(), shape=st.sampled_from([(LENGTH,), (1, LENGTH), (5,), (2, 5)]))
     def take(self, view, shape):
-        row = self.spare.take(shape, np.float64)
+        row = self.spare.take_array(shape, np.float64)
         assert row.shape == shape
         self.count += 1
         row[:] = self.count
@@ -59,8 +59,8 @@ TestRows = Rows.TestCase
 
 def test_memory_that_comes_back_at_a_bad_moment_is_let_go():
     spare = SpareMemory(1000)
-    row = spare.take((LENGTH,), np.float32)
+    row = spare.take_array((LENGTH,), np.float32)
     with spare._lock:  # as the garbage collector may, in the middle of take()
         del row
     assert spare.num_bytes == 0
-    assert spare.take((0, 3), np.float32).shape == (0, 3)
+    assert spare.take_array((0, 3), np.float32).shape == (0, 3)

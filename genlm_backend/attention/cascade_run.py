@@ -258,7 +258,7 @@ class CascadeRun(abc.ABC, Generic[A]):
         """Whether so many layers have attended, and none has yet to."""
         return self._new is None and self.num_attended == num_layers
 
-    def take(self, layer: int, keys: A, values: A) -> tuple[A, A]:
+    def take_kv(self, layer: int, keys: A, values: A) -> tuple[A, A]:
         """Take and return new keys and values of a layer, ``[B, key_heads, Q, dim]``."""
         if self._new is not None:
             raise self.attends_otherwise("a layer has attended elsewhere")

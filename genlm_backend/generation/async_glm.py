@@ -169,7 +169,7 @@ class AsyncGLM(OfOneProcess):
             ids: TokenIds = row[keep].tolist()
             if pictures is not None:
                 ids = self._lm.context(ids, images=pictures)
-            prompts.append(Prompt.check(self._lm, ids, config).context)
+            prompts.append(Prompt.from_prompt(self._lm, ids, config).context)
             if config.num_beams > self._max_running:
                 raise GenerationConfigError(
                     f"num_beams={config.num_beams} is more than max_running={self._max_running}"

@@ -126,7 +126,7 @@ async def stream(
     instance(AsyncLM, "an AsyncLM")("lm", lm)
     given, config = _with_length(make_config(config, dict(fields)))
     check_streamable(config)
-    (draft,) = make_drafts(lm, Prompt.check(lm, prompt, config), config)
+    (draft,) = make_drafts(lm, Prompt.from_prompt(lm, prompt, config), config)
     tokens: list[GeneratedToken] = []
     while not draft.is_finished:
         await draft.ask()
@@ -178,7 +178,7 @@ def _checked(lm: AsyncLM, prompts: list[Any], config: GenerationConfig, many: bo
     checked: list[Prompt] = []
     for number, prompt in enumerate(prompts):
         try:
-            own = Prompt.check(lm, prompt, config)
+            own = Prompt.from_prompt(lm, prompt, config)
         except (ContextError, ContextTypeError) as error:
             if not many:
                 raise

@@ -38,7 +38,7 @@ class Prompt:
     constraint: Constraint | None
 
     @classmethod
-    def check(
+    def from_prompt(
         cls,
         lm: AsyncLM,
         prompt: str | Chat | TokenIds,
@@ -64,14 +64,14 @@ class Prompt:
 
 def _context(lm: AsyncLM, prompt: str | Chat | TokenIds, config: GenerationConfig) -> Context:
     if config.mm_info is None:
-        return lm.contexts.check(_encoded(lm, prompt))
+        return lm.contexts.check_context(_encoded(lm, prompt))
     if isinstance(prompt, Context) and prompt.pictures is not None:
         raise PictureError("the context begins with its pictures already: leave mm_info out")
     if is_chat(prompt):
         prompt = _chat_text(lm, prompt)
     elif not isinstance(prompt, str):
         prompt = _encoded(lm, prompt)
-    return lm.contexts.check(lm.context(prompt, images=config.mm_info.images))
+    return lm.contexts.check_context(lm.context(prompt, images=config.mm_info.images))
 
 
 def _encoded(lm: AsyncLM, prompt: str | Chat | TokenIds) -> TokenIds:

@@ -685,7 +685,9 @@ class AsyncLM(Closing):
         """
         listed_ids = listed_contexts("token_ids_list", token_ids_list)
         self.check_adapter(lora_name)
-        contexts = [self.contexts.check(token_ids, self.max_length) for token_ids in listed_ids]
+        contexts = [
+            self.contexts.check_context(token_ids, self.max_length) for token_ids in listed_ids
+        ]
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         size = len(self.byte_vocab)
@@ -696,7 +698,7 @@ class AsyncLM(Closing):
 
     def _context_of_draws(self, token_ids: TokenIds, lora_name: str | None) -> Context:
         """Check a context and its adapter before a random number is taken."""
-        context = self.contexts.check(token_ids, self.max_length)
+        context = self.contexts.check_context(token_ids, self.max_length)
         self.check_adapter(lora_name)
         return context
 
@@ -735,7 +737,7 @@ class AsyncLM(Closing):
             Exception: What ``next_token_logprobs`` raises.
         """
         check_no_others("sample", others)
-        prompt = self.contexts.check(prompt_token_ids)
+        prompt = self.contexts.check_context(prompt_token_ids)
         options = self._check_sampling(max_tokens, eos_token_ids, temperature, seed, False)
         (found,) = await self._samples([prompt], lora_name, **options)
         return found
@@ -759,7 +761,7 @@ class AsyncLM(Closing):
         """
         check_no_others("batch_sample", others)
         contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
-        prompts = [self.contexts.check(context) for context in contexts]
+        prompts = [self.contexts.check_context(context) for context in contexts]
         options = self._check_sampling(max_tokens, eos_token_ids, temperature, seed, progress)
         return await self._samples(prompts, lora_name, **options)
 

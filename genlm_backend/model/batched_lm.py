@@ -251,13 +251,13 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> RowQuery:
         self._batcher.check_open()
         adapter = None if lora_name is None else self._adapter(lora_name)
-        return RowQuery(self.contexts.check(token_ids, self.max_length), adapter)
+        return RowQuery(self.contexts.check_context(token_ids, self.max_length), adapter)
 
     def _queries(self, token_ids_list: Sequence[TokenIds], lora_name: str | None) -> list[RowQuery]:
         contexts = listed_contexts("token_ids_list", token_ids_list)
         self._batcher.check_open()
         adapter = None if lora_name is None else self._adapter(lora_name)
-        check, max_length = self.contexts.check, self.max_length
+        check, max_length = self.contexts.check_context, self.max_length
         return [RowQuery(check(token_ids, max_length), adapter) for token_ids in contexts]
 
     def _known(self, queries: Sequence[RowQuery]) -> tuple[dict[RowQuery, Row], list[RowQuery]]:
@@ -352,7 +352,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """Run ``verb`` as ``_call`` does, if the adapter of its query is still there by then."""
 
         def run() -> T:
-            self._adapters.check(query)
+            self._adapters.check_adapter(query)
             return verb()
 
         self._before_wait()
@@ -491,7 +491,9 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._batcher.check_open()
         adapter = self._adapter(lora_name)
         load = partial(self._evaluator.load_prefix, where, adapter)
-        context = self.contexts.check(self._call_for(RowQuery((), adapter), load), self.max_length)
+        context = self.contexts.check_context(
+            self._call_for(RowQuery((), adapter), load), self.max_length
+        )
         self._is_kept(RowQuery(context, adapter))
         return context
 

@@ -62,7 +62,7 @@ class AdapterNames:
             )
         return named[name]
 
-    def check(self, query: Query) -> None:
+    def check_adapter(self, query: Query) -> None:
         error = self.error_of(query)
         if error is not None:
             raise error

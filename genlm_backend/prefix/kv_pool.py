@@ -134,7 +134,7 @@ class KVPool:
         values = values.view(num_rows, -1, shape.num_value_heads, shape.value_dim)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
-    def take(self, slots: Sequence[int] | NDArray[Any]) -> list[tuple[torch.Tensor, ...]]:
+    def take_rows(self, slots: Sequence[int] | NDArray[Any]) -> list[tuple[torch.Tensor, ...]]:
         """Return copies of the codes of some slots, by layer, in the processor's memory."""
         index = torch.as_tensor(slots, dtype=torch.int64)
         return [

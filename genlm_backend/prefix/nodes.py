@@ -104,7 +104,7 @@ class Nodes:
 
     # ---------------------------------------------------------------- coming and going
 
-    def take(self, count: int) -> Ints:
+    def take_nodes(self, count: int) -> Ints:
         """Return the numbers of so many nodes that were free."""
         self.reserve(count)
         reused = min(count, self._num_free)
@@ -128,14 +128,14 @@ class Nodes:
         self.num_uses[nodes] += 1
 
     def new_root(self) -> int:
-        (node,) = self.take(1)
+        (node,) = self.take_nodes(1)
         self.parent[node] = self.depth[node] = 0
         self.root[node] = self.digest[node] = node
         return int(node)
 
     def append_nodes(self, parents: Ints, tokens: Ints, slots: Ints, stamp: int) -> Ints:
         """Return unlinked nodes below others, one below each."""
-        nodes = self.take(len(tokens))
+        nodes = self.take_nodes(len(tokens))
         self.parent[nodes], self.token[nodes] = parents, tokens
         self.depth[nodes], self.root[nodes] = self.depth[parents] + 1, self.root[parents]
         self.slot[nodes], self.stamp[nodes] = slots, stamp
@@ -145,7 +145,7 @@ class Nodes:
 
     def append_chain(self, parent: int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
         """Return an unlinked chain of nodes below a node."""
-        nodes = self.take(len(tokens))
+        nodes = self.take_nodes(len(tokens))
         self.parent[nodes[1:]], self.token[nodes] = nodes[:-1], tokens
         self.parent[nodes[:1]], self.root[nodes] = parent, self.root[parent]
         self.depth[nodes] = self.depth[parent] + np.arange(1, len(nodes) + 1)

@@ -178,7 +178,7 @@ class PrefixTree:
         """Free up to ``count`` slots, least recently used first; return how many."""
         # Nothing goes that is pinned or used since ``begin``. Tokens go to the host if it has room
         # for them, or for something older.
-        taken = self._device.take(self.nodes, count, self._now)
+        taken = self._device.take_leaves(self.nodes, count, self._now)
         self._num_linked -= len(taken)
         slots = self.nodes.slot[taken]
         try:
@@ -281,7 +281,7 @@ class PrefixTree:
         nodes = self.nodes
         missing = len(taken) - self.host_slots.num_free
         if missing > 0:
-            gone = self._host.take(nodes, missing, self._now)
+            gone = self._host.take_leaves(nodes, missing, self._now)
             self._evict_for_good(gone)
             missing -= len(gone)
         if missing > 0:  # of which nothing is on the host below them: it would have gone first
@@ -340,7 +340,7 @@ class _Leaves:
     def clear(self) -> None:
         self._queue, self._stamps = np.empty(0, np.int32), np.empty(0, np.int64)
 
-    def take(self, nodes: Nodes, count: int, now: int) -> Ints:
+    def take_leaves(self, nodes: Nodes, count: int, now: int) -> Ints:
         """Take up to ``count`` nodes that were used before ``now``, leaves first."""
         num_below = nodes.num_on_device if self._is_on_device else nodes.num_children
         taken, num_taken = np.empty(count, np.int32), 0

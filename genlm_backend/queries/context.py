@@ -265,7 +265,7 @@ class _Beginnings:
             found = _shared(ids, self._known)
         return found
 
-    def keep(self, num_found: int, ids: list[Any], blocks: tuple[bytes, ...]) -> None:
+    def keep_blocks(self, num_found: int, ids: list[Any], blocks: tuple[bytes, ...]) -> None:
         """Remember the packed blocks of checked ids after those that have been found."""
         if not blocks:
             return
@@ -342,7 +342,7 @@ class ContextFactory:
                 "lm.context(prompt, images=[…]) makes a context of it, and context + [token] more"
             )
         context = Context.of(self, self._packed(rest), found)
-        self._beginnings.keep(len(found), rest, context.blocks[len(found) :])
+        self._beginnings.keep_blocks(len(found), rest, context.blocks[len(found) :])
         return context
 
     def _with_pictures(self, context: Context, pictures: Pictures) -> Context:
@@ -353,7 +353,7 @@ class ContextFactory:
         self._packed(list(rest))
         return Context.of(self, context.packed().tobytes(), pictures=pictures)
 
-    def check(
+    def check_context(
         self, token_ids: Any, max_length: int | None = None, name: str = "token_ids"
     ) -> Context:
         """Return token ids as a ``Context`` that the model can evaluate."""

@@ -202,7 +202,7 @@ def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
         if len(parts) == 1:
             return parts[0].to(device, copy=True)
         return torch.cat([part.to(device) for part in parts])
-    table = spare_memory.take((len(rows), len(rows[0].logprobs)), np.float32)
+    table = spare_memory.take_array((len(rows), len(rows[0].logprobs)), np.float32)
     # What comes from a device is copied by all threads of the processor, which have nothing to do
     # beside it: 33 MB take 0.8 ms by 16 of them, and 4 by one.
     is_for_threads = torch.cuda.is_initialized() and all(
@@ -237,14 +237,14 @@ _MANY_BYTES: Final = 1 << 21
 def own_copy(row: _Numbers) -> torch.Tensor:
     if row.nbytes <= _SMALL:
         return torch.frombuffer(bytearray(row.data), dtype=torch.float32)
-    own = spare_memory.take(row.shape, np.float32)
+    own = spare_memory.take_array(row.shape, np.float32)
     own.data.cast("B")[:] = np.ascontiguousarray(row).data.cast("B")
     return torch.from_numpy(own)
 
 
 def own_table(numbers: _Numbers) -> torch.Tensor:
     """Return a copy of a table of rows as a tensor: float32 ``[n, vocab]``."""
-    table = spare_memory.take(numbers.shape, np.float32)
+    table = spare_memory.take_array(numbers.shape, np.float32)
     _write(numbers, table)
     return torch.from_numpy(table)
 

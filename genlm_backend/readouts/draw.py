@@ -76,7 +76,7 @@ def weights_of(scores: Floats, largest: np.float32, temperature: float) -> Float
     """Return the weights of a draw in a new array: ``exp((scores - largest) / temperature)``."""
     # One array for all steps, whose memory is used again: the pages of new ones would cost more
     # than the arithmetic.
-    found = spare_memory.take(scores.shape, np.float32)
+    found = spare_memory.take_array(scores.shape, np.float32)
     with np.errstate(over="ignore", under="ignore"):
         np.subtract(scores, largest, out=found)
         if temperature != 1:

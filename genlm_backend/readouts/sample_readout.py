@@ -140,7 +140,7 @@ def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArra
         ids = np.flatnonzero(mask)
         return logprobs[ids], ids
     # A choice between two numbers takes ten times as long, where no pattern helps to guess it.
-    bounds = spare_memory.take(logprobs.shape, np.float32)
+    bounds = spare_memory.take_array(logprobs.shape, np.float32)
     np.subtract(bits, np.float32(0.5), out=bounds)
     np.multiply(bounds, np.float32(np.inf), out=bounds)
     return np.minimum(logprobs, bounds, out=bounds), None
@@ -498,7 +498,7 @@ def log_sum(logprobs: NDArray[np.floating]) -> float:
     largest = logprobs.max()
     if largest == -np.inf:
         return -math.inf
-    shifted = spare_memory.take(logprobs.shape, logprobs.dtype.type)
+    shifted = spare_memory.take_array(logprobs.shape, logprobs.dtype.type)
     np.subtract(logprobs, largest, out=shifted)
     with np.errstate(under="ignore"):
         total = np.exp(shifted, out=shifted).sum(dtype=np.float64)

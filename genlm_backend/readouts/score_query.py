@@ -241,7 +241,7 @@ def check_scorings(
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
         prompt = prompts if isinstance(prompts, Context) else before  # an iterator has been read
-        before = [contexts.check(prompt, max_length, name="prompt")] * len(behind)
+        before = [contexts.check_context(prompt, max_length, name="prompt")] * len(behind)
     if len(before) != len(behind):
         raise OptionError(
             "prompts and continuations belong together one by one, "
@@ -250,10 +250,10 @@ def check_scorings(
         )
     scorings = []
     for prompt, continuation in zip(before, behind, strict=True):
-        context = contexts.check(prompt, max_length, name="prompt")
+        context = contexts.check_context(prompt, max_length, name="prompt")
         text = context.followed_by(contexts.packed(continuation, name="continuation"))
         if len(text) > len(context):
-            contexts.check(text[:-1], max_length)
+            contexts.check_context(text[:-1], max_length)
         scorings.append(ScoreQuery(RowQuery(text, adapter), len(context), beside))
     return scorings
 

@@ -266,7 +266,7 @@ def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
         ids = np.arange(len(row))
     ids = ids[np.argsort(-row[ids], kind="stable")[:k]]
     logprobs = row[ids]
-    memory = spare_memory.take(row.shape, np.float32)
+    memory = spare_memory.take_array(row.shape, np.float32)
     with np.errstate(under="ignore"):
         np.exp(row, out=memory)
         memory[ids] = 0
@@ -288,7 +288,7 @@ def _log_rest(row: NDArray[np.float32], ids: NDArray[np.int64]) -> float:
 
 
 def _entropy_here(row: NDArray[np.float32]) -> float:
-    logprobs, weighted = (spare_memory.take(row.shape, np.float64) for _ in range(2))
+    logprobs, weighted = (spare_memory.take_array(row.shape, np.float64) for _ in range(2))
     # What is impossible adds nothing: its probability is zero, times any finite number.
     np.maximum(row, -1e6, out=logprobs)
     with np.errstate(under="ignore"):

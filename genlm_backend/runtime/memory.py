@@ -57,7 +57,7 @@ class SpareMemory:
         self._unused: dict[tuple[Shape, np.dtype], list[NDArray[Any]]] = {}
         self._lock = threading.Lock()
 
-    def take(self, shape: Shape, dtype: type[np.generic]) -> NDArray[Any]:
+    def take_array(self, shape: Shape, dtype: type[np.generic]) -> NDArray[Any]:
         """Return an array with arbitrary contents."""
         key = (shape, np.dtype(dtype))
         memory = None

@@ -189,7 +189,7 @@ class LocalEvaluator(Evaluator):
     def _let_go(self) -> None:
         """Let go of the model and of the slots, and give their memory back."""
         runner: Any = self.passes.runner
-        self.passes.keep(PrefixCache(runner, self.passes.attend_whole))
+        self.passes.use_cache(PrefixCache(runner, self.passes.attend_whole))
         runner.model = None
         release_cached_memory()
 

@@ -93,7 +93,7 @@ class PrefixCache:
     def codes_of(self, node: int) -> list[tuple[torch.Tensor, ...]]:
         """Return the keys and values up to a node as the store has them, by layer."""
         nodes = self.tree.nodes
-        return self.store.take(nodes.slot[nodes.path(node)])
+        return self.store.take_rows(nodes.slot[nodes.path(node)])
 
     def has_state(self, node: int) -> bool:
         """Return whether a node has a recurrent state, which is on the device from then on."""

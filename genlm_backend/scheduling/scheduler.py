@@ -50,9 +50,9 @@ class Scheduler:
         self.pads = self.takes_several_tokens = True
         self.needs_equal_lengths = False
         self.max_cacheable_len, self.tokens_reused, self.tokens_without_room = math.inf, 0, 0
-        self.keep(PrefixCache(forwards.runner, attend_whole))
+        self.use_cache(PrefixCache(forwards.runner, attend_whole))
 
-    def keep(self, cache: PrefixCache) -> None:
+    def use_cache(self, cache: PrefixCache) -> None:
         """Keep contexts in a cache from now on; in an empty one, run every context whole."""
         self.cache = cache
         if cache.most_rows is not None:

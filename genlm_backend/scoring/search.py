@@ -134,7 +134,7 @@ async def continuations(
         Exception: What ``next_token_logprobs`` raises.
     """
     given = _checked(lm, n=n, words=words, max_rest=max_rest, max_contexts=max_contexts)
-    begin = lm.contexts.check(context_ids(lm, context), lm.max_length, name="context")
+    begin = lm.contexts.check_context(context_ids(lm, context), lm.max_length, name="context")
     is_between, blocks = context is None or is_between_words(lm, begin), await is_blocking()
     explored = _Explored(lm, given["words"], begin, is_between)
     wave, left = [explored.begin], given["max_contexts"]
@@ -236,7 +236,7 @@ async def prefix_logprob(
     if words != NOT_BLANK and not word_ends:
         raise OptionError("words is for word_ends=True")
     data = _bytes_of(text, word_ends and words == NOT_BLANK)
-    begin = lm.contexts.check(context_ids(lm, context), lm.max_length, name="context")
+    begin = lm.contexts.check_context(context_ids(lm, context), lm.max_length, name="context")
     log_share = math.log(given["max_rest"]) if given["max_rest"] else -math.inf
     if not data and not word_ends:
         return PrefixLogprob(0.0, -math.inf)

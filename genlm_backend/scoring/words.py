@@ -227,7 +227,7 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
         begins = not has_bos or is_special or ids[0] == lm.tokenizer.bos_token_id
         return ids if begins else [default_beginning(lm), *ids]
     try:
-        return [*lm.contexts.check(cast(TokenIds, context), name=name)]
+        return [*lm.contexts.check_context(cast(TokenIds, context), name=name)]
     except ContextTypeError as error:
         many = "" if name != "context" else "; contexts= has one for each of several texts"
         raise ContextTypeError(f"{name} must be a text or token ids: {error}{many}") from error

@@ -67,13 +67,13 @@ class TokenCharacterTrie(VocabularyTrie):
         dtype = widest(rows)
         if isinstance(rows, list):
             rows = [row.astype(dtype, copy=False) for row in rows]
-        out = self._spare.take((len(rows), self.num_nodes), dtype)
+        out = self._spare.take_array((len(rows), self.num_nodes), dtype)
         self._sweep(operation, rows, out)
         return out
 
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Values]:
         rows = rows_of(batch)
-        out = [self._spare.take((self.num_nodes,), row.dtype.type) for row in rows]
+        out = [self._spare.take_array((self.num_nodes,), row.dtype.type) for row in rows]
         self._sweep(operation, rows, out)
         return out
 

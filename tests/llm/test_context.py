@@ -142,7 +142,7 @@ def test_what_it_is_extended_by_is_checked():
 def test_a_context_of_another_model_is_refused_and_an_unpickled_one_is_checked():
     ours, theirs = ContextFactory(VOCAB), ContextFactory(VOCAB)
     context = theirs.of([1, 2])
-    for use in (ours.of, ours.check, ours.of([1]).__add__):
+    for use in (ours.of, ours.check_context, ours.of([1]).__add__):
         with pytest.raises(ContextError, match="another model"):
             use(context)
     loaded = pickle.loads(pickle.dumps(context)) + [99]

@@ -169,7 +169,7 @@ def test_long_contexts_are_found_however_their_nodes_are_numbered(history):
     nodes, known = Nodes(), {()}
     root = nodes.new_root()
     for pieces, changed, num_free in history:
-        nodes.give_back(np.random.default_rng(num_free).permutation(nodes.take(num_free)))
+        nodes.give_back(np.random.default_rng(num_free).permutation(nodes.take_nodes(num_free)))
         token_ids = [token for token, count in pieces for token in [token] * count]
         if changed < len(token_ids):
             token_ids[changed] = 7

@@ -51,7 +51,7 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
 
         def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
             """Store new keys and values, which come out as they are."""
-            return shared.take(layer, *write_new(self._store, layer, batch, keys, values))
+            return shared.take_kv(layer, *write_new(self._store, layer, batch, keys, values))
 
         layout = self._store.layout
         num_layers = len(layout.layers)

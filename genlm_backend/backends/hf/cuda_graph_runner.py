@@ -208,7 +208,7 @@ class CudaGraphRunner:
         own.failed.add(shape)  # until it has been seen to be right
         slot_mapping, codes = batch.slot_mapping.numpy(), None
         try:
-            codes = self._store.take(slot_mapping)  # a wrong recording writes wrong ones
+            codes = self._store.take_rows(slot_mapping)  # a wrong recording writes wrong ones
             recorded = self._recorded(plan, view, batch)
             self._alive.append(recorded)
             distance = _distance(recorded.replay(plan.tables, batch), logits)

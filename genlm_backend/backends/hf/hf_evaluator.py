@@ -91,7 +91,7 @@ class HFEvaluator(LocalEvaluator):
         self._attention = support.attention
         cache = hf_prefix_cache(runner, support, layout, self._options)
         if cache is not None:
-            self.passes.keep(cache)
+            self.passes.use_cache(cache)
             given = runner.model, runner.parameters, cache.attention, cache.store
             if not support.needs_equal_lengths and CudaGraphRunner.can_be(*given):
                 runner.graphs = CudaGraphRunner(cache.store)
@@ -116,7 +116,7 @@ class HFEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- rows and scores
 
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
-        self._runner.take(adapter)  # and it stays there
+        self._runner.activate(adapter)  # and it stays there
         return nullcontext()
 
     def picture_rules(

@@ -118,7 +118,7 @@ class HFRunner(Runner):
         found: torch.Tensor = view.module(input_ids=token_ids, **self.caching(False)).logits
         return found.float()
 
-    def take(self, adapter: Adapter | None) -> None:
+    def activate(self, adapter: Adapter | None) -> None:
         """Compute with an adapter in the passes to come, or as the model came."""
         # The model is checked before every batch. A recorded pass is launched before the check, and
         # its results are dropped if the model has changed.
@@ -128,10 +128,10 @@ class HFRunner(Runner):
 
     def _check(self) -> bool:
         """Check the model and what has been packed; return whether views were dressed again."""
-        has_changed = self._state.check()
+        has_changed = self._state.check_settings()
         if has_changed:
             self._dress_again()
-        self.packed.check()
+        self.packed.check_weights()
         self._is_unseen = False
         return has_changed
 

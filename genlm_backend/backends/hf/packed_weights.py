@@ -68,7 +68,7 @@ class PackedWeights:
                 view.__class__ = PackedLinear
                 vars(view)["packed"] = one
 
-    def check(self) -> None:
+    def check_weights(self) -> None:
         """Have layers whose weight has changed compute without, and the others with it."""
         # All at once, because this runs before every batch.
         is_there = [*map(_address, self._parameters)] == self._addresses

@@ -277,7 +277,7 @@ class LlamaEvaluator(LocalEvaluator):
                     context.copy_state,
                 )
             made = num_slots * of_token + self._state_bytes
-            passes.keep(
+            passes.use_cache(
                 PrefixCache(
                     self._runner,
                     LlamaCppAttention(),

@@ -193,12 +193,12 @@ class MlxCascadeRun(CascadeRun[mx.array]):
             self._allowed[id(made)] = made, None if window is None else allowed
         return self._given[window]
 
-    def take(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def take_kv(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the new tokens' keys and values, ``[B, heads, Q, dim]``, as they are."""
         if number in self._numbers:
             raise mlx_attends_otherwise("a layer has more than one set of keys and values")
         self._numbers.add(number)
-        return super().take(number, keys, values)
+        return super().take_kv(number, keys, values)
 
 
 @final

@@ -89,7 +89,7 @@ class MlxEvaluator(LocalEvaluator):
             logger.info("%s runs contexts whole: %s", type(runner.model).__name__, support.reason)
         cache = mlx_prefix_cache(runner, support, self._wanted_bytes, self._wanted_state_bytes)
         if cache is not None:
-            self.passes.keep(cache)
+            self.passes.use_cache(cache)
         if not self._is_metal and is_half(runner.model):
             warnings.warn(
                 "MLX computes in half precision slowly on a CPU: wrap a model in float32 (what "

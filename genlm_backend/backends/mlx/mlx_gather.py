@@ -42,7 +42,7 @@ class MlxSlotLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take new keys and values, ``[B, heads, Q, dim]``; return what is attended to."""
-        found = self.of_pass.take(self._number, keys, values)
+        found = self.of_pass.take_kv(self._number, keys, values)
         self.new = keys, values
         return found
 
@@ -134,7 +134,7 @@ class _Past:
         visible: Any = np.expand_dims(seen, (1, 2) if self._by_group else 1)
         return mx.array(visible)
 
-    def take(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def take_kv(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the keys and values of cached and new tokens: ``[B, heads, P + Q, dim]``."""
         if self._slots is None:
             return keys, values

@@ -265,7 +265,7 @@ class Core:
             )
         return outputs.outputs
 
-    def take(self, tags: list[str], wanted: RowQueries | None = None) -> list[Any]:
+    def take_rows(self, tags: list[str], wanted: RowQueries | None = None) -> list[Any]:
         """Return the latest rows of requests, or their readouts; let go of the logits."""
         if self.is_local:
             rows = RowCapture.take_rows(tags)

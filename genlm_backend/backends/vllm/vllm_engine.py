@@ -196,7 +196,7 @@ class VLLMEngine:
             return {}
         computed = [session_ids[i] for i in places]
         own = None if wanted is None else wanted.of(places)
-        found = self._call(self._core.take, computed, own)
+        found = self._call(self._core.take_rows, computed, own)
         self._untaken.difference_update(computed)
         return dict(zip(computed, found, strict=True))
 

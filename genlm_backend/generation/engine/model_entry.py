@@ -197,7 +197,7 @@ class ModelEntry:
         prepared: Submission = {}
         for prompt, config in prompts:
             lm, max_length = self.lm, self._config.max_length
-            checked = Prompt.check(lm, ids_of(prompt), config, max_length)
+            checked = Prompt.from_prompt(lm, ids_of(prompt), config, max_length)
             if config.num_beams > self._max_batch(lm):
                 raise GenerationConfigError(
                     f"num_beams={config.num_beams} does not fit into "

@@ -108,7 +108,7 @@ def make(num_slots, runner=None, **cost):
     passes.wanted = wanted
     if num_slots is not None:
         store = KVPool(KVLayout(), num_slots)
-        passes.keep(PrefixCache(runner, Slotted(), store, num_slots))
+        passes.use_cache(PrefixCache(runner, Slotted(), store, num_slots))
     return passes
 
 

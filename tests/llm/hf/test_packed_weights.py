@@ -102,7 +102,7 @@ def view_with(packed, model):
 
 def check_layer(model, packed, view, rows, is_packed):
     """The view of a layer computes what the weight says, with or without a packed one."""
-    packed.check()
+    packed.check_weights()
     layer = model[0]
     assert type(layer) is nn.Linear
     assert view.module[0].packed.is_used == is_packed

@@ -230,11 +230,11 @@ def test_a_chat_has_one_token_that_begins_it():
         lm.processor.chat_template = "{{ bos_token }}{{ messages[0].content }}"
         try:
             config = GenerationConfig(mm_info=info)
-            context = Prompt.check(lm, chat, config).context
+            context = Prompt.from_prompt(lm, chat, config).context
             assert list(context).count(lm.tokenizer.bos_token_id) == 1
             assert context == lm.context("<image>what?", images=info.images)
             text = lm.tokenizer.bos_token + "<image>what?"
             assert context == lm.context(text, images=info.images)
-            assert context == Prompt.check(lm, text, config).context
+            assert context == Prompt.from_prompt(lm, text, config).context
         finally:
             lm.processor.chat_template = None

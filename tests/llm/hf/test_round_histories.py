@@ -109,7 +109,7 @@ def passes_of(num_slots, num_host_slots=0, few_tokens=3, runner=None, **cost):
     passes = passes_over(runner, check_cancelled, **cost)
     runner.max_outputs, passes.wanted = passes.cost.max_outputs, wanted
     store = KVPool(KVLayout(), num_slots)
-    passes.keep(PrefixCache(runner, Reads(few_tokens), store, num_slots))
+    passes.use_cache(PrefixCache(runner, Reads(few_tokens), store, num_slots))
     passes.cache.tree = PrefixTree(SlotAllocator(num_slots), SlotAllocator(num_host_slots), runner)
     passes.cache.store.is_finite = lambda slots: (
         not any(BAD in runner.written[slot][1] for slot in slots.tolist())

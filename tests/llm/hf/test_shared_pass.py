@@ -45,7 +45,7 @@ class OverTorch:
 
         mask = shared.mask(allows, window is None, window)
         query, keys, values = map(torch.from_numpy, (query, keys, values))
-        shared.take(0, keys, values)
+        shared.take_kv(0, keys, values)
         sinks = None if sinks is None else torch.from_numpy(sinks)
         found = shared.attend(query, keys, values, mask, SCALE, softcap, sinks)
         assert shared.is_complete(1)
@@ -80,7 +80,7 @@ class OverMlx(OverTorch):
         shared = MlxCascadeRun(self.store, batch, plan, self.last)
         mask = shared.mask(keys.shape[2], window, False)
         query, keys, values = map(mx.array, (query, keys, values))
-        shared.take(0, keys, values)
+        shared.take_kv(0, keys, values)
         given = None if isinstance(mask, str) else mask
         sinks = None if sinks is None else mx.array(sinks)
         found = shared.attend(query, keys, values, given, SCALE, softcap, sinks)
