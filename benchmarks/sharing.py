@@ -24,7 +24,7 @@ def model(way: str) -> Any:
     if way == "gathered":
         trial.ATTENTION_SPECS = trial.ATTENTION_SPECS[-1:]
     lm = load_ours(batch_size=32, row_cache_bytes=0, kv_cache_bytes=2 << 30)
-    name = type(lm._evaluator.passes.cache.attend).__name__
+    name = type(lm._evaluator.passes.cache.attention).__name__
     assert (name == "GatherAttention") == (way == "gathered")
     return lm
 

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from genlm_backend.batching import Batcher, BatchPolicy, policy, round
+from genlm_backend.batching import Batcher, BatchPolicy, pending_batch, policy
 from genlm_backend.errors import EvaluationError, OptionError, QueryDroppedError
 from tests.batching.test_cancellation import PATIENT, passes, until_held
 
@@ -192,7 +192,7 @@ async def test_an_interrupt_while_callers_are_told_leaves_none_untold():
     futures = [loop.create_future() for _ in range(5)]
     futures[2] = Interrupting(loop=loop)
     with pytest.raises(KeyboardInterrupt):
-        round._settle_here(loop, futures, [[i] for i in range(5)])
+        pending_batch._settle_here(loop, futures, [[i] for i in range(5)])
     found = await asyncio.gather(*futures)
     assert found == [[i] for i in range(5)]
 

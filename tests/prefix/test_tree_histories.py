@@ -289,7 +289,7 @@ def test_the_least_recently_used_go_first(sizes):
         tree = Tree()
         tree.cache = PrefixTree(*map(SlotAllocator, sizes), tree.copies)
         for _ in range(150):
-            tree.new_step()
+            tree.begin()
             begin = random.choice(tree.seen)[0] if tree.seen and random.random() < 0.8 else []
             kept = begin[: random.randint(0, len(begin))] if random.random() < 0.4 else begin
             context = [*kept, *random.choices(range(3), k=random.randint(1, 4))][:10]

@@ -10,7 +10,7 @@ import torch
 
 from genlm_backend import ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm_backend.attention import cascade_plan as sharing
-from genlm_backend.attention.torch import fused, torch_operators
+from genlm_backend.attention.torch import fused, torch_ops
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.queries.query import RowQuery
 from genlm_backend.readouts.sample_readout import SampleReadout, SamplingFilter
@@ -75,7 +75,7 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
         assert drawn.token_id in (5 * inner[::5].topk(2).indices).tolist()
         assert abs(drawn.log_allowed - float(inner[::5].topk(2).values.logsumexp(0))) < 1e-5
         num_moved = evaluator.counts().num_tokens_from_host
-        attends = type(evaluator.passes.cache.attend).__name__
+        attends = type(evaluator.passes.cache.attention).__name__
         evaluator.close()
     return {
         "num_slots": num_slots,
@@ -103,15 +103,15 @@ def counted(operator, asked):
 
 def rows_here(model, options):
     """Return the rows by the operators that a device is given, on the processor."""
-    own = torch_operators.fused_operator
-    torch_operators.fused_operator = lambda *_: None
+    own = torch_ops.fused_operator
+    torch_ops.fused_operator = lambda *_: None
     try:
         evaluator = HFEvaluator(model, **options)
         evaluator.open()
         batches = [[RowQuery(context) for context in batch] for batch in BATCHES]
         return [[row.logprobs for row in evaluator.evaluate(batch)] for batch in batches]
     finally:
-        torch_operators.fused_operator = own
+        torch_ops.fused_operator = own
 
 
 def of_trie():

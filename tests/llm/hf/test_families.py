@@ -88,7 +88,7 @@ def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
         if name in families.RUNNING:
             assert lm.statistics().tokens_reused > 0
         elif lm.kv_reuse:
-            is_shared = isinstance(lm._evaluator.passes.cache.attend, CascadeAttention)
+            is_shared = isinstance(lm._evaluator.passes.cache.attention, CascadeAttention)
             assert is_shared == (name not in GATHERED)
             assert lm._evaluator.passes.needs_equal_lengths == (name == "llama4-tuned")
             assert lm.statistics().tokens_reused > 300

@@ -7,11 +7,11 @@ import torch
 
 from genlm_backend.attention import softmax_attention
 from genlm_backend.attention.softmax_attention import SoftmaxAttention
-from genlm_backend.attention.torch import fused, torch_operators
-from genlm_backend.attention.torch.fused import OPERATORS, FusedOperator, fused_operator
+from genlm_backend.attention.torch import fused, torch_ops
+from genlm_backend.attention.torch.fused import FUSED_OPERATORS, FusedOperator, fused_operator
 from genlm_backend.attention.torch.torch_ops import TORCH
 
-RIGHT = OPERATORS["cpu"][0].attend
+RIGHT = FUSED_OPERATORS["cpu"][0].attend
 DEVICE = torch.device("cpu")
 
 
@@ -19,7 +19,7 @@ DEVICE = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_that_of_the_processor_is_right(dtype, dim):
     blocks = *fused._BLOCKS, *fused._MASKED
-    assert fused._is_right(OPERATORS["cpu"][0], blocks, DEVICE, dtype, dim)
+    assert fused._is_right(FUSED_OPERATORS["cpu"][0], blocks, DEVICE, dtype, dim)
 
 
 def raising(query, keys, values, scale, is_causal):
@@ -92,14 +92,14 @@ def test_the_first_that_is_right_is_taken_and_none_is_where_all_are_wrong(monkey
         return operator.attend is RIGHT and (blocks is fused._BLOCKS or operator.attend_with)
 
     monkeypatch.setattr(fused, "_is_right", is_right)
-    right = FusedOperator(RIGHT, OPERATORS["cpu"][0].attend_with)
+    right = FusedOperator(RIGHT, FUSED_OPERATORS["cpu"][0].attend_with)
     for operators, expected in (
         ((FusedOperator(raising), right, FusedOperator(RIGHT, is_parted=True)), right),
         ((FusedOperator(raising),), None),
         ((FusedOperator(RIGHT),), FusedOperator(RIGHT)),
         ((), None),
     ):
-        monkeypatch.setitem(OPERATORS, "meta", operators)
+        monkeypatch.setitem(FUSED_OPERATORS, "meta", operators)
         fused_operator.cache_clear()
         assert fused_operator(elsewhere, torch.float32, 8) == expected
     fused_operator.cache_clear()
@@ -112,7 +112,7 @@ def test_a_block_without_masks_and_one_with_agree_with_the_formula(monkeypatch):
     mask = torch.zeros(2, 1, 5, 40).masked_fill_(torch.rand(2, 1, 5, 40) < 0.3, -torch.inf)
     softmax_attention = SoftmaxAttention(TORCH, 0.3)
     without_masks = FusedOperator(RIGHT)
-    monkeypatch.setattr(torch_operators, "fused_operator", lambda *_: without_masks)
+    monkeypatch.setattr(torch_ops, "fused_operator", lambda *_: without_masks)
     for added in (None, mask):
         found = softmax_attention.attend(query, keys, values, added)
         expected = softmax_attention.attend_if_any(query, keys, values, added)

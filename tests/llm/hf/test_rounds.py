@@ -46,7 +46,7 @@ with_and_without = pytest.mark.parametrize("counts", [True, False], indirect=Tru
 def counts(request, monkeypatch):
     """How many rounds have been made, and how many that read as the last one did."""
     found = {"rounds": 0, "advanced": 0}
-    answers, advanced = DecodeScheduler.rows, CascadePlan.advanced
+    answers, advanced = DecodeScheduler.run, CascadePlan.advanced
 
     def counted(self, *given):
         found["rounds"] += 1
@@ -56,10 +56,10 @@ def counts(request, monkeypatch):
         found["advanced"] += 1
         return advanced(self, *given)
 
-    monkeypatch.setattr(DecodeScheduler, "rows", counted)
+    monkeypatch.setattr(DecodeScheduler, "run", counted)
     monkeypatch.setattr(CascadePlan, "advanced", counted_step)
     if not getattr(request, "param", True):
-        monkeypatch.setattr(DecodeScheduler, "takes", lambda *_: False)
+        monkeypatch.setattr(DecodeScheduler, "accepts", lambda *_: False)
     return found
 
 

@@ -63,7 +63,7 @@ def test_the_model_attends_as_ever_on_other_threads_and_afterwards(name):
             other.join()
 
     with AsyncTransformer(model, word_tokenizer()) as lm:
-        assert isinstance(lm._evaluator.passes.cache.attend, CascadeAttention)
+        assert isinstance(lm._evaluator.passes.cache.attention, CascadeAttention)
         assert model.config._attn_implementation == before
         lm.next_token_logprobs_sync(ids[:-1])
         hook = model.get_input_embeddings().register_forward_pre_hook(meanwhile)

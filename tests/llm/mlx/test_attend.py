@@ -36,7 +36,7 @@ def over(model, **options):
 
 
 def attend_of(lm):
-    return lm._mlx.passes.cache.attend
+    return lm._mlx.passes.cache.attention
 
 
 def gpt_oss():
