@@ -144,7 +144,7 @@ def test_what_cannot_be_offered_says_so_when_it_is_used():
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("RowQuery", ([1], None)),
+        ("Query", ([1], None)),
         ("TokenTrie", ()),
         ("BackendScheduler", ()),
         ("get_byte_tokens_from_byte_decoder", (None, {})),

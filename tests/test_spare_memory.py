@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from genlm_backend.runtime.memory import SpareMemory
+from genlm_backend.runtime.spare_memory import SpareMemory
 
 LENGTH, MAX_ROWS = 8, 3
 

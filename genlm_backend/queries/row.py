@@ -15,7 +15,7 @@ import torch
 from genlm_backend.checks import byte_count, integer, optional
 from genlm_backend.checks import device as check_device
 from genlm_backend.runtime.forks import ProcessLock
-from genlm_backend.runtime.memory import SpareMemory
+from genlm_backend.runtime.spare_memory import SpareMemory
 
 
 @final
@@ -24,11 +24,11 @@ class Row:
 
     Args:
         logprobs: Natural logarithms of the probabilities: float32 ``[vocab]``.
-        normaliser: The logarithm that the model's logits were normalised by: a log-probability
+        logsumexp: The logarithm that the model's logits were normalised by: a log-probability
             plus it is the logit. ``None`` where the model's logits are not known.
 
     Attributes:
-        normaliser: As given.
+        logsumexp: As given.
         table: The table of its batch, ``[n, vocab]``, which it is a row of; ``None`` for none.
         index: Which row of it.
     """
@@ -41,12 +41,12 @@ class Row:
         self.table: torch.Tensor | None = None
 
     @classmethod
-    def of_table(cls, table: torch.Tensor, normalisers: Iterable[float | None]) -> list[Row]:
+    def of_table(cls, table: torch.Tensor, logsumexps: Iterable[float | None]) -> list[Row]:
         """Return the rows of a table, float32 ``[n, vocab]``, of which they are views."""
         # A view takes a microsecond, and of a batch on a device nobody asks for one.
         views = table.unbind() if table.is_cpu else (None,) * len(table)
         rows: list[Row] = []
-        for index, (view, logsumexp) in enumerate(zip(views, normalisers, strict=True)):
+        for index, (view, logsumexp) in enumerate(zip(views, logsumexps, strict=True)):
             row = object.__new__(cls)
             row._logprobs, row.logsumexp, row.table, row.index = view, logsumexp, table, index
             rows.append(row)
@@ -61,7 +61,7 @@ class Row:
         return self._logprobs  # pyright: ignore[reportReturnType]
 
     def __repr__(self) -> str:
-        return f"Row(logprobs={self.logprobs!r}, normaliser={self.logsumexp!r})"
+        return f"Row(logprobs={self.logprobs!r}, logsumexp={self.logsumexp!r})"
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def is_nan(self) -> bool:
-        """Whether the model said NaN somewhere; a known normaliser tells that at once."""
+        """Whether the model said NaN somewhere; a known logsumexp tells that at once."""
         if self.logsumexp is None:
             return bool(self.logprobs.isnan().any())
         return math.isnan(self.logsumexp)
@@ -190,8 +190,8 @@ def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
         return found
     for start, table in _tables(rows):
         stop = start + len(table)
-        normalisers = [row.logsumexp for row in rows[start:stop]]
-        found[start:stop] = _rows_moved(table, normalisers, device)
+        logsumexps = [row.logsumexp for row in rows[start:stop]]
+        found[start:stop] = _rows_moved(table, logsumexps, device)
     return found
 
 
@@ -287,14 +287,14 @@ def rows_of_logits(
     """
     if logits.is_cuda:
         table, of_rows = _log_softmax(logits, undefined_ids, in_place)
-        normalisers = of_rows.tolist()
+        logsumexps = of_rows.tolist()
     else:
         table, largest, logarithms = _normalised(logits, undefined_ids, in_place)
-        normalisers = (largest + logarithms).flatten().tolist()
+        logsumexps = (largest + logarithms).flatten().tolist()
         table = table.sub_(logarithms)
     if device is None:
-        return Row.of_table(table, normalisers)
-    return _rows_moved(table, normalisers, device)
+        return Row.of_table(table, logsumexps)
+    return _rows_moved(table, logsumexps, device)
 
 
 MAX_PINNED: Final = 1 << 28
@@ -302,16 +302,16 @@ MAX_PINNED: Final = 1 << 28
 
 
 def _rows_moved(
-    table: torch.Tensor, normalisers: Sequence[float | None], device: torch.device
+    table: torch.Tensor, logsumexps: Sequence[float | None], device: torch.device
 ) -> list[Row]:
     """Return the rows of a table on a device; those of a large one come in several tables."""
     if table.device == device:
-        return Row.of_table(table, normalisers)
+        return Row.of_table(table, logsumexps)
     row_bytes, rows = table.shape[1] * table.element_size(), list[Row]()
     size = max(1, MAX_PINNED // row_bytes)
     for start in range(0, len(table), size):
         part = moved(table[start : start + size], device)
-        rows += Row.of_table(part, normalisers[start : start + size])
+        rows += Row.of_table(part, logsumexps[start : start + size])
     return rows
 
 
@@ -354,7 +354,7 @@ def scores_of_logits(
 def _log_softmax(
     logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities, float32, and log normalisers, by as few launches as CUDA takes."""
+    """Return log-probabilities, float32, and log logsumexps, by as few launches as CUDA takes."""
     if undefined_ids:
         ids = _ids_on(logits.device, tuple(undefined_ids))
         fill = logits.index_fill_ if in_place else logits.index_fill

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.checks import byte_count, integer, optional
-from genlm_backend.runtime.memory import SpareMemory
+from genlm_backend.runtime.spare_memory import SpareMemory
 from genlm_backend.runtime.together import in_threads
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.reachability import SWEEPS

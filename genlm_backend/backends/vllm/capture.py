@@ -277,9 +277,9 @@ class Core:
         return rows if wanted is None else wanted.answers(rows)
 
     def _rows_from_elsewhere(self, tags: list[str]) -> list[Row]:
-        logprobs, normalisers = self._of_one_worker("take_genlm_rows", tags)
+        logprobs, logsumexps = self._of_one_worker("take_genlm_rows", tags)
         table = np.frombuffer(logprobs, np.float32).reshape(len(tags), -1)
-        return Row.of_table(torch.from_numpy(table.copy()), normalisers)
+        return Row.of_table(torch.from_numpy(table.copy()), logsumexps)
 
     def _of_one_worker(self, method: str, *arguments: Any) -> Any:
         """Return the answer of the worker that has the rows, by a method of ``RowExtension``."""

@@ -650,7 +650,7 @@ def test_a_budget_for_no_state_says_how_large_one_is(name):
 
 @pytest.mark.parametrize("model", ["llama", "cpm-ant", "recurrent-gemma"])
 def test_a_model_without_running_states_has_no_bytes_for_them(model):
-    with pytest.raises(OptionError, match="state_cache_bytes=65536 is for models with running"):
+    with pytest.raises(OptionError, match="state_cache_bytes=65536 is for models with recurrent"):
         over(families.make(model), state_cache_bytes=1 << 16)
 
 
