@@ -111,7 +111,7 @@ class Constraint:
                 ``title``, ``description``, ``default``, ``examples``, … and whatever begins with
                 ``x-``.
         """
-        _check_arguments(whitespace=whitespace)
+        _check_arguments(lm=lm, whitespace=whitespace)
         walk = check_schema(schema)
         fault_of = partial(walk.fault, whitespace)
         return cls._make(lm, walk.grammar(whitespace) + _OPTIONS, eos_token_ids, fault_of)
@@ -136,7 +136,7 @@ class Constraint:
         Raises:
             ConstraintError: If it is no such expression.
         """
-        _check_arguments(pattern=pattern)
+        _check_arguments(lm=lm, pattern=pattern)
         grammar = json.loads(load_library().LLMatcher.grammar_from_regex(pattern))
         return cls._make(lm, grammar["grammars"][0]["lark_grammar"] + _OPTIONS, eos_token_ids)
 
@@ -152,7 +152,7 @@ class Constraint:
         """
         if isinstance(choices, (str, bytes)) or not isinstance(choices, Iterable):
             raise ConstraintTypeError(f"choices must be several texts in a list, got {choices!r}")
-        texts: tuple[str, ...] = _check_arguments(choices=choices)["choices"]
+        texts: tuple[str, ...] = _check_arguments(lm=lm, choices=choices)["choices"]
         if not texts:
             raise ConstraintError("choices must be texts of at least one letter, got none")
         # One terminal: as a rule, each text would be an item of the parser's row, which is bounded.
@@ -175,7 +175,7 @@ class Constraint:
             ConstraintError: If it is no such grammar.
             MissingExtraError: (``ImportError``) Without llguidance.
         """
-        _check_arguments(grammar=grammar)
+        _check_arguments(lm=lm, grammar=grammar)
         options = "" if "%llguidance" in grammar else _OPTIONS
         fault_of = partial(fault_of_own, num_lines=grammar.count("\n") + 1)
         return cls._make(lm, grammar + options, eos_token_ids, fault_of)
@@ -212,7 +212,7 @@ class Constraint:
         if is_class_with_schema(asked):
             return cls.from_json_schema(lm, asked, eos_token_ids=eos_token_ids)
         check_is_no_instance(asked)
-        _check_arguments(response_format=asked)
+        _check_arguments(lm=lm, response_format=asked)
         named = asked.get("type")
         kind = named if isinstance(named, str) else ""
         if kind == "json_object" and set(asked) == {"type"}:
@@ -236,7 +236,6 @@ class Constraint:
         fault_of: Callable[[str], str] = fault_of_generated,
     ) -> Self:
         library = load_library()
-        _check_arguments(lm=lm)
         eos = _eos_of(lm, eos_token_ids)
         matcher = library.LLMatcher(
             vocabulary_of(lm),

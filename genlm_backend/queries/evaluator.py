@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final, final
 
 import torch
@@ -319,7 +319,8 @@ class StatelessEvaluator(Evaluator):
     """An evaluator that keeps nothing between two batches and has no adapters.
 
     A backend of one's own has to define ``evaluate``. Where there is more to say of it than the
-    width of its rows, it replaces ``info``, and where it holds something, it defines ``close``.
+    width of its rows, it sets ``info``, as a class or in its constructor, and where it holds
+    something, it defines ``close``.
 
     Args:
         vocab_size: Width of its rows; ``None`` for whatever the tokenizer has.
@@ -331,7 +332,8 @@ class StatelessEvaluator(Evaluator):
     info: EvaluatorInfo = EvaluatorInfo()
 
     def __init__(self, vocab_size: int | None = None) -> None:
-        self.info = EvaluatorInfo(vocab_size=vocab_size)
+        if vocab_size is not None:
+            self.info = replace(self.info, vocab_size=vocab_size)
 
     @final
     def open(self) -> EvaluatorInfo:
