@@ -167,10 +167,10 @@ async def test_a_module_that_the_engine_has_not_got(lm, monkeypatch):
     source = """
 from dataclasses import dataclass
 from typing import ClassVar
-from genlm_backend.llm import Query, Readout
+from genlm_backend.llm import Readout, RowQuery
 @dataclass(frozen=True)
 class Least(Readout):
-    query: Query
+    query: RowQuery
     wanted: ClassVar[str] = "a float"
     @classmethod
     def of_rows(cls, readouts, rows):
