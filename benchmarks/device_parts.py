@@ -145,7 +145,7 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
     options = {"batch_size": max(PARTICLES), "row_cache_bytes": 0, "output_device": device}
     with AsyncTransformer(model, tokenizer_of(vocab_size), self_check=False, **options) as lm:
         evaluator: Any = lm._hf
-        passes, per_token = evaluator.passes, evaluator.passes.cache.layout.bytes_per_slot
+        passes, per_token = evaluator.scheduler, evaluator.scheduler.cache.layout.bytes_per_slot
         for length, count in itertools.product(PROMPTS, PARTICLES):
             capacity = lm.statistics().kv_bytes_budget // per_token
             line: Line = {"model": name, "shared_tokens": length, "particles": count}
@@ -415,7 +415,7 @@ def division(device: str, deadline: float) -> Iterator[Line]:
 
 def _divided(rows: int, length: int, device: str) -> Line:
     """Return what the ways to read cost some rows."""
-    from genlm_backend.backends.hf.cuda_graph_runner import CudaRecorder
+    from genlm_backend.backends.hf.cuda_graph_runner import CudaGraphCapturer
     from genlm_backend.backends.hf.decode_ops import decode_ops_for
     from genlm_backend.backends.hf.decode_tables import QUERIES_OF_BLOCK, num_stretches
 
@@ -426,7 +426,7 @@ def _divided(rows: int, length: int, device: str) -> Line:
     codes = torch.randn(length + rows, 2 * 8 * 64, device=device).to(torch.bfloat16)
     taken = num_stretches(length, rows, 8 * -(-rows * 4 // QUERIES_OF_BLOCK))
     line: Line = {"rows": rows, "shared_tokens": length, "stretches": taken}
-    recorder, first = CudaRecorder(torch.device(device)), None
+    recorder, first = CudaGraphCapturer(torch.device(device)), None
     line["distance"] = 0.0  # of what the ways find
     for number in (0, *NUM_STRETCHES):
         if number > max(1, length // 32) or (not number and rows * length > 1 << 21):

@@ -63,7 +63,7 @@ class Events:
             return
         replay, record = (
             cuda_graph_runner.CapturedGraph.replay,
-            cuda_graph_runner.CudaRecorder.record,
+            cuda_graph_runner.CudaGraphCapturer.record,
         )
 
         def timed(recorded: Any, *given: Any) -> Any:
@@ -83,7 +83,7 @@ class Events:
             return found
 
         cuda_graph_runner.CapturedGraph.replay = timed  # pyright: ignore[reportAttributeAccessIssue]
-        cuda_graph_runner.CudaRecorder.record = captured  # pyright: ignore[reportAttributeAccessIssue]
+        cuda_graph_runner.CudaGraphCapturer.record = captured  # pyright: ignore[reportAttributeAccessIssue]
 
     def take(self) -> float:
         """Return the median of the replays since it was asked last."""

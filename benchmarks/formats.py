@@ -151,7 +151,7 @@ def measure_files(repeats: int) -> Numbers:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lm = load()
-        per_token = lm._evaluator.passes.cache.store.bytes_per_slot
+        per_token = lm._evaluator.scheduler.cache.store.bytes_per_slot
         tiered = load(host_cache_bytes=1 << 30)
     ids = text_ids(lm.tokenizer)[:FILE_TOKENS]
     path = Path(tempfile.mkdtemp()) / "prompt.safetensors"
@@ -162,7 +162,7 @@ def measure_files(repeats: int) -> Numbers:
         lm.clear_cache()
         numbers["load s"].append(_seconds(lambda: lm.load_prefix(path)))
     numbers["first load s"] = [_seconds(lambda: tiered.load_prefix(path))]  # weights are read too
-    tree = tiered._evaluator.passes.tree
+    tree = tiered._evaluator.scheduler.tree
     for _ in range(max(2, repeats // 2)):
         tree.evict(FILE_TOKENS)
         numbers["fetch s"].append(_seconds(lambda: tiered.next_token_logprobs_sync([*ids, 1])))

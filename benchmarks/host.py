@@ -270,13 +270,13 @@ class _Ready(StatelessEvaluator):
 
 def _remembering(lm: Any) -> list[Any]:
     """Have the free forward remember what it was given last, packed; return where."""
-    forward, last = lm._hf.passes.runner.forward, [None]
+    forward, last = lm._hf.scheduler.runner.forward, [None]
 
     def remembering(batch: Any, attend: Any) -> torch.Tensor:
         last[0] = batch
         return forward(batch, attend)
 
-    lm._hf.passes.runner.forward = remembering
+    lm._hf.scheduler.runner.forward = remembering
     return last
 
 

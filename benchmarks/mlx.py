@@ -36,7 +36,7 @@ class _Particles(RowSystem):
             llm_opts={"row_cache_bytes": 0, "batch_size": num_particles, "self_check": False},
         )
         if self._system == "AsyncMlxLM, copied":
-            self.lm._evaluator.passes.cache.attention._few_tokens = 1 << 40
+            self.lm._evaluator.scheduler.cache.attention._few_tokens = 1 << 40
         if self._system == "AsyncTransformer" and DEVICE[0] != "cpu":
             self.lm.model.to(DEVICE[0])
         return self.lm.tokenizer.encode(TEXT)[:PROMPT_TOKENS]

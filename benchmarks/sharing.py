@@ -22,9 +22,9 @@ def model(way: str) -> Any:
     from genlm_backend.backends.hf import trial
 
     if way == "gathered":
-        trial.ATTENTION_SPECS = trial.ATTENTION_SPECS[-1:]
+        trial.ATTENTION_FACTORIES = trial.ATTENTION_FACTORIES[-1:]
     lm = load_ours(batch_size=32, row_cache_bytes=0, kv_cache_bytes=2 << 30)
-    name = type(lm._evaluator.passes.cache.attention).__name__
+    name = type(lm._evaluator.scheduler.cache.attention).__name__
     assert (name == "GatherAttention") == (way == "gathered")
     return lm
 

@@ -140,13 +140,13 @@ def _operators(num_rows: int, num_layers: int) -> int:
             nonlocal contexts
             for token_id in (1, 2, 3):
                 contexts = await _step(lm, contexts, token_id)
-            forward = lm._hf.passes.runner.forward
+            forward = lm._hf.scheduler.runner.forward
 
             def counted(*args: Any) -> torch.Tensor:
                 with mode:
                     return forward(*args)
 
-            lm._hf.passes.runner.forward = counted
+            lm._hf.scheduler.runner.forward = counted
             await _step(lm, contexts, 4)
 
         asyncio.run(steps())

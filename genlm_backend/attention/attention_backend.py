@@ -40,9 +40,9 @@ class AttentionBackend(abc.ABC, Generic[Given]):
 
 @final
 @dataclass(frozen=True, slots=True)
-class AttentionSpec:
+class AttentionFactory:
     """A maker of an ``AttentionBackend`` over a store of keys and values."""
 
     over: Callable[[Any], AttentionBackend[Any]]
     probing: Callable[[Any], AttentionBackend[Any]]
-    is_called: bool = False
+    uses_interface: bool = False

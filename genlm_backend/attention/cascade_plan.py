@@ -116,7 +116,7 @@ class PlanDelta:
     before: object
     rows: NDArray[np.int64]  # [B] int64
     slots: NDArray[np.int64]  # [B] int64
-    parts: tuple[int, ...]
+    prefixes: tuple[int, ...]
 
 
 MIN_ADDED: Final = 64
@@ -128,8 +128,8 @@ MIN_ADDED: Final = 64
 class CascadePlan:
     """How a pass reads what is cached."""
 
-    parts: tuple[SharedPrefix, ...]
-    rest: Suffix
+    prefixes: tuple[SharedPrefix, ...]
+    suffix: Suffix
     prefix_lens: NDArray[np.int64]  # [B] int64
     # How far it is from one that would be made anew: what was read to make it, and its rows then.
     num_columns: int
@@ -146,50 +146,50 @@ class CascadePlan:
         numbers = np.zeros(len(past.parent), np.int32)
         is_long = num_new >= MANY_NEW_TOKENS
         tree = past.parent, past.depth, past.slot
-        slots, positions, shared, bounds, starts, num_rows, order, rest = divide(
+        slots, positions, shared, bounds, starts, num_rows, order, suffix = divide(
             *tree, past.nodes, is_long, few_tokens, numbers
         )
-        parts: list[SharedPrefix] = []
+        prefixes: list[SharedPrefix] = []
         for start, stop in itertools.pairwise(bounds.tolist()):
             own = shared[start:stop]
             first, size = starts[own[0]], num_rows[own[0]]
-            parts.append(
+            prefixes.append(
                 SharedPrefix(np.sort(order[first : first + size]), positions[own], slots[own])
             )
-        age = rest[0].shape[1], len(shared) + rest[0].size, np.arange(len(past.nodes))
-        return cls(tuple(parts), Suffix.of(*rest), past.num_tokens, *age)
+        age = suffix[0].shape[1], len(shared) + suffix[0].size, np.arange(len(past.nodes))
+        return cls(tuple(prefixes), Suffix.of(*suffix), past.num_tokens, *age)
 
     @property
     def is_stale(self) -> bool:
         """Whether the next step should make a new plan instead of advancing this one."""
         # Tokens that rows have come to share since are copied for each row. A new one pays once the
         # rest is twice as wide, or once as many tokens were copied in vain as making one takes.
-        num_added = self.rest.num_columns - self.num_columns
+        num_added = self.suffix.num_columns - self.num_columns
         return num_added > max(MIN_ADDED, self.num_columns) or self.num_repeated > self.num_tokens
 
     def advanced(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> CascadePlan:
         """Return the plan of the next decode step, each of whose rows has a token more."""
-        parts: list[SharedPrefix] = []
+        prefixes: list[SharedPrefix] = []
         numbers: list[int] = []
         everybody = np.arange(len(rows))
-        for number, part in enumerate(self.parts):
-            if len(part.rows) == len(self.prefix_lens) == len(rows):
-                parts.append(part)  # the same object, for which tables may have been made
+        for number, prefix in enumerate(self.prefixes):
+            if len(prefix.rows) == len(self.prefix_lens) == len(rows):
+                prefixes.append(prefix)  # the same object, for which tables may have been made
                 numbers.append(number)
                 continue
             own = everybody
-            if len(part.rows) < len(self.prefix_lens):
+            if len(prefix.rows) < len(self.prefix_lens):
                 is_reader = np.zeros(len(self.prefix_lens), bool)
-                is_reader[part.rows] = True
+                is_reader[prefix.rows] = True
                 own = np.flatnonzero(is_reader[rows])
             if len(own):
-                parts.append(SharedPrefix(own, part.positions, part.slots))
+                prefixes.append(SharedPrefix(own, prefix.positions, prefix.slots))
                 numbers.append(number)
         prefix_lens, origins = self.prefix_lens[rows], self.origins[rows]
         num_others = len(rows) - int(np.count_nonzero(np.bincount(origins)))
         return CascadePlan(
-            tuple(parts),
-            self.rest.advanced(rows, slots, prefix_lens),
+            tuple(prefixes),
+            self.suffix.advanced(rows, slots, prefix_lens),
             prefix_lens + 1,
             self.num_columns,
             self.num_tokens,

@@ -48,7 +48,7 @@ class Stored(Protocol[A]):
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class PartIndices(Generic[A]):
+class PrefixIndices(Generic[A]):
     """Where the keys and values of a part are, and who attends to them."""
 
     rows: A | None  # [G]
@@ -57,13 +57,13 @@ class PartIndices(Generic[A]):
 
     @classmethod
     def of(
-        cls, operators: ArrayOps[A], part: SharedPrefix, num_rows: int, device: Any
-    ) -> PartIndices[A]:
-        rows = _rows_of(operators, part, num_rows, device)
-        if part.is_consecutive:
-            return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1), len(part))
-        slots = operators.put(torch.from_numpy(part.slots), device)
-        return cls(rows, slots[None], len(part))
+        cls, operators: ArrayOps[A], prefix: SharedPrefix, num_rows: int, device: Any
+    ) -> PrefixIndices[A]:
+        rows = _rows_of(operators, prefix, num_rows, device)
+        if prefix.is_consecutive:
+            return cls(rows, slice(int(prefix.slots[0]), int(prefix.slots[-1]) + 1), len(prefix))
+        slots = operators.put(torch.from_numpy(prefix.slots), device)
+        return cls(rows, slots[None], len(prefix))
 
     def between(self, start: int, stop: int) -> A | slice:
         slots = self.slots
@@ -72,10 +72,10 @@ class PartIndices(Generic[A]):
         return slots if stop - start == self.num_tokens else slots[:, start:stop]
 
 
-def _rows_of(operators: ArrayOps[A], part: SharedPrefix, num_rows: int, device: Any) -> A | None:
-    if len(part.rows) == num_rows:
+def _rows_of(operators: ArrayOps[A], prefix: SharedPrefix, num_rows: int, device: Any) -> A | None:
+    if len(prefix.rows) == num_rows:
         return None
-    return operators.put(torch.from_numpy(part.rows), device)
+    return operators.put(torch.from_numpy(prefix.rows), device)
 
 
 @final
@@ -85,8 +85,8 @@ class Indices(Generic[A]):
 
     operators: ArrayOps[A]
     device: Any
-    rest: A  # [B, P]
-    parts: tuple[PartIndices[A], ...]
+    suffix: A  # [B, P]
+    prefixes: tuple[PrefixIndices[A], ...]
 
     @classmethod
     def of(cls, operators: ArrayOps[A], plan: CascadePlan, device: Any) -> Indices[A]:
@@ -94,8 +94,10 @@ class Indices(Generic[A]):
         return cls(
             operators,
             device,
-            operators.put(torch.from_numpy(plan.rest.slots), device),
-            tuple(PartIndices.of(operators, part, num_rows, device) for part in plan.parts),
+            operators.put(torch.from_numpy(plan.suffix.slots), device),
+            tuple(
+                PrefixIndices.of(operators, prefix, num_rows, device) for prefix in plan.prefixes
+            ),
         )
 
     def advanced(self, plan: CascadePlan, advance: PlanDelta) -> Indices[A]:
@@ -104,18 +106,18 @@ class Indices(Generic[A]):
         rows, slots = (
             operators.put(torch.from_numpy(i), device) for i in (advance.rows, advance.slots)
         )
-        parts: list[PartIndices[A]] = []
-        for number, part in zip(advance.parts, plan.parts, strict=True):
-            own = _rows_of(operators, part, num_rows, device)
-            parts.append(PartIndices(own, self.parts[number].slots, len(part)))
-        rest = operators.lib.concatenate([self.rest[rows], slots[:, None]], 1)
-        return Indices(operators, device, rest, tuple(parts))
+        prefixes: list[PrefixIndices[A]] = []
+        for number, prefix in zip(advance.prefixes, plan.prefixes, strict=True):
+            own = _rows_of(operators, prefix, num_rows, device)
+            prefixes.append(PrefixIndices(own, self.prefixes[number].slots, len(prefix)))
+        suffix = operators.lib.concatenate([self.suffix[rows], slots[:, None]], 1)
+        return Indices(operators, device, suffix, tuple(prefixes))
 
     def beside(self, store: Stored[A], layer: int, keys: A, values: A) -> tuple[A, A]:
         """Return new keys and values after each row's own past: ``[B, heads, P + Q, dim]``."""
-        if not self.rest.shape[1]:
+        if not self.suffix.shape[1]:
             return keys, values
-        concat, past = self.operators.lib.concatenate, store.read_by_head(layer, self.rest)
+        concat, past = self.operators.lib.concatenate, store.read_by_head(layer, self.suffix)
         return concat([past[0], keys], 2), concat([past[1], values], 2)
 
 
@@ -133,8 +135,8 @@ class PassMasks(Generic[A]):
     # Heads of a group are queries of their own, the first head's ``Q`` before the second's.
     operators: ArrayOps[A]
     device: Any
-    rest: A | None  # [B, 1, group * Q, P + Q] float32
-    parts: tuple[A | None, ...]  # [1, 1, G * group * Q, n]
+    suffix: A | None  # [B, 1, group * Q, P + Q] float32
+    prefixes: tuple[A | None, ...]  # [1, 1, G * group * Q, n]
     is_read: tuple[bool, ...]
     is_causal: bool
 
@@ -149,19 +151,19 @@ class PassMasks(Generic[A]):
         device: Any,
     ) -> PassMasks[A]:
         new = new_positions(batch)
-        positions = torch.cat([torch.from_numpy(plan.rest.positions), new], 1)[:, None, None, :]
+        positions = torch.cat([torch.from_numpy(plan.suffix.positions), new], 1)[:, None, None, :]
         num_new = new.shape[1]
         is_there = positions >= 0
         if allowed is None:
-            rest = is_there & (positions <= new[:, None, :, None])
-            parts: list[torch.Tensor | None] = [None] * len(plan.parts)
+            suffix = is_there & (positions <= new[:, None, :, None])
+            prefixes: list[torch.Tensor | None] = [None] * len(plan.prefixes)
         else:
-            rest = is_there & allowed.gather(3, positions.clamp(min=0).expand(-1, 1, num_new, -1))
-            parts = [
-                allowed[torch.from_numpy(part.rows)].index_select(
-                    3, torch.from_numpy(part.positions)
+            suffix = is_there & allowed.gather(3, positions.clamp(min=0).expand(-1, 1, num_new, -1))
+            prefixes = [
+                allowed[torch.from_numpy(prefix.rows)].index_select(
+                    3, torch.from_numpy(prefix.positions)
                 )
-                for part in plan.parts
+                for prefix in plan.prefixes
             ]
         is_causal = allowed is None and bool(is_there.all())
         is_whole = is_causal and num_new == 1
@@ -173,26 +175,26 @@ class PassMasks(Generic[A]):
         return cls(
             operators,
             device,
-            None if is_whole else added(_grouped(rest, group_size)),
+            None if is_whole else added(_grouped(suffix, group_size)),
             tuple(
-                None if part is None or part.all() else added(_joined(part, group_size))
-                for part in parts
+                None if prefix is None or prefix.all() else added(_joined(prefix, group_size))
+                for prefix in prefixes
             ),
-            tuple(part is None or bool(part.any()) for part in parts),
-            is_causal and not plan.rest.num_columns,
+            tuple(prefix is None or bool(prefix.any()) for prefix in prefixes),
+            is_causal and not plan.suffix.num_columns,
         )
 
     def advanced(self, plan: CascadePlan, advance: PlanDelta) -> PassMasks[A]:
         """Return the masks of the next decode step, where all before count in both."""
-        operators, device, rest = self.operators, self.device, self.rest
-        if rest is not None and not plan.rest.is_padded.any():
-            rest = None  # the rows that had padding are gone
-        if rest is not None:
-            own = rest[operators.put(torch.from_numpy(advance.rows), device)]
-            rest = operators.lib.concatenate([own, operators.lib.zeros_like(own[..., :1])], 3)
-        num_parts = len(plan.parts)
-        nothing, everything = (None,) * num_parts, (True,) * num_parts
-        return PassMasks(operators, device, rest, nothing, everything, False)
+        operators, device, suffix = self.operators, self.device, self.suffix
+        if suffix is not None and not plan.suffix.is_padded.any():
+            suffix = None  # the rows that had padding are gone
+        if suffix is not None:
+            own = suffix[operators.put(torch.from_numpy(advance.rows), device)]
+            suffix = operators.lib.concatenate([own, operators.lib.zeros_like(own[..., :1])], 3)
+        num_prefixes = len(plan.prefixes)
+        nothing, everything = (None,) * num_prefixes, (True,) * num_prefixes
+        return PassMasks(operators, device, suffix, nothing, everything, False)
 
 
 def _grouped(mask: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -224,7 +226,7 @@ class CascadeRun(abc.ABC, Generic[A]):
         self, store: Stored[A], batch: ForwardBatch, plan: CascadePlan, last: LastArrays | None
     ) -> None:
         self._store, self._batch, self._plan = store, batch, plan
-        self.prefix_len = int(batch.prefix_lens.max())
+        self.max_prefix_len = int(batch.prefix_lens.max())
         # Made when first needed on a device; a decode step makes them of the last one's there, if
         # it goes on from that.
         self._indices: dict[Any, Indices[A]] = {}
@@ -292,12 +294,14 @@ class CascadeRun(abc.ABC, Generic[A]):
         total = block.attend_causally(packed, keys, values, group_size) if masks.is_causal else None
         if total is None:
             beside = indices.beside(self._store, layer, keys, values)
-            total = block.attend(packed, *beside, masks.rest)
-        for part, own, is_read in zip(indices.parts, masks.parts, masks.is_read, strict=True):
+            total = block.attend(packed, *beside, masks.suffix)
+        for prefix, own, is_read in zip(
+            indices.prefixes, masks.prefixes, masks.is_read, strict=True
+        ):
             if is_read:
-                queries = packed if part.rows is None else packed[part.rows]
-                shared = self._in_part(block, join_rows(queries), layer, part, own)
-                total.merge_state(shared.split_rows(len(queries)), part.rows)
+                queries = packed if prefix.rows is None else packed[prefix.rows]
+                shared = self._in_prefix(block, join_rows(queries), layer, prefix, own)
+                total.merge_state(shared.split_rows(len(queries)), prefix.rows)
         by_head = num_rows, num_heads, num_new
         found = total.values.reshape(*by_head, -1)
         if sinks is None:
@@ -305,17 +309,22 @@ class CascadeRun(abc.ABC, Generic[A]):
         total = AttentionState(operators, found, total.logsumexp.reshape(*by_head))
         return total.with_sinks(sinks[:, None])
 
-    def _in_part(
-        self, block: SoftmaxAttention[A], query: A, layer: int, part: PartIndices[A], mask: A | None
+    def _in_prefix(
+        self,
+        block: SoftmaxAttention[A],
+        query: A,
+        layer: int,
+        prefix: PrefixIndices[A],
+        mask: A | None,
     ) -> AttentionState[A]:
         """Attend to a part: at once if it is read in place, or else stretch by stretch."""
         attend = block.attend if mask is None else block.attend_if_any
-        size = part.num_tokens
+        size = prefix.num_tokens
         num_stretches = 1 if self._store.is_exact else max(1, round(size / LONG_COPY))
         bounds = [i * size // num_stretches for i in range(num_stretches + 1)]
         total: AttentionState[A] | None = None
         for start, stop in itertools.pairwise(bounds):
-            kept = self._store.read_by_head(layer, part.between(start, stop))
+            kept = self._store.read_by_head(layer, prefix.between(start, stop))
             own = mask if mask is None else mask[..., start:stop]
             found = attend(query, *kept, own)
             if total is None:

@@ -1,4 +1,4 @@
-"""From spans of token ids, or arrays of a step, to the rectangle of one forward pass; pure.
+"""From chunks of token ids, or arrays of a step, to the rectangle of one forward pass; pure.
 
 New tokens are padded on the **right**, where causality hides the padding from every real token of
 its row. What a row's tokens attend to before them is up to an ``AttentionBackend``.
@@ -95,24 +95,24 @@ class ForwardBatch:
 
 
 def pack(
-    spans: Sequence[TokenChunk],
+    chunks: Sequence[TokenChunk],
     past: CachedPrefixes | None = None,
     states: BatchStates | None = None,
 ) -> ForwardBatch:
-    """Pad spans to one rectangle."""
-    num_new = np.array([span.num_new for span in spans])
-    past = CachedPrefixes.none(len(spans)) if past is None else past
+    """Pad chunks to one rectangle."""
+    num_new = np.array([chunk.num_new for chunk in chunks])
+    past = CachedPrefixes.none(len(chunks)) if past is None else past
     prefix_lens = past.num_tokens
     num_columns = int(num_new.max())
     columns = np.arange(num_columns)
     is_new = columns < num_new[:, None]
     input_ids = np.zeros(is_new.shape, np.int64)
-    input_ids[is_new] = _joined(span.token_ids for span in spans)
-    first = prefix_lens + np.array([span.shift for span in spans])
+    input_ids[is_new] = _joined(chunk.token_ids for chunk in chunks)
+    first = prefix_lens + np.array([chunk.shift for chunk in chunks])
     position_ids = first[:, None] + np.minimum(columns, num_new[:, None] - 1)
-    slot_mapping = _joined(span.slots for span in spans)
+    slot_mapping = _joined(chunk.slots for chunk in chunks)
     unpadded_index = None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new))
-    outputs = [(index, column) for index, span in enumerate(spans) for column in span.outputs]
+    outputs = [(index, column) for index, chunk in enumerate(chunks) for column in chunk.outputs]
     output_rows, output_columns = np.array(outputs, np.int64).reshape(-1, 2).T
     return ForwardBatch(
         input_ids=torch.from_numpy(input_ids),

@@ -96,7 +96,7 @@ class Batcher(Generic[Q, R]):
         self.policy = optional(_POLICY)("policy", policy) or BatchPolicy()
         self._key = optional(function)("key", key)
         self._weight = optional(function)("weight", weight)
-        self._computed_with = optional(function)("forward_key", forward_key)
+        self._forward_key = optional(function)("forward_key", forward_key)
         self._name = text("name", name)
         self._worker, self._lock = Worker(f"genlm-{name}"), ProcessLock()
         self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
@@ -110,7 +110,7 @@ class Batcher(Generic[Q, R]):
             PendingBatch(0),
         )  # the queue, and what is evaluated
         self._numbers: dict[Hashable, int] = {}  # of the queries of both, by key
-        self._tickers: dict[asyncio.AbstractEventLoop, QuietDetector] = {}
+        self._quiet_detectors: dict[asyncio.AbstractEventLoop, QuietDetector] = {}
         self._is_busy = self._flush_requested = False
         self._num_arrived = 0
         self._num_submitted = self._num_joined = self._num_skipped = self._num_failed = 0
@@ -363,9 +363,9 @@ class Batcher(Generic[Q, R]):
                 self._advance(None)
             elif numbers and max(numbers) >= self._waiting.first and not self._is_busy:
                 # While the loop's next turn is coming, that decides, but for a full batch.
-                ticker = self._tickers.get(loop)
+                detector = self._quiet_detectors.get(loop)
                 is_full = len(self._waiting) >= self.policy.max_batch_size
-                if ticker is None or is_full or self._flush_requested or not ticker.is_coming:
+                if detector is None or is_full or self._flush_requested or not detector.is_coming:
                     self._advance(loop)
         return numbers
 
@@ -388,7 +388,7 @@ class Batcher(Generic[Q, R]):
     def _enter(self, caller: Caller, loop: Loop, query: Q) -> int:
         key: Any = query if self._key is None else self._key(query)
         number = self._numbers.get(key)
-        if number is not None and (joined := self._round_of(number)) is not None:
+        if number is not None and (joined := self._batch_of(number)) is not None:
             joined.loops.add(loop)
             joined.join(number, caller)
             self._num_joined += 1
@@ -402,7 +402,7 @@ class Batcher(Generic[Q, R]):
         self._num_arrived += 1
         return number
 
-    def _round_of(self, number: int) -> PendingBatch | None:
+    def _batch_of(self, number: int) -> PendingBatch | None:
         """Return the round that a query is in; ``None`` for one that has been answered."""
         waiting, running = self._waiting, self._running
         if waiting.first <= number < waiting.stop:
@@ -416,7 +416,7 @@ class Batcher(Generic[Q, R]):
             return  # the garbage collector's, maybe where its thread holds the lock
         with self._lock.here:
             for number in numbers or ():
-                left = self._round_of(number)
+                left = self._batch_of(number)
                 if left is not None and left.leave(number, caller) and left is self._waiting:
                     self._prune((number,))
             self._flush_requested = self._flush_requested and bool(self._waiting)
@@ -436,15 +436,15 @@ class Batcher(Generic[Q, R]):
         if decision is Decision.FIRE:
             self._fire()
         elif decision is Decision.YIELD and loop is not None:
-            if loop not in self._tickers:
-                for closed in [other for other in self._tickers if other.is_closed()]:
-                    del self._tickers[closed]
-                self._tickers[loop] = QuietDetector()
-            ticker = self._tickers[loop]
-            if not ticker.is_coming:
-                ticker.start(self._num_arrived)
+            if loop not in self._quiet_detectors:
+                for closed in [other for other in self._quiet_detectors if other.is_closed()]:
+                    del self._quiet_detectors[closed]
+                self._quiet_detectors[loop] = QuietDetector()
+            detector = self._quiet_detectors[loop]
+            if not detector.is_coming:
+                detector.start(self._num_arrived)
                 loop.call_soon(self._tick, loop)
-                ticker.is_scheduled = True
+                detector.is_scheduled = True
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take a turn of ``loop``, while queries of its own or of others wait."""
@@ -456,15 +456,15 @@ class Batcher(Generic[Q, R]):
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:
-            ticker = self._tickers[loop]
-            ticker.is_scheduled = False
-            state = ticker.tick(
+            detector = self._quiet_detectors[loop]
+            detector.is_scheduled = False
+            state = detector.tick(
                 self._num_arrived, len(self._waiting), self._is_busy, self._flush_requested
             )
             decision = self.policy.decide(state)
             if decision is Decision.YIELD:
                 loop.call_soon(self._tick, loop)
-                ticker.is_scheduled = True
+                detector.is_scheduled = True
             elif decision is Decision.FIRE:
                 self._fire()
 
@@ -489,7 +489,7 @@ class Batcher(Generic[Q, R]):
         )
         for key in queue.keys:
             self._numbers.pop(key, None)
-        return [answers for round in (queue, *begun) for answers in round.refused(error)]
+        return [answers for batch in (queue, *begun) for answers in batch.refused(error)]
 
     def _take(self) -> PendingBatch:
         while gone := self._waiting.gone(size := self._size()):
@@ -501,7 +501,7 @@ class Batcher(Generic[Q, R]):
 
     def _size(self) -> int:
         """Return how many of the oldest queries go: none that came after a queued call."""
-        size = self._waiting.size(self.policy.max_batch_size, self._computed_with)
+        size = self._waiting.size(self.policy.max_batch_size, self._forward_key)
         fence = next(iter(self._fences.values()), None)  # the first is the lowest
         return size if fence is None else min(size, max(0, fence - self._waiting.first))
 

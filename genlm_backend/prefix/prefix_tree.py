@@ -62,7 +62,7 @@ class PrefixTree:
         return root
 
     def match(self, token_ids: Any, namespace: Hashable = None, place: Place = NO_HINT) -> int:
-        """Return the node of the longest cached prefix, which is not evicted before ``begin``."""
+        """Return the node of the longest cached prefix, kept until the next ``new_step``."""
         tokens = np.asarray(token_ids, np.int32)
         sizes = np.array([len(tokens)], np.int32)
         found = self.match_all([place], namespace, sizes, lambda _, start: tokens[start:])
@@ -95,7 +95,7 @@ class PrefixTree:
         return nodes
 
     def touch(self, nodes: Ints) -> None:
-        """Note that nodes are used, so that they are not evicted before the next ``begin``."""
+        """Note that nodes are used, so that they are not evicted before the next ``new_step``."""
         stamps = self.nodes.stamp
         stamps[nodes] = np.maximum(stamps[nodes], self._now)
         self._used.append(nodes)
@@ -117,7 +117,7 @@ class PrefixTree:
         # Evicting in vain would cost others their prefixes for nothing.
         if missing > 0 and missing > self._num_evictable(missing):
             return None
-        self.nodes.reserve(count)  # if memory ran out in ``grow``, the slots would be lost
+        self.nodes.reserve(count)  # if memory ran out in ``append_nodes``, the slots would be lost
         if missing > 0:
             self.evict(missing)
         if len(below):
@@ -129,7 +129,7 @@ class PrefixTree:
         return self.nodes.append_nodes(parents, tokens, slots, self._now)
 
     def append_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
-        """Return nodes as ``grow`` does, each but the first below the one before it."""
+        """Return nodes as ``append_nodes`` does, each but the first below the one before it."""
         return self.nodes.append_chain(parent, tokens, slots, self._now)
 
     def _count_again(self, nodes: Ints) -> None:
@@ -176,8 +176,8 @@ class PrefixTree:
 
     def evict(self, count: int) -> int:
         """Free up to ``count`` slots, least recently used first; return how many."""
-        # Nothing goes that is pinned or used since ``begin``. Tokens go to the host if it has room
-        # for them, or for something older.
+        # Nothing goes that is pinned or used since ``new_step``. Tokens go to the host if it has
+        # room for them, or for something older.
         taken = self._device.take_leaves(self.nodes, count, self._now)
         self._num_linked -= len(taken)
         slots = self.nodes.slot[taken]

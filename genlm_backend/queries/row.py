@@ -354,7 +354,7 @@ def scores_of_logits(
 def _log_softmax(
     logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities, float32, and log logsumexps, by as few launches as CUDA takes."""
+    """Return log-probabilities, float32, and logsumexps, by as few launches as CUDA takes."""
     if undefined_ids:
         ids = _ids_on(logits.device, tuple(undefined_ids))
         fill = logits.index_fill_ if in_place else logits.index_fill

@@ -20,19 +20,19 @@ from genlm_backend.scheduling.scheduled_query import ScheduledQuery
 
 
 class Runner(abc.ABC):
-    """Forward passes of one model: spans in, logits at the wanted positions out."""
+    """Forward passes of one model: chunks in, logits at the wanted positions out."""
 
     model: Any
     num_forwards: int
     tokens_computed: int
 
     @abc.abstractmethod
-    def forward(self, spans: Sequence[TokenChunk] | ForwardBatch, attention: Any) -> torch.Tensor:
-        """Return the logits at the outputs of each span: ``[num_outputs, model_vocab]``.
+    def forward(self, chunks: Sequence[TokenChunk] | ForwardBatch, attention: Any) -> torch.Tensor:
+        """Return the logits at the outputs of each chunk: ``[num_outputs, model_vocab]``.
 
         Args:
-            spans: The spans, or what they have been packed to.
-            attend: The way to attend.
+            chunks: The chunks, or what they have been packed to.
+            attention: The backend of attention.
         """
 
     @abc.abstractmethod
@@ -64,30 +64,32 @@ class Forwards:
         self.runner, self.finish, self.check_cancelled = runner, finish, check_cancelled
         self._score = score
 
-    def of_segments(
+    def of_chunks(
         self,
-        segments: Sequence[PrefillChunk],
+        chunks: Sequence[PrefillChunk],
         nodes: Nodes,
         states: BatchStates | None,
         attention: Any,
     ) -> None:
-        """Run segments in one pass, and hand its outputs to the jobs that want them."""
-        spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
-        before = np.array([segment.before for segment in segments], np.int32)
+        """Run chunks in one pass, and hand its outputs to the jobs that want them."""
+        token_chunks = [chunk.token_chunk(nodes.slot[chunk.nodes]) for chunk in chunks]
+        before = np.array([chunk.before for chunk in chunks], np.int32)
         logits = self.runner.forward(
-            pack(spans, CachedPrefixes.of(nodes, before), states), attention
+            pack(token_chunks, CachedPrefixes.of(nodes, before), states), attention
         )
-        outputs = (output for segment in segments for output in segment.outputs.items())
+        outputs = (output for chunk in chunks for output in chunk.outputs.items())
         wanted = [
             (index, job, position) for index, (position, jobs) in enumerate(outputs) for job in jobs
         ]
         self._hand_out(logits, wanted)
 
-    def alone(self, job: ScheduledQuery, span: TokenChunk, attention: Any, start: int = 0) -> None:
+    def alone(
+        self, job: ScheduledQuery, token_chunk: TokenChunk, attention: Any, start: int = 0
+    ) -> None:
         """Run tokens of one context in a pass of their own, and hand the job its outputs."""
         self.check_cancelled()
-        logits = self.runner.forward([span], attention)
-        wanted = [(row, job, start + position) for row, position in enumerate(span.outputs)]
+        logits = self.runner.forward([token_chunk], attention)
+        wanted = [(row, job, start + position) for row, position in enumerate(token_chunk.outputs)]
         self._hand_out(logits, wanted)
 
     def _hand_out(self, logits: torch.Tensor, wanted: Sequence[_Output]) -> None:

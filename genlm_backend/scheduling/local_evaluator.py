@@ -43,7 +43,7 @@ class LocalEvaluator(Evaluator):
         self._output_device = self._row_device = output_device
         self._is_room_short = False
         forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_cancelled())
-        self.passes = Scheduler(forwards, CostModel.on(device_type), attend_whole)
+        self.scheduler = Scheduler(forwards, CostModel.on(device_type), attend_whole)
 
     @torch.inference_mode()  # where its logits come from, which are overwritten
     def _finished(self, logits: torch.Tensor) -> list[Row]:
@@ -89,7 +89,7 @@ class LocalEvaluator(Evaluator):
         """Return the answers to queries of one adapter, or the error that they meet."""
         try:
             with self._in_place(queries[0].adapter):
-                answers = [*self.passes.evaluate(queries)]
+                answers = [*self.scheduler.evaluate(queries)]
             if not self._is_room_short:
                 self._tell_if_room_is_short()
             return answers
@@ -105,7 +105,7 @@ class LocalEvaluator(Evaluator):
 
     def _tell_if_room_is_short(self) -> None:
         """Warn, once, if half of the computed tokens found no room in the cache, or lost it."""
-        tree, passes = self.passes.tree, self.passes
+        tree, passes = self.scheduler.tree, self.scheduler
         num_again = tree.num_recomputed + passes.tokens_without_room
         num_slots = tree.num_slots if passes.cache.store.bytes_per_slot else 0
         if num_again < max(_FEWEST_AGAIN, num_slots):
@@ -145,32 +145,32 @@ class LocalEvaluator(Evaluator):
     def evaluate_whole(self, query: RowQuery) -> Row:
         """Return the row of a context that is run whole and alone, without the cache."""
         with self._in_place(query.adapter):
-            return self.passes.row_alone(query)
+            return self.scheduler.row_alone(query)
 
     # ---------------------------------------------------------------- what is kept
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens need not be computed again."""
-        if len(query.context) > self.passes.max_cacheable_len:
+        if len(query.context) > self.scheduler.max_cacheable_len:
             return 0
         # The last token always goes through the model: its logits are the answer.
-        passes, ids = self.passes, query.context.packed()
+        passes, ids = self.scheduler, query.context.packed()
         return passes.tree.num_cached(ids[:-1], query.adapter, tier)
 
     def pin(self, query: RowQuery) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         with self._in_place(query.adapter):
-            node = self.passes.computed(query)
-        return node is not None and self.passes.cache.pin(node)
+            node = self.scheduler.computed(query)
+        return node is not None and self.scheduler.cache.pin(node)
 
     def counts(self) -> EvaluatorCounts:
-        runner, tree, cache = self.passes.runner, self.passes.tree, self.passes.cache
+        runner, tree, cache = self.scheduler.runner, self.scheduler.tree, self.scheduler.cache
         states, per_state = tree.states, cache.state_store.layout.bytes_per_state
         per_slot = cache.store.bytes_per_slot
         return EvaluatorCounts(
             num_forwards=runner.num_forwards,
             tokens_computed=runner.tokens_computed,
-            tokens_reused=self.passes.tokens_reused,
+            tokens_reused=self.scheduler.tokens_reused,
             kv_bytes_used=tree.slots.num_used * per_slot,
             kv_bytes_budget=cache.budgets.kv,
             host_bytes_used=tree.host_slots.num_used * per_slot + states.host.num_used * per_state,
@@ -188,8 +188,8 @@ class LocalEvaluator(Evaluator):
 
     def _let_go(self) -> None:
         """Let go of the model and of the slots, and give their memory back."""
-        runner: Any = self.passes.runner
-        self.passes.use_cache(PrefixCache(runner, self.passes.attend_whole))
+        runner: Any = self.scheduler.runner
+        self.scheduler.use_cache(PrefixCache(runner, self.scheduler.attend_whole))
         runner.model = None
         release_cached_memory()
 

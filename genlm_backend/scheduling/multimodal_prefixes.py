@@ -116,9 +116,9 @@ class MultimodalPrefixes:
             attention = MultimodalPrefillAttention(
                 pictures, cache.layout, store, slots.tolist(), stop
             )
-            span = _span(job, pictures, stop)
-            self._forwards.alone(job, span, attention)
-            has_nan = any(job.has_nan(range(i, i + 1)) for i in span.outputs)
+            token_chunk = _span(job, pictures, stop)
+            self._forwards.alone(job, token_chunk, attention)
+            has_nan = any(job.has_nan(range(i, i + 1)) for i in token_chunk.outputs)
             if len(slots) and not has_nan and cache.store.is_finite(slots):
                 new = tree.insert(new)[:0]
         finally:

@@ -1,8 +1,8 @@
 """Which tokens go through the model, in which order and in which passes; pure, no tensors.
 
-A batch becomes *segments* of tokens that no cache has, each for all contexts that share it; those
-that branch off it wait for the next *wave*. The segments of a wave become *groups*, one forward
-pass each, so that short segments do not pay for the padding of long ones. A segment's *outputs*
+A batch becomes *chunks* of tokens that no cache has, each for all contexts that share it; those
+that branch off it wait for the next *wave*. The chunks of a wave become *groups*, one forward
+pass each, so that short chunks do not pay for the padding of long ones. A chunk's *outputs*
 are the tokens after which logits are wanted, and the jobs that want them.
 """
 
@@ -33,7 +33,7 @@ class CostModel:
 
     per_forward: float = 8.0
     per_past_token: float = 1 / 256
-    max_segment: int = 1024
+    max_chunk: int = 1024
     max_tokens: int = 4096
     max_outputs: int = 512
     max_rows: int = 1 << 30
@@ -44,7 +44,7 @@ class CostModel:
         if device == "cpu":
             return cls()
         # A GPU reads its weights for one token in the time that it computes some hundred in.
-        return cls(per_forward=128.0, per_past_token=1 / 64, max_segment=2048, max_tokens=16384)
+        return cls(per_forward=128.0, per_past_token=1 / 64, max_chunk=2048, max_tokens=16384)
 
     def of(self, num_rows: int, num_new: int, prefix_len: int) -> float:
         """Cost of a pass of ``num_rows`` rows padded to these lengths."""
@@ -95,8 +95,8 @@ class PrefillChunk:
             found.append(one)
         return found
 
-    def span(self, slots: NDArray[np.int32]) -> TokenChunk:
-        """Return the span of its new tokens, without those before it."""
+    def token_chunk(self, slots: NDArray[np.int32]) -> TokenChunk:
+        """Return the token_chunk of its new tokens, without those before it."""
         return TokenChunk(
             token_ids=self.token_ids,
             slots=slots,
@@ -120,11 +120,11 @@ class Size(NamedTuple):
     num_outputs: int = 1
 
 
-def plan_segments(
+def plan_chunks(
     jobs: Sequence[ScheduledQuery], cost: CostModel, states: StatePlan | None = None
 ) -> list[PrefillChunk]:
-    """Return segments that together answer every job, parents before their children."""
-    segments: list[PrefillChunk] = []
+    """Return chunks that together answer every job, parents before their children."""
+    chunks: list[PrefillChunk] = []
     # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
     # in common, the cache would have found it for both. (Of a text that is scored, what is wanted
     # counts as uncached; where others have it cached, it is computed for itself.)
@@ -136,15 +136,15 @@ def plan_segments(
         if len(group) == 1:
             (job,) = group
             outputs = dict.fromkeys(job.outputs, group)
-            segments.append(PrefillChunk(job, start, job.stop, None, 0, outputs))
+            chunks.append(PrefillChunk(job, start, job.stop, None, 0, outputs))
             continue
         for part in _split(sorted(group, key=lambda job: job.missing), start):
             if states is None or states.takes_several_tokens or start or _may_part(part, cost):
-                _add_segments(part, start, start, None, 0, cost, segments)
+                _add_chunks(part, start, start, None, 0, cost, chunks)
             else:
                 for job in part:
-                    _add_segments([job], start, start, None, 0, cost, segments)
-    return _chunk(segments, cost, states)
+                    _add_chunks([job], start, start, None, 0, cost, chunks)
+    return _cut_to_size(chunks, cost, states)
 
 
 def _may_part(jobs: Sequence[ScheduledQuery], cost: CostModel) -> bool:
@@ -155,15 +155,15 @@ def _may_part(jobs: Sequence[ScheduledQuery], cost: CostModel) -> bool:
 
 
 def plan_whole(wanted: Iterable[tuple[ScheduledQuery, Sequence[int]]]) -> list[PrefillChunk]:
-    """Return segments from the first token on, for outputs of one context each; equal ones once."""
-    segments: dict[Context, PrefillChunk] = {}
+    """Return chunks from the first token on, for outputs of one context each; equal ones once."""
+    chunks: dict[Context, PrefillChunk] = {}
     for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):
         stop = positions[-1] + 1
         ids = job.context[:stop]
-        segment = segments.setdefault(ids, PrefillChunk(job, 0, stop, None, 0))
+        chunk = chunks.setdefault(ids, PrefillChunk(job, 0, stop, None, 0))
         for position in positions:
-            segment.outputs.setdefault(position, []).append(job)
-    return list(segments.values())
+            chunk.outputs.setdefault(position, []).append(job)
+    return list(chunks.values())
 
 
 def _split(jobs: Iterable[ScheduledQuery], position: int) -> list[list[ScheduledQuery]]:
@@ -171,27 +171,27 @@ def _split(jobs: Iterable[ScheduledQuery], position: int) -> list[list[Scheduled
     return [list(part) for _, part in groupby(jobs, lambda job: job.missing[position - job.start])]
 
 
-def _add_segments(
+def _add_chunks(
     part: list[ScheduledQuery],
     start: int,
     answered: int,
     parent: PrefillChunk | None,
     wave: int,
     cost: CostModel,
-    segments: list[PrefillChunk],
+    chunks: list[PrefillChunk],
 ) -> None:
-    """Add segments for sorted jobs, of one cached prefix, that agree up to position ``start``."""
-    segment = PrefillChunk(part[0], start, start, parent, wave)
-    segments.append(segment)
+    """Add chunks for sorted jobs, of one cached prefix, that agree up to position ``start``."""
+    chunk = PrefillChunk(part[0], start, start, parent, wave)
+    chunks.append(chunk)
     while True:
         shared = part[0].stop
         if len(part) > 1:  # of sorted contexts, what the first and the last share all share
             shared = part[0].start + common_length(part[0].missing, part[-1].missing)
-        segment.job, segment.stop = part[-1], shared
+        chunk.job, chunk.stop = part[-1], shared
         for job in part:
-            # Another segment has the outputs before ``answered`` already.
+            # Another chunk has the outputs before ``answered`` already.
             for position in job.outputs_in(answered, shared):
-                segment.outputs.setdefault(position, []).append(job)
+                chunk.outputs.setdefault(position, []).append(job)
         answered = shared
         branches = _split((job for job in part if job.stop > shared), shared)
         if not branches:
@@ -203,88 +203,88 @@ def _add_segments(
         num_saved = (shared - start) * len(branches)
         for branch in branches:
             if num_saved > cost.per_forward:
-                _add_segments(branch, shared, shared, segment, wave + 1, cost, segments)
+                _add_chunks(branch, shared, shared, chunk, wave + 1, cost, chunks)
             else:
-                _add_segments(branch, start, shared, parent, wave, cost, segments)
+                _add_chunks(branch, start, shared, parent, wave, cost, chunks)
 
 
-def _chunk(
-    segments: list[PrefillChunk], cost: CostModel, states: StatePlan | None
+def _cut_to_size(
+    chunks: list[PrefillChunk], cost: CostModel, states: StatePlan | None
 ) -> list[PrefillChunk]:
-    """Cut segments into chains of bounded size, with recurrent states at likely branches too."""
-    chunks: list[PrefillChunk] = []
+    """Cut chunks into chains of bounded size, with recurrent states at likely branches too."""
+    cut: list[PrefillChunk] = []
     by_origin: dict[PrefillChunk, list[PrefillChunk]] = {}
     cuts: defaultdict[PrefillChunk, list[int]] = defaultdict(list)
-    for segment in segments:
+    for chunk in chunks:
         if states is None:
             break
-        if segment.parent is not None:
-            cuts[segment.parent].append(segment.start)
+        if chunk.parent is not None:
+            cuts[chunk.parent].append(chunk.start)
         if not states.is_short:
-            cuts[segment].extend(_later_starts(segment, cost, states))
-    for segment in segments:
-        parent = segment.parent
-        is_whole = segment.num_tokens <= cost.max_segment and len(segment.outputs) <= 1
-        if parent is None and is_whole and not cuts[segment]:
-            by_origin[segment] = [segment]
-            chunks.append(segment)
+            cuts[chunk].extend(_later_starts(chunk, cost, states))
+    for chunk in chunks:
+        parent = chunk.parent
+        is_whole = chunk.num_tokens <= cost.max_chunk and len(chunk.outputs) <= 1
+        if parent is None and is_whole and not cuts[chunk]:
+            by_origin[chunk] = [chunk]
+            cut.append(chunk)
             continue
-        if parent is not None:  # the first chunk that reaches this segment's start
-            parent = next(c for c in by_origin[parent] if c.stop >= segment.start)
-        pieces = by_origin[segment] = []
-        positions, start, first = sorted(segment.outputs), segment.start, 0
-        while start < segment.stop:
-            ends = [start + cost.max_segment, *cuts[segment], segment.stop]
+        if parent is not None:  # the first chunk that reaches this chunk's start
+            parent = next(c for c in by_origin[parent] if c.stop >= chunk.start)
+        pieces = by_origin[chunk] = []
+        positions, start, first = sorted(chunk.outputs), chunk.start, 0
+        while start < chunk.stop:
+            ends = [start + cost.max_chunk, *cuts[chunk], chunk.stop]
             stop = min(end for end in ends if end > start)
             end = bisect_left(positions, stop)
             if end - first > cost.max_outputs:
                 end = first + cost.max_outputs
                 stop = positions[end]
             wave = 0 if parent is None else parent.wave + 1
-            outputs = {position: segment.outputs[position] for position in positions[first:end]}
+            outputs = {position: chunk.outputs[position] for position in positions[first:end]}
             if parent is not None and parent.stop == start:
                 parent.num_behind += 1
-            parent = PrefillChunk(segment.job, start, stop, parent, wave, outputs)
+            parent = PrefillChunk(chunk.job, start, stop, parent, wave, outputs)
             pieces.append(parent)
             start, first = stop, end
-        chunks.extend(pieces)
-    return chunks
+        cut.extend(pieces)
+    return cut
 
 
-def _later_starts(segment: PrefillChunk, cost: CostModel, states: StatePlan) -> Iterator[int]:
-    """Yield positions in a segment from whose state later contexts are likely to go on."""
-    known = segment.job.num_known
-    is_far = not states.takes_several_tokens and segment.start == 0
-    is_far = is_far and (segment.stop - known) * cost.per_forward > segment.stop
+def _later_starts(chunk: PrefillChunk, cost: CostModel, states: StatePlan) -> Iterator[int]:
+    """Yield positions in a chunk from whose state later contexts are likely to go on."""
+    known = chunk.job.num_known
+    is_far = not states.takes_several_tokens and chunk.start == 0
+    is_far = is_far and (chunk.stop - known) * cost.per_forward > chunk.stop
     # A later context that shares as much with known ones goes on from where this one leaves them.
-    if known - segment.start >= _MANY and known < segment.stop and not is_far:
+    if known - chunk.start >= _MANY and known < chunk.stop and not is_far:
         yield known
     # A context that is queried again, or scored on, goes on from before its last token.
-    if segment.num_tokens >= _MANY:
-        yield segment.stop - 1
+    if chunk.num_tokens >= _MANY:
+        yield chunk.stop - 1
 
 
-def cut_to_sound(segments: Sequence[PrefillChunk]) -> None:
-    """Cut off each segment's tokens from which nothing without NaN has been computed."""
+def cut_to_sound(chunks: Sequence[PrefillChunk]) -> None:
+    """Cut off each chunk's tokens from which nothing without NaN has been computed."""
     # If a row or score is a number, so are the keys and values that it was computed from.
-    stops = {segment: segment.start for segment in segments}
-    for segment in segments:
-        for position, jobs in segment.outputs.items():
+    stops = {chunk: chunk.start for chunk in chunks}
+    for chunk in chunks:
+        for position, jobs in chunk.outputs.items():
             if all(job.has_nan(range(position, position + 1)) for job in jobs):
                 continue
-            read: PrefillChunk | None = segment
+            read: PrefillChunk | None = chunk
             stop = position + 1
             while read is not None and stops[read] < stop:
                 stops[read], stop, read = stop, read.start, read.parent
-    for segment, stop in stops.items():
-        segment.stop = stop
+    for chunk, stop in stops.items():
+        chunk.stop = stop
 
 
-def plan_waves(segments: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
-    """Return the segments in order of execution: each wave needs only the ones before it."""
-    waves: list[list[PrefillChunk]] = [[] for _ in range(1 + max(s.wave for s in segments))]
-    for segment in segments:
-        waves[segment.wave].append(segment)
+def plan_waves(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+    """Return the chunks in order of execution: each wave needs only the ones before it."""
+    waves: list[list[PrefillChunk]] = [[] for _ in range(1 + max(s.wave for s in chunks))]
+    for chunk in chunks:
+        waves[chunk.wave].append(chunk)
     return waves
 
 

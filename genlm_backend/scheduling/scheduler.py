@@ -26,8 +26,8 @@ from genlm_backend.scheduling.prefill_plan import (
     PrefillChunk,
     StatePlan,
     cut_to_sound,
+    plan_chunks,
     plan_groups,
-    plan_segments,
     plan_waves,
     plan_whole,
 )
@@ -133,44 +133,44 @@ class Scheduler:
         self, wanted: Sequence[tuple[ScheduledQuery, Sequence[int]]], pads: bool
     ) -> set[tuple[ScheduledQuery, int]]:
         """Run contexts from their beginnings; return the outputs of padded passes."""
-        segments, padded = plan_whole(wanted), set[tuple[ScheduledQuery, int]]()
-        if not segments:
+        chunks, padded = plan_whole(wanted), set[tuple[ScheduledQuery, int]]()
+        if not chunks:
             return padded
-        for group in plan_groups([segment.size for segment in segments], self.cost, pads=pads):
-            run = [segments[i] for i in group]
+        for group in plan_groups([chunk.size for chunk in chunks], self.cost, pads=pads):
+            run = [chunks[i] for i in group]
             self._forward(run, self.attend_whole)
-            if len({segment.num_tokens for segment in run}) > 1:
+            if len({chunk.num_tokens for chunk in run}) > 1:
                 padded.update(
                     (job, position)
-                    for segment in run
-                    for position, own in segment.outputs.items()
+                    for chunk in run
+                    for position, own in chunk.outputs.items()
                     for job in own
                 )
         return padded
 
-    def _forward(self, segments: Sequence[PrefillChunk], attention: AttentionBackend) -> None:
-        """Run segments in one pass, and keep the states that they have come to."""
-        before = np.array([segment.before for segment in segments], np.int32)
+    def _forward(self, chunks: Sequence[PrefillChunk], attention: AttentionBackend) -> None:
+        """Run chunks in one pass, and keep the states that they have come to."""
+        before = np.array([chunk.before for chunk in chunks], np.int32)
         states = self.cache.states_behind(before) if attention is self.cache.attention else None
         if states is None:
             self.forwards.check_cancelled()
-            self.forwards.of_segments(segments, self.tree.nodes, None, attention)
+            self.forwards.of_chunks(chunks, self.tree.nodes, None, attention)
             return
         self.tree.states.release(before)
-        # Tokens that go on one by one take a pass each, of all segments that are as long.
+        # Tokens that go on one by one take a pass each, of all chunks that are as long.
         is_one_by_one = not self.takes_several_tokens
-        pieces = [each.by_token() if is_one_by_one and each.start else [each] for each in segments]
+        pieces = [each.by_token() if is_one_by_one and each.start else [each] for each in chunks]
         num_passes = np.array([*map(len, pieces)])
-        last = np.array([*map(self._end, segments)], np.int32)
-        num_behind = np.array([segment.num_behind for segment in segments])
-        left = np.arange(len(segments))
+        last = np.array([*map(self._end, chunks)], np.int32)
+        num_behind = np.array([chunk.num_behind for chunk in chunks])
+        left = np.arange(len(chunks))
         for i in range(int(num_passes.max())):
             self.forwards.check_cancelled()
             if i:
                 rows = np.flatnonzero(num_passes[left] > i)
                 states, left = self.cache.states_again(states, rows), left[rows]
             run = [pieces[k][i] for k in left.tolist()]
-            self.forwards.of_segments(run, self.tree.nodes, states, attention)
+            self.forwards.of_chunks(run, self.tree.nodes, states, attention)
             ends = np.where(num_passes[left] == i + 1, last[left], 0)
             if ends.any():
                 self.cache.keep_states(ends, num_behind[left], states)
@@ -245,7 +245,7 @@ class Scheduler:
     def _planned(
         self, queries: list[Query], nodes: NDArray[np.int32], matched: NDArray[np.int32]
     ) -> list[Result] | None:
-        """Answer queries by segments and waves; ``None`` if there is no room for all."""
+        """Answer queries by chunks and waves; ``None`` if there is no room for all."""
         starts = self.tree.nodes.depth[nodes].tolist()
         jobs = [
             ScheduledQuery.of(*one) for one in zip(queries, nodes.tolist(), starts, strict=True)
@@ -255,12 +255,12 @@ class Scheduler:
         pictures = [(job.start, job.context.pictures) for job in jobs]
         if any(own is not None and start < own.num_tokens for start, own in pictures):
             return None  # an opening had to go for another one's
-        segments = self._plan(jobs)
-        slots = self.tree.allocate(sum(segment.num_tokens for segment in segments), nodes)
+        chunks = self._plan(jobs)
+        slots = self.tree.allocate(sum(chunk.num_tokens for chunk in chunks), nodes)
         if slots is None:
             return None
         try:
-            self._run(jobs, segments, slots)
+            self._run(jobs, chunks, slots)
         except OutOfStates:
             return None
         self.tokens_reused += sum(starts)
@@ -285,32 +285,32 @@ class Scheduler:
         return sound
 
     def _run(
-        self, jobs: list[ScheduledQuery], segments: list[PrefillChunk], slots: NDArray[Any]
+        self, jobs: list[ScheduledQuery], chunks: list[PrefillChunk], slots: NDArray[Any]
     ) -> None:
         """Compute the jobs' results, and cache all tokens that none shows to have overflown."""
         start, has_states = 0, self.cache.state_store.num_states > 0
-        for segment in segments:
-            own = slots[start : start + segment.num_tokens]
-            tokens = np.asarray(segment.token_ids, np.int32)
-            segment.nodes = self.tree.append_chain(segment.before, tokens, own)
-            start += segment.num_tokens
+        for chunk in chunks:
+            own = slots[start : start + chunk.num_tokens]
+            tokens = np.asarray(chunk.token_ids, np.int32)
+            chunk.nodes = self.tree.append_chain(chunk.before, tokens, own)
+            start += chunk.num_tokens
         if has_states:
-            before = np.array([segment.before for segment in segments], np.int32)
+            before = np.array([chunk.before for chunk in chunks], np.int32)
             self.tree.states.hold(before)
             self.tree.states.go_on_from(before)
-        held = {segment: segment.nodes for segment in segments}  # which are not linked
+        held = {chunk: chunk.nodes for chunk in chunks}  # which are not linked
         computed: list[PrefillChunk] = []
         try:
-            for segments_of_pass in self._passes(segments):
-                self._forward(segments_of_pass, self.cache.attention)
-                computed += segments_of_pass
+            for chunks_of_pass in self._passes(chunks):
+                self._forward(chunks_of_pass, self.cache.attention)
+                computed += chunks_of_pass
             if any(job.has_nan(job.outputs) for job in jobs):
-                cut_to_sound(segments)
-                computed = [segment for segment in segments if segment.num_tokens]
+                cut_to_sound(chunks)
+                computed = [chunk for chunk in chunks if chunk.num_tokens]
             self._link(computed, held)
         except QueryDroppedError:
             # There may be no row yet that would tell whether they have overflown.
-            own = [segment.nodes for segment in computed]
+            own = [chunk.nodes for chunk in computed]
             if own and self.cache.are_finite(np.concatenate(own)):
                 self._link(computed, held)
             raise
@@ -320,27 +320,27 @@ class Scheduler:
 
     # ---------------------------------------------------------------- recurrent states
 
-    def _end(self, segment: PrefillChunk) -> int:
-        """Return the node at the end of a segment; 0 if another one has its state already."""
-        if not segment.num_behind:
-            tokens = np.asarray(segment.token_ids, np.int32)
-            known = self.tree.nodes.walk(segment.before, tokens)
-            if self.tree.nodes.depth[known] == segment.stop and self.tree.nodes.state[known]:
+    def _end(self, chunk: PrefillChunk) -> int:
+        """Return the node at the end of a chunk; 0 if another one has its state already."""
+        if not chunk.num_behind:
+            tokens = np.asarray(chunk.token_ids, np.int32)
+            known = self.tree.nodes.walk(chunk.before, tokens)
+            if self.tree.nodes.depth[known] == chunk.stop and self.tree.nodes.state[known]:
                 return 0
-        return int(segment.nodes[-1])
+        return int(chunk.nodes[-1])
 
     def _plan(self, jobs: list[ScheduledQuery]) -> list[PrefillChunk]:
-        """Return segments, cut for later batches if these leave room for their states."""
+        """Return chunks, cut for later batches if these leave room for their states."""
         num_states = self.cache.state_store.num_states
         if not num_states:
-            return plan_segments(jobs, self.cost)
+            return plan_chunks(jobs, self.cost)
         states = StatePlan(self.takes_several_tokens, is_short=num_states < 2 * len(jobs))
-        return plan_segments(jobs, self.cost, states)
+        return plan_chunks(jobs, self.cost, states)
 
-    def _passes(self, segments: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+    def _passes(self, chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
         has_states, passes = self.cache.state_store.num_states > 0, list[list[PrefillChunk]]()
-        for wave in plan_waves(segments):
-            sizes = [segment.size for segment in wave]
+        for wave in plan_waves(chunks):
+            sizes = [chunk.size for chunk in wave]
             if not self.takes_several_tokens:  # those that go on one by one do so side by side
                 sizes = [size._replace(num_new=1) if size.prefix_len else size for size in sizes]
             groups = plan_groups(
@@ -353,21 +353,21 @@ class Scheduler:
         return passes
 
     def _link(
-        self, segments: Sequence[PrefillChunk], held: dict[PrefillChunk, NDArray[np.int32]]
+        self, chunks: Sequence[PrefillChunk], held: dict[PrefillChunk, NDArray[np.int32]]
     ) -> None:
-        """Link the nodes of segments, and give their jobs the nodes at which they end."""
-        if not segments:
+        """Link the nodes of chunks, and give their jobs the nodes at which they end."""
+        if not chunks:
             return
-        sizes = [segment.num_tokens for segment in segments]
-        new = [segment.nodes[:size] for segment, size in zip(segments, sizes, strict=True)]
-        for segment, size in zip(segments, sizes, strict=True):
-            held[segment] = segment.nodes[size:]
+        sizes = [chunk.num_tokens for chunk in chunks]
+        new = [chunk.nodes[:size] for chunk, size in zip(chunks, sizes, strict=True)]
+        for chunk, size in zip(chunks, sizes, strict=True):
+            held[chunk] = chunk.nodes[size:]
         linked = np.split(self.tree.insert(np.concatenate(new)), np.cumsum(sizes)[:-1])
-        for segment, nodes in zip(segments, linked, strict=True):
-            for position, jobs in segment.outputs.items():
-                if position < segment.stop:
+        for chunk, nodes in zip(chunks, linked, strict=True):
+            for position, jobs in chunk.outputs.items():
+                if position < chunk.stop:
                     for job in jobs:
-                        job.node = int(nodes[position - segment.start])
+                        job.node = int(nodes[position - chunk.start])
 
 
 def _beside(

@@ -141,7 +141,9 @@ async def test_a_loop_whose_pass_an_interrupt_has_cost_makes_another(recorder, m
     batcher = Batcher(recorder, PATIENT)
     assert await batcher.submit(1) == 2
     loop = asyncio.get_running_loop()
-    batcher._tickers[loop].is_scheduled = True  # the note was made, and the pass never asked for
+    batcher._quiet_detectors[
+        loop
+    ].is_scheduled = True  # the note was made, and the pass never asked for
     monkeypatch.setattr(policy, "LOST_SECONDS", 0.0)
     assert await asyncio.gather(*map(batcher.submit, range(5))) == [0, 2, 4, 6, 8]
     batcher.close()

@@ -16,7 +16,7 @@ def test_successive_loops(recorder):
     batcher = Batcher(recorder, PATIENT)
     for i in range(20):
         assert asyncio.run(batcher.submit(i)) == 2 * i
-    assert len(batcher._tickers) <= 2  # closed loops are not kept
+    assert len(batcher._quiet_detectors) <= 2  # closed loops are not kept
     batcher.close()
 
 

@@ -121,7 +121,7 @@ def test_short_of_memory_texts_wait_and_nothing_is_computed_twice(engine, model,
     prompts = [[generator.randrange(96) for _ in range(generator.randint(2, 9))] for _ in range(8)]
     with AsyncTransformer(model, word_tokenizer()) as big:
         expected = [alone(big, prompt, max_new_tokens=30) for prompt in prompts]
-        slot = big.statistics().kv_bytes_used // big._evaluator.passes.tree.slots.num_used
+        slot = big.statistics().kv_bytes_used // big._evaluator.scheduler.tree.slots.num_used
     with AsyncTransformer(
         model, word_tokenizer(), kv_cache_bytes=slot * (num_slots + 1), row_cache_bytes=0
     ) as lm:

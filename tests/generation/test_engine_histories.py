@@ -117,7 +117,7 @@ def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed)
         assert all(handle.is_done for handle, _, _ in handles)
         assert not served._requests
         assert not served._tasks
-        check_integrity(lm._evaluator.passes.tree)
+        check_integrity(lm._evaluator.scheduler.tree)
         lm.fault_rate = 0.0
         for handle, prompt, fields in handles:
             if handle.status() is GenerationStatus.FAILED:

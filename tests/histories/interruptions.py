@@ -22,7 +22,9 @@ class Interrupting:
         self.is_noticed = threading.Event()
         self._lm = lm
         lm.model.register_forward_pre_hook(self._count)
-        lm._evaluator.passes.cost = dataclasses.replace(lm._evaluator.passes.cost, max_segment=8)
+        lm._evaluator.scheduler.cost = dataclasses.replace(
+            lm._evaluator.scheduler.cost, max_chunk=8
+        )
 
     def _count(self, *_):
         self.num_passes += 1
@@ -69,7 +71,7 @@ def interrupt():
     interrupting.is_noticed.set()
     row = lm.next_token_logprobs_sync(PROMPT)
     torch.testing.assert_close(row, fresh_row(lm.model, PROMPT), rtol=0, atol=2e-5)
-    check_integrity(lm._evaluator.passes.tree)
+    check_integrity(lm._evaluator.scheduler.tree)
 
     late.append(lambda: say("exit passes", interrupting.num_passes))
     lm.clear_cache()

@@ -44,7 +44,7 @@ async def test_sampled_particles_agree_with_the_model_run_whole(lm):
             rtol=0,
             atol=2e-4,
         )
-    check_integrity(lm._evaluator.passes.tree)
+    check_integrity(lm._evaluator.scheduler.tree)
 
 
 def test_a_text_begins_as_in_training_and_a_chat_as_its_template_writes_it(lm):

@@ -319,6 +319,6 @@ def test_no_history_of_texts_and_rows_changes_a_score(backend, close, steps):
 
     with backend.make(batch_size=4) as lm:
         asyncio.run(main(lm))
-        if hasattr(lm._evaluator, "passes"):
-            check_integrity(lm._evaluator.passes.tree)
+        if hasattr(lm._evaluator, "scheduler"):
+            check_integrity(lm._evaluator.scheduler.tree)
         lm.clear_cache()

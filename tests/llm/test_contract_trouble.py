@@ -158,5 +158,5 @@ def test_no_history_of_particles_changes_an_answer(backend, close, steps):
 
     with backend.make(batch_size=4) as lm:
         asyncio.run(main(lm))
-        if hasattr(lm._evaluator, "passes"):
-            check_integrity(lm._evaluator.passes.tree)
+        if hasattr(lm._evaluator, "scheduler"):
+            check_integrity(lm._evaluator.scheduler.tree)

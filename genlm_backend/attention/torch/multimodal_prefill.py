@@ -86,7 +86,7 @@ class _OpeningLayer(SlotLayer):
         if self._past is not None:
             first, second = (torch.cat(pair, -2) for pair in zip(self._past, new, strict=True))
             new = first, second
-        self._past, self.prefix_len = new, new[0].shape[-2]
+        self._past, self.max_prefix_len = new, new[0].shape[-2]
         return new
 
 

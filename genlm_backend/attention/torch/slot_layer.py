@@ -23,9 +23,9 @@ class SlotLayer(CacheLayerMixin):
     # Even if the model has windows: masks are made for all positions.
     is_sliding = False
 
-    def __init__(self, prefix_len: int, take: Callable[[Tensor, Tensor], Pair]) -> None:
+    def __init__(self, max_prefix_len: int, take: Callable[[Tensor, Tensor], Pair]) -> None:
         super().__init__()
-        self.prefix_len, self._take = prefix_len, take
+        self.max_prefix_len, self._take = max_prefix_len, take
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
@@ -37,10 +37,10 @@ class SlotLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length of past and new together, and the offset of the first column: 0."""
-        return self.prefix_len + int(query_length), 0
+        return self.max_prefix_len + int(query_length), 0
 
     def get_seq_length(self) -> int:
-        return self.prefix_len
+        return self.max_prefix_len
 
     def get_max_length(self) -> int:
         return -1

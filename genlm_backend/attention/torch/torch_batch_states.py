@@ -22,12 +22,12 @@ from genlm_backend.prefix.state_cache import StateLayout
 
 
 def transformers_cache(
-    forward_context: Iterable[SlotLayer], layout: StateLayout, states: BatchStates | None
+    slot_layers: Iterable[SlotLayer], layout: StateLayout, states: BatchStates | None
 ) -> Cache:
     """Return a cache of layers that attend and, if a model has such, of layers with states."""
     if not layout.layers:
-        return Cache(layers=[*forward_context])
-    slots, layers = iter(forward_context), list[Any]()
+        return Cache(layers=[*slot_layers])
+    slots, layers = iter(slot_layers), list[Any]()
     for layer in layout.layers:
         if layer.is_empty:
             layers.append(empty_layer())

@@ -194,7 +194,7 @@ class AsyncTransformer(ProcessLM):
     @property
     def model(self) -> Any:
         """The model as it was given; ``None`` in another process and after ``close()``."""
-        return None if isinstance(self._hf, ProcessEvaluator) else self._hf.passes.runner.model
+        return None if isinstance(self._hf, ProcessEvaluator) else self._hf.scheduler.runner.model
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

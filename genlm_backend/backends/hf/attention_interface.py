@@ -30,7 +30,7 @@ from genlm_backend.attention.torch.torch_ops import TORCH
 from genlm_backend.errors import ModelStateError
 
 if TYPE_CHECKING:
-    from genlm_backend.backends.hf.cuda_graph_attention import CudaGraphAttention
+    from genlm_backend.backends.hf.cuda_graph_attention import CudaGraphRun
 
 PREFIX: Final = "genlm_backend-"
 
@@ -75,7 +75,7 @@ class TorchCascadeRun(CascadeRun[Tensor]):
     ) -> Tensor | None:
         """Return the mask that layers of one kind pass to ``attended``."""
         num_rows, num_new = self._batch.input_ids.shape
-        length = self.prefix_len + num_new
+        length = self.max_prefix_len + num_new
         if is_causal or (window is not None and window >= length):
             return None
         allowed = allows(
@@ -106,14 +106,14 @@ class TorchCascadeRun(CascadeRun[Tensor]):
 class _Current(threading.local):
     """The attention of the pass that runs on this thread, if one of ours does."""
 
-    attention: TorchCascadeRun | CudaGraphAttention | None = None
+    attention: TorchCascadeRun | CudaGraphRun | None = None
 
 
 _current = _Current()
 
 
 @contextlib.contextmanager
-def dispatched_to(attention: TorchCascadeRun | CudaGraphAttention) -> Iterator[None]:
+def dispatched_to(attention: TorchCascadeRun | CudaGraphRun) -> Iterator[None]:
     """Have layers whose configs name our functions call ``attention``, on this thread."""
     _current.attention = attention
     try:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genlm_backend.attention import cascade_plan as sharing
-from genlm_backend.attention.attention_backend import AttentionBackend, AttentionSpec
+from genlm_backend.attention.attention_backend import AttentionBackend, AttentionFactory
 from genlm_backend.attention.cached_prefixes import CachedPrefixes
 from genlm_backend.attention.cascade_plan import CascadePlan
 from genlm_backend.attention.cascade_run import LastArrays
@@ -55,7 +55,7 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
 
         layout = self._store.layout
         num_layers = len(layout.layers)
-        layers = [SlotLayer(shared.prefix_len, partial(take, i)) for i in range(num_layers)]
+        layers = [SlotLayer(shared.max_prefix_len, partial(take, i)) for i in range(num_layers)]
         with dispatched_to(shared):
             yield {
                 "cache": transformers_cache(layers, layout.states, batch.states),
@@ -71,14 +71,14 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
 
 def _gathered(batch: ForwardBatch) -> tuple[Tensor, Tensor, int]:
     """Return slots and mask of past and new columns, int64 ``[B, P + Q]`` each, and ``P``."""
-    prefix_len = int(batch.prefix_lens.max())
+    max_prefix_len = int(batch.prefix_lens.max())
     new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
     new[slice(None) if batch.unpadded_index is None else batch.unpadded_index] = batch.slot_mapping
     new = new.reshape(batch.input_ids.shape)
-    slots = np.concatenate([batch.past.columns(prefix_len), new], 1)
-    mask = np.arange(slots.shape[1]) >= prefix_len - batch.prefix_lens[:, None]
+    slots = np.concatenate([batch.past.columns(max_prefix_len), new], 1)
+    mask = np.arange(slots.shape[1]) >= max_prefix_len - batch.prefix_lens[:, None]
     mask = torch.from_numpy(mask.astype(np.int64))
-    return torch.from_numpy(slots), mask, prefix_len
+    return torch.from_numpy(slots), mask, max_prefix_len
 
 
 @final
@@ -103,7 +103,7 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
             cache = transformers_cache((), layout.states, batch.states)
             yield {"cache": cache, "use_cache": True}
             return
-        slots, mask, prefix_len = _gathered(batch)
+        slots, mask, max_prefix_len = _gathered(batch)
         # Moved once to each device that has a layer.
         on = {device: slots.to(device) for device in {layer.device for layer in layout.layers}}
 
@@ -112,7 +112,7 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
             write_new(self._store, layer, batch, keys, values)
             return self._store.read_by_head(layer, on[layout.layers[layer].device])
 
-        layers = [SlotLayer(prefix_len, partial(take, i)) for i in range(len(layout.layers))]
+        layers = [SlotLayer(max_prefix_len, partial(take, i)) for i in range(len(layout.layers))]
         cache = transformers_cache(layers, layout.states, batch.states)
         yield {"attention_mask": mask, "cache": cache, "use_cache": True}
 
@@ -139,8 +139,10 @@ class UncachedAttention(AttentionBackend[dict[str, Any]]):
         yield {"attention_mask": mask, "cache": cache, "use_cache": True}
 
 
-ATTENTION_SPECS: Final = (
-    AttentionSpec(CascadeAttention, lambda store: CascadeAttention(store, 4), is_called=True),
-    AttentionSpec(GatherAttention, GatherAttention),
+ATTENTION_FACTORIES: Final = (
+    AttentionFactory(
+        CascadeAttention, lambda store: CascadeAttention(store, 4), uses_interface=True
+    ),
+    AttentionFactory(GatherAttention, GatherAttention),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""

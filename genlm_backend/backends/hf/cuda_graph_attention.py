@@ -115,15 +115,17 @@ class DecodeArrays:
 
 
 @final
-class CudaGraphAttention:
+class CudaGraphRun:
     """The attention of a decode step, as layers of a model of transformers call it."""
 
     attends_otherwise = UnrecordableError
 
-    def __init__(self, store: KVPool, arrays: DecodeArrays, prefix_len: int) -> None:
-        self._store, self._arrays, self._prefix_len = store, arrays, prefix_len
+    def __init__(self, store: KVPool, arrays: DecodeArrays, max_prefix_len: int) -> None:
+        self._store, self._arrays, self._max_prefix_len = store, arrays, max_prefix_len
         numbers = range(len(store.layout.layers))
-        self._layers = [SlotLayer(prefix_len, partial(self._take, number)) for number in numbers]
+        self._layers = [
+            SlotLayer(max_prefix_len, partial(self._take, number)) for number in numbers
+        ]
         self.most_tokens: float = math.inf
         self.num_attended = 0
         self._new: tuple[int, Tensor, Tensor] | None = None
@@ -152,7 +154,7 @@ class CudaGraphAttention:
             return None
         if window is None or not _is_window(allows, window):
             raise UnrecordableError("a layer attends to a part of what is before it")
-        if window > self._prefix_len:
+        if window > self._max_prefix_len:
             self.most_tokens = min(self.most_tokens, window)
             return None
         if window != self._arrays.shape.window:

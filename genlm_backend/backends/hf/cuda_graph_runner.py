@@ -26,7 +26,7 @@ from genlm_backend.attention.forward_batch import ForwardBatch
 from genlm_backend.backends.hf.attention_interface import dispatched_to
 from genlm_backend.backends.hf.cascade_attention import CascadeAttention
 from genlm_backend.backends.hf.cuda_graph_attention import (
-    CudaGraphAttention,
+    CudaGraphRun,
     DecodeArrays,
     UnrecordableError,
 )
@@ -95,7 +95,7 @@ class _OfView:
         return min((known for known in self.by_shape if known.holds(shape)), default=None)
 
 
-class Plan(NamedTuple):
+class ReplayPlan(NamedTuple):
     """A decode step that may run recorded."""
 
     tables: DecodeTables
@@ -111,7 +111,7 @@ class CudaGraphRunner:
         layers = store.layout.layers
         self.device = layers[0].device
         self._num_key_heads = layers[0].num_key_heads
-        self._recorder = CudaRecorder(self.device)
+        self._recorder = CudaGraphCapturer(self.device)
         self._views: weakref.WeakKeyDictionary[ModelView, _OfView | None] = (
             weakref.WeakKeyDictionary()
         )
@@ -149,7 +149,7 @@ class CudaGraphRunner:
         self._recorder.forget()
         self._num_failed = 0
 
-    def plan(self, view: ModelView, batch: ForwardBatch) -> Plan | None:
+    def plan(self, view: ModelView, batch: ForwardBatch) -> ReplayPlan | None:
         """Return how a pass may run recorded; ``None`` if it runs eagerly."""
         if not batch.is_decode or batch.plan is None or batch.states is not None:
             return None
@@ -173,12 +173,14 @@ class CudaGraphRunner:
                 found = None  # it is worth a pass of its own
         if found is not None:
             recorded = own.by_shape[found]
-            return Plan(tables, recorded) if longest <= recorded.most_tokens else None
+            return ReplayPlan(tables, recorded) if longest <= recorded.most_tokens else None
         if shape in own.failed or max(shape.tokens, shape.rows * shape.window) > MAX_SLOTS:
             return None
-        return Plan(tables, None)
+        return ReplayPlan(tables, None)
 
-    def replayed(self, plan: Plan, view: ModelView, batch: ForwardBatch) -> torch.Tensor | None:
+    def replayed(
+        self, plan: ReplayPlan, view: ModelView, batch: ForwardBatch
+    ) -> torch.Tensor | None:
         """Replay the recorded pass; ``None`` if there is none, or it fails."""
         if plan.recorded is None:
             return None
@@ -197,7 +199,9 @@ class CudaGraphRunner:
             self._num_failed = num_failed
         return None
 
-    def learn(self, plan: Plan, view: ModelView, batch: ForwardBatch, logits: torch.Tensor) -> None:
+    def capture(
+        self, plan: ReplayPlan, view: ModelView, batch: ForwardBatch, logits: torch.Tensor
+    ) -> None:
         """Record a pass of a number of rows that has been met before, and compare it."""
         own, shape = self._views.get(view), plan.tables.shape
         if own is None or not self._is_as_it_was(view):
@@ -275,7 +279,7 @@ class CudaGraphRunner:
         self.forget()
         return False
 
-    def _recorded(self, plan: Plan, view: ModelView, batch: ForwardBatch) -> CapturedGraph:
+    def _recorded(self, plan: ReplayPlan, view: ModelView, batch: ForwardBatch) -> CapturedGraph:
         shape = plan.tables.shape
         arrays = DecodeArrays(shape, self.device)
         arrays.fill(plan.tables, batch)
@@ -292,11 +296,11 @@ class CudaGraphRunner:
             past=CachedPrefixes.none(rows),
             is_decode=True,
         )
-        prefix_len, num_layers = int(batch.prefix_lens.max()), len(self._store.layout.layers)
+        max_prefix_len, num_layers = int(batch.prefix_lens.max()), len(self._store.layout.layers)
         most_tokens: list[float] = []
 
         def run() -> torch.Tensor:
-            step = CudaGraphAttention(self._store, arrays, prefix_len)
+            step = CudaGraphRun(self._store, arrays, max_prefix_len)
             with dispatched_to(step):
                 logits = view.logits(on_device, step.inputs(on_device))
             if step.num_attended != num_layers:
@@ -313,7 +317,7 @@ _RECORDING: Final = threading.Lock()
 
 
 @final
-class CudaRecorder:
+class CudaGraphCapturer:
     """Records the launches of a function on a CUDA device as a graph."""
 
     # All graphs share a pool of memory: no two run at once, and no caller reads the results of one

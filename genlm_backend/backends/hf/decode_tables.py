@@ -100,7 +100,7 @@ class DecodeTables(NamedTuple):
         window: int = 0,
     ) -> DecodeTables:
         num_rows = len(slot_mapping)
-        shared = _stretches_of(plan.parts, num_rows, group_size, num_key_heads)
+        shared = _stretches_of(plan.prefixes, num_rows, group_size, num_key_heads)
         slots, counts = _slot_by_slot(plan, shared.apart, slot_mapping)
         recent = np.empty((num_rows, window), np.int64)
         if window:
@@ -126,22 +126,22 @@ class DecodeTables(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _stretches_of(
-    parts: tuple[SharedPrefix, ...], num_rows: int, group_size: int, num_key_heads: int
+    prefixes: tuple[SharedPrefix, ...], num_rows: int, group_size: int, num_key_heads: int
 ) -> Stretches:
     """Return how rows read parts, which are the same in most steps as in the step before."""
     in_place: list[tuple[SharedPrefix, list[tuple[int, int]]]] = []
     apart: list[SharedPrefix] = []
-    for part in parts:
-        runs = _runs(part.slots)
-        is_small = len(part) <= LONG and len(part) * len(part.rows) <= MANY_READ
+    for prefix in prefixes:
+        runs = _runs(prefix.slots)
+        is_small = len(prefix) <= LONG and len(prefix) * len(prefix.rows) <= MANY_READ
         if is_small or len(runs) > MAX_RUNS:
-            apart.append(part)
+            apart.append(prefix)
         else:
-            in_place.append((part, runs))
+            in_place.append((prefix, runs))
     stretches = _divided(in_place, group_size, num_key_heads)
     pieces = _pieces(stretches, num_rows)
     if pieces.shape[1] > MAX_PIECES:
-        stretches = [(part.rows, *run) for part, runs in in_place for run in runs]
+        stretches = [(prefix.rows, *run) for prefix, runs in in_place for run in runs]
         pieces = _pieces(stretches, num_rows)
     readers = [rows for rows, _, _ in stretches]
     return Stretches(
@@ -182,20 +182,22 @@ def num_stretches(size: int, num_rows: int, num_blocks: int) -> int:
 
 
 def _divided(
-    parts: Sequence[tuple[SharedPrefix, list[tuple[int, int]]]], group_size: int, num_key_heads: int
+    prefixes: Sequence[tuple[SharedPrefix, list[tuple[int, int]]]],
+    group_size: int,
+    num_key_heads: int,
 ) -> list[tuple[NDArray[np.int64], int, int]]:
     """Return stretches, long ones divided so that a device is busy: rows, first slot, size."""
     num_blocks = sum(
-        num_key_heads * -(-len(part.rows) * group_size // QUERIES_OF_BLOCK) * len(runs)
-        for part, runs in parts
+        num_key_heads * -(-len(prefix.rows) * group_size // QUERIES_OF_BLOCK) * len(runs)
+        for prefix, runs in prefixes
     )
     found: list[tuple[NDArray[np.int64], int, int]] = []
-    for part, runs in parts:
+    for prefix, runs in prefixes:
         for start, size in runs:
-            count = num_stretches(size, len(part.rows), num_blocks)
+            count = num_stretches(size, len(prefix.rows), num_blocks)
             bounds = [start + size * i // count for i in range(count + 1)]
             found += [
-                (part.rows, first, stop - first) for first, stop in itertools.pairwise(bounds)
+                (prefix.rows, first, stop - first) for first, stop in itertools.pairwise(bounds)
             ]
     return found
 
@@ -220,21 +222,21 @@ def _pieces(
 
 
 def _slot_by_slot(
-    plan: CascadePlan, parts: Sequence[SharedPrefix], slot_mapping: NDArray[np.int64]
+    plan: CascadePlan, prefixes: Sequence[SharedPrefix], slot_mapping: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the slots that are read one by one, row by row, and their number of each row."""
     num_rows = len(slot_mapping)
-    columns = np.concatenate([plan.rest.slots, slot_mapping[:, None]], 1)
+    columns = np.concatenate([plan.suffix.slots, slot_mapping[:, None]], 1)
     is_there = np.ones(columns.shape, np.bool_)
-    if plan.rest.is_padded.any():
-        is_there[:, :-1] = plan.rest.positions >= 0
-    if not parts:
+    if plan.suffix.is_padded.any():
+        is_there[:, :-1] = plan.suffix.positions >= 0
+    if not prefixes:
         if is_there.all():
             return columns.reshape(-1), np.full(num_rows, columns.shape[1], np.int64)
         return columns[is_there], is_there.sum(1)
     own = np.nonzero(is_there)[0]
-    rows = np.concatenate([own, *(np.repeat(part.rows, len(part)) for part in parts)])
+    rows = np.concatenate([own, *(np.repeat(prefix.rows, len(prefix)) for prefix in prefixes)])
     slots = np.concatenate(
-        [columns[is_there], *(np.tile(part.slots, len(part.rows)) for part in parts)]
+        [columns[is_there], *(np.tile(prefix.slots, len(prefix.rows)) for prefix in prefixes)]
     )
     return slots[np.argsort(rows, kind="stable")], np.bincount(rows, minlength=num_rows)

@@ -52,8 +52,8 @@ class HFEvaluator(LocalEvaluator):
         runner.merges = self._options.packs_weights
         super().__init__(runner, runner.device.type, UncachedAttention(), output_device)
         has_bytes = self._options.kv_cache_bytes != 0
-        self._files = PrefixFiles(self.passes, runner, has_bytes=has_bytes)
-        self.passes.max_cacheable_len = rotary_limit(model)
+        self._files = PrefixFiles(self.scheduler, runner, has_bytes=has_bytes)
+        self.scheduler.max_cacheable_len = rotary_limit(model)
         max_length = self._options.max_length
         self._max_length = longest_context(model) if max_length is None else max_length
 
@@ -74,7 +74,7 @@ class HFEvaluator(LocalEvaluator):
         self._in_place(None)
         check_predicts(runner, width)
         support = hf_probe(runner, width, self._max_length)
-        longest = min(longest_context(runner.model) or math.inf, self.passes.max_cacheable_len)
+        longest = min(longest_context(runner.model) or math.inf, self.scheduler.max_cacheable_len)
         layout = layout_of(runner, support, self._options.kv_cache_dtype, width, longest)
         if support.spread_alone:
             warnings.warn(
@@ -84,14 +84,14 @@ class HFEvaluator(LocalEvaluator):
                 "have kernels of several precisions on this processor",
                 stacklevel=2,
             )
-        self.passes.pads = support.pads
-        self.passes.needs_equal_lengths = support.needs_equal_lengths
-        self.passes.takes_several_tokens = support.takes_several_tokens
-        self.passes.attend_whole, self.passes.cache.layout = UncachedAttention(layout), layout
+        self.scheduler.pads = support.pads
+        self.scheduler.needs_equal_lengths = support.needs_equal_lengths
+        self.scheduler.takes_several_tokens = support.takes_several_tokens
+        self.scheduler.attend_whole, self.scheduler.cache.layout = UncachedAttention(layout), layout
         self._attention = support.attention
         cache = hf_prefix_cache(runner, support, layout, self._options)
         if cache is not None:
-            self.passes.use_cache(cache)
+            self.scheduler.use_cache(cache)
             given = runner.model, runner.parameters, cache.attention, cache.store
             if not support.needs_equal_lengths and CudaGraphRunner.can_be(*given):
                 runner.graphs = CudaGraphRunner(cache.store)
@@ -99,9 +99,9 @@ class HFEvaluator(LocalEvaluator):
         return EvaluatorInfo(
             vocab_size=width,
             max_length=self._max_length,
-            num_slots=self.passes.tree.num_slots if self.passes.cache.keeps else None,
-            num_states=self.passes.cache.state_store.num_states or None,
-            num_host_slots=self.passes.tree.host_slots.num_slots or None,
+            num_slots=self.scheduler.tree.num_slots if self.scheduler.cache.keeps else None,
+            num_states=self.scheduler.cache.state_store.num_states or None,
+            num_host_slots=self.scheduler.tree.host_slots.num_slots or None,
             kv_cache_dtype=self._options.kv_cache_dtype,
             device=str(runner.device),
             takes_adapters=True,
@@ -123,7 +123,7 @@ class HFEvaluator(LocalEvaluator):
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
     ) -> PictureRules:
         """Find out by a few passes where text goes on after the pictures of a context."""
-        passes, placeholder = self.passes, image_token_id(self.passes.runner.model)
+        passes, placeholder = self.scheduler, image_token_id(self.scheduler.runner.model)
         if placeholder is None:
             return super().picture_rules(token_ids, inputs)
         before = passes.runner.num_forwards, passes.runner.tokens_computed
@@ -140,14 +140,14 @@ class HFEvaluator(LocalEvaluator):
         """Compute a context and write its keys and values into a file."""
         self._files.check_can_keep(len(query.context))
         with self._in_place(query.adapter):
-            self._files.save(self.passes.computed(query), query, Path(path))
+            self._files.save(self.scheduler.computed(query), query, Path(path))
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
         return self._files.load(path, adapter, self._max_length)
 
     def clear(self) -> None:
         """Free all slots, pinned ones too, and look whether weights are others now."""
-        self.passes.tree.clear()
+        self.scheduler.tree.clear()
         self._runner.look_again()
         self._files.look_again()
 
@@ -155,7 +155,7 @@ class HFEvaluator(LocalEvaluator):
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter, and try it by a few tiny passes."""
-        self._runner.load(adapter, path, self.passes.cache.keeps)
+        self._runner.load(adapter, path, self.scheduler.cache.keeps)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Let go of an adapter, and free all slots."""

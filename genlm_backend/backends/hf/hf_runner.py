@@ -53,10 +53,10 @@ class HFRunner(Runner):
 
     @torch.inference_mode()
     def forward(
-        self, spans: Sequence[TokenChunk] | ForwardBatch, attention: AttentionBackend
+        self, chunks: Sequence[TokenChunk] | ForwardBatch, attention: AttentionBackend
     ) -> torch.Tensor:
-        """Return the logits at the outputs of each span: ``[num_outputs, model_vocab]``."""
-        batch = spans if isinstance(spans, ForwardBatch) else pack(spans)
+        """Return the logits at the outputs of each chunk: ``[num_outputs, model_vocab]``."""
+        batch = chunks if isinstance(chunks, ForwardBatch) else pack(chunks)
         graphs, logits = self.graphs, None
         plan = None if graphs is None else graphs.plan(self.view, batch)
         if plan is not None and graphs is not None:
@@ -67,7 +67,7 @@ class HFRunner(Runner):
         if logits is None:
             logits = self._launched(batch, attention)
             if plan is not None and graphs is not None:
-                graphs.learn(plan, self.view, batch, logits)
+                graphs.capture(plan, self.view, batch, logits)
         else:
             self.num_captured_steps += 1
         self.num_forwards += 1

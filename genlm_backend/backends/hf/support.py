@@ -26,7 +26,7 @@ from genlm_backend.attention.attention_backend import AttentionBackend
 from genlm_backend.attention.forward_batch import TokenChunk
 from genlm_backend.attention.torch.torch_batch_states import empty_layer
 from genlm_backend.backends.hf.cascade_attention import (
-    ATTENTION_SPECS,
+    ATTENTION_FACTORIES,
     GatherAttention,
     UncachedAttention,
 )
@@ -37,7 +37,7 @@ from genlm_backend.backends.hf.rows_apart import distance, row_of
 from genlm_backend.backends.hf.trial import (
     bounds,
     expected_rows,
-    first_way,
+    first_factory,
     spread_alone,
     tolerance_of,
 )
@@ -215,8 +215,8 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
             layout, bare_row = _observe_layout(runner, long[:3], _cache_layers(layers))
             expected = expected_rows(runner, long, other, vocab_size)
             tolerance = tolerance_of(runner, layout, expected.spread)
-            way, difference, several = first_way(runner, layout, expected, tolerance)
-            alone = spread_alone(runner, layout, way or ATTENTION_SPECS[-1], expected)
+            factory, difference, several = first_factory(runner, layout, expected, tolerance)
+            alone = spread_alone(runner, layout, factory or ATTENTION_FACTORIES[-1], expected)
     except UnsupportedModelError as error:
         return KVSupport(reason=str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
@@ -230,14 +230,14 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
         )
         if distance(alone_row, bare_row) > tolerance:
             return KVSupport(reason="it counts positions in a way of its own")
-    if way is None:
+    if factory is None:
         return KVSupport(
             reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
             f"and by {expected.spread:.2g} between different contexts"
         )
     return KVSupport(
         layout,
-        way.over,
+        factory.over,
         # Llama 4 scales attention by the number of columns that a pass has cached.
         needs_equal_lengths=bool(getattr(config, "attn_temperature_tuning", False)),
         takes_several_tokens=several,

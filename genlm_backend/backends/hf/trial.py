@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from genlm_backend.attention.attention_backend import AttentionSpec
+from genlm_backend.attention.attention_backend import AttentionFactory
 from genlm_backend.attention.forward_batch import TokenChunk, pack
-from genlm_backend.backends.hf.cascade_attention import ATTENTION_SPECS, UncachedAttention
+from genlm_backend.backends.hf.cascade_attention import ATTENTION_FACTORIES, UncachedAttention
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import MOST_ROUNDING, distance, farthest, rounding, row_of
 from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of, rows_from_slots
@@ -75,7 +75,7 @@ def dtype_of(layout: KVLayout) -> torch.dtype:
 
 
 def difference_of(
-    runner: HFRunner, layout: KVLayout, way: AttentionSpec, expected: Expected
+    runner: HFRunner, layout: KVLayout, factory: AttentionFactory, expected: Expected
 ) -> tuple[float, bool]:
     """Return how far rows from slots are from whole ones, and if several tokens go on at once."""
     long, short = expected.long, expected.short
@@ -83,36 +83,36 @@ def difference_of(
     if layout.states:
         store = KVPool(layout, 4 * (len(long) + len(short)))
         states = StatePool(layout.states, NUM_STATES)
-        trial = StateTrial(runner, states, way.probing(store))
+        trial = StateTrial(runner, states, factory.probing(store))
         return trial.found(long, short, *wanted[:2], rounding(dtype_of(layout)))
     store = KVPool(layout, len(long) + len(short) + 2)
-    rows = rows_from_slots(runner, way.probing(store), long, short)
+    rows = rows_from_slots(runner, factory.probing(store), long, short)
     return farthest(map(distance, rows, wanted)), True
 
 
-def first_way(
+def first_factory(
     runner: HFRunner, layout: KVLayout, expected: Expected, tolerance: float
-) -> tuple[AttentionSpec | None, float, bool]:
+) -> tuple[AttentionFactory | None, float, bool]:
     """Return the first way whose rows are the expected ones, and its findings or the last ones."""
     difference, takes_several = math.inf, True
-    for way in ATTENTION_SPECS:
-        if way.is_called and not layout.layers:
+    for factory in ATTENTION_FACTORIES:
+        if factory.uses_interface and not layout.layers:
             continue
-        runner.view.name_attention(way.is_called)
+        runner.view.name_attention(factory.uses_interface)
         try:
-            difference, takes_several = difference_of(runner, layout, way, expected)
+            difference, takes_several = difference_of(runner, layout, factory, expected)
         except Exception as error:  # third-party model code may raise anything
-            if way is ATTENTION_SPECS[-1]:
+            if factory is ATTENTION_FACTORIES[-1]:
                 raise
             logger.debug("%s cannot attend so", type(runner.model).__name__, exc_info=error)
             continue
         if difference <= tolerance:
-            return way, difference, takes_several
+            return factory, difference, takes_several
     return None, difference, takes_several
 
 
 def spread_alone(
-    runner: HFRunner, layout: KVLayout, way: AttentionSpec, expected: Expected
+    runner: HFRunner, layout: KVLayout, factory: AttentionFactory, expected: Expected
 ) -> float:
     """Return how far the row of a token computed alone is from the expected one; 0 in rounding."""
     # Some kernels of quantised models compute one row in another precision than many; other models
@@ -120,7 +120,7 @@ def spread_alone(
     if layout.states or not getattr(runner.model, "is_quantized", False):
         return 0.0
     *before, last = expected.long
-    attention = way.probing(KVPool(layout, len(expected.long)))
+    attention = factory.probing(KVPool(layout, len(expected.long)))
     slots = range(1, len(expected.long) + 1)
     runner.forward([TokenChunk(before, slots[:-1])], attention)
     batch = pack([TokenChunk([last], slots[-1:], (0,))], paths_of([slots[:-1]]))

@@ -192,10 +192,10 @@ class LlamaEvaluator(LocalEvaluator):
         super().__init__(self._runner, "cpu", LlamaCppAttention(), _CPU)
         # The most contexts of a batch, so that each has a sequence beside those that are pinned.
         self._most_rows = counts.most_rows or counts.num_contexts // (2 if keeps else 1)
-        self.passes.cost = replace(
-            self.passes.cost,  # rows are not padded
+        self.scheduler.cost = replace(
+            self.scheduler.cost,  # rows are not padded
             per_forward=_NEVER_SPLIT,
-            max_segment=_MOST_TOKENS // 4,
+            max_chunk=_MOST_TOKENS // 4,
             max_tokens=min(_MOST_TOKENS, num_cells),
             max_rows=self._most_rows,
         )
@@ -263,7 +263,7 @@ class LlamaEvaluator(LocalEvaluator):
 
     def open(self) -> EvaluatorInfo:
         """Make room for the cache, and return the abilities of the model."""
-        num_slots, passes, num_states = self._num_slots, self.passes, self._counts.num_states
+        num_slots, passes, num_states = self._num_slots, self.scheduler, self._counts.num_states
         of_token, of_state = self._support.bytes_per_token, self._support.bytes_per_state
         if num_slots:
             store: Any = CellStore(of_token)
@@ -307,7 +307,7 @@ class LlamaEvaluator(LocalEvaluator):
 
     def _may_pin(self, node: int) -> bool:
         """Return ``True``: there is room for a batch in addition to pinned prompts."""
-        tree = self.passes.tree
+        tree = self.scheduler.tree
         num_pins, num_tokens = tree.pinned_with(node)
         if num_tokens + self._length > tree.num_slots:
             raise CacheError(
@@ -326,7 +326,7 @@ class LlamaEvaluator(LocalEvaluator):
         """Compute a context and keep it until ``clear()``; return whether there was room."""
         is_pinned = super().pin(query)
         if is_pinned:
-            tree = self.passes.tree
+            tree = self.scheduler.tree
             self._runner.pin(tree.match(query.context.packed(), query.adapter))
         return is_pinned
 

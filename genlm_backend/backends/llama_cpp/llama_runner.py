@@ -41,7 +41,7 @@ class _Tokens(NamedTuple):
 
 @final
 class LlamaRunner(Runner):
-    """Forward passes of one model: spans in, logits at the wanted positions out."""
+    """Forward passes of one model: chunks in, logits at the wanted positions out."""
 
     tree: PrefixTree
     has_nan = False
@@ -54,9 +54,9 @@ class LlamaRunner(Runner):
         self._has_cells = has_cells
         self._sequences = Sequences(context, length, num_slots, self._compute_again)
 
-    def forward(self, spans: Sequence[TokenChunk] | ForwardBatch, attention: Any) -> torch.Tensor:
-        """Return the logits at each span's outputs: float32 ``[num_outputs, vocab]``."""
-        batch = spans if isinstance(spans, ForwardBatch) else pack(spans)
+    def forward(self, chunks: Sequence[TokenChunk] | ForwardBatch, attention: Any) -> torch.Tensor:
+        """Return the logits at each chunk's outputs: float32 ``[num_outputs, vocab]``."""
+        batch = chunks if isinstance(chunks, ForwardBatch) else pack(chunks)
         tokens = _Tokens.of(batch)
         if not len(batch.slot_mapping):
             logits = self._computed_apart(tokens)

@@ -14,10 +14,8 @@ from genlm_backend.prefix.nodes import Ints
 from genlm_backend.prefix.state_cache import StateLayout
 
 
-def caches_of(
-    model: Any, forward_context: Iterable[Any], states: MlxBatchStates | None
-) -> list[Any]:
-    slots = iter(forward_context)
+def caches_of(model: Any, slot_layers: Iterable[Any], states: MlxBatchStates | None) -> list[Any]:
+    slots = iter(slot_layers)
     caches = [_with(cache, slots) for cache in make_prompt_cache(model)]
     if states is not None:
         states.begin(caches)

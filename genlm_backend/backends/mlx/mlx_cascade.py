@@ -18,7 +18,7 @@ import torch
 from mlx_lm.models import base
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attention_backend import AttentionBackend, AttentionSpec
+from genlm_backend.attention.attention_backend import AttentionBackend, AttentionFactory
 from genlm_backend.attention.cached_prefixes import CachedPrefixes
 from genlm_backend.attention.cascade_plan import FEW_TOKENS, CascadePlan
 from genlm_backend.attention.cascade_run import CascadeRun, LastArrays, new_positions
@@ -139,7 +139,7 @@ class MlxCascadeAttention(AttentionBackend[Caches]):
         """Yield layers that attend by themselves, and have the model's layers call them."""
         plan = batch.plan or self.plan(batch.past, batch.num_new)
         last, self._last = self._last, None
-        if plan is None or not plan.parts:
+        if plan is None or not plan.prefixes:
             with self._gathered.forward_context(batch, model) as layers:
                 yield layers
             return
@@ -178,7 +178,7 @@ class MlxCascadeRun(CascadeRun[mx.array]):
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
         """Return the mask over all positions: an array, or a word for it."""
-        length = self.prefix_len + num_new
+        length = self.max_prefix_len + num_new
         if window is not None and window >= length and not self._makes_arrays:
             window = None
         is_array = is_array or window is not None
@@ -221,13 +221,13 @@ class _SharedLayer(MlxSlotLayer):
         return found.astype(queries.dtype)
 
 
-GATHERED: Final = AttentionSpec(MlxGatherAttention, MlxGatherAttention)
+GATHERED: Final = AttentionFactory(MlxGatherAttention, MlxGatherAttention)
 _BY_GROUP: Final = partial(MlxGatherAttention, by_group=True)
-MLX_ATTENTION_SPECS: Final = (
-    AttentionSpec(
-        MlxCascadeAttention, lambda store: MlxCascadeAttention(store, 0, True), is_called=True
+MLX_ATTENTION_FACTORIES: Final = (
+    AttentionFactory(
+        MlxCascadeAttention, lambda store: MlxCascadeAttention(store, 0, True), uses_interface=True
     ),
     GATHERED,
-    AttentionSpec(_BY_GROUP, _BY_GROUP),
+    AttentionFactory(_BY_GROUP, _BY_GROUP),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""

@@ -66,7 +66,7 @@ class MlxEvaluator(LocalEvaluator):
         whole: Any = MlxUncachedAttention()
         super().__init__(self._runner, "mps" if is_metal else "cpu", whole, _CPU)
         if prefill_step_size is not None:
-            self.passes.cost = replace(self.passes.cost, max_segment=prefill_step_size)
+            self.scheduler.cost = replace(self.scheduler.cost, max_chunk=prefill_step_size)
         self._max_length = _longest_context(model) if max_length is None else max_length
         self._wanted_bytes, self._ends = kv_cache_bytes, eos_token_ids
         self._wanted_state_bytes = state_cache_bytes
@@ -83,13 +83,13 @@ class MlxEvaluator(LocalEvaluator):
         runner = self._runner
         with _turn:
             support = mlx_probe(runner, self._max_length)
-        self.passes.pads = support.pads
-        self.passes.takes_several_tokens = support.takes_several_tokens
+        self.scheduler.pads = support.pads
+        self.scheduler.takes_several_tokens = support.takes_several_tokens
         if support.reason:
             logger.info("%s runs contexts whole: %s", type(runner.model).__name__, support.reason)
         cache = mlx_prefix_cache(runner, support, self._wanted_bytes, self._wanted_state_bytes)
         if cache is not None:
-            self.passes.use_cache(cache)
+            self.scheduler.use_cache(cache)
         if not self._is_metal and is_half(runner.model):
             warnings.warn(
                 "MLX computes in half precision slowly on a CPU: wrap a model in float32 (what "
@@ -100,11 +100,11 @@ class MlxEvaluator(LocalEvaluator):
         return EvaluatorInfo(
             vocab_size=support.vocab_size,
             max_length=self._max_length,
-            num_slots=self.passes.tree.num_slots if self.passes.cache.keeps else None,
-            num_states=self.passes.cache.state_store.num_states or None,
+            num_slots=self.scheduler.tree.num_slots if self.scheduler.cache.keeps else None,
+            num_states=self.scheduler.cache.state_store.num_states or None,
             device="cpu",  # where rows are
             takes_adapters=True,
-            scores=support.pads or self.passes.cache.keeps,
+            scores=support.pads or self.scheduler.cache.keeps,
             omits_undefined=True,
             reads_out=True,
             eos_token_ids=self._ends,
@@ -122,7 +122,7 @@ class MlxEvaluator(LocalEvaluator):
 
     def clear(self) -> None:
         """Free all slots, pinned ones too."""
-        self.passes.tree.clear()
+        self.scheduler.tree.clear()
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter in mlx-lm's format, and try it by a tiny pass."""
@@ -175,7 +175,7 @@ def mlx_prefix_cache(
     num_slots = max(0, (budget - of_states) // per_slot - 1) if per_slot else FREE_SLOTS
     store: Any = MlxKVPool(kept.shapes, num_slots)
     states: Any = MlxStatePool(kept.states, of_states // size) if kept.states else None
-    attention: Any = support.way.over(store)
+    attention: Any = support.factory.over(store)
     budgets = Budgets(budget, states=of_states)
     return PrefixCache(runner, attention, store, num_slots, states=states, budgets=budgets)
 

@@ -20,7 +20,7 @@ from genlm_backend.scheduling.forwards import Runner
 
 @final
 class MlxRunner(Runner):
-    """Forward passes of one model: spans in, logits at the wanted positions out."""
+    """Forward passes of one model: chunks in, logits at the wanted positions out."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -28,10 +28,10 @@ class MlxRunner(Runner):
         self.tokens_computed = 0
 
     def forward(
-        self, spans: Sequence[TokenChunk] | ForwardBatch, attention: MlxAttention
+        self, chunks: Sequence[TokenChunk] | ForwardBatch, attention: MlxAttention
     ) -> torch.Tensor:
-        """Return the logits at the spans' outputs, on the CPU: float32 ``[num_outputs, vocab]``."""
-        batch = spans if isinstance(spans, ForwardBatch) else pack(spans)
+        """Return the logits at outputs of chunks, on the CPU: float32 ``[num_outputs, vocab]``."""
+        batch = chunks if isinstance(chunks, ForwardBatch) else pack(chunks)
         if self.model.training:
             raise ModelStateError(
                 "the model is in training mode, where its rows are drawn at random: call eval() "

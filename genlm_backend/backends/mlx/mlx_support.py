@@ -14,12 +14,12 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from genlm_backend.attention.attention_backend import AttentionSpec
+from genlm_backend.attention.attention_backend import AttentionFactory
 from genlm_backend.attention.forward_batch import TokenChunk
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
 from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, rows_from_slots
 from genlm_backend.backends.mlx.mlx_batch_states import caches_of, leaves, state_caches
-from genlm_backend.backends.mlx.mlx_cascade import GATHERED, MLX_ATTENTION_SPECS
+from genlm_backend.backends.mlx.mlx_cascade import GATHERED, MLX_ATTENTION_FACTORIES
 from genlm_backend.backends.mlx.mlx_gather import MlxAttention, MlxUncachedAttention
 from genlm_backend.backends.mlx.mlx_kv_pool import LayerShape, MlxKVPool, MlxStatePool, StateArray
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
@@ -51,7 +51,7 @@ class MlxSupport:
 
     vocab_size: int
     kept: KeptLayout = field(default_factory=KeptLayout)
-    way: AttentionSpec = GATHERED
+    factory: AttentionFactory = GATHERED
     reason: str = ""
     pads: bool = True
     takes_several_tokens: bool = True
@@ -108,10 +108,10 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     kept, reason = _kept(runner.model)
     if kept is None:
         return MlxSupport(vocab_size, reason=reason, pads=pads)
-    for way in MLX_ATTENTION_SPECS if kept.shapes else [GATHERED]:
-        difference, reason, several = _difference(runner, kept, way, (long, short), whole)
+    for factory in MLX_ATTENTION_FACTORIES if kept.shapes else [GATHERED]:
+        difference, reason, several = _difference(runner, kept, factory, (long, short), whole)
         if not reason and difference <= tolerance:
-            return MlxSupport(vocab_size, kept, way, pads=pads, takes_several_tokens=several)
+            return MlxSupport(vocab_size, kept, factory, pads=pads, takes_several_tokens=several)
         reason = reason or f"rows from what is kept differ by {difference:.2g} from whole ones"
         logger.debug("%s: %s", type(runner.model).__name__, reason)
     # One that has keys and values cannot be told where each row's tokens stand, but counts them
@@ -189,13 +189,13 @@ def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
 def _difference(
     runner: MlxRunner,
     kept: KeptLayout,
-    way: AttentionSpec,
+    factory: AttentionFactory,
     contexts: tuple[list[int], ...],
     whole: Any,
 ) -> tuple[float, str, bool]:
     """Return the distance of cached rows, why there are none, and if states take several tokens."""
     long, short = contexts
-    attention = way.probing(MlxKVPool(kept.shapes, 4 * (len(long) + len(short))))
+    attention = factory.probing(MlxKVPool(kept.shapes, 4 * (len(long) + len(short))))
     try:
         if kept.states:
             trial = StateTrial(runner, MlxStatePool(kept.states, NUM_STATES), attention)

@@ -22,12 +22,12 @@ def make_fresh(folder, kv_cache_bytes):
 
     def renew():
         evaluator.clear()
-        passes = evaluator.passes
+        passes = evaluator.scheduler
         passes.runner.num_forwards = passes.runner.tokens_computed = passes.tokens_reused = 0
         passes.tree.num_evicted = 0
 
     def check():
-        check_integrity(evaluator.passes.tree)
+        check_integrity(evaluator.scheduler.tree)
 
     evaluator.renew, evaluator.check = renew, check
     return evaluator

@@ -75,23 +75,23 @@ class FakeRunner:
         error = self.failing.pop() if self.failing else None
         if error is not None:
             raise error
-        rows, spans = [], list(rows_of(batch))
-        num_outputs = sum(len(span.outputs) for span in spans)
-        assert num_outputs <= max(self.max_outputs, len(spans))
-        for span in spans:
+        rows, token_chunks = [], list(rows_of(batch))
+        num_outputs = sum(len(token_chunk.outputs) for token_chunk in token_chunks)
+        assert num_outputs <= max(self.max_outputs, len(token_chunks))
+        for token_chunk in token_chunks:
             context = []
-            for slot in span.past:
+            for slot in token_chunk.past:
                 adapter, before = self.written[slot]
                 context.append(before[-1])
                 assert (adapter, before) == (self.adapter, tuple(context))
-            assert isinstance(attend, UncachedAttention) == (not span.slots)
-            for index, token_id in enumerate(span.token_ids):
+            assert isinstance(attend, UncachedAttention) == (not token_chunk.slots)
+            for index, token_id in enumerate(token_chunk.token_ids):
                 context.append(token_id)
-                if span.slots:
-                    self.written[span.slots[index]] = (self.adapter, tuple(context))
-                if index in span.outputs:
+                if token_chunk.slots:
+                    self.written[token_chunk.slots[index]] = (self.adapter, tuple(context))
+                if index in token_chunk.outputs:
                     rows.append(logits_after(context))
-            self.tokens_computed += len(span.token_ids)
+            self.tokens_computed += len(token_chunk.token_ids)
         self.num_forwards += 1
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 

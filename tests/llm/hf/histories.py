@@ -13,7 +13,7 @@ def tokens(generator, count):
 
 
 def check_tree(lm):
-    tree = lm._evaluator.passes.tree
+    tree = lm._evaluator.scheduler.tree
     lm._batcher.call(lambda: check_integrity(tree))
     assert tree.states.num_used <= tree.states.num_states
 

@@ -75,7 +75,7 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
         assert drawn.token_id in (5 * inner[::5].topk(2).indices).tolist()
         assert abs(drawn.log_allowed - float(inner[::5].topk(2).values.logsumexp(0))) < 1e-5
         num_moved = evaluator.counts().num_tokens_from_host
-        attends = type(evaluator.passes.cache.attention).__name__
+        attends = type(evaluator.scheduler.cache.attention).__name__
         evaluator.close()
     return {
         "num_slots": num_slots,

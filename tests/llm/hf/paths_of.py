@@ -62,13 +62,13 @@ def rows_in_trees(draw, num_new=(1, 1, 1, 2, 20)):
 def read_by_row(plan, num_rows):
     """Return the sorted pairs of position and slot that each row reads, with repetitions."""
     found = [[] for _ in range(num_rows)]
-    for part in plan.parts:
+    for part in plan.prefixes:
         assert len(part.slots) == len(part.positions) > 0
         assert (np.diff(part.positions) > 0).all()
         assert (np.diff(part.rows) > 0).all()
         for row in part.rows.tolist():
             found[row] += zip(part.positions.tolist(), part.slots.tolist(), strict=True)
-    rest = plan.rest
+    rest = plan.suffix
     assert len(rest.slots) == len(rest.positions) == num_rows
     assert not rest.slots[rest.positions < 0].any()
     for row, (positions, slots) in enumerate(zip(rest.positions, rest.slots, strict=True)):
@@ -82,5 +82,5 @@ def read_by_row(plan, num_rows):
 def parts_of(plan):
     """Return the parts of a plan as a sorted list."""
     return sorted(
-        (part.positions.tolist(), part.slots.tolist(), part.rows.tolist()) for part in plan.parts
+        (part.positions.tolist(), part.slots.tolist(), part.rows.tolist()) for part in plan.prefixes
     )

@@ -30,7 +30,7 @@ def make(tiny_llama):
 
     yield make
     for lm in models:
-        check_integrity(lm._evaluator.passes.tree)
+        check_integrity(lm._evaluator.scheduler.tree)
         lm.close()
 
 
@@ -74,7 +74,7 @@ def test_a_long_prefill_goes_in_chunks(make):
     from dataclasses import replace
 
     lm = make()
-    lm._evaluator.passes.cost = replace(lm._evaluator.passes.cost, max_segment=16)
+    lm._evaluator.scheduler.cost = replace(lm._evaluator.scheduler.cost, max_chunk=16)
     check(lm, [PROMPT, PROMPT[:40], [*PROMPT[:33], 5, 6, 7], [1, 2]])
     assert lm.statistics().num_forwards >= 4
     assert lm.statistics().tokens_computed == 51 + 3 + 2
@@ -87,7 +87,7 @@ def test_whatever_fits_the_answers_are_right(make, capacity):
     particles = [[*PROMPT, i] for i in range(8)]
     for _ in range(6):
         check(lm, particles)
-        check_integrity(lm._evaluator.passes.tree)
+        check_integrity(lm._evaluator.scheduler.tree)
         assert lm.statistics().kv_bytes_used <= capacity * SLOT
         particles = [[*generator.choice(particles), generator.randrange(96)] for _ in particles]
 
@@ -119,7 +119,7 @@ def test_a_pinned_prompt_is_never_evicted_until_cleared(make):
 
 def test_clearing_while_a_batch_is_evaluated_comes_after_it(make):
     lm = make()
-    forward, clearing = lm._evaluator.passes.runner.forward, []
+    forward, clearing = lm._evaluator.scheduler.runner.forward, []
 
     def clear_then_forward(*args):
         thread = threading.Thread(target=lm.clear_cache)
@@ -129,14 +129,14 @@ def test_clearing_while_a_batch_is_evaluated_comes_after_it(make):
             time.sleep(0.001)
         return forward(*args)
 
-    lm._evaluator.passes.runner.forward = clear_then_forward
+    lm._evaluator.scheduler.runner.forward = clear_then_forward
     check(lm, [[*PROMPT, i] for i in range(4)])
     clearing[0].join()
     assert lm.statistics().row_bytes_used == 0  # computed before the caches were cleared
     assert lm.statistics().kv_bytes_used == 0
-    lm._evaluator.passes.runner.forward = forward
+    lm._evaluator.scheduler.runner.forward = forward
     check(lm, [[*PROMPT, i] for i in range(2, 6)])
-    check_integrity(lm._evaluator.passes.tree)
+    check_integrity(lm._evaluator.scheduler.tree)
     lm.clear_cache()
     assert lm.statistics().kv_bytes_used == 0
 
@@ -151,7 +151,7 @@ OUT_OF_MEMORY = [
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 def test_out_of_memory_halves_the_batch_before_it_fails_anyone(make, error):
     lm = make()
-    forward, sizes = lm._evaluator.passes.runner.forward, []
+    forward, sizes = lm._evaluator.scheduler.runner.forward, []
 
     def limited(batch, attend):
         sizes.append(batch.num_rows)
@@ -159,7 +159,7 @@ def test_out_of_memory_halves_the_batch_before_it_fails_anyone(make, error):
             raise error
         return forward(batch, attend)
 
-    lm._evaluator.passes.runner.forward = limited
+    lm._evaluator.scheduler.runner.forward = limited
     check(lm, [[i, 5, 6] for i in range(8)])
     assert max(sizes) == 8
     assert sizes.count(2) == 4
@@ -167,10 +167,10 @@ def test_out_of_memory_halves_the_batch_before_it_fails_anyone(make, error):
     def always(spans, attend):
         raise error
 
-    lm._evaluator.passes.runner.forward = always
+    lm._evaluator.scheduler.runner.forward = always
     with pytest.raises(type(error)):
         lm.next_token_logprobs_sync([1, 2, 3, 4])
-    lm._evaluator.passes.runner.forward = forward
+    lm._evaluator.scheduler.runner.forward = forward
     check(lm, [[1, 2, 3, 4]])
 
 
@@ -178,18 +178,18 @@ def test_another_error_is_not_tried_again_and_loses_no_slot(make):
     lm = make()
     check(lm, [PROMPT[:20]])
     used, calls = lm.statistics().kv_bytes_used, []
-    forward = lm._evaluator.passes.runner.forward
+    forward = lm._evaluator.scheduler.runner.forward
 
     def broken(batch, attend):
         calls.append(batch.num_rows)
         raise IndexError("by the test")
 
-    lm._evaluator.passes.runner.forward = broken
+    lm._evaluator.scheduler.runner.forward = broken
     with pytest.raises(IndexError):
         lm.batch_next_token_logprobs_sync([PROMPT, PROMPT[:40]])
     assert len(calls) == 1
     assert lm.statistics().kv_bytes_used == used
-    lm._evaluator.passes.runner.forward = forward
+    lm._evaluator.scheduler.runner.forward = forward
     check(lm, [PROMPT, PROMPT[:40]])
 
 
@@ -221,7 +221,7 @@ def test_clearing_from_another_thread_at_any_moment_changes_no_answer(make):
 def chunked(make):
     """A model that takes four tokens of a context at a time, held in its first forward pass."""
     lm = make()
-    lm._evaluator.passes.cost = dataclasses.replace(lm._evaluator.passes.cost, max_segment=4)
+    lm._evaluator.scheduler.cost = dataclasses.replace(lm._evaluator.scheduler.cost, max_chunk=4)
     lm.is_held, lm.may_go_on = threading.Event(), threading.Event()
 
     def hold(*_):
@@ -244,7 +244,7 @@ async def test_a_context_that_nobody_waits_for_ends_between_two_passes(chunked):
     assert await chunked.num_cached_tokens(PROMPT) == 4  # what was computed is kept
     check(chunked, [PROMPT, PROMPT[:20]])
     assert chunked.statistics().tokens_reused == 2 * 4
-    check_integrity(chunked._evaluator.passes.tree)
+    check_integrity(chunked._evaluator.scheduler.tree)
 
 
 async def test_a_context_that_others_wait_for_goes_on(chunked):
@@ -271,11 +271,11 @@ async def test_closing_waits_for_one_pass_and_not_for_the_context(chunked):
 
 async def test_keys_that_have_overflown_are_not_kept_of_a_context_given_up(chunked):
     def overflow(*_):
-        chunked._evaluator.passes.cache.store.codes[0][0].fill_(torch.inf)
+        chunked._evaluator.scheduler.cache.store.codes[0][0].fill_(torch.inf)
 
     task = asyncio.ensure_future(chunked.next_token_logprobs(PROMPT))
     await asyncio.to_thread(chunked.is_held.wait, 30)
-    running = chunked._evaluator.passes.runner.view.module
+    running = chunked._evaluator.scheduler.runner.view.module
     hook = running.register_forward_hook(overflow)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -283,4 +283,4 @@ async def test_keys_that_have_overflown_are_not_kept_of_a_context_given_up(chunk
     chunked._batcher.call(lambda: None)  # comes behind it
     hook.remove()
     assert await chunked.num_cached_tokens(PROMPT) == 0
-    check_integrity(chunked._evaluator.passes.tree)
+    check_integrity(chunked._evaluator.scheduler.tree)

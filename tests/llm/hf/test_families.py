@@ -88,9 +88,9 @@ def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
         if name in families.RUNNING:
             assert lm.statistics().tokens_reused > 0
         elif lm.kv_reuse:
-            is_shared = isinstance(lm._evaluator.passes.cache.attention, CascadeAttention)
+            is_shared = isinstance(lm._evaluator.scheduler.cache.attention, CascadeAttention)
             assert is_shared == (name not in GATHERED)
-            assert lm._evaluator.passes.needs_equal_lengths == (name == "llama4-tuned")
+            assert lm._evaluator.scheduler.needs_equal_lengths == (name == "llama4-tuned")
             assert lm.statistics().tokens_reused > 300
         # The test means something: one wrong token, even early on, shows in the row.
         wrong = list(contexts[-1])
@@ -140,7 +140,7 @@ def test_what_only_a_long_past_shows_is_scaled_by_each_rows_own_length():
     model, generator = families.of(config), random.Random(0)
     long, other = (generator.choices(range(families.VOCAB), k=256) for _ in range(2))
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
-        lm._evaluator.passes.cost = CostModel.on("cuda")  # few passes are worth much padding
+        lm._evaluator.scheduler.cost = CostModel.on("cuda")  # few passes are worth much padding
         for prefix_len in (90, 130, 230):
             lm.next_token_logprobs_sync(long[:prefix_len])
             contexts = [long[: prefix_len + 10], other[:95], long[: prefix_len + 1], other[:60]]

@@ -167,7 +167,7 @@ def test_running_states(name):
     expected = [torch.stack([fresh_row(model, context) for context in one]) for one in steps]
     on_device = copy.deepcopy(model).cuda()
     with AsyncTransformer(on_device, word_tokenizer(), row_cache_bytes=0) as lm:
-        per_state = lm._evaluator.passes.cache.state_store.layout.bytes_per_state
+        per_state = lm._evaluator.scheduler.cache.state_store.layout.bytes_per_state
     few = {"kv_cache_bytes": 1 << 20, "state_cache_bytes": 6 * per_state}
     for options in ({}, few, {**few, "host_cache_bytes": 1 << 22}) if per_state else ({},):
         with AsyncTransformer(on_device, word_tokenizer(), row_cache_bytes=0, **options) as lm:

@@ -24,7 +24,7 @@ MODEL = families.make("llama")
 @functools.cache
 def bytes_per_slot(model=MODEL, **options):
     with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=1 << 16, **options) as lm:
-        return lm._evaluator.passes.cache.store.bytes_per_slot
+        return lm._evaluator.scheduler.cache.store.bytes_per_slot
 
 
 def tiered(num_slots, num_host_slots, model=MODEL, per_slot=None, **options):
@@ -40,7 +40,7 @@ def tiered(num_slots, num_host_slots, model=MODEL, per_slot=None, **options):
 
 
 def check(lm):
-    check_integrity(lm._evaluator.passes.tree)
+    check_integrity(lm._evaluator.scheduler.tree)
 
 
 def check_rows(rows, contexts, model=MODEL):

@@ -25,7 +25,7 @@ def lm(request):
         model = families.make(name)
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         yield lm
-        check_integrity(lm._evaluator.passes.tree)
+        check_integrity(lm._evaluator.scheduler.tree)
 
 
 def check(lm, context):
@@ -52,7 +52,7 @@ def test_a_pass_may_end_before_any_of_its_layers(lm):
             evaluator.check_cancelled = ended
             with pytest.raises(QueryDroppedError, match="by the test"):
                 lm.next_token_logprobs_sync(LONG)
-            check_integrity(lm._evaluator.passes.tree)
+            check_integrity(lm._evaluator.scheduler.tree)
             evaluator.check_cancelled = real
             for context in (LONG, LONG[:50], [*LONG[:50], 1], LONG):
                 check(lm, context)

@@ -127,7 +127,7 @@ def test_no_history_changes_a_row(kept, batches, num_slots):
                 if kept in ROUNDS:
                     expected = rounded_row(model, context, ROUNDS[kept])
                     torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
-        check_integrity(lm._evaluator.passes.tree)
+        check_integrity(lm._evaluator.scheduler.tree)
 
 
 _DOUBLE = families.make("llama").double()
@@ -156,7 +156,7 @@ def test_long_shared_stretches_are_decoded_in_pieces(monkeypatch):
     options = {"kv_cache_dtype": "int8", "row_cache_bytes": 0}
     with AsyncTransformer(_DOUBLE, word_tokenizer(), **options) as lm:
         lm.cache_kv(prompt)
-        assert isinstance(lm._evaluator.passes.cache.attention, CascadeAttention)
+        assert isinstance(lm._evaluator.scheduler.cache.attention, CascadeAttention)
         for context, row in zip(contexts, lm.batch_next_token_logprobs_sync(contexts), strict=True):
             expected = rounded_row(_DOUBLE, context, int8)
             torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)

@@ -38,7 +38,7 @@ def make(num_slots):
 def test_tokens_that_are_computed_again_are_counted(num_slots, contexts):
     known, num_again, num_whole = set(), 0, 0
     with make(num_slots) as lm:
-        tree = lm._evaluator.passes.tree
+        tree = lm._evaluator.scheduler.tree
         for context in contexts:
             num_kept = tree.num_cached(context)
             prefixes = [tuple(context[: i + 1]) for i in range(len(context))]

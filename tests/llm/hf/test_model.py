@@ -276,5 +276,5 @@ def test_a_close_that_is_interrupted_can_be_done_again(tiny_llama, monkeypatch):
         lm.close()
     lm.close()
     assert lm.model is None
-    assert lm._evaluator.passes.tree.num_slots == 0
+    assert lm._evaluator.scheduler.tree.num_slots == 0
     assert set(threading.enumerate()) <= before

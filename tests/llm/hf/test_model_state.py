@@ -152,7 +152,7 @@ def test_a_compiled_model_gives_the_rows_of_its_own_code(model, compiles, is_wra
         if is_wrapped_first:
             lm.next_token_logprobs_sync([1, 2])
             compiles(model, backend)
-        assert isinstance(lm._evaluator.passes.cache.attention, CascadeAttention)
+        assert isinstance(lm._evaluator.scheduler.cache.attention, CascadeAttention)
         contexts = [[1, 2, 3], [1, 2, 4, 5], [6], [1, 2, 3, 7]]
         rows = [*lm.batch_next_token_logprobs_sync(contexts[:3])]
         rows.append(lm.next_token_logprobs_sync(contexts[3]))

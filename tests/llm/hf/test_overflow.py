@@ -90,9 +90,9 @@ overflowing = st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=9).ma
     st.sampled_from([1, 2, 1000]),
 )
 def test_a_context_that_overflows_costs_no_other_its_answer_or_its_slots(
-    batches, num_slots, per_forward, max_segment, max_outputs
+    batches, num_slots, per_forward, max_chunk, max_outputs
 ):
-    cost = {"per_forward": per_forward, "max_segment": max_segment, "max_outputs": max_outputs}
+    cost = {"per_forward": per_forward, "max_chunk": max_chunk, "max_outputs": max_outputs}
     passes = make(num_slots, OverflowingRunner(), **cost)
     for asked in batches:
         check(passes, asked)

@@ -51,7 +51,7 @@ def test_a_lineage_that_is_forked_at_each_token_is_one_part_as_an_unforked_one()
         node = tree.add(node, 2 * i + 1)
         tree.add(node, 2 * i + 2)  # nobody goes on there
     ends = [tree.add(node, 5000 + 2 * i) for i in range(32)]
-    (part,) = plan_of(tree, ends).parts
+    (part,) = plan_of(tree, ends).prefixes
     assert part.slots.tolist() == [*range(1, 4000, 2)]
     assert part.rows.tolist() == [*range(32)]
     assert not part.is_consecutive
@@ -59,8 +59,8 @@ def test_a_lineage_that_is_forked_at_each_token_is_one_part_as_an_unforked_one()
 
 def test_rows_without_anything_cached_have_no_columns():
     plan = plan_of(Tree(), [0, 0])
-    assert not plan.parts
-    assert plan.rest.slots.shape == (2, 0)
+    assert not plan.prefixes
+    assert plan.suffix.slots.shape == (2, 0)
 
 
 # -------------------------------------------------------------------- the next step
@@ -88,13 +88,13 @@ def test_a_reading_that_advances_reads_what_one_made_anew_does(rows, picks, few_
         anew = plan_of(tree, nodes, few_tokens=few_tokens)
         assert read_by_row(plan, len(nodes)) == read_by_row(anew, len(nodes))
         assert plan.prefix_lens.tolist() == anew.prefix_lens.tolist()
-        assert plan.rest.slots.shape == (len(nodes), made.rest.slots.shape[1] + 1)
+        assert plan.suffix.slots.shape == (len(nodes), made.suffix.slots.shape[1] + 1)
         assert plan.advance is not None
         assert plan.advance.before is made.identity
-        kept = [made.parts[number].slots for number in plan.advance.parts]
-        assert [part.slots for part in plan.parts] == kept  # the same arrays
+        kept = [made.prefixes[number].slots for number in plan.advance.prefixes]
+        assert [part.slots for part in plan.prefixes] == kept  # the same arrays
         origins = [origins[i] for i in before]
-        repeated += (len(origins) - len({*origins})) * (plan.rest.slots.shape[1] - step - 1)
+        repeated += (len(origins) - len({*origins})) * (plan.suffix.slots.shape[1] - step - 1)
         assert plan.num_repeated == repeated
 
 
@@ -133,10 +133,10 @@ def test_a_part_of_all_rows_stays_one_and_others_lose_theirs():
         ends[2] = tree.add(ends[2], 20 + i)
     ends[3] = ends[2]
     plan = plan_of(tree, ends, few_tokens=10)
-    assert [part.rows.tolist() for part in plan.parts] == [[0, 1, 2, 3], [2, 3]]
+    assert [part.rows.tolist() for part in plan.prefixes] == [[0, 1, 2, 3], [2, 3]]
     other = plan.advanced(np.array([3, 0, 2, 3, 1]), np.arange(50, 55))
-    assert [part.rows.tolist() for part in other.parts] == [[0, 1, 2, 3, 4], [0, 2, 3]]
-    (part,) = other.advanced(np.array([1, 4]), np.arange(60, 62)).parts
+    assert [part.rows.tolist() for part in other.prefixes] == [[0, 1, 2, 3, 4], [0, 2, 3]]
+    (part,) = other.advanced(np.array([1, 4]), np.arange(60, 62)).prefixes
     assert part.rows.tolist() == [0, 1]
 
 

@@ -64,7 +64,7 @@ def test_forks_beside_texts_and_other_pictures(name):
             forks = [generator.choice(grown) for _ in range(7)]
             new = [generator.choices(range(3, size), k=generator.randint(1, 3)) for _ in forks]
             grown = [(c + n, p, [*m, *n]) for (c, p, m), n in zip(forks, new, strict=True)]
-        check_integrity(lm._hf.passes.tree)
+        check_integrity(lm._hf.scheduler.tree)
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "gemma3"])
@@ -104,7 +104,7 @@ def test_what_has_to_go_is_computed_again():
     name, generator = "smolvlm", random.Random(1)
     prompts = [prompt_of(name, [i]) for i in range(4)]
     layout = over(name)
-    per_slot = layout._hf.passes.cache.layout.bytes_per_slot
+    per_slot = layout._hf.scheduler.cache.layout.bytes_per_slot
     layout.close()
     with over(name, kv_cache_bytes=per_slot * 70) as lm:
         contexts = [lm.context(text, images=images) for text, images in prompts]
@@ -117,7 +117,7 @@ def test_what_has_to_go_is_computed_again():
                 lm.batch_next_token_logprobs_sync(asked), chosen, more, strict=True
             ):
                 close(row, plain_row(name, *prompts[i], m))
-            check_integrity(lm._hf.passes.tree)
+            check_integrity(lm._hf.scheduler.tree)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])

@@ -12,8 +12,8 @@ from genlm_backend.scheduling.prefill_plan import (
     CostModel,
     Size,
     StatePlan,
+    plan_chunks,
     plan_groups,
-    plan_segments,
     plan_waves,
     plan_whole,
 )
@@ -63,15 +63,15 @@ def mixed_jobs(wanted, cached=()):
 wanted = st.lists(st.tuples(contexts, st.integers(0, 9)), min_size=1, max_size=12)
 
 
-def check_answered(segments, jobs):
+def check_answered(chunks, jobs):
     """Every job has each of its outputs once, behind its own tokens."""
     answered = {job: [] for job in jobs}
-    for segment in segments:
-        for position, own in segment.outputs.items():
-            assert segment.start <= position < segment.stop
+    for chunk in chunks:
+        for position, own in chunk.outputs.items():
+            assert chunk.start <= position < chunk.stop
             for job in own:
                 ids = job.context[: position + 1]
-                assert segment.job.context[: position + 1] == ids
+                assert chunk.job.context[: position + 1] == ids
                 answered[job].append(position)
     for job, positions in answered.items():
         num_outputs = len(job.targets) or 1
@@ -89,25 +89,25 @@ def check_answered(segments, jobs):
 def test_segments_answer_every_job_from_what_comes_before(
     wanted, cached, per_forward, size, max_outputs
 ):
-    cost = CostModel(per_forward=per_forward, max_segment=size, max_outputs=max_outputs)
+    cost = CostModel(per_forward=per_forward, max_chunk=size, max_outputs=max_outputs)
     jobs = mixed_jobs(wanted, cached)
-    segments = plan_segments(jobs, cost)
-    for segment in segments:
-        token_ids = segment.job.context
-        assert 0 < segment.num_tokens <= size
-        assert len(segment.outputs) <= max_outputs
-        assert list(segment.outputs) == sorted(segment.outputs)
+    chunks = plan_chunks(jobs, cost)
+    for chunk in chunks:
+        token_ids = chunk.job.context
+        assert 0 < chunk.num_tokens <= size
+        assert len(chunk.outputs) <= max_outputs
+        assert list(chunk.outputs) == sorted(chunk.outputs)
         # Walking up the parents leads to the cached prefix without a gap, in earlier waves.
-        position, child = segment.start, segment
+        position, child = chunk.start, chunk
         while child.parent is not None:
             parent = child.parent
             assert parent.wave < child.wave
             assert parent.start < position <= parent.stop
             assert parent.job.context[:position] == token_ids[:position]
             position, child = parent.start, parent
-        assert position == segment.job.start
-    check_answered(segments, jobs)
-    assert [s for wave in plan_waves(segments) for s in wave if s.wave == 0]
+        assert position == chunk.job.start
+    check_answered(chunks, jobs)
+    assert [s for wave in plan_waves(chunks) for s in wave if s.wave == 0]
 
 
 long_contexts = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
@@ -132,38 +132,38 @@ def test_what_goes_on_goes_on_from_the_end_of_a_segment(
         job = job_of(tree, context, most // 2, targets)
         job.num_known = most
         jobs.append(job)
-    cost = CostModel(per_forward=per_forward, max_segment=size, max_outputs=max_outputs)
-    segments = plan_segments(jobs, cost, states)
-    check_answered(segments, jobs)
-    for segment in segments:
-        assert segment.parent is None or segment.parent.stop == segment.start
-        assert 0 < segment.num_tokens <= size
-        ones = segment.by_token()
-        assert [one.start for one in ones] == [*range(segment.start, segment.stop)]
-        assert [at for one in ones for at in one.outputs] == sorted(segment.outputs)
+    cost = CostModel(per_forward=per_forward, max_chunk=size, max_outputs=max_outputs)
+    chunks = plan_chunks(jobs, cost, states)
+    check_answered(chunks, jobs)
+    for chunk in chunks:
+        assert chunk.parent is None or chunk.parent.stop == chunk.start
+        assert 0 < chunk.num_tokens <= size
+        ones = chunk.by_token()
+        assert [one.start for one in ones] == [*range(chunk.start, chunk.stop)]
+        assert [at for one in ones for at in one.outputs] == sorted(chunk.outputs)
 
 
 @given(wanted, st.integers(1, 5))
 def test_whole_segments_begin_with_the_first_token_and_end_with_an_output(wanted, size):
     jobs = [ScheduledQuery(job.context, targets=job.targets) for job in mixed_jobs(wanted)]
-    segments = plan_whole([(job, part) for job in jobs for part in job.parts(size)])
-    for segment in segments:
-        assert (segment.start, segment.parent, segment.wave) == (0, None, 0)
-        assert list(segment.outputs) == sorted(segment.outputs)
-        assert max(segment.outputs) == segment.stop - 1
-        assert 0 < len(segment.outputs) <= size
-    texts = [tuple(segment.token_ids) for segment in segments]
+    chunks = plan_whole([(job, part) for job in jobs for part in job.parts(size)])
+    for chunk in chunks:
+        assert (chunk.start, chunk.parent, chunk.wave) == (0, None, 0)
+        assert list(chunk.outputs) == sorted(chunk.outputs)
+        assert max(chunk.outputs) == chunk.stop - 1
+        assert 0 < len(chunk.outputs) <= size
+    texts = [tuple(chunk.token_ids) for chunk in chunks]
     assert len(set(texts)) == len(texts)
-    check_answered(segments, jobs)
+    check_answered(chunks, jobs)
 
 
 def test_a_position_that_several_want_is_one_output():
     prompt = tuple(range(20))
     jobs = mixed_jobs([(prompt, 1)] * 5 + [(prompt, 0), ((*prompt, 5), 2), (prompt[:10], 3)])
-    segments = plan_segments(jobs, CostModel())
-    assert sum(segment.num_tokens for segment in segments) == 21
-    assert sum(len(segment.outputs) for segment in segments) == 5
-    (found,) = [s.outputs[19] for s in segments if 19 in s.outputs]
+    chunks = plan_chunks(jobs, CostModel())
+    assert sum(chunk.num_tokens for chunk in chunks) == 21
+    assert sum(len(chunk.outputs) for chunk in chunks) == 5
+    (found,) = [s.outputs[19] for s in chunks if 19 in s.outputs]
     assert set(found) == set(jobs[:7])
 
 
@@ -172,26 +172,26 @@ def test_the_most_wanted_branch_goes_on_and_few_passes_follow(contexts, is_mirro
     """Who waits for another branch is in one of at most half as many contexts."""
     if is_mirrored:  # so that neither the first nor the last branch is the right one by chance
         contexts = [tuple(1 - token for token in context) for context in contexts]
-    waves = plan_waves(plan_segments(jobs_of(contexts), FREE_PASSES))
+    waves = plan_waves(plan_chunks(jobs_of(contexts), FREE_PASSES))
     assert 2 ** (len(waves) - 1) <= len(contexts)
 
 
 @given(st.lists(contexts, min_size=1, max_size=12, unique=True), st.lists(contexts, max_size=4))
 def test_where_passes_are_free_every_missing_token_is_computed_once(contexts, cached):
     jobs = jobs_of(contexts, cached)
-    segments = plan_segments(jobs, FREE_PASSES)
+    chunks = plan_chunks(jobs, FREE_PASSES)
     missing = {job.context[:n] for job in jobs for n in range(job.start + 1, len(job.context) + 1)}
-    assert sum(segment.num_tokens for segment in segments) == len(missing)
+    assert sum(chunk.num_tokens for chunk in chunks) == len(missing)
 
 
 def test_a_long_shared_prompt_is_computed_once_and_a_short_one_is_not_waited_for():
     long = jobs_of([(*range(100), 200 + i) for i in range(5)])
-    segments = plan_segments(long, CostModel())
-    assert sum(segment.num_tokens for segment in segments) == 105
-    assert len(plan_waves(segments)) == 2
+    chunks = plan_chunks(long, CostModel())
+    assert sum(chunk.num_tokens for chunk in chunks) == 105
+    assert len(plan_waves(chunks)) == 2
     short = jobs_of([(7, 200 + i) for i in range(5)])
-    segments = plan_segments(short, CostModel())
-    assert len(plan_waves(segments)) == 1
+    chunks = plan_chunks(short, CostModel())
+    assert len(plan_waves(chunks)) == 1
 
 
 @given(
@@ -200,29 +200,27 @@ def test_a_long_shared_prompt_is_computed_once_and_a_short_one_is_not_waited_for
     st.integers(1, 5),
 )
 def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
-    """The nodes before a segment are those of its context's tokens, in order."""
+    """The nodes before a chunk are those of its context's tokens, in order."""
     tree = tree_of(cached)
     jobs = [job_of(tree, context, len(context) - 1) for context in contexts]
-    segments = plan_segments(jobs, CostModel(per_forward=0.0, max_segment=size))
-    for segment in segments:
-        ids, slots = segment.token_ids, tree.allocate(segment.num_tokens)
-        segment.nodes = tree.append_chain(segment.before, np.array(ids, np.int32), slots)
+    chunks = plan_chunks(jobs, CostModel(per_forward=0.0, max_chunk=size))
+    for chunk in chunks:
+        ids, slots = chunk.token_ids, tree.allocate(chunk.num_tokens)
+        chunk.nodes = tree.append_chain(chunk.before, np.array(ids, np.int32), slots)
     nodes = tree.nodes
-    for segment in segments:
-        ids = segment.job.context
-        assert nodes.token[nodes.path(segment.before)].tolist() == list(ids[: segment.start])
-        assert nodes.depth[segment.nodes].tolist() == list(
-            range(segment.start + 1, segment.stop + 1)
-        )
-        span = segment.span(nodes.slot[segment.nodes])
-        assert tuple(span.token_ids) == tuple(ids[segment.start : segment.stop])
-        assert [segment.start + n for n in span.outputs] == list(segment.outputs)
+    for chunk in chunks:
+        ids = chunk.job.context
+        assert nodes.token[nodes.path(chunk.before)].tolist() == list(ids[: chunk.start])
+        assert nodes.depth[chunk.nodes].tolist() == list(range(chunk.start + 1, chunk.stop + 1))
+        token_chunk = chunk.token_chunk(nodes.slot[chunk.nodes])
+        assert tuple(token_chunk.token_ids) == tuple(ids[chunk.start : chunk.stop])
+        assert [chunk.start + n for n in token_chunk.outputs] == list(chunk.outputs)
 
 
 def test_deep_nesting_does_not_recurse():
     jobs = jobs_of([tuple(range(n)) for n in range(1, 3000)])
-    segments = plan_segments(jobs, CostModel())
-    assert sum(segment.num_tokens for segment in segments) == 2999
+    chunks = plan_chunks(jobs, CostModel())
+    assert sum(chunk.num_tokens for chunk in chunks) == 2999
 
 
 @given(
@@ -315,7 +313,7 @@ def test_a_context_is_cut_where_it_leaves_what_is_known_of_others(
     context = tuple(range(100))
     job = job_of(tree_of([context[:num_before]]), context, num_before)
     job.num_known = num_known
-    segments = plan_segments([job], CostModel(per_forward=8), states)
-    check_answered(segments, [job])
-    assert (num_known in [segment.stop for segment in segments]) == is_cut
-    assert [segment.wave for segment in segments] == [*range(len(segments))]
+    chunks = plan_chunks([job], CostModel(per_forward=8), states)
+    check_answered(chunks, [job])
+    assert (num_known in [chunk.stop for chunk in chunks]) == is_cut
+    assert [chunk.wave for chunk in chunks] == [*range(len(chunks))]

@@ -71,7 +71,7 @@ def test_what_is_loaded_is_not_computed_and_gives_the_same_rows(name, kept, path
             for row, context in zip(rows, contexts, strict=True):
                 expected_row = fresh_row(model, context)
                 torch.testing.assert_close(row, expected_row, atol=2e-5, rtol=1e-4)
-        check_integrity(lm._evaluator.passes.tree)
+        check_integrity(lm._evaluator.scheduler.tree)
 
 
 def test_what_is_there_already_stays(saved):
@@ -81,7 +81,7 @@ def test_what_is_there_already_stays(saved):
         used = lm.statistics().kv_bytes_used
         for _ in range(3):
             assert lm.load_prefix(saved) == lm.context(PROMPT)
-        per_slot = lm._evaluator.passes.cache.store.bytes_per_slot
+        per_slot = lm._evaluator.scheduler.cache.store.bytes_per_slot
         assert lm.statistics().kv_bytes_used == used + 30 * per_slot
         row = lm.next_token_logprobs_sync([*PROMPT, 1])
         torch.testing.assert_close(row, fresh_row(model, [*PROMPT, 1]), atol=2e-5, rtol=1e-4)
@@ -90,19 +90,19 @@ def test_what_is_there_already_stays(saved):
 @pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")
 def test_room_is_made_as_for_any_other(saved):
     with over(model_of()) as lm:
-        per_slot = lm._evaluator.passes.cache.store.bytes_per_slot
+        per_slot = lm._evaluator.scheduler.cache.store.bytes_per_slot
     with over(model_of(), kv_cache_bytes=61 * per_slot, host_cache_bytes=90 * per_slot) as lm:
         for start in range(3):
             lm.next_token_logprobs_sync([start, *PROMPT[:30]])
         lm.load_prefix(saved)
-        check_integrity(lm._evaluator.passes.tree)
+        check_integrity(lm._evaluator.scheduler.tree)
         assert asyncio.run(lm.num_cached_tokens([*PROMPT, 1])) == 50
     with over(model_of(), kv_cache_bytes=40 * per_slot) as lm:
         with pytest.raises(CacheError, match=r"50 tokens of .* do not fit"):
             lm.load_prefix(saved)
         with pytest.raises(CacheError, match="50 tokens does not fit"):
             lm.save_prefix(PROMPT, saved)
-        check_integrity(lm._evaluator.passes.tree)
+        check_integrity(lm._evaluator.scheduler.tree)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -151,20 +151,20 @@ class Histories(RuleBasedStateMachine):
         num_host_slots=st.sampled_from([0, 0, 5, 60]),
         few_tokens=st.sampled_from([0, 3, 10**6]),
         max_tokens=st.sampled_from([3, 1000]),
-        max_segment=st.sampled_from([1, 3, 1000]),
+        max_chunk=st.sampled_from([1, 3, 1000]),
         max_outputs=st.sampled_from([1, 2, 1000]),
         per_forward=st.sampled_from([0.0, 3.0, 1000.0]),
         needs_equal_lengths=st.booleans(),
     )
     def make(self, num_slots, num_host_slots, few_tokens, needs_equal_lengths, **cost):
-        self.passes = passes_of(num_slots, num_host_slots, few_tokens, **cost)
-        self.passes.needs_equal_lengths = needs_equal_lengths
+        self.scheduler = passes_of(num_slots, num_host_slots, few_tokens, **cost)
+        self.scheduler.needs_equal_lengths = needs_equal_lengths
         self.particles = [of_no_model([i % 3, i % 2]) for i in range(6)]
         self.seen = list(self.particles)
         self.is_pinned = False
 
     def ask(self, contexts, adapter=None):
-        ask(self.passes, distinct(contexts), adapter)
+        ask(self.scheduler, distinct(contexts), adapter)
 
     @rule(chosen=sound)
     def step(self, chosen):
@@ -206,8 +206,8 @@ class Histories(RuleBasedStateMachine):
         asked = [RowQuery(self.seen[i % len(self.seen)].extend(token)) for i, token in chosen]
         text = self.seen[chosen[0][0] % len(self.seen)].extend(1)
         scoring = ScoreQuery(RowQuery(text), 1 + start % (len(text) - 1))
-        self.passes.runner.adapter = None
-        *rows, scores = self.passes.evaluate([*distinct(asked), scoring])
+        self.scheduler.runner.adapter = None
+        *rows, scores = self.scheduler.evaluate([*distinct(asked), scoring])
         for query, row in zip(distinct(asked), rows, strict=True):
             expected = wanted_row(tuple(query.context))
             torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6, equal_nan=True)
@@ -229,29 +229,29 @@ class Histories(RuleBasedStateMachine):
     @rule(chosen=picks, num_passes=st.integers(0, 2))
     def drop(self, chosen, num_passes):
         """Nobody waits any more."""
-        self.passes.wanted.extend([False] + [True] * num_passes)
+        self.scheduler.wanted.extend([False] + [True] * num_passes)
         self.fail([self.seen[i % len(self.seen)].extend(token) for i, token in chosen])
-        self.passes.wanted.clear()
+        self.scheduler.wanted.clear()
 
     @rule(chosen=picks, num_passes=st.integers(0, 2))
     def break_down(self, chosen, num_passes):
-        self.passes.runner.failing = [IndexError("by the test")] + [None] * num_passes
+        self.scheduler.runner.failing = [IndexError("by the test")] + [None] * num_passes
         self.fail([self.seen[i % len(self.seen)].extend(token) for i, token in chosen])
-        self.passes.runner.failing = []
+        self.scheduler.runner.failing = []
 
     def fail(self, contexts):
-        self.passes.runner.adapter = None
+        self.scheduler.runner.adapter = None
         with contextlib.suppress(IndexError, QueryDroppedError):
-            self.passes.evaluate([RowQuery(context) for context in distinct(contexts)])
+            self.scheduler.evaluate([RowQuery(context) for context in distinct(contexts)])
 
     @rule(chosen=picks, num_passes=st.integers(0, 1))
     def run_out_of_memory(self, chosen, num_passes):
         asked = distinct(self.seen[i % len(self.seen)].extend(token) for i, token in chosen)
         if len(asked) > 1:
-            self.passes.runner.failing = [MemoryError()] + [None] * num_passes
+            self.scheduler.runner.failing = [MemoryError()] + [None] * num_passes
             with contextlib.suppress(MemoryError):  # of one alone
                 self.ask(asked)
-            self.passes.runner.failing = []
+            self.scheduler.runner.failing = []
 
     @rule(index=st.integers(0))
     def pin(self, index):
@@ -259,44 +259,44 @@ class Histories(RuleBasedStateMachine):
             return
         context = self.seen[index % len(self.seen)]
         self.ask([context])
-        nodes = self.passes.tree.nodes
-        node = self.passes.cache.match(context, None, len(context))
+        nodes = self.scheduler.tree.nodes
+        node = self.scheduler.cache.match(context, None, len(context))
         if nodes.depth[node] and nodes.slot[node] > 0:
-            self.passes.tree.pin(node)
+            self.scheduler.tree.pin(node)
             self.is_pinned = True
 
     @rule(index=st.integers(0), more=st.lists(st.integers(0, 2), max_size=9))
     def load(self, index, more):
         """Keys and values of a file."""
         context = self.seen[index % len(self.seen)] + more
-        slots_before = dict(self.passes.runner.written)
+        slots_before = dict(self.scheduler.runner.written)
 
         def put(slots, codes):
             for slot, size in zip(slots.tolist(), range(-len(slots), 0), strict=True):
                 ids = tuple(context)[: len(context) + 1 + size]
-                self.passes.runner.written[slot] = (None, ids)
+                self.scheduler.runner.written[slot] = (None, ids)
 
-        self.passes.cache.store.put = put
-        if not self.passes.cache.fill(context.packed(), [], [], len(context), None):
-            assert self.passes.runner.written == slots_before
+        self.scheduler.cache.store.put = put
+        if not self.scheduler.cache.fill(context.packed(), [], [], len(context), None):
+            assert self.scheduler.runner.written == slots_before
         self.seen.append(context)
 
     @rule(count=st.integers(1, 60))
     def evict(self, count):
         """As one that has no part in it makes room."""
-        self.passes.tree.new_step()
-        self.passes.tree.evict(count)
+        self.scheduler.tree.new_step()
+        self.scheduler.tree.evict(count)
 
     @rule()
     def clear(self):
-        self.passes.tree.clear()
+        self.scheduler.tree.clear()
         self.is_pinned = False
-        assert self.passes.tree.slots.num_used == 0
+        assert self.scheduler.tree.slots.num_used == 0
 
     @invariant()
     def adds_up(self):
-        check_integrity(self.passes.tree)
-        nodes = self.passes.tree.nodes
+        check_integrity(self.scheduler.tree)
+        nodes = self.scheduler.tree.nodes
         linked = nodes.table[nodes.table > 0]
         assert not (nodes.token[linked] == BAD).any()  # nothing is kept behind a NaN
 

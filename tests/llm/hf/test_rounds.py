@@ -31,7 +31,7 @@ def model_of(name):
 @lru_cache
 def slot_bytes(name):
     with AsyncTransformer(model_of(name), word_tokenizer(), kv_cache_bytes=1 << 16) as lm:
-        return lm._evaluator.passes.cache.store.bytes_per_slot
+        return lm._evaluator.scheduler.cache.store.bytes_per_slot
 
 
 @lru_cache(4096)
@@ -130,7 +130,7 @@ async def check(lm, contexts, name="llama"):
     rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
     for row, context in zip(rows, contexts, strict=True):
         torch.testing.assert_close(row, expected(name, tuple(context)), rtol=0, atol=3e-5)
-    check_integrity(lm._evaluator.passes.tree)
+    check_integrity(lm._evaluator.scheduler.tree)
     return rows
 
 
@@ -223,7 +223,7 @@ async def test_those_who_leave_take_nobodys_row_along(lm):
             if i not in leaving:
                 wanted = expected("llama", tuple(context))
                 torch.testing.assert_close(row, wanted, rtol=0, atol=3e-5)
-        lm._call(lambda: check_integrity(lm._evaluator.passes.tree))
+        lm._call(lambda: check_integrity(lm._evaluator.scheduler.tree))
 
 
 async def test_a_loop_that_has_gone_takes_nobodys_row_along(lm):

@@ -87,7 +87,7 @@ async def test_a_text_is_one_pass_over_its_tokens_and_stays_cached(tiny_llama):
         # What is cached before the first score is reused, and nothing behind it.
         check(await lm.score(text[:50], text[50:]), fresh_scores(tiny_llama, text, 50))
         assert lm.statistics().tokens_computed == 60 + 10
-        check_integrity(lm._evaluator.passes.tree)
+        check_integrity(lm._evaluator.scheduler.tree)
         assert lm.statistics().kv_bytes_used == 60 * SLOT
 
 

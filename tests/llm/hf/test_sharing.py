@@ -28,15 +28,15 @@ def plan_of(slots, few_tokens):
 
 def test_a_prompt_is_one_part_and_what_follows_is_not():
     plan = plan_of([[*range(1, 513), 600 + 7 * i] for i in range(20)], 384)
-    (part,) = plan.parts
+    (part,) = plan.prefixes
     assert part.rows.tolist() == [*range(20)]
     assert part.is_consecutive
-    assert plan.rest.slots.tolist() == [[600 + 7 * i] for i in range(20)]
-    assert plan.rest.positions.tolist() == [[512]] * 20
+    assert plan.suffix.slots.tolist() == [[600 + 7 * i] for i in range(20)]
+    assert plan.suffix.positions.tolist() == [[512]] * 20
 
 
 def test_long_stretches_are_read_where_they_lie_and_short_ones_together():
-    parts = plan_of([[*range(1, 501), *range(700, 710), *range(1000, 1600)]] * 2, 384).parts
+    parts = plan_of([[*range(1, 501), *range(700, 710), *range(1000, 1600)]] * 2, 384).prefixes
     assert [len(part) for part in parts] == [500, 600]
     assert all(part.is_consecutive for part in parts)
 
@@ -63,7 +63,7 @@ def test_the_model_attends_as_ever_on_other_threads_and_afterwards(name):
             other.join()
 
     with AsyncTransformer(model, word_tokenizer()) as lm:
-        assert isinstance(lm._evaluator.passes.cache.attention, CascadeAttention)
+        assert isinstance(lm._evaluator.scheduler.cache.attention, CascadeAttention)
         assert model.config._attn_implementation == before
         lm.next_token_logprobs_sync(ids[:-1])
         hook = model.get_input_embeddings().register_forward_pre_hook(meanwhile)

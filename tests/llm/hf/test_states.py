@@ -57,7 +57,7 @@ def expected(name, context):
 def sizes_of(name):
     """Bytes of one state and of one slot."""
     with AsyncTransformer(model_of(name), word_tokenizer()) as lm:
-        passes = lm._evaluator.passes
+        passes = lm._evaluator.scheduler
         return passes.cache.state_store.layout.bytes_per_state, passes.cache.store.bytes_per_slot
 
 
@@ -83,7 +83,7 @@ def opened(name, **options):
 
 
 def set_cost(lm, **changes):
-    passes = lm._evaluator.passes
+    passes = lm._evaluator.scheduler
     passes.cost = dataclasses.replace(passes.cost, **changes)
 
 
@@ -144,13 +144,13 @@ async def test_rows_of_every_family_are_the_bare_models(name):
     generator = random.Random(name)
     model = copy.deepcopy(model_of(name)).double() if name == "zamba" else model_of(name)
     with over(model) as lm:
-        passes = lm._evaluator.passes
+        passes = lm._evaluator.scheduler
         assert lm.kv_reuse == (name in KEPT)
         if lm.kv_reuse:
             assert passes.takes_several_tokens == (name not in ONE_BY_ONE)
         history = History(lm, generator, lambda context, _: fresh_row(model, context), CLOSE)
         await history.steps(5)
-        set_cost(lm, max_segment=7, max_outputs=5)
+        set_cost(lm, max_chunk=7, max_outputs=5)
         await history.steps(4)
         assert not lm.kv_reuse or lm.statistics().tokens_reused > 50
         context = history.contexts[0]
@@ -192,7 +192,7 @@ async def test_long_histories(name):
         with opened(name, **options) as lm:
             history = History(lm, generator, of_bare_model(name), CLOSE)
             await history.steps(12)
-            set_cost(lm, max_segment=generator.choice([1, 3, 16]), max_outputs=3)
+            set_cost(lm, max_chunk=generator.choice([1, 3, 16]), max_outputs=3)
             await history.steps(12)
 
 
@@ -294,7 +294,9 @@ async def test_rows_of_a_model_in_bfloat16(name):
     generator = random.Random(name)
     with over(model) as lm:
         assert lm.kv_reuse
-        kinds = {(t.name, t.dtype) for t in lm._evaluator.passes.cache.state_store.layout.tensors}
+        kinds = {
+            (t.name, t.dtype) for t in lm._evaluator.scheduler.cache.state_store.layout.tensors
+        }
         assert name == "zaya" or ("recurrent_states", torch.float32) in kinds
         contexts = [lm.context(tokens(generator, 12)) for _ in range(3)]
         for _ in range(4):
@@ -525,8 +527,8 @@ async def test_a_nan_stays_in_its_own_row(name):
             assert await lm.num_cached_tokens([91, 5]) == 0
             check_tree(lm)
             sound = [[*context, *generator.choices(range(3, 80), k=1)] for context in sound]
-        states = lm._evaluator.passes.cache.state_store
-        numbers = lm._evaluator.passes.tree.nodes.state
+        states = lm._evaluator.scheduler.cache.state_store
+        numbers = lm._evaluator.scheduler.tree.nodes.state
         assert states.is_finite(numbers[numbers > 0])
 
 
@@ -535,7 +537,7 @@ async def test_a_nan_stays_in_its_own_row(name):
 async def test_states_of_neither_tier_are_anybodys_if_one_could_not_be_written(name, of_host):
     generator = random.Random(0)
     with opened(name, **budgets(name, 2), **on_host(name, 2, 400, 10)) as lm:
-        cache, prompt = lm._evaluator.passes.cache, lm.context(tokens(generator, 3))
+        cache, prompt = lm._evaluator.scheduler.cache, lm.context(tokens(generator, 3))
         await check(lm, name, [prompt])
         store, failing = cache.host_state_store if of_host else cache.state_store, [True]
         write = store.write
@@ -557,8 +559,8 @@ async def test_states_of_neither_tier_are_anybodys_if_one_could_not_be_written(n
 async def test_what_nobody_waits_for_any_more_is_kept_as_far_as_it_came(name):
     context = tokens(random.Random(0), 40)
     with opened(name) as lm:
-        set_cost(lm, max_segment=8)
-        passes, left = lm._evaluator.passes, [3]
+        set_cost(lm, max_chunk=8)
+        passes, left = lm._evaluator.scheduler, [3]
         wanted = passes.forwards.check_cancelled
 
         def drop():

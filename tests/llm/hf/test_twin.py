@@ -330,7 +330,7 @@ def test_weights_that_its_owner_changes_are_in_the_next_batch(seed, monkeypatch)
         for change in choose.choices(CHANGES, k=12):
             change(model, choose)
             for one in choose.sample([lm, other], choose.randint(1, 2)):
-                one._evaluator.passes.tree.clear()  # and no more than what has been computed
+                one._evaluator.scheduler.tree.clear()  # and no more than what has been computed
                 context = [choose.randrange(96) for _ in range(3)]
                 check_row(one, model, context)
                 check_row(one, model, [*context, 7])

@@ -105,7 +105,7 @@ def test_forks_have_the_rows_of_fresh_contexts(monkeypatch, num_sequences, num_t
             for row, context in zip(rows, batch, strict=True):
                 close(row, fresh_row(LLAMA, context))
             contexts += batch
-            check_integrity(lm._llama.passes.tree)
+            check_integrity(lm._llama.scheduler.tree)
         assert lm.statistics().tokens_reused > 0
 
 
@@ -129,7 +129,7 @@ def test_forks_of_windows_and_states_have_the_rows_of_whole_contexts(
             for row, context in zip(rows, batch, strict=True):
                 close(row, lm.next_token_logprobs_uncached(context), tolerance(name))
             contexts += batch
-            check_integrity(lm._llama.passes.tree)
+            check_integrity(lm._llama.scheduler.tree)
         assert lm.statistics().tokens_reused > 0
 
 
@@ -376,7 +376,7 @@ def test_idle_contexts_go_where_cells_are_few():
         whole = [*range(95), *range(95), *range(50)]  # for which there are no cells left
         close(lm.next_token_logprobs_uncached(whole), fresh_row(LLAMA, whole))
         close(lm.next_token_logprobs_sync([*idle[:50], 9]), fresh_row(LLAMA, [*idle[:50], 9]))
-        check_integrity(lm._llama.passes.tree)
+        check_integrity(lm._llama.scheduler.tree)
 
 
 def test_an_uncached_row_behind_tokens_that_were_there_twice_leaves_them():

@@ -36,7 +36,7 @@ def over(model, **options):
 
 
 def attend_of(lm):
-    return lm._mlx.passes.cache.attention
+    return lm._mlx.scheduler.cache.attention
 
 
 def gpt_oss():
@@ -93,7 +93,7 @@ def test_rows_of_forks_are_those_of_contexts_run_whole(name, few_tokens):
                 whole = lm.next_token_logprobs_uncached(context)
                 torch.testing.assert_close(row, whole, atol=5e-5, rtol=0)
             contexts = [list(generator.choice(contexts)) for _ in contexts]
-        check_integrity(lm._mlx.passes.tree)
+        check_integrity(lm._mlx.scheduler.tree)
 
 
 def test_what_is_shared_is_read_once(monkeypatch):
@@ -164,7 +164,7 @@ def test_a_model_that_has_come_to_attend_otherwise_says_so():
         for i, found in enumerate(rows):
             whole = lm.next_token_logprobs_uncached([*prompt, i])
             torch.testing.assert_close(found, whole, atol=5e-5, rtol=0)
-        check_integrity(lm._mlx.passes.tree)
+        check_integrity(lm._mlx.scheduler.tree)
         assert row.shape == (families.VOCAB,)
 
 

@@ -34,8 +34,8 @@ pytestmark = [
 def test_rows_of_forks_are_those_of_transformers(name):
     model, generator = families.make(name), random.Random(0)
     with AsyncMlxLM(converted(model), word_tokenizer(), row_cache_bytes=0) as lm:
-        if hasattr(lm._mlx.passes.cache.attention, "_few_tokens"):
-            lm._mlx.passes.cache.attention._few_tokens = 8
+        if hasattr(lm._mlx.scheduler.cache.attention, "_few_tokens"):
+            lm._mlx.scheduler.cache.attention._few_tokens = 8
         contexts = random_contexts(12, seed=1)
         for _ in range(4):
             rows = lm.batch_next_token_logprobs_sync(contexts)
@@ -52,7 +52,7 @@ def test_half_precision_keeps_its_slots(dtype):
     model.set_dtype(getattr(mx, dtype))
     with AsyncMlxLM(model, word_tokenizer(), row_cache_bytes=0) as lm:
         assert lm.kv_reuse
-        lm._mlx.passes.cache.attention._few_tokens = 8
+        lm._mlx.scheduler.cache.attention._few_tokens = 8
         prompt = list(range(30))
         lm.next_token_logprobs_sync(prompt)
         rows = lm.batch_next_token_logprobs_sync([[*prompt, i] for i in range(8)])

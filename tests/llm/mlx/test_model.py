@@ -80,7 +80,7 @@ def test_rows_of_any_history_are_those_of_transformers(name):
                 torch.testing.assert_close(row, expected, atol=TOLERANCES[name], rtol=0)
             longer = [[*c, *generator.choices(range(families.VOCAB), k=2)] for c in contexts]
             contexts = [*longer, [*contexts[0], 1], contexts[1][:1]]
-        check_integrity(lm._mlx.passes.tree)
+        check_integrity(lm._mlx.scheduler.tree)
 
 
 @needs_mlx
@@ -159,13 +159,13 @@ def test_slots_grow_as_they_are_used():
         long = [59, *range(40), 5]
         row, whole = lm.next_token_logprobs_sync(long), lm.next_token_logprobs_uncached(long)
         torch.testing.assert_close(row, whole, atol=1e-5, rtol=0)
-        assert lm._mlx.passes.cache.store._kept[0][0].shape[1] < 5000
+        assert lm._mlx.scheduler.cache.store._kept[0][0].shape[1] < 5000
 
 
 @needs_mlx
 def test_a_model_in_training_mode_says_so():
     with over(families.make("llama")) as lm:
-        model = lm._mlx.passes.runner.model
+        model = lm._mlx.scheduler.runner.model
         model.train()
         with pytest.raises(ModelStateError, match=r"eval\(\)"):
             lm.next_token_logprobs_sync([1, 2, 3])
@@ -184,7 +184,7 @@ def test_a_tiny_budget_changes_no_row():
             rows = lm.batch_next_token_logprobs_sync(contexts)
             for row, context in zip(rows, contexts, strict=True):
                 torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
-        check_integrity(lm._mlx.passes.tree)
+        check_integrity(lm._mlx.scheduler.tree)
 
 
 @needs_mlx

@@ -63,13 +63,13 @@ def check(name, rows, contexts):
 
 
 def states_of(lm):
-    return lm._mlx.passes.cache.state_store
+    return lm._mlx.scheduler.cache.state_store
 
 
 def size_of(name):
     """Return the bytes of a state, and of a token's keys and values, of a family."""
     with over(name, kv_cache_bytes=1 << 20) as lm:
-        passes = lm._mlx.passes
+        passes = lm._mlx.scheduler
         return passes.cache.state_store.layout.bytes_per_state, passes.cache.store.bytes_per_slot
 
 
@@ -104,7 +104,7 @@ def test_rows_of_forks_are_those_of_contexts_run_whole(name):
             check(name, lm.batch_next_token_logprobs_sync(asked), asked)
             contexts = [list(generator.choice(contexts)) for _ in contexts]
         assert lm.statistics().num_evicted_states == 0
-        check_integrity(lm._mlx.passes.tree)
+        check_integrity(lm._mlx.scheduler.tree)
 
 
 @kept_families
@@ -129,7 +129,7 @@ def test_a_state_is_read(name):
         context = [*range(3, 33)]
         lm.next_token_logprobs_sync(context)
         store = states_of(lm)
-        (number,) = np.flatnonzero(lm._mlx.passes.tree.states._is_used())
+        (number,) = np.flatnonzero(lm._mlx.scheduler.tree.states._is_used())
         store.write(np.array([number]), [0 * state for state in store.read(np.array([number]))])
         row = lm.next_token_logprobs_sync([*context, 5])
         assert (row - whole_row(name, [*context, 5])).abs().max() > 10 * CLOSE
@@ -174,7 +174,7 @@ def test_no_history_changes_a_row(name, operations, num_states, seed):
                     lm.clear_kv_cache()
             else:
                 lm.clear_kv_cache()
-            check_integrity(lm._mlx.passes.tree)
+            check_integrity(lm._mlx.scheduler.tree)
 
 
 _size_of = functools.cache(size_of)
@@ -241,7 +241,7 @@ def test_tokens_go_on_one_by_one_where_several_forget_the_state(monkeypatch):
 
     monkeypatch.setattr(MambaBlock, "_process_sequence", forgetting)
     with over("mamba", kv_cache_bytes=1 << 20) as lm:
-        assert not lm._mlx.passes.takes_several_tokens
+        assert not lm._mlx.scheduler.takes_several_tokens
         contexts = [[*range(3, 33)]]
         lm.batch_next_token_logprobs_sync(contexts)
         contexts = [[*contexts[0], *new] for new in ([1], [2, 3], [2, 4, 5])]
