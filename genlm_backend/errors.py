@@ -48,6 +48,7 @@ Batchers and caches live below the models, so the errors live below everything.
 from __future__ import annotations
 
 import queue
+from typing import Any, Self
 
 
 class GenlmBackendError(Exception):
@@ -114,6 +115,9 @@ class TokenizerDecodeError(GenlmBackendError, ValueError):
         where = "" if token_id is None else f", token {token_id} ({token!r})"
         super().__init__(f"cannot decode the vocabulary of {tokenizer}{where}: {reason}")
         self.tokenizer, self.token_id, self.token, self.reason = tokenizer, token_id, token, reason
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self.tokenizer, self.reason, self.token_id, self.token)
 
 
 class VocabularyError(GenlmBackendError, ValueError):

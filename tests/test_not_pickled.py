@@ -6,7 +6,8 @@ import pickle
 import pytest
 
 from genlm_backend import AsyncGLM, AsyncTokenCharacterTrie, AsyncTransformer, Engine, MockAsyncLM
-from genlm_backend.errors import NotPicklableError, OptionTypeError
+from genlm_backend.batching import BatcherStatistics
+from genlm_backend.errors import NotPicklableError, OptionTypeError, TokenizerDecodeError
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 
@@ -35,3 +36,14 @@ async def test_a_token_in_the_place_of_its_id_is_told_so():
         token = lm.byte_vocab[5]
         with pytest.raises(OptionTypeError, match="pass the token_id of each"):
             await lm.draw_next_token([1], allowed=[token])
+
+
+def test_statistics_and_errors_are_pickled():
+    with MockAsyncLM(word_tokenizer()) as lm:
+        lm.next_token_logprobs_sync([1])
+        found = lm.statistics()
+    error = TokenizerDecodeError("Own", "no reason", 3, "x")
+    for value in (found, BatcherStatistics()):
+        assert pickle.loads(pickle.dumps(value)) == value == copy.deepcopy(value)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), vars(again)) == (str(error), vars(error))

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar, cast, final
 
 from genlm_backend.batching.pending_batch import (
@@ -234,7 +233,7 @@ class Batcher(Generic[Q, R]):
                 num_skipped=self._num_skipped,
                 num_failed=self._num_failed,
                 num_batches=sum(self._batch_sizes.values()),
-                batch_sizes=MappingProxyType(dict(sorted(self._batch_sizes.items()))),
+                batch_sizes=dict(sorted(self._batch_sizes.items())),
                 num_pending=len(self._waiting),
                 num_in_flight=len(self._running.evaluated),
             )

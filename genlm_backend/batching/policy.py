@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Self, final
 
 from genlm_backend.checks import checked, integer, number
@@ -158,7 +157,7 @@ class BatcherStatistics(Readable):
     num_skipped: int = 0
     num_failed: int = 0
     num_batches: int = 0
-    batch_sizes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    batch_sizes: Mapping[int, int] = field(default_factory=dict)
     num_pending: int = 0
     num_in_flight: int = 0
 
@@ -171,4 +170,4 @@ class BatcherStatistics(Readable):
             sizes.update(statistics.batch_sizes)
         names = [field.name for field in fields(cls) if field.name != "batch_sizes"]
         numbers = {name: sum(getattr(one, name) for one in several) for name in names}
-        return cls(**numbers, batch_sizes=MappingProxyType(dict(sorted(sizes.items()))))
+        return cls(**numbers, batch_sizes=dict(sorted(sizes.items())))

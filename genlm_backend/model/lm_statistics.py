@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from genlm_backend.queries.evaluator import EvaluatorCounts
@@ -56,7 +55,7 @@ class LMStatistics(Readable, EvaluatorCounts):
 
     num_awaits: int = 0
     num_batches: int = 0
-    batch_sizes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    batch_sizes: Mapping[int, int] = field(default_factory=dict)
     row_cache_hits: int = 0
     num_joined: int = 0
     num_skipped: int = 0
