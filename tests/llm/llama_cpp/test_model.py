@@ -335,7 +335,7 @@ def test_memory_is_freed_however_a_model_ends(monkeypatch, end):
         monkeypatch.setattr(module, "_free", free)
     if end == "refused":
         with pytest.raises(OptionError):
-            over(batch_size=0)
+            over(eos_token_ids=[10**6])  # which is known once the vocabulary is
     else:
         lm = over()
         lm.next_token_logprobs_sync([1, 2])
