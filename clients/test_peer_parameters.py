@@ -19,7 +19,7 @@ _MACHINERY = "is what the caches and queues of 0.3.1 are made of"
 
 EXCEPTIONS = {
     "cache.TokenTrie": _REFUSED,
-    "llm.hf.RowQuery": _REFUSED,
+    "llm.hf.Query": _REFUSED,
     "llm.sgl.AsyncSGLTransformer": _REFUSED,
     "llm.vllm.BackendScheduler": _REFUSED,
     "llm.hf.AsyncTransformer.add_query": _MACHINERY,
