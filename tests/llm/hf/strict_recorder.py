@@ -72,7 +72,7 @@ def as_operator(function):
 
 
 class StrictRecorder:
-    """What stands for ``CudaRecorder``; ``replayed`` has an element for each replay."""
+    """What stands for ``CudaGraphCapturer``; ``replayed`` has an element for each replay."""
 
     def __init__(self, replayed):
         self.replayed = replayed

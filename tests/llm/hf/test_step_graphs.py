@@ -83,7 +83,7 @@ def recorded(monkeypatch):
         as_operator(in_stretches), as_operator(in_slots), grouped, write
     )
     monkeypatch.setitem(decode_ops.DECODE_OPS, "cpu", lambda: operators)
-    monkeypatch.setattr(cuda_graph_runner, "CudaRecorder", lambda device: StrictRecorder(replayed))
+    monkeypatch.setattr(cuda_graph_runner, "CudaGraphCapturer", lambda device: StrictRecorder(replayed))
     decode_ops.decode_ops_for.cache_clear()
     yield replayed
     decode_ops.decode_ops_for.cache_clear()
@@ -394,7 +394,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
     ],
 )
 def test_what_cannot_be_recorded_runs_as_ever(failing, monkeypatch):
-    monkeypatch.setattr(cuda_graph_runner, "CudaRecorder", lambda device: failing)
+    monkeypatch.setattr(cuda_graph_runner, "CudaGraphCapturer", lambda device: failing)
     check_history(families.make("llama"), particles(4, 20, 8))
 
 
