@@ -83,7 +83,9 @@ def recorded(monkeypatch):
         as_operator(in_stretches), as_operator(in_slots), grouped, write
     )
     monkeypatch.setitem(decode_ops.DECODE_OPS, "cpu", lambda: operators)
-    monkeypatch.setattr(cuda_graph_runner, "CudaGraphCapturer", lambda device: StrictRecorder(replayed))
+    monkeypatch.setattr(
+        cuda_graph_runner, "CudaGraphCapturer", lambda device: StrictRecorder(replayed)
+    )
     decode_ops.decode_ops_for.cache_clear()
     yield replayed
     decode_ops.decode_ops_for.cache_clear()
