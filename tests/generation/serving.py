@@ -18,13 +18,13 @@ class GatedLM(HookedMock):
 
     def __init__(self, **options):
         super().__init__(word_tokenizer(), row_cache_bytes=0, **options)
-        self.scheduler = threading.Semaphore(0)
+        self.passes = threading.Semaphore(0)
 
     def let(self, count=100_000):
-        self.scheduler.release(count)
+        self.passes.release(count)
 
     def evaluate(self, queries):
-        assert self.scheduler.acquire(timeout=60)
+        assert self.passes.acquire(timeout=60)
         if any(query.token_ids[0] == 13 for query in queries):
             raise ZeroDivisionError("thirteen")
         return super().evaluate(queries)
