@@ -156,7 +156,7 @@ def host(lm: Any) -> None:
     """Tell what the stages of a step take on the host, in microseconds."""
     from genlm_backend.attention.cached_prefixes import CachedPrefixes
     from genlm_backend.backends.hf import cuda_graph_runner, hf_runner
-    from genlm_backend.backends.hf.cuda_graph_attention import DecodeArrays
+    from genlm_backend.backends.hf.cuda_graph_run import DecodeArrays
     from genlm_backend.backends.hf.decode_tables import DecodeTables
     from genlm_backend.prefix import prefix_tree
     from genlm_backend.scheduling import decode_scheduler, local_evaluator, scheduler

@@ -61,8 +61,8 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # [B, Q] int64
     position_ids: torch.Tensor  # [B, Q] int64
-    slot_mapping: torch.Tensor  # [num_new] int64
-    unpadded_index: torch.Tensor | None  # [num_new] int64
+    slot_mapping: torch.Tensor  # [new tokens of all rows] int64
+    unpadded_index: torch.Tensor | None  # [new tokens of all rows] int64
     output_rows: torch.Tensor  # [num_outputs] int64
     output_columns: torch.Tensor  # [num_outputs] int64
     num_new: NDArray[np.int64]  # [B] int64

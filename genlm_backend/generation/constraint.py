@@ -150,9 +150,10 @@ class Constraint:
             ConstraintError: If there is none, or one of them is empty or no text.
             ConstraintTypeError: (``TypeError``) If ``choices`` is a text itself.
         """
+        _check_arguments(lm=lm)
         if isinstance(choices, (str, bytes)) or not isinstance(choices, Iterable):
             raise ConstraintTypeError(f"choices must be several texts in a list, got {choices!r}")
-        texts: tuple[str, ...] = _check_arguments(lm=lm, choices=choices)["choices"]
+        texts: tuple[str, ...] = _check_arguments(choices=choices)["choices"]
         if not texts:
             raise ConstraintError("choices must be texts of at least one letter, got none")
         # One terminal: as a rule, each text would be an item of the parser's row, which is bounded.

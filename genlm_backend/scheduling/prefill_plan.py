@@ -96,7 +96,7 @@ class PrefillChunk:
         return found
 
     def token_chunk(self, slots: NDArray[np.int32]) -> TokenChunk:
-        """Return the token_chunk of its new tokens, without those before it."""
+        """Return its new tokens as a pass takes them, without those before it."""
         return TokenChunk(
             token_ids=self.token_ids,
             slots=slots,

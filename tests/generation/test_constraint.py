@@ -448,3 +448,9 @@ def test_masks_are_of_constraints(lm):
         lm.draw_next_token_sync([1], allowed=[True, False])
     with pytest.raises(ConstraintViolation, match="has ended"):
         _ended(lm).advance(2)
+
+
+@pytest.mark.parametrize("name", ["json_schema", "regex", "choice", "grammar", "response_format"])
+def test_a_model_in_another_place_is_told(lm, name):
+    with pytest.raises(ConstraintError, match="lm must be an AsyncLM, got 'a'"):
+        getattr(Constraint, f"from_{name}")("a", lm)

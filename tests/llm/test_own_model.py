@@ -13,6 +13,7 @@ from genlm_backend import AsyncLM, MockAsyncLM
 from genlm_backend.errors import (
     AdapterError,
     CacheError,
+    ContextError,
     DeviceError,
     EvaluationError,
     OptionError,
@@ -111,6 +112,20 @@ def test_a_complete_backend_is_one_short_file():
     """The contract tests run on it, as on every other."""
     lines = Path(toy.__file__).read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) < 60
+
+
+async def test_what_a_class_says_of_its_evaluators_counts():
+    class Short(StatelessEvaluator):
+        info = EvaluatorInfo(max_length=3)
+
+        def evaluate(self, queries):
+            return rows_of_logits(torch.zeros(len(queries), 96))
+
+    for evaluator in (Short(), Short(96)):
+        async with BatchedLM(word_tokenizer(), evaluator) as lm:
+            assert lm.max_length == 3
+            with pytest.raises(ContextError, match="maximum of 3"):
+                await lm.next_token_logprobs([1, 2, 3, 4])
 
 
 async def test_an_evaluator_with_nothing_but_rows_is_a_backend(tmp_path):

@@ -30,7 +30,7 @@ from genlm_backend.attention.torch.torch_ops import TORCH
 from genlm_backend.errors import ModelStateError
 
 if TYPE_CHECKING:
-    from genlm_backend.backends.hf.cuda_graph_attention import CudaGraphRun
+    from genlm_backend.backends.hf.cuda_graph_run import CudaGraphRun
 
 PREFIX: Final = "genlm_backend-"
 

@@ -25,7 +25,7 @@ from genlm_backend.attention.cached_prefixes import CachedPrefixes
 from genlm_backend.attention.forward_batch import ForwardBatch
 from genlm_backend.backends.hf.attention_interface import dispatched_to
 from genlm_backend.backends.hf.cascade_attention import CascadeAttention
-from genlm_backend.backends.hf.cuda_graph_attention import (
+from genlm_backend.backends.hf.cuda_graph_run import (
     CudaGraphRun,
     DecodeArrays,
     UnrecordableError,

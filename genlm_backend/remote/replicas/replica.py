@@ -25,7 +25,7 @@ _PAUSES: Final = (0.0, 1.0, 5.0, 20.0)
 
 @final
 class NotAskedError(EngineDiedError):
-    """A replica died before the query reached it; the distributor asks another one."""
+    """A replica died before the query reached it; the batcher of replicas asks another."""
 
 
 @final

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from genlm_backend.attention import cascade_plan as sharing
 from genlm_backend.backends.hf import (
-    cuda_graph_attention,
+    cuda_graph_run,
     cuda_graph_runner,
     decode_ops,
     decode_tables,
@@ -469,7 +469,7 @@ def test_three_errors_end_recording_until_clear(monkeypatch, recorded, caplog):
 
 
 def test_copies_to_a_device_are_noted_on_its_own_stream(monkeypatch, recorded):
-    noted, made = [], cuda_graph_attention.DecodeArrays.__init__
+    noted, made = [], cuda_graph_run.DecodeArrays.__init__
 
     class Event:
         def synchronize(self):
@@ -482,7 +482,7 @@ def test_copies_to_a_device_are_noted_on_its_own_stream(monkeypatch, recorded):
         made(arrays, shape, device)
         arrays._copied = Event()
 
-    monkeypatch.setattr(cuda_graph_attention.DecodeArrays, "__init__", made_with_event)
+    monkeypatch.setattr(cuda_graph_run.DecodeArrays, "__init__", made_with_event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
     check_history(families.make("llama"), particles(4, 20, 4))
     assert set(noted) == {("stream of", torch.device("cpu"))}

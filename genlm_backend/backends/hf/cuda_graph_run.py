@@ -1,4 +1,4 @@
-"""CudaGraphAttention: the attention of a decode step whose every number is on the device."""
+"""CudaGraphRun: the attention of a decode step whose every number is on the device."""
 
 from __future__ import annotations
 
