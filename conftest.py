@@ -1,6 +1,7 @@
 """Every Python block in the README and the docs runs as a test, and prints its output there."""
 
 import gc
+import os
 import signal
 from importlib.util import find_spec
 
@@ -40,9 +41,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure() -> None:
-    """Let a Ctrl-C be one: a shell starts what runs in the background with interrupts ignored."""
+    """Let a Ctrl-C be one, which a shell ignores in the background; have Ray of its own."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ray would join a cluster of another test process, and die with it.
+    os.environ.setdefault("RAY_ADDRESS", "local")
 
 
 # Files that take minutes, which come first so that no core waits for one at the end.

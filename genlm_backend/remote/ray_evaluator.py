@@ -119,8 +119,8 @@ class RayEvaluator(RemoteEvaluator):
             self._actor.drop.options(concurrency_group="dropping").remote(self._number)
             raise
         except RayError as error:
-            said = str(error).strip().split("\n")[0]
-            raise EngineDiedError(f"the actor of a replica has died: {said}") from error
+            reason = " ".join(str(error).split())
+            raise EngineDiedError(f"the actor of a replica has died: {reason}") from error
         self._table = reply.table
         return reply
 

@@ -184,7 +184,8 @@ class AsyncReplicas(BatchedLM):
             model_id: A repository on the hub, ``"smollm2"``, or a directory that every node has.
             num_replicas: Number of actors.
             address: Address of the cluster for ``ray.init``. Default: the cluster that this process
-                is in, what ``RAY_ADDRESS`` says, or a local one.
+                is in, what ``RAY_ADDRESS`` says, one that runs on this machine, or a new one;
+                ``"local"`` is always a new one.
             num_cpus: Cores that Ray reserves for each, its threads unless ``num_threads`` is given.
             num_gpus: Number of GPUs that Ray reserves for each, which may be a fraction.
             max_restarts: Number of times that Ray starts an actor again; -1 for any number.
