@@ -128,7 +128,7 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
 
     The limit is the time in which the memory hands over the weights, and each distinct key and
     value. ``host_ms`` is what a step takes beside the passes of the model, and ``eager_ms`` what
-    one takes whose passes are not recorded. ``smc_ms`` is a step before which particles have been
+    one takes whose passes are not captured. ``smc_ms`` is a step before which particles have been
     drawn anew, and ``draws_ms`` one that draws each particle's next token where the model is.
 
     Args:
@@ -157,7 +157,7 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
                 yield {**line, "skipped": "no time was left"}
                 continue
             walk = Walk(lm, vocab_size, length, count, device)
-            walk.steps(NUM_STEPS // 2)  # in which the pass is recorded
+            walk.steps(NUM_STEPS // 2)  # in which the pass is captured
             step_seconds = float(np.median(walk.steps(NUM_STEPS)))
             distinct = length + count * NUM_STEPS
             limit = (weights + distinct * per_token) / speed
@@ -401,9 +401,9 @@ def tries(device: str, deadline: float) -> Iterator[Line]:
 def division(device: str, deadline: float) -> Iterator[Line]:
     """Yield what a layer's attention of a step costs by the ways to read what all rows share.
 
-    ``slots_ms`` is slot by slot, ``in_1_ms`` and so on in so many stretches; ``stretches``
+    ``slots_ms`` is slot by slot, ``in_1_ms`` and so on in so many extents; ``extents``
     says which of these a step takes. Queries are as those of ``attention``, in bfloat16. Each is
-    recorded ten times as one CUDA graph, which is launched seven times.
+    captured ten times as one CUDA graph, which is launched seven times.
     """
     rows_and_lengths = itertools.product(PARTICLES, (32, 128, 512, 2048, *PROMPTS[1:]))
     for rows, length in rows_and_lengths:
@@ -417,21 +417,21 @@ def _divided(rows: int, length: int, device: str) -> Line:
     """Return what the ways to read cost some rows."""
     from genlm_backend.backends.hf.cuda_graph_runner import CudaGraphCapturer
     from genlm_backend.backends.hf.decode_ops import decode_ops_for
-    from genlm_backend.backends.hf.decode_tables import QUERIES_OF_BLOCK, num_stretches
+    from genlm_backend.backends.hf.decode_tables import QUERIES_OF_BLOCK, num_extents
 
-    operators = decode_ops_for(torch.device(device), torch.bfloat16, 64, 4)
-    if operators is None:
+    ops = decode_ops_for(torch.device(device), torch.bfloat16, 64, 4)
+    if ops is None:
         return {"skipped": "there are no operators for steps"}
     query = torch.randn(rows, 32, 64, device=device).to(torch.bfloat16)
     codes = torch.randn(length + rows, 2 * 8 * 64, device=device).to(torch.bfloat16)
-    taken = num_stretches(length, rows, 8 * -(-rows * 4 // QUERIES_OF_BLOCK))
-    line: Line = {"rows": rows, "shared_tokens": length, "stretches": taken}
+    taken = num_extents(length, rows, 8 * -(-rows * 4 // QUERIES_OF_BLOCK))
+    line: Line = {"rows": rows, "shared_tokens": length, "extents": taken}
     recorder, first = CudaGraphCapturer(torch.device(device)), None
     line["distance"] = 0.0  # of what the ways find
     for number in (0, *NUM_STRETCHES):
         if number > max(1, length // 32) or (not number and rows * length > 1 << 21):
             continue
-        attend = _attending(operators, query, codes, length, number)
+        attend = _attending(ops, query, codes, length, number)
 
         def ten(attend: Callable[[], torch.Tensor] = attend) -> torch.Tensor:
             return [attend() for _ in range(10)][-1]
@@ -449,9 +449,9 @@ NUM_STRETCHES = (1, 2, 4, 8, 16)
 
 
 def _attending(
-    operators: Any, query: torch.Tensor, codes: torch.Tensor, length: int, number: int
+    ops: Any, query: torch.Tensor, codes: torch.Tensor, length: int, number: int
 ) -> Callable[[], torch.Tensor]:
-    """Return what attends to shared tokens in a number of stretches, or slot by slot for none."""
+    """Return what attends to shared tokens in a number of extents, or slot by slot for none."""
     rows, device = len(query), query.device
 
     def table(numbers: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -465,7 +465,7 @@ def _attending(
     starts, spans = table(ends), table(np.diff(ends))
     bounds = table(np.arange(number + 1) * rows * 4)
     readers = table(np.tile(np.arange(rows), number), torch.int64)
-    pieces = table(np.arange(number) * rows + np.arange(rows)[:, None])
+    splits = table(np.arange(number) * rows + np.arange(rows)[:, None])
     keys, values = (part.unflatten(1, (8, 64)) for part in codes.chunk(2, 1))
 
     def attend() -> torch.Tensor:
@@ -473,11 +473,9 @@ def _attending(
         if number:
             grouped = query.index_select(0, readers).unflatten(1, (8, 4)).transpose(1, 2)
             queries = grouped.reshape(-1, 8, 64)
-            of_parts = operators.in_stretches(
-                queries, keys, values, bounds, starts, spans, rows * 4, 0.125
-            )
-        found: torch.Tensor = operators.in_slots(
-            query, codes, slots, firsts, sizes, of_parts, pieces, None, 0.125, 8
+            of_parts = ops.in_extents(queries, keys, values, bounds, starts, spans, rows * 4, 0.125)
+        found: torch.Tensor = ops.in_slots(
+            query, codes, slots, firsts, sizes, of_parts, splits, None, 0.125, 8
         )
         return found
 
@@ -485,7 +483,7 @@ def _attending(
 
 
 def attention(device: str, deadline: float) -> Iterator[Line]:
-    """Yield which operator attends to a shared stretch, and what it and the formula cost.
+    """Yield which operator attends to a shared extent, and what it and the formula cost.
 
     Queries are those of 64 and 1,024 rows of 4 heads to a head of keys, as of the shape of a
     billion parameters; the limit is the time of plan the keys and values once.

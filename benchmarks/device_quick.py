@@ -66,10 +66,10 @@ class Events:
             cuda_graph_runner.CudaGraphCapturer.record,
         )
 
-        def timed(recorded: Any, *given: Any) -> Any:
+        def timed(captured: Any, *given: Any) -> Any:
             pair = [torch.cuda.Event(enable_timing=True) for _ in "se"]
             pair[0].record()
-            found = replay(recorded, *given)
+            found = replay(captured, *given)
             pair[1].record()
             self.pairs.append(pair)
             return found
@@ -286,11 +286,11 @@ def products(speed: float) -> None:
 
 
 def attention() -> None:
-    """Tell what stretches of room for 4, 16 and 64 take, and cuDNN for long ones."""
+    """Tell what extents of room for 4, 16 and 64 take, and cuDNN for long ones."""
     from genlm_backend.backends.hf.decode_ops import decode_ops_for
 
-    operators = decode_ops_for(torch.device(DEVICE), torch.bfloat16, 64, 4)
-    if operators is None:
+    ops = decode_ops_for(torch.device(DEVICE), torch.bfloat16, 64, 4)
+    if ops is None:
         tell("attention", failed="no operators")
         return
     for rows, length in ((64, 512), (1024, 512), (64, 4096), (1024, 32768)):
@@ -307,7 +307,7 @@ def attention() -> None:
 
             def attend(q: Any = query, k: Any = keys, v: Any = values, b: Any = bounds,
                        s: Any = starts, z: Any = sizes, n: int = rows * 4) -> Any:  # fmt: skip
-                return operators.in_stretches(q, k, v, b, s, z, n, 0.125)
+                return ops.in_extents(q, k, v, b, s, z, n, 0.125)
 
             line[f"room_{room}_us"] = graph_us(attend)
         ways = _long_ways(query, keys, values)
@@ -322,7 +322,7 @@ def attention() -> None:
 def _long_ways(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> dict[str, Callable[[], Any]]:
-    """Return other operators for one stretch, of a fixed shape."""
+    """Return other operators for one extent, of a fixed shape."""
     aten = torch.ops.aten
     q, k, v = (part.transpose(0, 1)[None] for part in (query, keys, values))
     return {

@@ -151,7 +151,7 @@ def measure_files(repeats: int) -> Numbers:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lm = load()
-        per_token = lm._evaluator.scheduler.cache.store.bytes_per_slot
+        per_token = lm._evaluator.scheduler.cache.pool.bytes_per_slot
         tiered = load(host_cache_bytes=1 << 30)
     ids = text_ids(lm.tokenizer)[:FILE_TOKENS]
     path = Path(tempfile.mkdtemp()) / "prompt.safetensors"

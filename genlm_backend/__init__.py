@@ -95,6 +95,5 @@ __all__ = [
 ]
 
 __getattr__, __dir__ = lazy_names(
-    globals(),
-    submodules=("errors", "generation", "llm", "scoring", "tokenization", "trie"),
+    globals(), submodules=("errors", "generation", "llm", "scoring", "tokenization", "trie")
 )

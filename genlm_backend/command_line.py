@@ -202,9 +202,7 @@ def _texts_of(path: str, is_whole: bool) -> Iterator[str]:
 
 
 async def _print_answers(
-    texts: Iterator[str],
-    answer: Callable[[str], Coroutine[Any, Any, dict[str, Any]]],
-    most: int,
+    texts: Iterator[str], answer: Callable[[str], Coroutine[Any, Any, dict[str, Any]]], most: int
 ) -> None:
     """Answer texts at the same time, and print each answer once those before it are printed."""
     loop = asyncio.get_running_loop()

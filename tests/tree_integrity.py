@@ -37,9 +37,9 @@ def check_nodes(nodes, linked):
 
 def check_slots(slots, owned):
     """Every slot that was handed out is free, in one stretch that is found, or has one owner."""
-    stretches = [range(start, stop) for start, stop in slots._stops.items()]
-    assert sorted(slots._by_size) == sorted((len(each), each.start) for each in stretches)
-    free = [slot for stretch in stretches for slot in stretch]
+    extents = [range(start, stop) for start, stop in slots._stops.items()]
+    assert sorted(slots._by_size) == sorted((len(each), each.start) for each in extents)
+    free = [slot for stretch in extents for slot in stretch]
     assert sorted([*owned, *free]) == [*range(1, slots._next_unused)], "one owner"
     assert slots.num_used == len(owned), "used slots"
 

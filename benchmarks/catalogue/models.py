@@ -190,8 +190,8 @@ class RunningStates(Workload):
         table: list[Row] = []
         chosen = found.get("choosing", {})
         for kind, times in chosen.items():
-            store = kind.removesuffix("_ms")
-            what = f"{running_states.NUM_PARTICLES} states of {store} given to a step"
+            pool = kind.removesuffix("_ms")
+            what = f"{running_states.NUM_PARTICLES} states of {pool} given to a step"
             table.append((what, f"{median(times):.2f} ms", "0.2 ms" if "free" in kind else ""))
         for size, numbers in found.items():
             if size == "choosing":

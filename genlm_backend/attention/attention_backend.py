@@ -41,7 +41,7 @@ class AttentionBackend(abc.ABC, Generic[Given]):
 @final
 @dataclass(frozen=True, slots=True)
 class AttentionFactory:
-    """A maker of an ``AttentionBackend`` over a store of keys and values."""
+    """A maker of an ``AttentionBackend`` over a pool of keys and values."""
 
     over: Callable[[Any], AttentionBackend[Any]]
     probing: Callable[[Any], AttentionBackend[Any]]

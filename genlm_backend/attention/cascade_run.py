@@ -33,7 +33,7 @@ LONG_COPY: Final = 4096
 """Tokens of a part, about, whose keys and values are decoded at once if they are in codes."""
 
 
-class Stored(Protocol[A]):
+class AnyKVPool(Protocol[A]):
     """A store of keys and values, of any library."""
 
     @property
@@ -57,12 +57,12 @@ class PrefixIndices(Generic[A]):
 
     @classmethod
     def of(
-        cls, operators: ArrayOps[A], prefix: SharedPrefix, num_rows: int, device: Any
+        cls, ops: ArrayOps[A], prefix: SharedPrefix, num_rows: int, device: Any
     ) -> PrefixIndices[A]:
-        rows = _rows_of(operators, prefix, num_rows, device)
+        rows = _rows_of(ops, prefix, num_rows, device)
         if prefix.is_consecutive:
             return cls(rows, slice(int(prefix.slots[0]), int(prefix.slots[-1]) + 1), len(prefix))
-        slots = operators.put(torch.from_numpy(prefix.slots), device)
+        slots = ops.put(torch.from_numpy(prefix.slots), device)
         return cls(rows, slots[None], len(prefix))
 
     def between(self, start: int, stop: int) -> A | slice:
@@ -72,10 +72,10 @@ class PrefixIndices(Generic[A]):
         return slots if stop - start == self.num_tokens else slots[:, start:stop]
 
 
-def _rows_of(operators: ArrayOps[A], prefix: SharedPrefix, num_rows: int, device: Any) -> A | None:
+def _rows_of(ops: ArrayOps[A], prefix: SharedPrefix, num_rows: int, device: Any) -> A | None:
     if len(prefix.rows) == num_rows:
         return None
-    return operators.put(torch.from_numpy(prefix.rows), device)
+    return ops.put(torch.from_numpy(prefix.rows), device)
 
 
 @final
@@ -83,41 +83,37 @@ def _rows_of(operators: ArrayOps[A], prefix: SharedPrefix, num_rows: int, device
 class Indices(Generic[A]):
     """The indices of one pass of ``B`` rows, on one device."""
 
-    operators: ArrayOps[A]
+    ops: ArrayOps[A]
     device: Any
     suffix: A  # [B, P]
     prefixes: tuple[PrefixIndices[A], ...]
 
     @classmethod
-    def of(cls, operators: ArrayOps[A], plan: CascadePlan, device: Any) -> Indices[A]:
+    def of(cls, ops: ArrayOps[A], plan: CascadePlan, device: Any) -> Indices[A]:
         num_rows = len(plan.prefix_lens)
         return cls(
-            operators,
+            ops,
             device,
-            operators.put(torch.from_numpy(plan.suffix.slots), device),
-            tuple(
-                PrefixIndices.of(operators, prefix, num_rows, device) for prefix in plan.prefixes
-            ),
+            ops.put(torch.from_numpy(plan.suffix.slots), device),
+            tuple(PrefixIndices.of(ops, prefix, num_rows, device) for prefix in plan.prefixes),
         )
 
     def advanced(self, plan: CascadePlan, advance: PlanDelta) -> Indices[A]:
         """Return the indices of the next step; one row and one slot each go to the device."""
-        operators, device, num_rows = self.operators, self.device, len(advance.rows)
-        rows, slots = (
-            operators.put(torch.from_numpy(i), device) for i in (advance.rows, advance.slots)
-        )
+        ops, device, num_rows = self.ops, self.device, len(advance.rows)
+        rows, slots = (ops.put(torch.from_numpy(i), device) for i in (advance.rows, advance.slots))
         prefixes: list[PrefixIndices[A]] = []
         for number, prefix in zip(advance.prefixes, plan.prefixes, strict=True):
-            own = _rows_of(operators, prefix, num_rows, device)
+            own = _rows_of(ops, prefix, num_rows, device)
             prefixes.append(PrefixIndices(own, self.prefixes[number].slots, len(prefix)))
-        suffix = operators.lib.concatenate([self.suffix[rows], slots[:, None]], 1)
-        return Indices(operators, device, suffix, tuple(prefixes))
+        suffix = ops.lib.concatenate([self.suffix[rows], slots[:, None]], 1)
+        return Indices(ops, device, suffix, tuple(prefixes))
 
-    def beside(self, store: Stored[A], layer: int, keys: A, values: A) -> tuple[A, A]:
+    def beside(self, pool: AnyKVPool[A], layer: int, keys: A, values: A) -> tuple[A, A]:
         """Return new keys and values after each row's own past: ``[B, heads, P + Q, dim]``."""
         if not self.suffix.shape[1]:
             return keys, values
-        concat, past = self.operators.lib.concatenate, store.read_by_head(layer, self.suffix)
+        concat, past = self.ops.lib.concatenate, pool.read_by_head(layer, self.suffix)
         return concat([past[0], keys], 2), concat([past[1], values], 2)
 
 
@@ -133,7 +129,7 @@ class PassMasks(Generic[A]):
     """Which keys the queries of a pass may attend to, in layers of one kind."""
 
     # Heads of a group are queries of their own, the first head's ``Q`` before the second's.
-    operators: ArrayOps[A]
+    ops: ArrayOps[A]
     device: Any
     suffix: A | None  # [B, 1, group * Q, P + Q] float32
     prefixes: tuple[A | None, ...]  # [1, 1, G * group * Q, n]
@@ -143,7 +139,7 @@ class PassMasks(Generic[A]):
     @classmethod
     def of(
         cls,
-        operators: ArrayOps[A],
+        ops: ArrayOps[A],
         allowed: torch.Tensor | None,
         batch: ForwardBatch,
         plan: CascadePlan,
@@ -170,10 +166,10 @@ class PassMasks(Generic[A]):
 
         def added(mask: torch.Tensor) -> A:
             zeros = torch.zeros(mask.shape, dtype=torch.float32)
-            return operators.put(zeros.masked_fill_(~mask, -torch.inf), device)
+            return ops.put(zeros.masked_fill_(~mask, -torch.inf), device)
 
         return cls(
-            operators,
+            ops,
             device,
             None if is_whole else added(_grouped(suffix, group_size)),
             tuple(
@@ -186,15 +182,15 @@ class PassMasks(Generic[A]):
 
     def advanced(self, plan: CascadePlan, advance: PlanDelta) -> PassMasks[A]:
         """Return the masks of the next decode step, where all before count in both."""
-        operators, device, suffix = self.operators, self.device, self.suffix
+        ops, device, suffix = self.ops, self.device, self.suffix
         if suffix is not None and not plan.suffix.is_padded.any():
             suffix = None  # the rows that had padding are gone
         if suffix is not None:
-            own = suffix[operators.put(torch.from_numpy(advance.rows), device)]
-            suffix = operators.lib.concatenate([own, operators.lib.zeros_like(own[..., :1])], 3)
+            own = suffix[ops.put(torch.from_numpy(advance.rows), device)]
+            suffix = ops.lib.concatenate([own, ops.lib.zeros_like(own[..., :1])], 3)
         num_prefixes = len(plan.prefixes)
         nothing, everything = (None,) * num_prefixes, (True,) * num_prefixes
-        return PassMasks(operators, device, suffix, nothing, everything, False)
+        return PassMasks(ops, device, suffix, nothing, everything, False)
 
 
 def _grouped(mask: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -220,12 +216,12 @@ class LastArrays(NamedTuple):
 class CascadeRun(abc.ABC, Generic[A]):
     """The attention of the layers of one forward pass, one after another."""
 
-    operators: ArrayOps[A]
+    ops: ArrayOps[A]
 
     def __init__(
-        self, store: Stored[A], batch: ForwardBatch, plan: CascadePlan, last: LastArrays | None
+        self, pool: AnyKVPool[A], batch: ForwardBatch, plan: CascadePlan, last: LastArrays | None
     ) -> None:
-        self._store, self._batch, self._plan = store, batch, plan
+        self._pool, self._batch, self._plan = pool, batch, plan
         self.max_prefix_len = int(batch.prefix_lens.max())
         # Made when first needed on a device; a decode step makes them of the last one's there, if
         # it goes on from that.
@@ -282,18 +278,18 @@ class CascadeRun(abc.ABC, Generic[A]):
             raise self.attends_otherwise("to keys or values that are others than the kept ones")
         if given is not None and id(given) not in self._allowed:
             raise self.attends_otherwise("with a mask that is made in another way")
-        layer, operators = self._new[0], self.operators
+        layer, ops = self._new[0], self.ops
         self._new = None
         self.num_attended += 1
 
         num_rows, num_heads, num_new, dim = query.shape
         num_groups, group_size = keys.shape[1], num_heads // keys.shape[1]
         packed = query.reshape(num_rows, num_groups, group_size * num_new, dim)
-        block = SoftmaxAttention(operators, scaling, softcap)
-        indices, masks = self._made(given, group_size, operators.device_of(query))
+        block = SoftmaxAttention(ops, scaling, softcap)
+        indices, masks = self._made(given, group_size, ops.device_of(query))
         total = block.attend_causally(packed, keys, values, group_size) if masks.is_causal else None
         if total is None:
-            beside = indices.beside(self._store, layer, keys, values)
+            beside = indices.beside(self._pool, layer, keys, values)
             total = block.attend(packed, *beside, masks.suffix)
         for prefix, own, is_read in zip(
             indices.prefixes, masks.prefixes, masks.is_read, strict=True
@@ -306,7 +302,7 @@ class CascadeRun(abc.ABC, Generic[A]):
         found = total.values.reshape(*by_head, -1)
         if sinks is None:
             return found
-        total = AttentionState(operators, found, total.logsumexp.reshape(*by_head))
+        total = AttentionState(ops, found, total.logsumexp.reshape(*by_head))
         return total.with_sinks(sinks[:, None])
 
     def _in_prefix(
@@ -320,11 +316,11 @@ class CascadeRun(abc.ABC, Generic[A]):
         """Attend to a part: at once if it is read in place, or else stretch by stretch."""
         attend = block.attend if mask is None else block.attend_if_any
         size = prefix.num_tokens
-        num_stretches = 1 if self._store.is_exact else max(1, round(size / LONG_COPY))
-        bounds = [i * size // num_stretches for i in range(num_stretches + 1)]
+        num_extents = 1 if self._pool.is_exact else max(1, round(size / LONG_COPY))
+        bounds = [i * size // num_extents for i in range(num_extents + 1)]
         total: AttentionState[A] | None = None
         for start, stop in itertools.pairwise(bounds):
-            kept = self._store.read_by_head(layer, prefix.between(start, stop))
+            kept = self._pool.read_by_head(layer, prefix.between(start, stop))
             own = mask if mask is None else mask[..., start:stop]
             found = attend(query, *kept, own)
             if total is None:
@@ -337,10 +333,10 @@ class CascadeRun(abc.ABC, Generic[A]):
     def _made(self, given: object, group_size: int, device: Any) -> tuple[Indices[A], PassMasks[A]]:
         """Return the indices on a device, and the masks of layers of one kind there."""
         if device not in self._indices:
-            self._indices[device] = Indices.of(self.operators, self._plan, device)
+            self._indices[device] = Indices.of(self.ops, self._plan, device)
         allowed = None if given is None else self._allowed[id(given)][1]
         key = (None if allowed is None else id(allowed), group_size, device)
         if key not in self._masks:
             of_pass = self._batch, self._plan, group_size, device
-            self._masks[key] = PassMasks.of(self.operators, allowed, *of_pass)
+            self._masks[key] = PassMasks.of(self.ops, allowed, *of_pass)
         return self._indices[device], self._masks[key]

@@ -31,7 +31,7 @@ class TokenChunk:
     token_ids: Sequence[int]
     slots: Sequence[int] | NDArray[Any] = ()
     outputs: Sequence[int] = ()
-    shift: int = 0
+    position_offset: int = 0
     num_new: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ def pack(
     is_new = columns < num_new[:, None]
     input_ids = np.zeros(is_new.shape, np.int64)
     input_ids[is_new] = _joined(chunk.token_ids for chunk in chunks)
-    first = prefix_lens + np.array([chunk.shift for chunk in chunks])
+    first = prefix_lens + np.array([chunk.position_offset for chunk in chunks])
     position_ids = first[:, None] + np.minimum(columns, num_new[:, None] - 1)
     slot_mapping = _joined(chunk.slots for chunk in chunks)
     unpadded_index = None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new))

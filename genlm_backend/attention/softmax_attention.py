@@ -52,20 +52,20 @@ _TINIEST: Final = float(np.finfo(np.float32).tiny)
 class AttentionState(Generic[A]):
     """Partial attention of some queries."""
 
-    operators: ArrayOps[A]
+    ops: ArrayOps[A]
     values: A  # [N, heads, M, value_dim]
     logsumexp: A  # [N, heads, M] float32
 
     def merge_state(self, other: AttentionState[A], rows: A | None) -> None:
         """Add what the queries of some rows have attended to in another block."""
-        operators, values, logsumexp = self.operators, self.values, self.logsumexp
+        ops, values, logsumexp = self.ops, self.values, self.logsumexp
         if rows is not None:
             values, logsumexp = values[rows], logsumexp[rows]
-        share = operators.lib.sigmoid(other.logsumexp - logsumexp)
+        share = ops.lib.sigmoid(other.logsumexp - logsumexp)
         # A query that attends to nothing in either block would have a share of NaN.
-        share = operators.fill_(share, other.logsumexp == -math.inf, 0)[..., None]
-        values = operators.lerp(values, other.values, operators.as_type_of(share, values))
-        logsumexp = operators.lib.logaddexp(logsumexp, other.logsumexp)
+        share = ops.fill_(share, other.logsumexp == -math.inf, 0)[..., None]
+        values = ops.lerp(values, other.values, ops.as_type_of(share, values))
+        logsumexp = ops.lib.logaddexp(logsumexp, other.logsumexp)
         if rows is None:
             self.values, self.logsumexp = values, logsumexp
         else:
@@ -73,16 +73,16 @@ class AttentionState(Generic[A]):
 
     def with_sinks(self, sinks: A) -> A:
         """Return the values with one more score for each query, which has no value."""
-        operators = self.operators
-        sums = self.logsumexp - operators.as_type_of(sinks, self.logsumexp)
-        share = operators.lib.sigmoid(sums)[..., None]
-        return self.values * operators.as_type_of(share, self.values)
+        ops = self.ops
+        sums = self.logsumexp - ops.as_type_of(sinks, self.logsumexp)
+        share = ops.lib.sigmoid(sums)[..., None]
+        return self.values * ops.as_type_of(share, self.values)
 
     def split_rows(self, num_rows: int) -> AttentionState[A]:
         """Return that of ``[1, heads, G * M, …]`` as one of ``[G, heads, M, …]``."""
         _, num_heads, _, dim = self.values.shape
         return AttentionState(
-            self.operators,
+            self.ops,
             self.values.reshape(num_heads, num_rows, -1, dim).swapaxes(0, 1),
             self.logsumexp.reshape(num_heads, num_rows, -1).swapaxes(0, 1),
         )
@@ -99,15 +99,15 @@ def join_rows(queries: A) -> A:
 class SoftmaxAttention(Generic[A]):
     """How scores are made of the products of queries and keys."""
 
-    operators: ArrayOps[A]
+    ops: ArrayOps[A]
     scaling: float
     softcap: float | None = None
 
     def attend(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
         if self.softcap is None:
-            found = self.operators.fused(query, keys, values, self.scaling, mask)
+            found = self.ops.fused(query, keys, values, self.scaling, mask)
             if found is not None:
-                return AttentionState(self.operators, *found)
+                return AttentionState(self.ops, *found)
         return self.attend_if_any(query, keys, values, mask)
 
     def attend_causally(
@@ -116,8 +116,8 @@ class SoftmaxAttention(Generic[A]):
         """Attend from each of ``Q`` tokens to itself and the tokens before it."""
         if self.softcap is not None:
             return None
-        found = self.operators.fused_causally(query, keys, values, self.scaling, group_size)
-        return None if found is None else AttentionState(self.operators, *found)
+        found = self.ops.fused_causally(query, keys, values, self.scaling, group_size)
+        return None if found is None else AttentionState(self.ops, *found)
 
     def attend_if_any(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
         """Attend like ``attend``, by the formula, if some queries may attend to nothing."""
@@ -130,30 +130,30 @@ class SoftmaxAttention(Generic[A]):
             part = slice(start, start + size)
             own = None if mask is None else mask[:, :, part]
             found.append(self._attend(query[:, :, part], keys, values, own))
-        concat = self.operators.lib.concatenate
+        concat = self.ops.lib.concatenate
         return AttentionState(
-            self.operators,
+            self.ops,
             concat([one.values for one in found], 2),
             concat([one.logsumexp for one in found], 2),
         )
 
     def _attend(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
-        operators = self.operators
-        scores = operators.products(query, keys, self.scaling)
+        ops = self.ops
+        scores = ops.products(query, keys, self.scaling)
         if self.softcap is not None:
             scores /= self.softcap
-            scores = operators.tanh_(scores)
+            scores = ops.tanh_(scores)
             scores *= self.softcap
         if mask is not None:
             scores += mask
-        largest = operators.largest(scores)
+        largest = ops.largest(scores)
         if mask is not None:  # or the weights of a query that attends to nothing would be NaN
-            largest = operators.at_least_(largest, _SMALLEST)
+            largest = ops.at_least_(largest, _SMALLEST)
         scores -= largest
-        weights = operators.exp_(scores)
-        total = operators.total(weights)
-        largest += operators.lib.log(total)
+        weights = ops.exp_(scores)
+        total = ops.total(weights)
+        largest += ops.lib.log(total)
         logsumexp = largest[..., 0]
         if mask is not None:
-            total = operators.at_least_(total, _TINIEST)
-        return AttentionState(operators, operators.means_(weights, total, values), logsumexp)
+            total = ops.at_least_(total, _TINIEST)
+        return AttentionState(ops, ops.means_(weights, total, values), logsumexp)

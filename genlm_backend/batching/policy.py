@@ -35,8 +35,8 @@ class BatchState:
     num_pending: int  # distinct queries that wait for a batch
     is_busy: bool = False  # the worker is evaluating a batch
     flush_requested: bool = False  # a caller blocks a thread, or asked for a flush
-    num_passes: int = 0  # turns of the event loop since the oldest waiting query could go
-    num_quiet_passes: int = 0  # the latest of these that brought no new query
+    num_turns: int = 0  # turns of the event loop since the oldest waiting query could go
+    num_quiet_turns: int = 0  # the latest of these that brought no new query
     waited: float = 0.0  # seconds since the oldest waiting query could go
 
 
@@ -44,8 +44,8 @@ class BatchState:
 class BatchPolicy:
     """Bounds on the size and the age of a batch.
 
-    A batch goes when it is full, when the event loop has had ``quiet_passes`` turns in a row
-    without a new query, or when ``timeout`` seconds or ``max_passes`` turns have gone by since
+    A batch goes when it is full, when the event loop has had ``quiet_turns`` turns in a row
+    without a new query, or when ``timeout`` seconds or ``max_turns`` turns have gone by since
     its first query. Only a program that keeps trickling queries in ever meets the last two.
 
     Attributes:
@@ -65,17 +65,17 @@ class BatchPolicy:
 
     max_batch_size: int = 20
     timeout: float = 0.02
-    quiet_passes: int = 4
-    max_passes: int = 1000
+    quiet_turns: int = 4
+    max_turns: int = 1000
 
     def __post_init__(self) -> None:
         fields = {name: getattr(self, name) for name in _CHECKS}
         for name, value in checked(_CHECKS, fields).items():
             object.__setattr__(self, name, value)
-        if self.max_passes < self.quiet_passes:
+        if self.max_turns < self.quiet_turns:
             raise OptionError(
-                f"max_passes must be at least quiet_passes ({self.quiet_passes}), "
-                f"got {self.max_passes}"
+                f"max_passes must be at least quiet_passes ({self.quiet_turns}), "
+                f"got {self.max_turns}"
             )
 
     def decide(self, state: BatchState) -> Decision:
@@ -85,8 +85,8 @@ class BatchPolicy:
         if (
             state.num_pending >= self.max_batch_size
             or state.flush_requested
-            or state.num_quiet_passes >= self.quiet_passes
-            or state.num_passes >= self.max_passes
+            or state.num_quiet_turns >= self.quiet_turns
+            or state.num_turns >= self.max_turns
             or state.waited >= self.timeout
         ):
             return Decision.FIRE
@@ -96,8 +96,8 @@ class BatchPolicy:
 _CHECKS = {
     "max_batch_size": integer(1),
     "timeout": number(0, is_finite=False),
-    "quiet_passes": integer(1),
-    "max_passes": integer(1),
+    "quiet_turns": integer(1),
+    "max_turns": integer(1),
 }
 
 

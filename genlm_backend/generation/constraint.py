@@ -239,9 +239,7 @@ class Constraint:
         library = load_library()
         eos = _eos_of(lm, eos_token_ids)
         matcher = library.LLMatcher(
-            vocabulary_of(lm),
-            library.LLMatcher.grammar_from_lark(grammar),
-            log_level=0,
+            vocabulary_of(lm), library.LLMatcher.grammar_from_lark(grammar), log_level=0
         )
         if matcher.is_error():
             raise ConstraintError(f"no such constraint: {fault_of(matcher.get_error())}")

@@ -166,8 +166,7 @@ def _is_one(name: str, value: Any) -> Any:
 
 
 check_texts: Final[Check[tuple[Any, ...]]] = sequence(
-    _is_one,
-    "a text, a chat's messages, or several of either (token ids go to start_request_ids)",
+    _is_one, "a text, a chat's messages, or several of either (token ids go to start_request_ids)"
 )
 
 

@@ -9,29 +9,14 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 
-from genlm_backend.checks import (
-    MAX_VOCAB,
-    Check,
-    checked,
-    integer,
-    listed,
-    optional,
-    switch,
-)
+from genlm_backend.checks import MAX_VOCAB, Check, checked, integer, listed, optional, switch
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.context import Context, ContextFactory, listed_contexts
 from genlm_backend.queries.query import NO_QUERY, UNKNOWN_ADAPTER, RowQuery, TokenIds
-from genlm_backend.readouts.draw import (
-    Allowed,
-    AnyRow,
-    Draw,
-    Mask,
-    RandomGenerator,
-    draw,
-)
+from genlm_backend.readouts.draw import Allowed, AnyRow, Draw, Mask, RandomGenerator, draw
 from genlm_backend.readouts.sample_readout import (
     Impossible,
     drawing_of,

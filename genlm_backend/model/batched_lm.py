@@ -344,23 +344,23 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     # ------------------------------------------------------- the worker thread and its queue
 
-    def _call(self, verb: Callable[[], T]) -> T:
-        """Run ``verb`` on the worker after the batches already sent, and block for its result."""
-        return self._batcher.call(verb)
+    def _call(self, method: Callable[[], T]) -> T:
+        """Run ``method`` on the worker after the batches already sent, and block for its result."""
+        return self._batcher.call(method)
 
-    def _call_for(self, query: RowQuery, verb: Callable[[], T]) -> T:
-        """Run ``verb`` as ``_call`` does, if the adapter of its query is still there by then."""
+    def _call_for(self, query: RowQuery, method: Callable[[], T]) -> T:
+        """Run ``method`` as ``_call`` does, if the adapter of its query is still there by then."""
 
         def run() -> T:
             self._adapters.check_adapter(query)
-            return verb()
+            return method()
 
         self._before_wait()
         return self._call(run)
 
-    async def _number_of(self, verb: Callable[[Evaluator], int | None]) -> int:
+    async def _number_of(self, method: Callable[[Evaluator], int | None]) -> int:
         """Return the number that a method of the evaluator returns, 0 for ``None``."""
-        asked = self._batcher.call_soon(partial(verb, self._evaluator))
+        asked = self._batcher.call_soon(partial(method, self._evaluator))
         return await asyncio.wrap_future(asked) or 0
 
     @property
@@ -523,9 +523,9 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """Return a function that has the worker call a method, without keeping the model alive."""
         before_wait, batcher, evaluator = self._before_wait, self._batcher, self._evaluator
 
-        def ask(verb: Callable[[Evaluator], Any]) -> Any:
+        def ask(method: Callable[[Evaluator], Any]) -> Any:
             before_wait()
-            return batcher.call(partial(verb, evaluator))
+            return batcher.call(partial(method, evaluator))
 
         return ask
 

@@ -173,8 +173,8 @@ class ResultCollector:
         except (Exception, SystemExit) as error:  # of a readout of a program's own
             return cast(Exception, presentable(error))
         kind = type(query)
-        verb = f"{kind.__name__}.of_rows" if is_own(kind) else self._verb
-        return EvaluationError(f"{verb} must return {wanted}, or an exception, got {got}")
+        method = f"{kind.__name__}.of_rows" if is_own(kind) else self._verb
+        return EvaluationError(f"{method} must return {wanted}, or an exception, got {got}")
 
     @property
     def _verb(self) -> str:

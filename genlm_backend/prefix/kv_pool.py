@@ -145,7 +145,7 @@ class KVPool:
     def put(
         self, slots: Sequence[int] | NDArray[Any], codes: Sequence[tuple[torch.Tensor, ...]]
     ) -> None:
-        """Fill slots with codes that ``take_rows`` has returned, of this store or one like it."""
+        """Fill slots with codes that ``take_rows`` has returned, of this pool or one like it."""
         index = torch.as_tensor(slots, dtype=torch.int64)
         for kept, new in zip(self.codes, codes, strict=True):
             for of_slots, of_tokens in zip(kept, new, strict=True):

@@ -18,11 +18,11 @@ Ints: TypeAlias = NDArray[Any]
 PINNED: Final = np.iinfo(np.int64).max
 """Stamp of a node that is never evicted."""
 
-Place: TypeAlias = tuple[object, int]
+CacheHint: TypeAlias = tuple[object, int]
 """A node in one use of it: what all nodes of a tree have until it is cleared, and a number."""
 
-NO_HINT: Final[Place] = (None, 0)
-"""The place of what has not been found anywhere."""
+NO_HINT: Final[CacheHint] = (None, 0)
+"""The hint of a context that has not been found."""
 
 _NODE_BITS: Final = 28
 
@@ -46,7 +46,7 @@ _FIELDS: Final[dict[str, type[np.integer[Any]]]] = {
 class Nodes:
     """The nodes of a prefix tree by number; a node is *linked* if its parent has it as a child."""
 
-    # Numbers are reused; a place means one use of one node.
+    # Numbers are reused; a hint means one use of one node.
     parent: Ints  # [n] int32
     token: Ints
     depth: Ints
@@ -65,7 +65,7 @@ class Nodes:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all nodes; no place is theirs any more."""
+        """Forget all nodes; no hint is theirs any more."""
         self.key = object()
         self._num_made = 1  # node 0 stands for none
         self._free, self._num_free = np.empty(0, np.int32), 0
@@ -199,18 +199,18 @@ class Nodes:
         node_loops.ancestors(self.parent, self.depth, nodes, depths, found)
         return found
 
-    def places(self, nodes: Ints) -> Iterable[Place]:
-        """Yield the places of nodes, which are theirs until they are given back."""
-        return zip(itertools.repeat(self.key), self.handles(nodes).tolist())
+    def cache_hints(self, nodes: Ints) -> Iterable[CacheHint]:
+        """Yield the hints of nodes, which are theirs until they are freed."""
+        return zip(itertools.repeat(self.key), self.node_uses(nodes).tolist())
 
-    def handles(self, nodes: Ints) -> Ints:
-        """Return handles of nodes, which no other use of any node has: int64."""
+    def node_uses(self, nodes: Ints) -> Ints:
+        """Return numbers of nodes that no other use of any node has: int64."""
         return (self.num_uses[nodes] << _NODE_BITS) | nodes
 
-    def at(self, places: Sequence[Place], root: int) -> Ints:
-        """Return the nodes below a root that are at places, 0 for none: int32 ``[n]``."""
+    def at(self, hints: Sequence[CacheHint], root: int) -> Ints:
+        """Return the nodes below a root that hints name, 0 for none: int32 ``[n]``."""
         key = self.key
-        handles = np.array([place[1] if place[0] is key else 0 for place in places], np.int64)
-        nodes = (handles & ((1 << _NODE_BITS) - 1)).astype(np.int32)
-        is_there = self.num_uses[nodes] == handles >> _NODE_BITS
+        node_uses = np.array([hint[1] if hint[0] is key else 0 for hint in hints], np.int64)
+        nodes = (node_uses & ((1 << _NODE_BITS) - 1)).astype(np.int32)
+        is_there = self.num_uses[nodes] == node_uses >> _NODE_BITS
         return np.where(is_there & (self.root[nodes] == root), nodes, 0).astype(np.int32)

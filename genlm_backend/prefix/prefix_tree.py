@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix import node_loops
 from genlm_backend.prefix.budgets import TierName
-from genlm_backend.prefix.nodes import NO_HINT, PINNED, Ints, Nodes, Place
+from genlm_backend.prefix.nodes import NO_HINT, PINNED, CacheHint, Ints, Nodes
 from genlm_backend.prefix.slot_allocator import SlotAllocator
 from genlm_backend.prefix.state_cache import NO_STATE, StateCache
 from genlm_backend.prefix.tier_copier import TierCopier
@@ -61,23 +61,23 @@ class PrefixTree:
             root = self._roots[namespace] = self.nodes.new_root()
         return root
 
-    def match(self, token_ids: Any, namespace: Hashable = None, place: Place = NO_HINT) -> int:
+    def match(self, token_ids: Any, namespace: Hashable = None, hint: CacheHint = NO_HINT) -> int:
         """Return the node of the longest cached prefix, kept until the next ``new_step``."""
         tokens = np.asarray(token_ids, np.int32)
         sizes = np.array([len(tokens)], np.int32)
-        found = self.match_all([place], namespace, sizes, lambda _, start: tokens[start:])
+        found = self.match_all([hint], namespace, sizes, lambda _, start: tokens[start:])
         self.touch(found)
         return int(found[0])
 
     def match_all(
         self,
-        places: Sequence[Place],
+        hints: Sequence[CacheHint],
         namespace: Hashable,
         sizes: Ints,
         tokens_of: Callable[[int, int], Any],
     ) -> Ints:
         """Return the nodes of the longest cached prefixes, evictable until used: int32 ``[n]``."""
-        nodes = self.resolve_hints(places, namespace, sizes)
+        nodes = self.resolve_hints(hints, namespace, sizes)
         depths = self.nodes.depth
         for i in np.flatnonzero(depths[nodes] < sizes).tolist():
             node = int(nodes[i])
@@ -85,10 +85,10 @@ class PrefixTree:
             nodes[i] = self.nodes.walk(node, tokens)
         return nodes
 
-    def resolve_hints(self, places: Sequence[Place], namespace: Hashable, sizes: Ints) -> Ints:
-        """Return the nodes of contexts, as far as places have them; see ``match_all``."""
+    def resolve_hints(self, hints: Sequence[CacheHint], namespace: Hashable, sizes: Ints) -> Ints:
+        """Return the nodes of contexts, as far as hints name them; see ``match_all``."""
         root = self.root(namespace)
-        nodes = self.nodes.at(places, root)
+        nodes = self.nodes.at(hints, root)
         nodes[nodes == 0] = root
         if (self.nodes.depth[nodes] > sizes).any():
             nodes = self.nodes.ancestors(nodes, sizes)
@@ -135,10 +135,10 @@ class PrefixTree:
     def _count_again(self, nodes: Ints) -> None:
         """Count those of new nodes whose tokens had been dropped before, each time once."""
         digests = self.nodes.digest[nodes]
-        places = _indices_of(digests)
-        known = self._dropped[places] == digests
+        buckets = _indices_of(digests)
+        known = self._dropped[buckets] == digests
         self.num_recomputed += int(np.count_nonzero(known))
-        self._dropped[places[known]] = 0
+        self._dropped[buckets[known]] = 0
 
     def insert(self, nodes: Ints) -> Ints:
         """Make nodes with filled slots findable, parents first; return the real nodes."""

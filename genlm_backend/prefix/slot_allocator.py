@@ -17,7 +17,7 @@ PADDING_SLOT: Final = 0
 
 @final
 class SlotAllocator:
-    """The free list of a store, without tensors: slots from 1 on; slot 0 is for padding."""
+    """The free list of a pool, without tensors: slots from 1 on; slot 0 is for padding."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

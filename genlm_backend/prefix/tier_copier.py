@@ -1,4 +1,4 @@
-"""TierCopier: copies keys and values, or recurrent states, between two stores."""
+"""TierCopier: copies keys and values, or recurrent states, between two pools."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Final, TypeAlias, final
 
 import torch
 
-LONG_STRETCH: Final = 16
+LONG_EXTENT: Final = 16
 """Slots in a row, on average, from which on stretches are copied one by one."""
 
 
 Codes: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
-"""Tensors of a store, of each layer, whose rows are kept by number."""
+"""Tensors of a pool, of each layer, whose rows are kept by number."""
 
 
 @final
 class TierCopier:
-    """Copies slots, as they are coded, from one store to another of the same layout."""
+    """Copies slots, as they are coded, from one pool to another of the same layout."""
 
     def __init__(self, device: Codes, host: Codes, first: int = 0) -> None:
         self._device, self._host, self._first = device, host, first
@@ -36,13 +36,13 @@ class TierCopier:
         wanted, places = (
             torch.tensor(slots, dtype=torch.int64) - self._first for slots in (from_slots, to_slots)
         )
-        stretches = _stretches(wanted.tolist(), places.tolist())
-        is_long = len(from_slots) >= LONG_STRETCH * len(stretches)
+        extents = _extents(wanted.tolist(), places.tolist())
+        is_long = len(from_slots) >= LONG_EXTENT * len(extents)
         for old, new in zip(source, to, strict=True):
             for codes, kept in zip(old, new, strict=True):
                 if is_long:
                     waits_not = codes.is_cuda or kept.is_cuda
-                    for start, first, size in stretches:
+                    for start, first, size in extents:
                         part = kept[first : first + size]
                         part.copy_(codes[start : start + size], non_blocking=waits_not)
                     continue
@@ -54,7 +54,7 @@ class TierCopier:
                 kept.index_copy_(0, places.to(kept.device), found)
 
 
-def _stretches(from_slots: Sequence[int], to_slots: Sequence[int]) -> list[tuple[int, int, int]]:
+def _extents(from_slots: Sequence[int], to_slots: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return stretches that are consecutive on both sides: from, to, and how many."""
     found: list[tuple[int, int, int]] = []
     start = first = size = 0

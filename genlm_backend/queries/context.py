@@ -12,7 +12,7 @@ import numpy as np
 from genlm_backend.checks import MAX_VOCAB, integer, listed, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError, PictureError
 from genlm_backend.multimodal.pictures import Pictures
-from genlm_backend.prefix.nodes import NO_HINT, Place
+from genlm_backend.prefix.nodes import NO_HINT, CacheHint
 from genlm_backend.tokenization import Token
 
 
@@ -59,21 +59,21 @@ class Context(Sequence[int]):
             (see ``Pictures``).
         tail: Those after the last full block.
         contexts: What has checked its ids; contexts of one model have the same.
-        place: Where the evaluator of the model has found it, or what it extends, for evaluators to
-            write and read; ``NO_HINT`` where it has not. No part of its value.
+        cache_hint: Where the evaluator of the model has found it, or the context that it extends,
+            for evaluators to write and read; ``NO_HINT`` if it has not. No part of its value.
         pictures: The pictures that it begins with, or ``None``.
     """
 
     # Full blocks of packed ids, and the ids after them. What extends a context shares its blocks;
     # the hash of each is Python's to keep, and two contexts that share one compare it at once.
-    __slots__ = ("blocks", "contexts", "pictures", "place", "tail")
+    __slots__ = ("blocks", "cache_hint", "contexts", "pictures", "tail")
 
     __array_ufunc__ = None  # an array + a context is a longer context, and no sum
 
     blocks: tuple[bytes, ...]
     tail: bytes
     contexts: ContextFactory
-    place: Place
+    cache_hint: CacheHint
     pictures: Pictures | None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -85,7 +85,7 @@ class Context(Sequence[int]):
         contexts: ContextFactory,
         packed: bytes,
         blocks: tuple[bytes, ...] = (),
-        place: Place = NO_HINT,
+        cache_hint: CacheHint = NO_HINT,
         pictures: Pictures | None = None,
     ) -> Self:
         """Return the context of full blocks and of packed ids after them, without checks."""
@@ -96,7 +96,7 @@ class Context(Sequence[int]):
             packed = packed[stop:]
         context = object.__new__(cls)
         context.blocks, context.tail = blocks, packed
-        context.contexts, context.place, context.pictures = contexts, place, pictures
+        context.contexts, context.cache_hint, context.pictures = contexts, cache_hint, pictures
         return context
 
     def extend(self, token_id: int) -> Context:
@@ -110,7 +110,7 @@ class Context(Sequence[int]):
         if type(token_id) is not int or not 0 <= token_id < contexts.vocab_size:
             token_id = contexts.check_id(token_id)
         tail = self.tail + _ID.pack(token_id)
-        return Context.of(contexts, tail, self.blocks, self.place, self.pictures)
+        return Context.of(contexts, tail, self.blocks, self.cache_hint, self.pictures)
 
     def __add__(self, token_ids: Any) -> Context:
         """Return the context with more tokens, which are checked."""
@@ -127,7 +127,7 @@ class Context(Sequence[int]):
     def followed_by(self, packed: bytes) -> Context:
         """Return the context with more ids, as 32-bit integers that have been checked."""
         tail = self.tail + packed
-        return Context.of(self.contexts, tail, self.blocks, self.place, self.pictures)
+        return Context.of(self.contexts, tail, self.blocks, self.cache_hint, self.pictures)
 
     # ---------------------------------------------------------------- a sequence
 
@@ -163,7 +163,7 @@ class Context(Sequence[int]):
 
     def _first(self, count: int) -> Context:
         blocks, tail = self.beginning(count)
-        # Its place would be a part of this one's, which nobody needs to know: it is found soon.
+        # Its hint would be a part of this one's, and it is found soon without.
         first = Context.of(self.contexts, tail, blocks, pictures=self.pictures)
         if self.pictures is not None and count < self.pictures.num_tokens:
             if len(first) and min(first.packed()) < 0:

@@ -42,11 +42,11 @@ class Server:
         while True:
             request = self._requests.get()
             reply = self._end.reply(request)
-            if request.verb == "open" and reply.error is None:
+            if request.method == "open" and reply.error is None:
                 gc.collect()
                 gc.freeze()  # what has been loaded stays: it need not be looked through
             self._send(reply)
-            if request.verb == "close":
+            if request.method == "close":
                 return
 
     def _put(self, rows: list[Row]) -> tuple[None, list[Row]]:
@@ -68,7 +68,7 @@ class Server:
         try:
             while True:
                 request = Request(*pickle.loads(self._channel.receive(self._check_parent)))
-                if request.verb == DROP:
+                if request.method == DROP:
                     self._end.drop(request.number)
                 else:
                     self._requests.put(request)

@@ -48,8 +48,8 @@ class EvaluatorServer:
         self._current = request.number
         value, error, table = None, None, None
         try:
-            value = self._answer(request.verb, request.arguments)
-            if request.verb in ("evaluate", "more") and self._rows:
+            value = self._answer(request.method, request.arguments)
+            if request.method in ("evaluate", "more") and self._rows:
                 table, self._rows = self._carry(self._rows)
         except BaseException as raised:
             if not isinstance(raised, self._told):
@@ -66,8 +66,8 @@ class EvaluatorServer:
         if self._dropped >= self._current:
             raise QueryDroppedError("ended before the query was answered")
 
-    def _answer(self, verb: str, packed: bytes) -> Any:
-        if verb == "open":  # whoever asks begins anew
+    def _answer(self, method: str, packed: bytes) -> Any:
+        if method == "open":  # whoever asks begins anew
             self._receiver = ArgumentDecoder()
         elif self._evaluator is None:  # and so knows nothing of what the one before it was sent
             raise EngineDiedError("the actor of a replica has been started again")
@@ -75,17 +75,17 @@ class EvaluatorServer:
         if arguments is None:
             return UnknownIds()
         evaluator = self._evaluator
-        if verb == "open" or evaluator is None:
+        if method == "open" or evaluator is None:
             return self._open(*arguments)
-        if verb == "more":
+        if method == "more":
             return None
-        if verb == "undefined_ids":
+        if method == "undefined_ids":
             (evaluator.undefined_ids,) = arguments
             return None
-        if verb == "evaluate":
+        if method == "evaluate":
             self._rows = []
             return self._answers(evaluator, *arguments)
-        return getattr(evaluator, verb)(*arguments)
+        return getattr(evaluator, method)(*arguments)
 
     def _open(self, made_by: bytes, version: str | None = None) -> EvaluatorInfo:
         own = version and library_version()

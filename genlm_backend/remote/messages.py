@@ -26,7 +26,7 @@ class Request(NamedTuple):
     """A method of an evaluator, with its packed arguments."""
 
     number: int
-    verb: str
+    method: str
     arguments: bytes = _NOTHING
 
 

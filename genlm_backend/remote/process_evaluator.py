@@ -77,9 +77,9 @@ class ProcessEvaluator(RemoteEvaluator):
         if self._child is None:
             raise EngineDiedError("the model has no process; restart() loads it")
 
-    def _reply(self, verb: str, packed: bytes) -> Reply:
+    def _reply(self, method: str, packed: bytes) -> Reply:
         assert self._child is not None
-        return self._child.ask(verb, packed, self.check_cancelled)
+        return self._child.ask(method, packed, self.check_cancelled)
 
     def _started(self) -> Any:
         self._child = ChildProcess()
@@ -155,7 +155,7 @@ class ChildProcess:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def ask(self, verb: str, packed: bytes, check_cancelled: Callable[[], None]) -> Reply:
+    def ask(self, method: str, packed: bytes, check_cancelled: Callable[[], None]) -> Reply:
         self._number += 1
 
         def look() -> None:
@@ -164,7 +164,7 @@ class ChildProcess:
             check_cancelled()
 
         try:
-            self._channel.send(_message(Request(self._number, verb, packed)), look)
+            self._channel.send(_message(Request(self._number, method, packed)), look)
             while True:
                 reply: Reply = pickle.loads(self._channel.receive(look))
                 if reply.number == self._number:  # and not to one that was dropped

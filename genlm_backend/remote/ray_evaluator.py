@@ -47,8 +47,8 @@ class EvaluatorActor:
     def __init__(self) -> None:
         self._end = EvaluatorServer(_with_reply)
 
-    def ask(self, number: int, verb: str, packed: bytes) -> Reply:
-        return self._end.reply(Request(number, verb, packed))
+    def ask(self, number: int, method: str, packed: bytes) -> Reply:
+        return self._end.reply(Request(number, method, packed))
 
     def drop(self, number: int) -> None:
         """Note that no caller waits for a request any more."""
@@ -105,13 +105,13 @@ class RayEvaluator(RemoteEvaluator):
         if not self._is_of_this_session():
             raise EngineDiedError("Ray has been shut down, and the replica's actor with it")
 
-    def _reply(self, verb: str, packed: bytes) -> Reply:
+    def _reply(self, method: str, packed: bytes) -> Reply:
         import ray
         from ray.exceptions import RayError
 
         self._number += 1
         try:
-            asked = self._actor.ask.remote(self._number, verb, packed)
+            asked = self._actor.ask.remote(self._number, method, packed)
             while not ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
                 self.check_cancelled()
             reply: Reply = ray.get(asked)

@@ -40,9 +40,9 @@ class RemoteEvaluator(RestartableEvaluator):
         self._sender = ArgumentEncoder()
 
     @final
-    def ask(self, verb: str, *arguments: Any) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
         self._check_alive()
-        reply = self._sender.asked(verb, arguments, lambda packed: self._reply(verb, packed))
+        reply = self._sender.asked(method, arguments, lambda packed: self._reply(method, packed))
         self._counts = reply.counts or self._counts
         if reply.error is not None:
             raise reply.error.error()
@@ -53,8 +53,8 @@ class RemoteEvaluator(RestartableEvaluator):
         """Raise an ``EngineDiedError`` where nothing is there to be asked."""
 
     @abc.abstractmethod
-    def _reply(self, verb: str, packed: bytes) -> Reply:
-        """Return the reply to a verb, whose arguments are packed, by way of its carrier."""
+    def _reply(self, method: str, packed: bytes) -> Reply:
+        """Return the reply to a method, whose arguments are packed, by way of its carrier."""
 
     @abc.abstractmethod
     def _started(self) -> Any:

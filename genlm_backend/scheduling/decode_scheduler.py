@@ -28,16 +28,16 @@ class _RememberedPlan(NamedTuple):
     """The plan of a decode step, from which that of a later one may go on."""
 
     plan: CascadePlan
-    handles: NDArray[np.int64]  # [B] int64
+    node_uses: NDArray[np.int64]  # [B] int64
     order: NDArray[np.intp]  # [B]
 
-    def find(self, handles: NDArray[np.int64]) -> NDArray[np.intp] | None:
+    def find(self, node_uses: NDArray[np.int64]) -> NDArray[np.intp] | None:
         """Return which of the contexts came to nodes; ``None`` if not all are of this step."""
-        found = np.searchsorted(self.handles, handles[:1]).clip(max=len(self.handles) - 1)
-        if self.handles[found[0]] != handles[0]:  # as of most steps, at the cost of one look
+        found = np.searchsorted(self.node_uses, node_uses[:1]).clip(max=len(self.node_uses) - 1)
+        if self.node_uses[found[0]] != node_uses[0]:  # as of most steps, at the cost of one look
             return None
-        found = np.searchsorted(self.handles, handles).clip(max=len(self.handles) - 1)
-        return self.order[found] if (self.handles[found] == handles).all() else None
+        found = np.searchsorted(self.node_uses, node_uses).clip(max=len(self.node_uses) - 1)
+        return self.order[found] if (self.node_uses[found] == node_uses).all() else None
 
 
 @final
@@ -65,7 +65,7 @@ class DecodeScheduler:
         return (
             len(queries) <= min(cost.max_tokens, cost.max_rows)
             and bool((depths == sizes).all())
-            and (not self._cache.state_store.num_states or least > 0 or deepest == 0)
+            and (not self._cache.state_pool.num_states or least > 0 or deepest == 0)
             and (deepest == least if needs_equal_lengths else deepest <= 2 * least + 64)
             and not any(map(PICTURES, queries))
         )
@@ -103,11 +103,11 @@ class DecodeScheduler:
         if states is not None:
             cache.keep_states(kept, np.zeros(len(kept), np.int64), states)
         if plan is not None:
-            handles = tree.nodes.handles(kept)
-            order = np.argsort(handles)
-            self._remembered.append(_RememberedPlan(plan, handles[order], order))
-        for context, place in zip(contexts, tree.nodes.places(kept), strict=True):
-            context.place = place
+            node_uses = tree.nodes.node_uses(kept)
+            order = np.argsort(node_uses)
+            self._remembered.append(_RememberedPlan(plan, node_uses[order], order))
+        for context, hint in zip(contexts, tree.nodes.cache_hints(kept), strict=True):
+            context.cache_hint = hint
         return rows, kept
 
     def _plan(self, nodes: NDArray[np.int32], past: CachedPrefixes) -> CascadePlan | None:
@@ -118,9 +118,9 @@ class DecodeScheduler:
         if valid_for != self._valid_for:
             self._valid_for = valid_for
             self._remembered.clear()
-        handles = tree.nodes.handles(nodes)
+        node_uses = tree.nodes.node_uses(nodes)
         for last in reversed(self._remembered):
-            found = last.find(handles)
+            found = last.find(node_uses)
             if found is not None and not last.plan.is_stale:
                 return last.plan.advanced(found, tree.nodes.slot[nodes].astype(np.int64))
         return attention.plan(past, np.ones(len(nodes), np.int64))

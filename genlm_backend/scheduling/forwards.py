@@ -41,7 +41,7 @@ class Runner(abc.ABC):
 
         Args:
             layout: Their tensors.
-            before: States after the cached tokens, as a store reads them; ``None`` for rows that
+            before: States after the cached tokens, as a pool reads them; ``None`` for rows that
                 begin.
         """
 

@@ -37,13 +37,13 @@ class LocalEvaluator(Evaluator):
         self,
         runner: Runner,
         device_type: str,
-        attend_whole: AttentionBackend,
+        uncached_attention: AttentionBackend,
         output_device: torch.device | None = None,
     ) -> None:
         self._output_device = self._row_device = output_device
         self._is_room_short = False
         forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_cancelled())
-        self.scheduler = Scheduler(forwards, CostModel.on(device_type), attend_whole)
+        self.scheduler = Scheduler(forwards, CostModel.on(device_type), uncached_attention)
 
     @torch.inference_mode()  # where its logits come from, which are overwritten
     def _finished(self, logits: torch.Tensor) -> list[Row]:
@@ -107,14 +107,14 @@ class LocalEvaluator(Evaluator):
         """Warn, once, if half of the computed tokens found no room in the cache, or lost it."""
         tree, passes = self.scheduler.tree, self.scheduler
         num_again = tree.num_recomputed + passes.tokens_without_room
-        num_slots = tree.num_slots if passes.cache.store.bytes_per_slot else 0
+        num_slots = tree.num_slots if passes.cache.pool.bytes_per_slot else 0
         if num_again < max(_FEWEST_AGAIN, num_slots):
             return
         num_computed = passes.runner.tokens_computed
         if 2 * num_again < num_computed:
             return
         self._is_room_short = True
-        num_states = passes.cache.state_store.num_states
+        num_states = passes.cache.state_pool.num_states
         rooms = [f"the keys and values of {num_slots} tokens"] if num_slots else []
         rooms += [f"{num_states} recurrent states"] if num_states else []
         said = (
@@ -165,8 +165,8 @@ class LocalEvaluator(Evaluator):
 
     def counts(self) -> EvaluatorCounts:
         runner, tree, cache = self.scheduler.runner, self.scheduler.tree, self.scheduler.cache
-        states, per_state = tree.states, cache.state_store.layout.bytes_per_state
-        per_slot = cache.store.bytes_per_slot
+        states, per_state = tree.states, cache.state_pool.layout.bytes_per_state
+        per_slot = cache.pool.bytes_per_slot
         return EvaluatorCounts(
             num_forwards=runner.num_forwards,
             tokens_computed=runner.tokens_computed,
@@ -189,7 +189,7 @@ class LocalEvaluator(Evaluator):
     def _let_go(self) -> None:
         """Let go of the model and of the slots, and give their memory back."""
         runner: Any = self.scheduler.runner
-        self.scheduler.use_cache(PrefixCache(runner, self.scheduler.attend_whole))
+        self.scheduler.use_cache(PrefixCache(runner, self.scheduler.uncached_attention))
         runner.model = None
         release_cached_memory()
 

@@ -32,7 +32,9 @@ class MultimodalPrefixes:
 
     def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
         self._forwards, self._cache = forwards, cache
-        self._shifts: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
+        self._position_offsets: weakref.WeakKeyDictionary[Pictures, int] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def begin(self, queries: Sequence[Query]) -> dict[Query, Result]:
         """Compute the openings that are not cached; return the results that their passes give."""
@@ -63,21 +65,23 @@ class MultimodalPrefixes:
             return job.answer
         self._forwards.alone(job, _span(job, pictures, end), attention)
         outputs = [position - end for position in job.outputs_in(end, size)]
-        shift = end + self.shift(query.context)
-        behind = TokenChunk(job.context.packed(end), outputs=outputs, shift=shift)
+        position_offset = end + self.position_offset(query.context)
+        behind = TokenChunk(
+            job.context.packed(end), outputs=outputs, position_offset=position_offset
+        )
         self._forwards.alone(job, behind, attention, end)
         return job.answer
 
-    def shift(self, context: Context) -> int:
+    def position_offset(self, context: Context) -> int:
         """Return the offset of text positions from token indices in a context."""
         pictures = context.pictures
         if pictures is None:
             return 0
-        if pictures not in self._shifts:
+        if pictures not in self._position_offsets:
             ids = torch.frombuffer(bytearray(pictures.token_ids), dtype=torch.int32).long()
-            _, shift = positions_of(self._forwards.runner.model, ids[None], pictures)
-            self._shifts[pictures] = shift
-        return self._shifts[pictures]
+            _, position_offset = positions_of(self._forwards.runner.model, ids[None], pictures)
+            self._position_offsets[pictures] = position_offset
+        return self._position_offsets[pictures]
 
     def _begun(self, query: Query, pictures: Pictures) -> Result | None:
         """Have an opening kept; return the answer if it came with it."""
@@ -112,14 +116,14 @@ class MultimodalPrefixes:
         tokens = np.asarray(job.context.packed(stop - len(slots), stop), np.int32)
         new = tree.append_chain(node, tokens, slots)
         try:
-            store = cache.store if len(slots) else None
+            pool = cache.pool if len(slots) else None
             attention = MultimodalPrefillAttention(
-                pictures, cache.layout, store, slots.tolist(), stop
+                pictures, cache.layout, pool, slots.tolist(), stop
             )
             token_chunk = _span(job, pictures, stop)
             self._forwards.alone(job, token_chunk, attention)
             has_nan = any(job.has_nan(range(i, i + 1)) for i in token_chunk.outputs)
-            if len(slots) and not has_nan and cache.store.is_finite(slots):
+            if len(slots) and not has_nan and cache.pool.is_finite(slots):
                 new = tree.insert(new)[:0]
         finally:
             tree.free(new)

@@ -101,7 +101,7 @@ class PrefillChunk:
             token_ids=self.token_ids,
             slots=slots,
             outputs=[position - self.start for position in self.outputs],
-            shift=self.job.shift,
+            position_offset=self.job.position_offset,
         )
 
 
@@ -154,7 +154,7 @@ def _may_part(jobs: Sequence[ScheduledQuery], cost: CostModel) -> bool:
     return num_shared * (len(jobs) - 1) > num_passes * cost.per_forward
 
 
-def plan_whole(wanted: Iterable[tuple[ScheduledQuery, Sequence[int]]]) -> list[PrefillChunk]:
+def plan_uncached(wanted: Iterable[tuple[ScheduledQuery, Sequence[int]]]) -> list[PrefillChunk]:
     """Return chunks from the first token on, for outputs of one context each; equal ones once."""
     chunks: dict[Context, PrefillChunk] = {}
     for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):

@@ -32,15 +32,15 @@ class OutOfStates(Exception):
 
 @final
 class PrefixCache:
-    """The tree of cached contexts, and the stores of their keys, values and states, if any."""
+    """The tree of cached contexts, and the pools of their keys, values and states, if any."""
 
     def __init__(
         self,
         runner: Runner,
         attention: AttentionBackend,
-        store: KVPool | None = None,
+        pool: KVPool | None = None,
         num_slots: int = 0,
-        host_store: KVPool | None = None,
+        host_pool: KVPool | None = None,
         num_host_slots: int = 0,
         states: StatePool | None = None,
         host_states: StatePool | None = None,
@@ -48,31 +48,31 @@ class PrefixCache:
         may_pin: Callable[[int], bool] = lambda node: True,
     ) -> None:
         none = StatePool(StateLayout(), 0)
-        self._runner, self.attention, self.keeps = runner, attention, store is not None
-        self.store = KVPool(KVLayout(), 0) if store is None else store
-        self.state_store = none if states is None else states
-        self.host_state_store = none if host_states is None else host_states
-        self.layout, self.budgets, self._may_pin = self.store.layout, budgets, may_pin
-        moves = None if host_store is None else TierCopier(self.store.codes, host_store.codes)
+        self._runner, self.attention, self.keeps = runner, attention, pool is not None
+        self.pool = KVPool(KVLayout(), 0) if pool is None else pool
+        self.state_pool = none if states is None else states
+        self.host_state_pool = none if host_states is None else host_states
+        self.layout, self.budgets, self._may_pin = self.pool.layout, budgets, may_pin
+        moves = None if host_pool is None else TierCopier(self.pool.codes, host_pool.codes)
         self.tree = PrefixTree(
             SlotAllocator(num_slots), SlotAllocator(num_host_slots), moves, self._states_of
         )
 
     def _states_of(self, nodes: Nodes) -> StateCache:
-        states, host = self.state_store, self.host_state_store
+        states, host = self.state_pool, self.host_state_pool
         moves = TierCopier(states.codes, host.codes, first=1) if host.num_states else None
         return StateCache(nodes, states.num_states, host.num_states, moves)
 
     @property
     def most_rows(self) -> int | None:
         """Most rows of a pass, which takes copies of their states; ``None`` for any number."""
-        return most_rows(self.state_store.num_states) if self.state_store.num_states else None
+        return most_rows(self.state_pool.num_states) if self.state_pool.num_states else None
 
     # ---------------------------------------------------------------- contexts
 
     def match(self, context: Context, adapter: Adapter | None, most: int) -> int:
         """Return the node of the longest cached prefix, which stays until the next batch."""
-        return self.tree.match(context.packed(0, most), adapter, context.place)
+        return self.tree.match(context.packed(0, most), adapter, context.cache_hint)
 
     def pin(self, node: int) -> bool:
         """Keep the path to a node until ``clear()``, and the state that contexts go on from."""
@@ -91,9 +91,9 @@ class PrefixCache:
         return start if tree.nodes.depth[start] else node
 
     def codes_of(self, node: int) -> list[tuple[torch.Tensor, ...]]:
-        """Return the keys and values up to a node as the store has them, by layer."""
+        """Return the keys and values up to a node as the pool has them, by layer."""
         nodes = self.tree.nodes
-        return self.store.take_rows(nodes.slot[nodes.path(node)])
+        return self.pool.take_rows(nodes.slot[nodes.path(node)])
 
     def has_state(self, node: int) -> bool:
         """Return whether a node has a recurrent state, which is on the device from then on."""
@@ -118,7 +118,7 @@ class PrefixCache:
             return False
         new = tree.append_chain(node, np.array(token_ids[start:], np.int32), slots)
         try:
-            self.store.put(slots, [tuple(c[start:] for c in layer) for layer in codes])
+            self.pool.put(slots, [tuple(c[start:] for c in layer) for layer in codes])
         except BaseException:
             tree.free(new)
             raise
@@ -129,22 +129,22 @@ class PrefixCache:
         numbers = tree.states.give(end, np.ones(1, np.int64))  # whatever goes for it
         if numbers[0]:
             with tree.states.filling(end):
-                self.state_store.write(numbers, states)
+                self.state_pool.write(numbers, states)
         return bool(numbers[0])
 
     # ---------------------------------------------------------------- rows of a pass
 
     def states_behind(self, nodes: NDArray[np.int32]) -> BatchStates | None:
         """Return the recurrent states after nodes: all are roots or none is."""
-        if not self.state_store.num_states:
+        if not self.state_pool.num_states:
             return None
         begins = not self.tree.nodes.depth[nodes].any()
-        before = None if begins else self.state_store.read(self.tree.nodes.state[nodes])
-        return self._runner.running_states(self.state_store.layout, before)
+        before = None if begins else self.state_pool.read(self.tree.nodes.state[nodes])
+        return self._runner.running_states(self.state_pool.layout, before)
 
     def states_again(self, states: BatchStates, rows: NDArray[np.int64]) -> BatchStates:
         """Return the states that rows of a pass have come to, for another one of them."""
-        return self._runner.running_states(self.state_store.layout, states.behind(rows))
+        return self._runner.running_states(self.state_pool.layout, states.behind(rows))
 
     def keep_states(
         self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: BatchStates
@@ -157,16 +157,16 @@ class PrefixCache:
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise OutOfStates
         with self.tree.states.filling(own[numbers != 0]):
-            for store, of_tier in ((self.state_store, numbers), (self.host_state_store, -numbers)):
+            for pool, of_tier in ((self.state_pool, numbers), (self.host_state_pool, -numbers)):
                 given = np.flatnonzero(of_tier > 0)
                 if len(given):
-                    store.write(of_tier[given], states.behind(rows[given]))
+                    pool.write(of_tier[given], states.behind(rows[given]))
 
     def are_finite(self, nodes: NDArray[np.int32]) -> bool:
         """Return whether nothing that is kept of nodes is infinite or NaN."""
         states = self.tree.nodes.state[nodes]
         return (
-            self.store.is_finite(self.tree.nodes.slot[nodes])
-            and self.state_store.is_finite(states[states > 0])
-            and self.host_state_store.is_finite(-states[states < 0])
+            self.pool.is_finite(self.tree.nodes.slot[nodes])
+            and self.state_pool.is_finite(states[states > 0])
+            and self.host_state_pool.is_finite(-states[states < 0])
         )

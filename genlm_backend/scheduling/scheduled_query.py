@@ -37,7 +37,7 @@ class ScheduledQuery:
     stop: int = field(init=False)
     first: int = field(init=False)
     missing: array[int] = field(init=False)
-    shift: int = 0
+    position_offset: int = 0
     num_known: int = 0
     row: Row | None = None
     beside: ScoreExtras = NO_EXTRAS

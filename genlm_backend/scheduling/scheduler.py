@@ -28,8 +28,8 @@ from genlm_backend.scheduling.prefill_plan import (
     cut_to_sound,
     plan_chunks,
     plan_groups,
+    plan_uncached,
     plan_waves,
-    plan_whole,
 )
 from genlm_backend.scheduling.prefix_cache import OutOfStates, PrefixCache
 from genlm_backend.scheduling.scheduled_query import PICTURES, ScheduledQuery, first_output
@@ -44,13 +44,15 @@ class Scheduler:
     # Contexts of a batch share prefixes with each other and with earlier ones: match, plan,
     # allocate, run, link. If each has one new token, it is a decode step, which needs no plan.
     # Without slots, every context is run whole.
-    def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: AttentionBackend) -> None:
-        self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
+    def __init__(
+        self, forwards: Forwards, cost: CostModel, uncached_attention: AttentionBackend
+    ) -> None:
+        self.forwards, self.cost, self.uncached_attention = forwards, cost, uncached_attention
         self.runner = forwards.runner
         self.pads = self.takes_several_tokens = True
         self.needs_equal_lengths = False
         self.max_cacheable_len, self.tokens_reused, self.tokens_without_room = math.inf, 0, 0
-        self.use_cache(PrefixCache(forwards.runner, attend_whole))
+        self.use_cache(PrefixCache(forwards.runner, uncached_attention))
 
     def use_cache(self, cache: PrefixCache) -> None:
         """Keep contexts in a cache from now on; in an empty one, run every context whole."""
@@ -121,24 +123,24 @@ class Scheduler:
         # A text with more outputs than a pass may have is run again, from its beginning, for the
         # rest.
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
-        padded = self._run_whole(wanted, pads and self.pads)
+        padded = self._run_from_start(wanted, pads and self.pads)
         # NaN that padding may have made is computed again alone. Scores before a token that
         # overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
         again = [(job, part) for job, part in wanted if (job, part[0]) in padded]
         again = [(job, part) for job, part in again if job.has_nan(part)]
-        self._run_whole(again, pads=False)
+        self._run_from_start(again, pads=False)
         return [job.answer for job in jobs]
 
-    def _run_whole(
+    def _run_from_start(
         self, wanted: Sequence[tuple[ScheduledQuery, Sequence[int]]], pads: bool
     ) -> set[tuple[ScheduledQuery, int]]:
         """Run contexts from their beginnings; return the outputs of padded passes."""
-        chunks, padded = plan_whole(wanted), set[tuple[ScheduledQuery, int]]()
+        chunks, padded = plan_uncached(wanted), set[tuple[ScheduledQuery, int]]()
         if not chunks:
             return padded
         for group in plan_groups([chunk.size for chunk in chunks], self.cost, pads=pads):
             run = [chunks[i] for i in group]
-            self._forward(run, self.attend_whole)
+            self._forward(run, self.uncached_attention)
             if len({chunk.num_tokens for chunk in run}) > 1:
                 padded.update(
                     (job, position)
@@ -204,17 +206,17 @@ class Scheduler:
         if are_scored:
             sizes = np.array([*map(first_output, queries)], np.int32)
         nodes = self.tree.match_all(
-            [context.place for context in contexts],
+            [context.cache_hint for context in contexts],
             queries[0].adapter,
             sizes,
             lambda i, start: contexts[i].packed(start, int(sizes[i])),
         )
-        matched, has_states = nodes, self.cache.state_store.num_states > 0
+        matched, has_states = nodes, self.cache.state_pool.num_states > 0
         if has_states:
             nodes = self._at_states(nodes, lengths)
         self.tree.touch(nodes)
         answers: list[Result] | None = None
-        if not self.cache.host_state_store.num_states or self.tree.states.fetch(nodes):
+        if not self.cache.host_state_pool.num_states or self.tree.states.fetch(nodes):
             if not are_scored and self._steps.accepts(
                 queries, nodes, sizes, self.cost, self.needs_equal_lengths
             ):
@@ -230,7 +232,7 @@ class Scheduler:
         if len(queries) == 1:
             self.tokens_without_room += len(queries[0].context)
             return self.run_uncached(queries)
-        fetched = nodes if self.cache.host_state_store.num_states else None
+        fetched = nodes if self.cache.host_state_pool.num_states else None
         return _in_halves(queries, self.evaluate, fetched)
 
     def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -251,7 +253,10 @@ class Scheduler:
             ScheduledQuery.of(*one) for one in zip(queries, nodes.tolist(), starts, strict=True)
         ]
         for job, num_known in zip(jobs, self.tree.nodes.depth[matched].tolist(), strict=True):
-            job.num_known, job.shift = num_known, self.openings.shift(job.context)
+            job.num_known, job.position_offset = (
+                num_known,
+                self.openings.position_offset(job.context),
+            )
         pictures = [(job.start, job.context.pictures) for job in jobs]
         if any(own is not None and start < own.num_tokens for start, own in pictures):
             return None  # an opening had to go for another one's
@@ -264,9 +269,9 @@ class Scheduler:
         except OutOfStates:
             return None
         self.tokens_reused += sum(starts)
-        places = self.tree.nodes.places(np.array([job.node for job in jobs], np.int32))
-        for query, place in zip(queries, places, strict=True):
-            query.context.place = place
+        hints = self.tree.nodes.cache_hints(np.array([job.node for job in jobs], np.int32))
+        for query, hint in zip(queries, hints, strict=True):
+            query.context.cache_hint = hint
         answers = [job.answer for job in jobs]
         nan_indices = [i for i, job in enumerate(jobs) if job.has_nan(job.outputs)]
         return self._without_nan(queries, answers, nan_indices)
@@ -288,7 +293,7 @@ class Scheduler:
         self, jobs: list[ScheduledQuery], chunks: list[PrefillChunk], slots: NDArray[Any]
     ) -> None:
         """Compute the jobs' results, and cache all tokens that none shows to have overflown."""
-        start, has_states = 0, self.cache.state_store.num_states > 0
+        start, has_states = 0, self.cache.state_pool.num_states > 0
         for chunk in chunks:
             own = slots[start : start + chunk.num_tokens]
             tokens = np.asarray(chunk.token_ids, np.int32)
@@ -331,14 +336,14 @@ class Scheduler:
 
     def _plan(self, jobs: list[ScheduledQuery]) -> list[PrefillChunk]:
         """Return chunks, cut for later batches if these leave room for their states."""
-        num_states = self.cache.state_store.num_states
+        num_states = self.cache.state_pool.num_states
         if not num_states:
             return plan_chunks(jobs, self.cost)
         states = StatePlan(self.takes_several_tokens, is_short=num_states < 2 * len(jobs))
         return plan_chunks(jobs, self.cost, states)
 
     def _passes(self, chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
-        has_states, passes = self.cache.state_store.num_states > 0, list[list[PrefillChunk]]()
+        has_states, passes = self.cache.state_pool.num_states > 0, list[list[PrefillChunk]]()
         for wave in plan_waves(chunks):
             sizes = [chunk.size for chunk in wave]
             if not self.takes_several_tokens:  # those that go on one by one do so side by side

@@ -120,9 +120,7 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
 
 
 def infer_decoder(
-    pre_tokenizer: dict[str, Any] | None,
-    normalizer: dict[str, Any] | None,
-    model: dict[str, Any],
+    pre_tokenizer: dict[str, Any] | None, normalizer: dict[str, Any] | None, model: dict[str, Any]
 ) -> CompiledDecoder:
     """Compile the decoder that a tokenizer without one would have to declare."""
     splitters = _flatten(pre_tokenizer) if pre_tokenizer else []

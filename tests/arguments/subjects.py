@@ -92,6 +92,7 @@ SHARED: dict[str, Any] = {}
 
 EOS = range(families.VOCAB)
 SAMPLE = {"max_tokens": 2, "eos_token_ids": EOS}
+GENERATED = {"lm": LM, "prompt": [1], "max_new_tokens": 1, "eos_token_id": [*EOS]}
 BACKENDS = {"mock": LM, "hf": HF, "vllm": VLLM}
 REPLICAS = [MockEvaluator(families.VOCAB) for _ in range(2)]
 BACKENDS["replicas"] = AsyncReplicas(word_tokenizer(), REPLICAS)
@@ -197,8 +198,8 @@ SUBJECTS: dict[str, Subject] = {
         lambda timeout_ms: SHARED["request"].queue.get_with_timeout(timeout_ms)
     ),
     "GenerationRequest.result": Subject(lambda timeout: SHARED["request"].result(timeout)),
-    "generate": Subject(generate, {"lm": LM, "prompt": [1], "max_new_tokens": 1}),
-    "generate_sync": Subject(generate_sync, {"lm": LM, "prompt": [1], "max_new_tokens": 1}),
+    "generate": Subject(generate, GENERATED),
+    "generate_sync": Subject(generate_sync, GENERATED),
     "surprisal": Subject(surprisal, TEXTS, names=OPTIONS_OF_TEXTS),
     "surprisal_sync": Subject(surprisal_sync, TEXTS, names=OPTIONS_OF_TEXTS),
     "prefix_logprob": Subject(prefix_logprob, {"lm": LM, "context": [1], "text": "a"}),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import BatcherClosedError, EvaluationError, QueryDroppedError
 
-PATIENT = BatchPolicy(max_batch_size=100, timeout=1000.0, quiet_passes=4, max_passes=1_000_000)
+PATIENT = BatchPolicy(max_batch_size=100, timeout=1000.0, quiet_turns=4, max_turns=1_000_000)
 
 
 async def passes(count):
@@ -65,7 +65,7 @@ async def test_queries_a_few_passes_apart_still_share_a_batch(recorder):
 
 
 async def test_what_a_loop_has_waited_before_does_not_count(recorder):
-    policy = BatchPolicy(max_batch_size=100, timeout=0.5, quiet_passes=4, max_passes=50)
+    policy = BatchPolicy(max_batch_size=100, timeout=0.5, quiet_turns=4, max_turns=50)
     batcher = Batcher(recorder, policy)
     assert await batcher.submit(5) == 10
     await asyncio.sleep(0.6)
@@ -82,7 +82,7 @@ async def test_what_a_loop_has_waited_before_does_not_count(recorder):
 
 
 async def test_a_trickle_cannot_starve_the_first_query(recorder):
-    batcher = Batcher(recorder, BatchPolicy(max_batch_size=10_000, timeout=1000.0, max_passes=50))
+    batcher = Batcher(recorder, BatchPolicy(max_batch_size=10_000, timeout=1000.0, max_turns=50))
     others, arrived, put = [], [], batcher._worker.put
     batcher._worker.put = lambda job: (arrived.append(len(others)), put(job))
     first = asyncio.ensure_future(batcher.submit(-1))
@@ -97,7 +97,7 @@ async def test_a_trickle_cannot_starve_the_first_query(recorder):
 
 
 async def test_the_timeout_counts_from_the_first_query(recorder):
-    batcher = Batcher(recorder, BatchPolicy(max_batch_size=10**9, timeout=0.05, max_passes=10**9))
+    batcher = Batcher(recorder, BatchPolicy(max_batch_size=10**9, timeout=0.05, max_turns=10**9))
     first = asyncio.ensure_future(batcher.submit(-1))
     start, others = time.monotonic(), []
     while not recorder.batches:
@@ -236,7 +236,7 @@ async def test_drop_settles_every_waiter_pending_or_in_flight(recorder):
 
 async def test_flush_sends_a_batch_without_waiting(recorder):
     batcher = Batcher(
-        recorder, BatchPolicy(100, timeout=1000.0, quiet_passes=10**9, max_passes=10**9)
+        recorder, BatchPolicy(100, timeout=1000.0, quiet_turns=10**9, max_turns=10**9)
     )
     task = asyncio.ensure_future(batcher.submit(1))
     await passes(5)
@@ -249,7 +249,7 @@ async def test_flush_sends_a_batch_without_waiting(recorder):
 @pytest.mark.parametrize("others", [0, 1])
 async def test_what_was_hurried_and_left_hurries_nobody_else(recorder, others):
     batcher = Batcher(
-        recorder, BatchPolicy(100, timeout=1000.0, quiet_passes=10**9, max_passes=10**9)
+        recorder, BatchPolicy(100, timeout=1000.0, quiet_turns=10**9, max_turns=10**9)
     )
     recorder.hold()
     first = asyncio.ensure_future(batcher.submit(0))

@@ -10,7 +10,7 @@ import pytest
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.errors import BatcherClosedError, QueryDroppedError
 
-PATIENT = BatchPolicy(max_batch_size=100, timeout=1000.0, max_passes=1_000_000)
+PATIENT = BatchPolicy(max_batch_size=100, timeout=1000.0, max_turns=1_000_000)
 
 
 async def passes(count):

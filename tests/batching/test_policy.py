@@ -8,25 +8,25 @@ from hypothesis import strategies as st
 
 from genlm_backend.batching import BatchPolicy, BatchState, Decision
 
-POLICY = BatchPolicy(max_batch_size=4, timeout=0.02, quiet_passes=3, max_passes=50)
+POLICY = BatchPolicy(max_batch_size=4, timeout=0.02, quiet_turns=3, max_turns=50)
 
 states = st.builds(
     BatchState,
     num_pending=st.integers(0, 10),
     is_busy=st.booleans(),
     flush_requested=st.booleans(),
-    num_passes=st.integers(0, 100),
-    num_quiet_passes=st.integers(0, 100),
+    num_turns=st.integers(0, 100),
+    num_quiet_turns=st.integers(0, 100),
     waited=st.floats(0, 1),
 )
 
 
 def test_the_defaults_are_those_that_the_documentation_names():
     assert BatchPolicy() == BatchPolicy(
-        max_batch_size=20, timeout=0.02, quiet_passes=4, max_passes=1000
+        max_batch_size=20, timeout=0.02, quiet_turns=4, max_turns=1000
     )
     assert BatchState(1) == BatchState(
-        1, is_busy=False, flush_requested=False, num_passes=0, num_quiet_passes=0, waited=0.0
+        1, is_busy=False, flush_requested=False, num_turns=0, num_quiet_turns=0, waited=0.0
     )
 
 
@@ -44,12 +44,12 @@ def test_nothing_fires_while_busy_or_empty(state):
     ("state", "expected"),
     [
         (BatchState(1), Decision.YIELD),
-        (BatchState(3, num_passes=2, num_quiet_passes=2, waited=0.019), Decision.YIELD),
+        (BatchState(3, num_turns=2, num_quiet_turns=2, waited=0.019), Decision.YIELD),
         (BatchState(4), Decision.FIRE),
         (BatchState(9), Decision.FIRE),
         (BatchState(1, flush_requested=True), Decision.FIRE),
-        (BatchState(1, num_quiet_passes=3), Decision.FIRE),
-        (BatchState(1, num_passes=50), Decision.FIRE),
+        (BatchState(1, num_quiet_turns=3), Decision.FIRE),
+        (BatchState(1, num_turns=50), Decision.FIRE),
         (BatchState(1, waited=0.02), Decision.FIRE),
     ],
 )
@@ -62,9 +62,7 @@ def test_no_pattern_of_arrivals_starves_the_first(arrivals, pass_seconds):
     quiet = 0
     for passes, is_arrival in enumerate(arrivals, 1):
         quiet = 0 if is_arrival else quiet + 1
-        state = BatchState(
-            1, num_passes=passes, num_quiet_passes=quiet, waited=passes * pass_seconds
-        )
+        state = BatchState(1, num_turns=passes, num_quiet_turns=quiet, waited=passes * pass_seconds)
         if POLICY.decide(state) is Decision.FIRE:
             return
     pytest.fail("the first query never went")
@@ -77,8 +75,8 @@ def test_no_pattern_of_arrivals_starves_the_first(arrivals, pass_seconds):
         {"max_batch_size": -3},
         {"timeout": -0.1},
         {"timeout": float("nan")},
-        {"quiet_passes": 0},
-        {"quiet_passes": 5, "max_passes": 4},
+        {"quiet_turns": 0},
+        {"quiet_turns": 5, "max_turns": 4},
     ],
 )
 def test_impossible_bounds_are_refused(options):

@@ -9,7 +9,7 @@ import pytest
 
 from genlm_backend.batching import Batcher, BatchPolicy
 
-PATIENT = BatchPolicy(max_batch_size=64, timeout=1000.0, max_passes=1_000_000)
+PATIENT = BatchPolicy(max_batch_size=64, timeout=1000.0, max_turns=1_000_000)
 
 
 def test_successive_loops(recorder):

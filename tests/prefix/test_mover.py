@@ -25,8 +25,8 @@ def stores(kept=None):
     return device, host
 
 
-def copied(store):
-    return [[codes.clone() for codes in layer] for layer in store.codes]
+def copied(pool):
+    return [[codes.clone() for codes in layer] for layer in pool.codes]
 
 
 @pytest.mark.parametrize("kept", [None, "uint4"])
@@ -40,9 +40,9 @@ def test_slots_are_where_they_were_sent_and_nothing_else_changes(kept, data):
         (host, device, mover.to_device),
     ):
         num_source, num_target = len(source.codes[0][0]) - 1, len(target.codes[0][0]) - 1
-        stretches = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25)), max_size=4)
+        extents = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25)), max_size=4)
         wanted: dict[int, int] = {}
-        for start, size in data.draw(stretches):  # in a row on both sides
+        for start, size in data.draw(extents):  # in a row on both sides
             first = data.draw(st.integers(1, num_target))
             for i in range(size):
                 if start + i <= num_source and first + i <= num_target:

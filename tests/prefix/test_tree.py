@@ -31,42 +31,42 @@ def fill(cache, token_ids, namespace=None):
     return int(cache.insert(cache.append_chain(node, rest, slots))[-1]) if len(rest) else node
 
 
-def place_of(cache, node):
-    (place,) = cache.nodes.places(np.array([node], np.int32))
-    return place
+def hint_of(cache, node):
+    (hint,) = cache.nodes.cache_hints(np.array([node], np.int32))
+    return hint
 
 
-def recalled(cache, place, token_ids, namespace=None):
-    (node,) = cache.resolve_hints([place], namespace, np.array([len(token_ids)], np.int32))
-    return int(cache.nodes.depth[node]), slots_of(cache, cache.match(token_ids, namespace, place))
+def recalled(cache, hint, token_ids, namespace=None):
+    (node,) = cache.resolve_hints([hint], namespace, np.array([len(token_ids)], np.int32))
+    return int(cache.nodes.depth[node]), slots_of(cache, cache.match(token_ids, namespace, hint))
 
 
 def test_a_place_stays_where_it_is_while_the_tree_changes_around_it():
     cache = make(40)
     node = fill(cache, [1, 2, 3, 4])
-    place, own = place_of(cache, node), slots_of(cache, node)
+    hint, own = hint_of(cache, node), slots_of(cache, node)
     longer = slots_of(cache, fill(cache, [1, 2, 3, 4, 5, 6]))
     for other in ([1, 2, 9], [1, 2, 3, 4, 5, 8], [1, 7]):
         fill(cache, other)
-        assert recalled(cache, place, [1, 2, 3, 4, 5, 6, 7]) == (4, longer)
-        assert recalled(cache, place, [1, 2, 3]) == (3, own[:3])
-        assert recalled(cache, place, [1, 2, 3, 4, 9]) == (4, own)
+        assert recalled(cache, hint, [1, 2, 3, 4, 5, 6, 7]) == (4, longer)
+        assert recalled(cache, hint, [1, 2, 3]) == (3, own[:3])
+        assert recalled(cache, hint, [1, 2, 3, 4, 9]) == (4, own)
     check_integrity(cache)
 
 
 def test_a_place_is_nothing_once_its_token_has_gone():
     cache = make(40)
-    place = place_of(cache, fill(cache, [1, 2, 3, 4]))
+    hint = hint_of(cache, fill(cache, [1, 2, 3, 4]))
     cache.new_step()
     cache.evict(2)
     other = fill(cache, [1, 2, 5, 6, 7])  # in the place of what has gone
-    assert recalled(cache, place, [1, 2, 3, 4]) == (0, slots_of(cache, other)[:2])
+    assert recalled(cache, hint, [1, 2, 3, 4]) == (0, slots_of(cache, other)[:2])
     assert recalled(cache, NO_HINT, [1, 2]) == (0, slots_of(cache, other)[:2])
-    place = place_of(cache, other)
-    assert recalled(cache, place, [1, 2, 5], "adapter") == (0, [])
-    assert recalled(make(4), place, [1, 2, 5]) == (0, [])
+    hint = hint_of(cache, other)
+    assert recalled(cache, hint, [1, 2, 5], "adapter") == (0, [])
+    assert recalled(make(4), hint, [1, 2, 5]) == (0, [])
     cache.clear()
-    assert recalled(cache, place, [1, 2, 5]) == (0, [])
+    assert recalled(cache, hint, [1, 2, 5]) == (0, [])
 
 
 def test_eviction_frees_no_more_than_it_must_and_nothing_in_vain():

@@ -85,10 +85,10 @@ class Tree(RuleBasedStateMachine):
         self.cache.new_step()
         self.used.clear()
 
-    def look_up(self, token_ids, namespace, place=NO_HINT):
+    def look_up(self, token_ids, namespace, hint=NO_HINT):
         num_cached = self.cache.num_cached(token_ids, namespace)
         tiers = [self.cache.num_cached(token_ids, namespace, tier) for tier in ("device", "host")]
-        node = self.cache.match(token_ids, namespace, place)
+        node = self.cache.match(token_ids, namespace, hint)
         assert self.cache.nodes.depth[node] == num_cached == sum(tiers)
         assert self.num_on_host(node) == tiers[1]
         self.check_node(node, token_ids, namespace)
@@ -124,7 +124,7 @@ class Tree(RuleBasedStateMachine):
         return self.remembered(node), token_ids, namespace
 
     def remembered(self, node):
-        return next(iter(self.cache.nodes.places(np.array([node], np.int32))))
+        return next(iter(self.cache.nodes.cache_hints(np.array([node], np.int32))))
 
     @precondition(lambda self: self.seen)
     @rule(
@@ -165,16 +165,16 @@ class Tree(RuleBasedStateMachine):
     @rule(held=places, num_kept=st.integers(0, 10), more=st.lists(st.integers(0, 2), max_size=6))
     def look_up_from(self, held, num_kept, more):
         """What begins as a remembered context does, or is a part of it, is found as ever."""
-        place, token_ids, namespace = held
-        self.look_up(token_ids[:num_kept] or [1], namespace, place if num_kept else NO_HINT)
-        self.look_up([*token_ids, *more] or [1], namespace, place)
+        hint, token_ids, namespace = held
+        self.look_up(token_ids[:num_kept] or [1], namespace, hint if num_kept else NO_HINT)
+        self.look_up([*token_ids, *more] or [1], namespace, hint)
 
     @rule(held=places)
     def look_up_elsewhere(self, held):
         """A place counts for nothing in another namespace."""
-        place, _, namespace = held
+        hint, _, namespace = held
         other = "adapter" if namespace is None else None
-        assert self.cache.nodes.at([place], self.cache.root(other)).tolist() == [0]
+        assert self.cache.nodes.at([hint], self.cache.root(other)).tolist() == [0]
 
     @precondition(lambda self: len(self.pinned) < 2 and self.used)
     @rule()

@@ -2,7 +2,7 @@
 
 Blocks are merged by these sums. The processor has one operator for all cases, CUDA devices have
 two, neither of which takes every type and shape. So each is compared with the formula on random
-numbers in the layout of a store; the first that agrees is used for that type and head size.
+numbers in the layout of a pool; the first that agrees is used for that type and head size.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ _MASKED: Final = (((5, 2, 4, 43), "masked"), ((3, 3, 70, 201), "masked"), ((4, 2
 @functools.cache
 def fused_operator(device: torch.device, dtype: torch.dtype, dim: int) -> FusedOperator | None:
     """Return the operator for heads of ``dim`` elements, or ``None`` if there is none."""
-    operators = FUSED_OPERATORS.get(device.type, ())
+    ops = FUSED_OPERATORS.get(device.type, ())
     if device.type == "cpu":
-        return operators[0]
-    for operator in operators:
+        return ops[0]
+    for operator in ops:
         if _is_right(operator, _BLOCKS, device, dtype, dim):
             takes_masks = _is_right(operator, _MASKED, device, dtype, dim)
             return operator if takes_masks else replace(operator, attend_with=None)

@@ -28,7 +28,7 @@ class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
         self,
         pictures: Pictures,
         layout: KVLayout,
-        store: KVPool | None = None,
+        pool: KVPool | None = None,
         slots: Sequence[int] = (),
         stop: int = 0,
         goes_on: bool = False,
@@ -37,10 +37,10 @@ class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
 
         def take(number: int, keys: Tensor, values: Tensor) -> Pair:
             """Return keys and values as they will be read; those that have slots are written."""
-            if store is not None and slots:
+            if pool is not None and slots:
                 rows = by_token(keys, values, None)
                 places = torch.tensor(slots, dtype=torch.int64, device=rows.device)
-                store.write(number, places, rows[stop - len(slots) : stop])
+                pool.write(number, places, rows[stop - len(slots) : stop])
             layer = layout.layers[number]
             return (keys, values) if layer.kept is None else as_read(layer.codec(), keys, values)
 

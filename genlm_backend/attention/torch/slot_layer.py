@@ -46,11 +46,11 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
-def write_new(store: KVPool, layer: int, batch: ForwardBatch, keys: Tensor, values: Tensor) -> Pair:
+def write_new(pool: KVPool, layer: int, batch: ForwardBatch, keys: Tensor, values: Tensor) -> Pair:
     """Store new keys and values of a layer, ``[B, heads, Q, dim]``, without the padding."""
-    slots, columns = batch.new_on(store.layout.layers[layer].device)
-    rows = store.write(layer, slots, by_token(keys, values, columns))
-    return (keys, values) if store.is_exact else by_head(rows, columns, keys, values)
+    slots, columns = batch.new_on(pool.layout.layers[layer].device)
+    rows = pool.write(layer, slots, by_token(keys, values, columns))
+    return (keys, values) if pool.is_exact else by_head(rows, columns, keys, values)
 
 
 def by_token(keys: Tensor, values: Tensor, columns: Tensor | None) -> Tensor:
@@ -77,6 +77,6 @@ def by_head(rows: Tensor, columns: Tensor | None, keys: Tensor, values: Tensor) 
 
 
 def as_read(codec: Codec, keys: Tensor, values: Tensor) -> Pair:
-    """Return keys and values, ``[B, heads, Q, dim]``, as they would be read from a store."""
+    """Return keys and values, ``[B, heads, Q, dim]``, as they would be read from a pool."""
     codes = codec.encode(by_token(keys, values, None))
     return by_head(codec.decode(codes), None, keys, values)

@@ -67,7 +67,7 @@ _HARMLESS: Final = frozenset(
 class TorchCascadeRun(CascadeRun[Tensor]):
     """The attention of one forward pass, as the layers of a model of transformers call it."""
 
-    operators = TORCH
+    ops = TORCH
     attends_otherwise = staticmethod(attends_otherwise)
 
     def mask(

@@ -34,8 +34,8 @@ from genlm_backend.prefix.state_cache import StateLayout
 class CascadeAttention(AttentionBackend[dict[str, Any]]):
     """Attends to each stretch of cached tokens once for all rows that have it."""
 
-    def __init__(self, store: KVPool, few_tokens: int | None = None) -> None:
-        self._store = store
+    def __init__(self, pool: KVPool, few_tokens: int | None = None) -> None:
+        self._pool = pool
         self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
         self._last: LastArrays | None = None
 
@@ -46,14 +46,14 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Have the model's layers call the attention of a pass."""
         plan = batch.plan or self.plan(batch.past, batch.num_new)
-        shared = TorchCascadeRun(self._store, batch, plan, self._last)
+        shared = TorchCascadeRun(self._pool, batch, plan, self._last)
         self._last = None
 
         def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
             """Store new keys and values, which come out as they are."""
-            return shared.take_kv(layer, *write_new(self._store, layer, batch, keys, values))
+            return shared.take_kv(layer, *write_new(self._pool, layer, batch, keys, values))
 
-        layout = self._store.layout
+        layout = self._pool.layout
         num_layers = len(layout.layers)
         layers = [SlotLayer(shared.max_prefix_len, partial(take, i)) for i in range(num_layers)]
         with dispatched_to(shared):
@@ -83,7 +83,7 @@ def _gathered(batch: ForwardBatch) -> tuple[Tensor, Tensor, int]:
 
 @final
 class GatherAttention(AttentionBackend[dict[str, Any]]):
-    """Attends to copies of the keys and values in the slots of a store."""
+    """Attends to copies of the keys and values in the slots of a pool."""
 
     # The past is padded on the left and the new tokens on the right:
     #
@@ -92,13 +92,13 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
     #
     # So the distance of two columns of a row is that of their positions, from which causal and
     # sliding-window masks are made. Only the left padding is masked; causality hides the right one.
-    def __init__(self, store: KVPool) -> None:
-        self._store = store
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield the mask of the left padding, and a cache of transformers over the slots."""
-        layout = self._store.layout
+        layout = self._pool.layout
         if not layout.layers:  # but states
             cache = transformers_cache((), layout.states, batch.states)
             yield {"cache": cache, "use_cache": True}
@@ -109,8 +109,8 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
 
         def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
             """Store new keys and values; past and new ones come out, ``[B, heads, P + Q, dim]``."""
-            write_new(self._store, layer, batch, keys, values)
-            return self._store.read_by_head(layer, on[layout.layers[layer].device])
+            write_new(self._pool, layer, batch, keys, values)
+            return self._pool.read_by_head(layer, on[layout.layers[layer].device])
 
         layers = [SlotLayer(max_prefix_len, partial(take, i)) for i in range(len(layout.layers))]
         cache = transformers_cache(layers, layout.states, batch.states)
@@ -140,9 +140,7 @@ class UncachedAttention(AttentionBackend[dict[str, Any]]):
 
 
 ATTENTION_FACTORIES: Final = (
-    AttentionFactory(
-        CascadeAttention, lambda store: CascadeAttention(store, 4), uses_interface=True
-    ),
+    AttentionFactory(CascadeAttention, lambda pool: CascadeAttention(pool, 4), uses_interface=True),
     AttentionFactory(GatherAttention, GatherAttention),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""

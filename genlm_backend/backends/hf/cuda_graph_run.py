@@ -16,11 +16,11 @@ from genlm_backend.attention.forward_batch import ForwardBatch
 from genlm_backend.attention.torch.slot_layer import Pair, SlotLayer
 from genlm_backend.attention.torch.torch_batch_states import transformers_cache
 from genlm_backend.backends.hf.decode_ops import DecodeOps, decode_ops_for
-from genlm_backend.backends.hf.decode_tables import DecodeShape, DecodeTables, Stretches
+from genlm_backend.backends.hf.decode_tables import DecodeShape, DecodeTables, Extents
 from genlm_backend.prefix.kv_pool import KVPool
 
 
-class UnrecordableError(RuntimeError):
+class NotCapturableError(RuntimeError):
     """A pass that does something of which the next one may need another version."""
 
     window: int | None = None
@@ -32,18 +32,18 @@ class DecodeArrays:
 
     def __init__(self, shape: DecodeShape, device: torch.device) -> None:
         self.shape = shape
-        rows, num_readers = shape.rows, shape.rows * shape.pieces
+        rows, num_readers = shape.rows, shape.rows * shape.splits
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (rows,),
             "positions": (rows,),
             "slot_mapping": (rows,),
             "readers": (num_readers,),
-            "pieces": (rows, shape.pieces),
+            "splits": (rows, shape.splits),
             "slot_starts": (rows,),
             "slot_counts": (rows,),
-            "bounds": (shape.stretches + 1,),
-            "starts": (shape.stretches + 1,),
-            "sizes": (shape.stretches,),
+            "bounds": (shape.extents + 1,),
+            "starts": (shape.extents + 1,),
+            "sizes": (shape.extents,),
             "recent": (rows, shape.window),
             "recent_starts": (rows,),
             "recent_counts": (rows,),
@@ -66,7 +66,7 @@ class DecodeArrays:
             dtype = torch.from_numpy(own).dtype
             self.arrays[name] = self._on_device[start:stop].view(dtype).view(own.shape)
         self._numbers["recent_starts"][:] = np.arange(rows) * shape.window
-        self._shared: Stretches | None = None  # of the step before
+        self._shared: Extents | None = None  # of the step before
         self._slots_at = ends["slots"][0]
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -92,37 +92,37 @@ class DecodeArrays:
         starts[0], starts[num_rows:] = 0, 0
         tables.counts[:-1].cumsum(out=starts[1:num_rows])
         into["slots"][:num_slots] = tables.slots
-        if shape.pieces and tables.shared is not self._shared:
-            self._fill_stretches(tables.shared, num_rows)
+        if shape.splits and tables.shared is not self._shared:
+            self._fill_extents(tables.shared, num_rows)
             self._shared = tables.shared
         end = self._slots_at + into["slots"].itemsize * num_slots
         self._on_device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._on_device.device))
 
-    def _fill_stretches(self, shared: Stretches, num_rows: int) -> None:
-        into, num_pieces = self._numbers, shared.pieces.shape[1]
-        pieces, num_readers = into["pieces"], len(shared.readers)
-        pieces[:num_rows, :num_pieces], pieces[:, num_pieces:] = shared.pieces, -1
-        pieces[num_rows:, :num_pieces] = shared.pieces[0]
+    def _fill_extents(self, shared: Extents, num_rows: int) -> None:
+        into, num_splits = self._numbers, shared.splits.shape[1]
+        splits, num_readers = into["splits"], len(shared.readers)
+        splits[:num_rows, :num_splits], splits[:, num_splits:] = shared.splits, -1
+        splits[num_rows:, :num_splits] = shared.splits[0]
         into["readers"][:num_readers], into["readers"][num_readers:] = shared.readers, 0
-        num_stretches, bounds = len(shared.starts), into["bounds"]
+        num_extents, bounds = len(shared.starts), into["bounds"]
         for name, numbers in (("starts", shared.starts), ("sizes", shared.sizes)):
-            into[name][:num_stretches], into[name][num_stretches:] = numbers, 0
+            into[name][:num_extents], into[name][num_extents:] = numbers, 0
         bounds[0] = 0
-        bounds[1 : num_stretches + 1] = shared.num_readers.cumsum()
-        bounds[num_stretches + 1 :] = bounds[num_stretches]
+        bounds[1 : num_extents + 1] = shared.num_readers.cumsum()
+        bounds[num_extents + 1 :] = bounds[num_extents]
 
 
 @final
 class CudaGraphRun:
     """The attention of a decode step, as layers of a model of transformers call it."""
 
-    attends_otherwise = UnrecordableError
+    attends_otherwise = NotCapturableError
 
-    def __init__(self, store: KVPool, arrays: DecodeArrays, max_prefix_len: int) -> None:
-        self._store, self._arrays, self._max_prefix_len = store, arrays, max_prefix_len
-        numbers = range(len(store.layout.layers))
+    def __init__(self, pool: KVPool, arrays: DecodeArrays, max_prefix_len: int) -> None:
+        self._pool, self._arrays, self._max_prefix_len = pool, arrays, max_prefix_len
+        numbers = range(len(pool.layout.layers))
         self._layers = [
             SlotLayer(max_prefix_len, partial(self._take, number)) for number in numbers
         ]
@@ -136,14 +136,14 @@ class CudaGraphRun:
         return {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
-            "cache": transformers_cache(self._layers, self._store.layout.states, None),
+            "cache": transformers_cache(self._layers, self._pool.layout.states, None),
             "use_cache": True,
         }
 
     def _take(self, layer: int, keys: Tensor, values: Tensor) -> Pair:
         """Take new keys and values of a layer, ``[B, key_heads, 1, dim]``, before its query."""
         if self._new is not None:
-            raise UnrecordableError("a layer has attended elsewhere")
+            raise NotCapturableError("a layer has attended elsewhere")
         self._new = layer, keys, values
         return keys, values
 
@@ -153,12 +153,12 @@ class CudaGraphRun:
         if is_causal:
             return None
         if window is None or not _is_window(allows, window):
-            raise UnrecordableError("a layer attends to a part of what is before it")
+            raise NotCapturableError("a layer attends to a part of what is before it")
         if window > self._max_prefix_len:
             self.most_tokens = min(self.most_tokens, window)
             return None
         if window != self._arrays.shape.window:
-            error = UnrecordableError("a layer has a window")
+            error = NotCapturableError("a layer has a window")
             if not self._arrays.shape.window:
                 error.window = window
             raise error
@@ -178,32 +178,32 @@ class CudaGraphRun:
         """Return outputs of attention: ``[B, 1, heads, dim]``; see ``TorchCascadeRun.attended``."""
         num_rows, num_heads, num_new, dim = query.shape
         if self._new is None or softcap is not None:
-            raise UnrecordableError("a layer attends in a way of its own")
+            raise NotCapturableError("a layer attends in a way of its own")
         has_window = mask is not None
         if num_new > 1 or (has_window and not any(mask is own for own in self._windowed)):
-            raise UnrecordableError("a layer has a mask, or several new tokens")
+            raise NotCapturableError("a layer has a mask, or several new tokens")
         (layer, *new), self._new = self._new, None
-        layout, arrays = self._store.layout.layers[layer], self._arrays.arrays
+        layout, arrays = self._pool.layout.layers[layer], self._arrays.arrays
         num_key_heads = layout.num_key_heads
         group_size = num_heads // num_key_heads
-        operators = decode_ops_for(query.device, query.dtype, dim, group_size)
-        (codes,) = self._store.codes[layer]
+        ops = decode_ops_for(query.device, query.dtype, dim, group_size)
+        (codes,) = self._pool.codes[layer]
         is_kept_so = new[0].dtype is codes.dtype and layout.width == 2 * num_key_heads * dim
-        if operators is None or not is_kept_so:
-            raise UnrecordableError("there are no operators for heads of this kind")
-        operators.write(new[0], new[1], arrays["slot_mapping"], codes)
+        if ops is None or not is_kept_so:
+            raise NotCapturableError("there are no operators for heads of this kind")
+        ops.write(new[0], new[1], arrays["slot_mapping"], codes)
         queries = query.reshape(num_rows, num_heads, dim)
         of_parts, name = None, "recent" if has_window else "slot"
-        if self._arrays.shape.pieces and not has_window:
-            of_parts = self._in_stretches(operators, queries, codes, num_key_heads, scale)
-        found = operators.in_slots(
+        if self._arrays.shape.splits and not has_window:
+            of_parts = self._in_extents(ops, queries, codes, num_key_heads, scale)
+        found = ops.in_slots(
             queries,
             codes,
             arrays["recent"].view(-1) if has_window else arrays["slots"],
             arrays[f"{name}_starts"],
             arrays[f"{name}_counts"],
             of_parts,
-            arrays["pieces"],
+            arrays["splits"],
             sinks,
             scale,
             num_key_heads,
@@ -211,23 +211,18 @@ class CudaGraphRun:
         self.num_attended += 1
         return found.unsqueeze(1)
 
-    def _in_stretches(
-        self,
-        operators: DecodeOps,
-        queries: Tensor,
-        codes: Tensor,
-        num_key_heads: int,
-        scale: float,
+    def _in_extents(
+        self, ops: DecodeOps, queries: Tensor, codes: Tensor, num_key_heads: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend to stretches in place, the heads of a group as queries of their own."""
+        """Attend to extents in place, the heads of a group as queries of their own."""
         arrays = self._arrays.arrays
         num_rows, num_heads, dim = queries.shape
         group_size = num_heads // num_key_heads
         if group_size not in self._bounds:
             self._bounds[group_size] = arrays["bounds"] * group_size
         keys, values = codes.chunk(2, 1)
-        return operators.in_stretches(
-            operators.grouped(queries, arrays["readers"], num_key_heads),
+        return ops.in_extents(
+            ops.grouped(queries, arrays["readers"], num_key_heads),
             keys.unflatten(1, (num_key_heads, dim)),
             values.unflatten(1, (num_key_heads, dim)),
             self._bounds[group_size],

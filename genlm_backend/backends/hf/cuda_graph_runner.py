@@ -1,8 +1,8 @@
-"""CudaGraphRunner: decode steps recorded as CUDA graphs, one for each shape of their tables.
+"""CudaGraphRunner: decode steps captured as CUDA graphs, one for each shape of their tables.
 
 A pass of one token for each row is a thousand launches, each of which takes the processor longer
-than a GPU computes. Recorded, they are one launch. What a pass depends on is then on the device, in
-tables of a fixed shape; what would depend on anything else runs as ever.
+than a GPU computes. Captured, they are one launch. What a pass depends on is then on the device, in
+tables of a fixed shape; what would depend on anything else runs eagerly.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ from genlm_backend.attention.cached_prefixes import CachedPrefixes
 from genlm_backend.attention.forward_batch import ForwardBatch
 from genlm_backend.backends.hf.attention_interface import dispatched_to
 from genlm_backend.backends.hf.cascade_attention import CascadeAttention
-from genlm_backend.backends.hf.cuda_graph_run import (
-    CudaGraphRun,
-    DecodeArrays,
-    UnrecordableError,
-)
+from genlm_backend.backends.hf.cuda_graph_run import CudaGraphRun, DecodeArrays, NotCapturableError
 from genlm_backend.backends.hf.decode_ops import decode_ops_for
 from genlm_backend.backends.hf.decode_tables import DecodeShape, DecodeTables
 from genlm_backend.backends.hf.forward_names import cache_argument
@@ -40,29 +36,29 @@ from genlm_backend.runtime.memory import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 MAX_SLOTS: Final = 1 << 20
-"""Tokens that a recorded pass may read slot by slot."""
+"""Tokens that a captured pass may read slot by slot."""
 
 MAX_GRAPHS: Final = 64
-"""Passes that are recorded; then all are forgotten, and those recorded that are met again."""
+"""Passes that are captured; then all are forgotten, and those captured that are met again."""
 
 MIN_SEEN: Final = 2
-"""Steps of some number of rows from which on one is recorded, which takes as long as a few."""
+"""Steps of some number of rows from which on one is captured, which takes as long as a few."""
 
 MIN_SEEN_AGAIN: Final = 8
-"""The same if a pass of more rows has been recorded, which is as good, but slower."""
+"""The same if a pass of more rows has been captured, which is as good, but slower."""
 
 MAX_ERRORS: Final = 2
-"""Errors of recording, or of replays, after which it is left alone."""
+"""Errors of captures, or of replays, after which it is left alone."""
 
 FARTHEST: Final = 0.25
-"""Distance of a recorded pass's logits from those of the same pass as it runs, over their size."""
+"""Distance of a captured pass's logits from those of the same pass as it runs, over their size."""
 # Rounding of bfloat16 alone makes 0.09 of a small model's rows together, and 0.49 of one of them.
 
 
 @final
 @dataclass(slots=True, eq=False)
 class CapturedGraph:
-    """A recorded pass of some shape."""
+    """A captured pass of some shape."""
 
     arrays: DecodeArrays
     most_tokens: float
@@ -70,7 +66,7 @@ class CapturedGraph:
     logits: torch.Tensor  # [rows, model_vocab]
 
     def replay(self, tables: DecodeTables, batch: ForwardBatch) -> torch.Tensor:
-        """Run a recorded pass; the next replay overwrites its logits, ``[B, model_vocab]``."""
+        """Run a captured pass; the next replay overwrites its logits, ``[B, model_vocab]``."""
         self.arrays.fill(tables, batch)
         self.run_again()
         return self.logits[: batch.num_rows]
@@ -79,7 +75,7 @@ class CapturedGraph:
 @final
 @dataclass(slots=True, eq=False)
 class _OfView:
-    """Recorded passes of a view."""
+    """Captured passes of a view."""
 
     tensors: list[torch.Tensor]
     pointers: list[int]
@@ -96,42 +92,42 @@ class _OfView:
 
 
 class ReplayPlan(NamedTuple):
-    """A decode step that may run recorded."""
+    """A decode step that may run captured."""
 
     tables: DecodeTables
-    recorded: CapturedGraph | None
+    captured: CapturedGraph | None
 
 
 @final
 class CudaGraphRunner:
-    """Recorded decode steps of a model, over a store of its keys and values."""
+    """Captured decode steps of a model, over a pool of its keys and values."""
 
-    def __init__(self, store: KVPool) -> None:
-        self._store = store
-        layers = store.layout.layers
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        layers = pool.layout.layers
         self.device = layers[0].device
         self._num_key_heads = layers[0].num_key_heads
         self._recorder = CudaGraphCapturer(self.device)
         self._views: weakref.WeakKeyDictionary[ModelView, _OfView | None] = (
             weakref.WeakKeyDictionary()
         )
-        # How often each number of rows has been met that no pass was recorded for.
+        # How often each number of rows has been met that no pass was captured for.
         self._num_seen: Counter[int] = Counter()
         self._alive: list[CapturedGraph] = []
         self._num_failed = 0
 
     @staticmethod
     def can_be(
-        model: Any, parameters: Collection[str], attention: AttentionBackend[Any], store: KVPool
+        model: Any, parameters: Collection[str], attention: AttentionBackend[Any], pool: KVPool
     ) -> bool:
-        """Whether decode steps can be recorded, as far as it shows before one runs."""
-        layers = store.layout.layers
+        """Whether decode steps can be captured, as far as it shows before one runs."""
+        layers = pool.layout.layers
         return (
             isinstance(attention, CascadeAttention)
             and "position_ids" in parameters
             and cache_argument(parameters) is not None
-            and store.is_exact
-            and not store.layout.states
+            and pool.is_exact
+            and not pool.layout.states
             and all(layer.key_dim == layer.value_dim for layer in layers)
             and len({layer.device for layer in layers}) == 1
             # They are compiled and tried here, and not when somebody waits for a step.
@@ -142,7 +138,7 @@ class CudaGraphRunner:
         )
 
     def forget(self) -> None:
-        """Forget all recorded passes: weights may be others, or anything else they depend on."""
+        """Forget all captured passes: weights may be others, or anything else they depend on."""
         # All at once: when one graph goes, torch frees memory that all graphs of its stream use.
         self._views.clear()
         self._alive.clear()
@@ -150,7 +146,7 @@ class CudaGraphRunner:
         self._num_failed = 0
 
     def plan(self, view: ModelView, batch: ForwardBatch) -> ReplayPlan | None:
-        """Return how a pass may run recorded; ``None`` if it runs eagerly."""
+        """Return how a pass may run captured; ``None`` if it runs eagerly."""
         if not batch.is_decode or batch.plan is None or batch.states is not None:
             return None
         own = self._of(view)
@@ -172,8 +168,8 @@ class CudaGraphRunner:
             if self._num_seen[shape.rows] > MIN_SEEN_AGAIN and shape not in own.failed:
                 found = None  # it is worth a pass of its own
         if found is not None:
-            recorded = own.by_shape[found]
-            return ReplayPlan(tables, recorded) if longest <= recorded.most_tokens else None
+            captured = own.by_shape[found]
+            return ReplayPlan(tables, captured) if longest <= captured.most_tokens else None
         if shape in own.failed or max(shape.tokens, shape.rows * shape.window) > MAX_SLOTS:
             return None
         return ReplayPlan(tables, None)
@@ -181,11 +177,11 @@ class CudaGraphRunner:
     def replayed(
         self, plan: ReplayPlan, view: ModelView, batch: ForwardBatch
     ) -> torch.Tensor | None:
-        """Replay the recorded pass; ``None`` if there is none, or it fails."""
-        if plan.recorded is None:
+        """Replay the captured pass; ``None`` if there is none, or it fails."""
+        if plan.captured is None:
             return None
         try:
-            found = plan.recorded.replay(plan.tables, batch)
+            found = plan.captured.replay(plan.tables, batch)
             self._num_failed = 0
             if self._is_as_it_was(view):  # looked at while the device computes
                 return found
@@ -193,7 +189,7 @@ class CudaGraphRunner:
             num_failed = self._num_failed + 1
             then = " until clear_cache()" if num_failed > MAX_ERRORS else ""
             logger.warning(
-                "a recorded decode step has failed, and runs as ever%s", then, exc_info=error
+                "a captured decode step has failed, and runs eagerly%s", then, exc_info=error
             )
             self.forget()
             self._num_failed = num_failed
@@ -212,37 +208,37 @@ class CudaGraphRunner:
         own.failed.add(shape)  # until it has been seen to be right
         slot_mapping, codes = batch.slot_mapping.numpy(), None
         try:
-            codes = self._store.take_rows(slot_mapping)  # a wrong recording writes wrong ones
-            recorded = self._recorded(plan, view, batch)
-            self._alive.append(recorded)
-            distance = _distance(recorded.replay(plan.tables, batch), logits)
-        except Exception as error:  # whatever third-party code does that cannot be recorded
+            codes = self._pool.take_rows(slot_mapping)  # a wrong capture writes wrong ones
+            captured = self._capture(plan, view, batch)
+            self._alive.append(captured)
+            distance = _distance(captured.replay(plan.tables, batch), logits)
+        except Exception as error:  # whatever third-party code does that cannot be captured
             if codes is not None:
-                self._store.put(slot_mapping, codes)
+                self._pool.put(slot_mapping, codes)
             self._note(own, view, shape, error)
             return
         if not distance <= FARTHEST:  # or NaN
-            self._store.put(slot_mapping, codes)
+            self._pool.put(slot_mapping, codes)
             logger.warning(
-                "decode steps of %s run as ever: a recorded one is %.2g off", shape, distance
+                "decode steps of %s run eagerly: a captured one is %.2g off", shape, distance
             )
         else:
             own.failed.discard(shape)
-            own.by_shape[shape] = recorded
-            if recorded.most_tokens < math.inf:
-                own.window = int(recorded.most_tokens)
+            own.by_shape[shape] = captured
+            if captured.most_tokens < math.inf:
+                own.window = int(captured.most_tokens)
         if len(self._alive) > MAX_GRAPHS:
             self._num_seen.clear()
             self.forget()
 
     def _note(self, own: _OfView, view: ModelView, shape: DecodeShape, error: Exception) -> None:
-        """Note why a pass was not recorded, and whether others are to be."""
-        if isinstance(error, UnrecordableError) and error.window is not None:
+        """Note why a pass was not captured, and whether others are to be."""
+        if isinstance(error, NotCapturableError) and error.window is not None:
             own.window = error.window  # with which it is tried again
             own.failed.discard(shape)
             return
         own.num_errors += 1
-        if isinstance(error, UnrecordableError) or own.num_errors > MAX_ERRORS:
+        if isinstance(error, NotCapturableError) or own.num_errors > MAX_ERRORS:
             self._views[view] = None
         if own.num_errors > MAX_ERRORS:
             logger.warning(
@@ -251,12 +247,12 @@ class CudaGraphRunner:
                 exc_info=error,
             )
         elif _is_for_memory(error):
-            logger.info("no memory is left to record decode steps of %s", shape)
+            logger.info("no memory is left to capture decode steps of %s", shape)
         else:
-            logger.info("decode steps of %s are not recorded: %s", shape, error, exc_info=error)
+            logger.info("decode steps of %s are not captured: %s", shape, error, exc_info=error)
 
     def _of(self, view: ModelView) -> _OfView | None:
-        """Return the recorded passes of a view; ``None`` if there can be none."""
+        """Return the captured passes of a view; ``None`` if there can be none."""
         if self._num_failed > MAX_ERRORS or _has_global_hooks():
             return None
         if view in self._views:
@@ -266,7 +262,7 @@ class CudaGraphRunner:
         has_memory = all(p or not t.numel() for p, t in zip(pointers, tensors, strict=True))
         if has_memory and not _has_hooks(view.module):
             memory = [tensor.untyped_storage() for tensor in tensors]
-            group_size = _group_size(view.module, self._store.layout.layers[0])
+            group_size = _group_size(view.module, self._pool.layout.layers[0])
             own = _OfView(tensors, pointers, memory, group_size)
         self._views[view] = own
         return own
@@ -279,7 +275,7 @@ class CudaGraphRunner:
         self.forget()
         return False
 
-    def _recorded(self, plan: ReplayPlan, view: ModelView, batch: ForwardBatch) -> CapturedGraph:
+    def _capture(self, plan: ReplayPlan, view: ModelView, batch: ForwardBatch) -> CapturedGraph:
         shape = plan.tables.shape
         arrays = DecodeArrays(shape, self.device)
         arrays.fill(plan.tables, batch)
@@ -296,15 +292,17 @@ class CudaGraphRunner:
             past=CachedPrefixes.none(rows),
             is_decode=True,
         )
-        max_prefix_len, num_layers = int(batch.prefix_lens.max()), len(self._store.layout.layers)
+        max_prefix_len, num_layers = int(batch.prefix_lens.max()), len(self._pool.layout.layers)
         most_tokens: list[float] = []
 
         def run() -> torch.Tensor:
-            step = CudaGraphRun(self._store, arrays, max_prefix_len)
+            step = CudaGraphRun(self._pool, arrays, max_prefix_len)
             with dispatched_to(step):
                 logits = view.logits(on_device, step.inputs(on_device))
             if step.num_attended != num_layers:
-                raise UnrecordableError("some layers do not attend by the function of their config")
+                raise NotCapturableError(
+                    "some layers do not attend by the function of their config"
+                )
             most_tokens.append(step.most_tokens)
             return logits.contiguous()
 
@@ -331,25 +329,25 @@ class CudaGraphCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        """Run a function twice, record the second run; return a replay function and the result."""
+        """Run a function twice, capture the second run; return a replay function and the result."""
         current = torch.cuda.current_stream(self._stream.device)
-        # A recording that fails leaves its stream the current one, but for the outer context.
+        # A capture that fails leaves its stream the current one, but for the outer context.
         with _RECORDING, torch.cuda.stream(current):
             self._stream.wait_stream(current)
             try:
                 with torch.cuda.stream(self._stream):
                     run()  # what is made once is not to be a part of it
                     try:
-                        graph, found = self._captured(run)
+                        graph, found = self._capture(run)
                     except torch.cuda.OutOfMemoryError:
                         torch.cuda.empty_cache()  # which no pool may use
-                        graph, found = self._captured(run)
+                        graph, found = self._capture(run)
             finally:  # or memory of its inputs would be had again too early
                 current.wait_stream(self._stream)
         # The next graph uses the memory of the result too.
         return graph.replay, _unowned(found)
 
-    def _captured(self, run: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
+    def _capture(self, run: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:

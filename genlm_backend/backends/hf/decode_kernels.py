@@ -14,33 +14,33 @@ from torch import Tensor
 
 
 @triton.jit
-def _with_piece(means, total, largest, values, sums):
-    """Add weighted means with the logarithms of their sums to those of earlier pieces."""
+def _with_split(means, total, largest, values, sums):
+    """Add weighted means with the logarithms of their sums to those of earlier splits."""
     now = tl.maximum(largest, sums)
     weights, kept = tl.exp(sums - now), tl.exp(largest - now)
     return means * kept[:, None] + values * weights[:, None], total * kept + weights, now
 
 
 @triton.jit
-def _with_pieces(
-    means, total, largest, values, sums, pieces, num_pieces, each, GROUP_SIZE: tl.constexpr,
+def _with_splits(
+    means, total, largest, values, sums, splits, num_splits, each, GROUP_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, is_query, is_value,
 ):  # fmt: skip
-    """Add the pieces of a row, by the number of its first query over the size of groups."""
-    for number in range(0, num_pieces):
-        piece = tl.load(pieces + number).to(tl.int64)
-        if piece >= 0:
-            at = piece * GROUP_SIZE + each
+    """Add the splits of a row, by the number of its first query over the size of groups."""
+    for number in range(0, num_splits):
+        split = tl.load(splits + number).to(tl.int64)
+        if split >= 0:
+            at = split * GROUP_SIZE + each
             own_sums = tl.load(sums + at, mask=is_query, other=0.0)
             own = tl.load(values + at[:, None] * WIDTH, mask=is_value, other=0.0).to(tl.float32)
-            means, total, largest = _with_piece(means, total, largest, own, own_sums)
+            means, total, largest = _with_split(means, total, largest, own, own_sums)
     return means, total, largest
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_pieces"])  # or each number is compiled for
+@triton.jit(do_not_specialize=["num_queries", "num_splits"])  # or each number is compiled for
 def _attend(
-    query, codes, slots, starts, counts, part_values, part_sums, pieces, sinks, found, scale, width,
-    num_queries, num_pieces, NUM_KEY_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    query, codes, slots, starts, counts, part_values, part_sums, splits, sinks, found, scale, width,
+    num_queries, num_splits, NUM_KEY_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     DIM: tl.constexpr, QUERIES: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -70,14 +70,14 @@ def _attend(
         means = means * kept[:, None] + added
         total = total * kept + tl.sum(weights, 1)
         largest = now
-    means, total, largest = _with_pieces(
+    means, total, largest = _with_splits(
         means, total, largest, part_values + head * DIM + dims[None, :],
-        part_sums + head * num_queries, pieces + row * num_pieces, num_pieces, each, GROUP_SIZE,
+        part_sums + head * num_queries, splits + row * num_splits, num_splits, each, GROUP_SIZE,
         NUM_KEY_HEADS * DIM, is_query, is_value,
     )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + head * GROUP_SIZE + each, mask=is_query, other=0.0).to(tl.float32)
-        means, total, largest = _with_piece(means, total, largest, tl.zeros_like(means), sink)
+        means, total, largest = _with_split(means, total, largest, tl.zeros_like(means), sink)
     to = found + own[:, None] * DIM + dims[None, :]
     tl.store(to, (means / total[:, None]).to(found.dtype.element_ty), mask=is_value)
 
@@ -89,7 +89,7 @@ def attend_in_slots(
     starts: Tensor,
     counts: Tensor,
     of_parts: tuple[Tensor, Tensor] | None,
-    pieces: Tensor,
+    splits: Tensor,
     sinks: Tensor | None,
     scale: float,
     num_key_heads: int,
@@ -104,7 +104,7 @@ def attend_in_slots(
     per_row = triton.next_power_of_2(max(1, len(slots) // num_rows))
     if of_parts is None:  # which nobody reads
         of_parts = query, query.new_empty((1, 1), dtype=torch.float32)
-        pieces = pieces[:, :0]
+        splits = splits[:, :0]
     values, sums = (part.contiguous() for part in of_parts)
     launch: Any = _attend[(num_rows, num_key_heads)]  # pyright: ignore[reportIndexIssue]
     with torch.cuda.device_of(query):  # or it is launched on the one that is current
@@ -116,13 +116,13 @@ def attend_in_slots(
             counts,
             values,
             sums,
-            pieces,
+            splits,
             query if sinks is None else sinks,
             found,
             scale,
             codes.stride(0),
             sums.shape[1],
-            pieces.shape[1],
+            splits.shape[1],
             NUM_KEY_HEADS=num_key_heads,
             GROUP_SIZE=group_size,
             DIM=dim,

@@ -1,4 +1,4 @@
-"""Operators of attention whose every number is on the device, so that a launch can be recorded.
+"""Operators of attention whose every number is on the device, so that a launch can be captured.
 
 For each type of elements, size of heads and size of groups, they are first tried on random numbers
 as decode steps call them: so none is trusted on a device that nobody has tested.
@@ -26,7 +26,7 @@ class DecodeOps(NamedTuple):
 
     # ``codes``, ``[num_slots, 2 * key_heads * dim]``, has keys and values. Heads of a group, which
     # share a head of keys, are queries of their own.
-    in_stretches: Callable[
+    in_extents: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]
     ]
     in_slots: Callable[
@@ -92,18 +92,18 @@ def decode_ops_for(
     if device.type not in DECODE_OPS:
         return None
     try:
-        operators = DECODE_OPS[device.type]()
-        own = operators, device, dtype, dim, group_size
+        ops = DECODE_OPS[device.type]()
+        own = ops, device, dtype, dim, group_size
         distances = [_distance(*own, has_sinks) for has_sinks in (False, True)]
     except Exception as error:  # whatever an operator raises of what it does not take
-        logger.info("decode steps of %s are not recorded", dtype, exc_info=error)
+        logger.info("decode steps of %s are not captured", dtype, exc_info=error)
         return None
     logger.debug("operators of decode steps of %s are %s off", dtype, distances)
-    return operators if max(distances) <= _ROUNDING else None
+    return ops if max(distances) <= _ROUNDING else None
 
 
 _STRETCHES: Final = (((0, 1, 3), 11, 700), ((2,), 720, 1), ((), 0, 0), ((1, 3), 800, 64))
-"""Stretches that operators are tried on: who reads each, its first slot and its size."""
+"""Extents that operators are tried on: who reads each, its first slot and its size."""
 
 _COUNTS: Final = (1, 40, 7, 130)
 """Tokens in slots of the rows that they are tried on."""
@@ -114,7 +114,7 @@ _NUM_KEY_HEADS: Final = 2
 
 @torch.inference_mode()
 def _distance(
-    operators: DecodeOps,
+    ops: DecodeOps,
     device: torch.device,
     dtype: torch.dtype,
     dim: int,
@@ -132,13 +132,13 @@ def _distance(
     sinks = numbers(_NUM_KEY_HEADS * group_size) if has_sinks else None
     slots = torch.randint(1, _NUM_SLOTS, (sum(_COUNTS),), generator=generator, dtype=torch.int64)
     scale = 0.7 * dim**-0.5  # another one than operators take by themselves
-    found = _attended(operators, device, query, codes, sinks, slots, scale).cpu().double()
+    found = _attended(ops, device, query, codes, sinks, slots, scale).cpu().double()
     expected = _by_formula(query.double(), codes.double(), sinks, slots, scale)
     return float((found - expected).abs().max().nan_to_num(torch.inf))
 
 
 def _attended(
-    operators: DecodeOps,
+    ops: DecodeOps,
     device: torch.device,
     query: Tensor,
     codes: Tensor,
@@ -154,14 +154,14 @@ def _attended(
         return torch.tensor(list(given), dtype=dtype, device=device)
 
     readers = [row for rows, _, _ in _STRETCHES for row in rows]
-    pieces = [[i for i, reader in enumerate(readers) if reader == row] for row in range(num_rows)]
+    splits = [[i for i, reader in enumerate(readers) if reader == row] for row in range(num_rows)]
     ends = accumulate((len(rows) * group_size for rows, _, _ in _STRETCHES), initial=0)
     on_device, table = query.to(device), torch.empty_like(codes, device=device)
     new = codes.to(device).view(_NUM_SLOTS, 2, _NUM_KEY_HEADS, 1, dim)
-    operators.write(new[:, 0], new[:, 1], integers(range(_NUM_SLOTS), torch.int64), table)
+    ops.write(new[:, 0], new[:, 1], integers(range(_NUM_SLOTS), torch.int64), table)
     keys, values = (part.unflatten(1, (_NUM_KEY_HEADS, dim)) for part in table.chunk(2, 1))
-    of_parts = operators.in_stretches(
-        operators.grouped(on_device, integers(readers), _NUM_KEY_HEADS),
+    of_parts = ops.in_extents(
+        ops.grouped(on_device, integers(readers), _NUM_KEY_HEADS),
         keys,
         values,
         integers(ends),
@@ -170,14 +170,14 @@ def _attended(
         num_rows * group_size,
         scale,
     )
-    return operators.in_slots(
+    return ops.in_slots(
         on_device,
         table,
         slots.to(device, torch.int32),
         integers(accumulate(_COUNTS[:-1], initial=0)),
         integers(_COUNTS),
         of_parts,
-        integers([*own, *[-1] * (3 - len(own))] for own in pieces),
+        integers([*own, *[-1] * (3 - len(own))] for own in splits),
         None if sinks is None else sinks.to(device),
         scale,
         _NUM_KEY_HEADS,
@@ -190,14 +190,14 @@ def _by_formula(
     """Return the means that operators are to return, in float64."""
     found: list[Tensor] = []
     for row, own in enumerate(slots.split(list(_COUNTS))):
-        stretches = [
+        extents = [
             torch.arange(start, start + size, dtype=torch.int64)
             for rows, start, size in _STRETCHES
             if row in rows
         ]
         keys, values = (
             part.unflatten(1, (_NUM_KEY_HEADS, -1))
-            for part in codes[torch.cat([own, *stretches])].chunk(2, 1)
+            for part in codes[torch.cat([own, *extents])].chunk(2, 1)
         )
         queries = query[row].unflatten(0, (_NUM_KEY_HEADS, -1))
         weights = (torch.einsum("hgd,nhd->hgn", queries, keys) * scale).exp()

@@ -1,6 +1,6 @@
-"""From the plan of a decode step to tables of a fixed shape, of which a recorded pass reads.
+"""From the plan of a decode step to tables of a fixed shape, of which a captured pass reads.
 
-Cached tokens are read in two ways: stretches of consecutive slots once for all rows that share
+Cached tokens are read in two ways: extents of consecutive slots once for all rows that share
 them; and each row's other tokens, with the new one, slot by slot. Layers with a window read the
 last tokens of each row slot by slot.
 """
@@ -20,33 +20,33 @@ from numpy.typing import NDArray
 from genlm_backend.attention.cached_prefixes import CachedPrefixes
 from genlm_backend.attention.cascade_plan import CascadePlan, SharedPrefix
 
-MAX_PIECES: Final = 32
-"""Stretches that a row may read."""
+MAX_SPLITS: Final = 32
+"""Extents that a row may read."""
 
 MAX_RUNS: Final = 16
-"""Runs of slots that a part may be read in as stretches; one in more is read slot by slot."""
+"""Runs of slots that a part may be read in as extents; one in more is read slot by slot."""
 
 NUM_BLOCKS: Final = 264
-"""Blocks of queries, by stretch and head, that keep a device busy: twice the multiprocessors of an
-H100. A long stretch is divided where there are fewer, which takes 26 us in place of 80 for 4,096
+"""Blocks of queries, by extent and head, that keep a device busy: twice the multiprocessors of an
+H100. A long extent is divided where there are fewer, which takes 26 us in place of 80 for 4,096
 tokens and one row there, and no more where rows are many."""
 
 QUERIES_OF_BLOCK: Final = 128
-"""Queries that the operator of stretches takes at once."""
+"""Queries that the operator of extents takes at once."""
 
 SHORTEST_SPLIT: Final = 128
-"""Tokens from which on a stretch is divided."""
+"""Tokens from which on an extent is divided."""
 
 MANY_READ: Final = 1 << 14
-"""Tokens, counted for each row that reads them, from which on they are read as a stretch: below, an
-H100 takes 9 us to read 128 tokens of 64 rows slot by slot, and 15 by stretches."""
+"""Tokens, counted for each row that reads them, from which on they are read as an extent: below, an
+H100 takes 9 us to read 128 tokens of 64 rows slot by slot, and 15 by extents."""
 
 LONG: Final = 512
-"""Tokens beyond which a few rows are faster by stretches as well."""
+"""Tokens beyond which a few rows are faster by extents as well."""
 
 FEW_SLOTS: Final = 64
-"""Tokens for each row that a recorded pass has room to read slot by slot, at least; room costs next
-to nothing, and a pass that is recorded again for want of it a tenth of a second."""
+"""Tokens for each row that a captured pass has room to read slot by slot, at least; room costs next
+to nothing, and a pass that is captured again for want of it a tenth of a second."""
 
 
 class DecodeShape(NamedTuple):
@@ -54,8 +54,8 @@ class DecodeShape(NamedTuple):
 
     rows: int
     tokens: int
-    pieces: int
-    stretches: int
+    splits: int
+    extents: int
     window: int = 0
 
     def holds(self, other: DecodeShape) -> bool:
@@ -68,14 +68,14 @@ class DecodeShape(NamedTuple):
 
 
 @final
-class Stretches(NamedTuple):
-    """Tables of what the rows of a decode step read as stretches, and what else they share."""
+class Extents(NamedTuple):
+    """Tables of what the rows of a decode step read as extents, and what else they share."""
 
     starts: NDArray[np.int64]  # [S] int64
     sizes: NDArray[np.int64]  # [S] int64
     readers: NDArray[np.int64]  # [N] int64
     num_readers: NDArray[np.int64]  # [S] int64
-    pieces: NDArray[np.int64]  # [B, pieces] int64
+    splits: NDArray[np.int64]  # [B, splits] int64
     apart: tuple[SharedPrefix, ...]  # read slot by slot
 
 
@@ -85,7 +85,7 @@ class DecodeTables(NamedTuple):
 
     slots: NDArray[np.int64]  # [tokens] int64
     counts: NDArray[np.int64]  # [B] int64
-    shared: Stretches
+    shared: Extents
     recent: NDArray[np.int64]  # [B, window] int64
     num_recent: NDArray[np.int64]  # [B] int64
 
@@ -100,7 +100,7 @@ class DecodeTables(NamedTuple):
         window: int = 0,
     ) -> DecodeTables:
         num_rows = len(slot_mapping)
-        shared = _stretches_of(plan.prefixes, num_rows, group_size, num_key_heads)
+        shared = _extents_of(plan.prefixes, num_rows, group_size, num_key_heads)
         slots, counts = _slot_by_slot(plan, shared.apart, slot_mapping)
         recent = np.empty((num_rows, window), np.int64)
         if window:
@@ -110,24 +110,24 @@ class DecodeTables(NamedTuple):
 
     @property
     def shape(self) -> DecodeShape:
-        """The smallest of the shapes that passes are recorded for, in which the tables fit."""
+        """The smallest of the shapes that passes are captured for, in which the tables fit."""
         num_rows = _rounded_rows(len(self.counts))
         per_row = FEW_SLOTS
         while num_rows * per_row < len(self.slots):
             per_row *= 8
-        pieces, starts = self.shared.pieces, self.shared.starts
-        num_pieces = pieces.shape[1] and _power_of_two(pieces.shape[1])
-        # The operator launches blocks for each stretch that there is room for.
-        most = num_rows * num_pieces
+        splits, starts = self.shared.splits, self.shared.starts
+        num_splits = splits.shape[1] and _power_of_two(splits.shape[1])
+        # The operator launches blocks for each extent that there is room for.
+        most = num_rows * num_splits
         room = next((size for size in (4, 16, 64) if len(starts) <= size), most)
-        num_stretches, window = min(most, room), self.recent.shape[1]
-        return DecodeShape(num_rows, num_rows * per_row, num_pieces, num_stretches, window)
+        num_extents, window = min(most, room), self.recent.shape[1]
+        return DecodeShape(num_rows, num_rows * per_row, num_splits, num_extents, window)
 
 
 @functools.lru_cache(maxsize=8)
-def _stretches_of(
+def _extents_of(
     prefixes: tuple[SharedPrefix, ...], num_rows: int, group_size: int, num_key_heads: int
-) -> Stretches:
+) -> Extents:
     """Return how rows read parts, which are the same in most steps as in the step before."""
     in_place: list[tuple[SharedPrefix, list[tuple[int, int]]]] = []
     apart: list[SharedPrefix] = []
@@ -138,18 +138,18 @@ def _stretches_of(
             apart.append(prefix)
         else:
             in_place.append((prefix, runs))
-    stretches = _divided(in_place, group_size, num_key_heads)
-    pieces = _pieces(stretches, num_rows)
-    if pieces.shape[1] > MAX_PIECES:
-        stretches = [(prefix.rows, *run) for prefix, runs in in_place for run in runs]
-        pieces = _pieces(stretches, num_rows)
-    readers = [rows for rows, _, _ in stretches]
-    return Stretches(
-        np.array([start for _, start, _ in stretches], np.int64),
-        np.array([size for _, _, size in stretches], np.int64),
+    extents = _divided(in_place, group_size, num_key_heads)
+    splits = _splits(extents, num_rows)
+    if splits.shape[1] > MAX_SPLITS:
+        extents = [(prefix.rows, *run) for prefix, runs in in_place for run in runs]
+        splits = _splits(extents, num_rows)
+    readers = [rows for rows, _, _ in extents]
+    return Extents(
+        np.array([start for _, start, _ in extents], np.int64),
+        np.array([size for _, _, size in extents], np.int64),
         np.concatenate(readers) if readers else np.empty(0, np.int64),
         np.array([len(rows) for rows in readers], np.int64),
-        pieces,
+        splits,
         tuple(apart),
     )
 
@@ -159,7 +159,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _rounded_rows(number: int) -> int:
-    """Return the number of rows of a recorded pass for so many, a third more at most beyond 16."""
+    """Return the number of rows of a captured pass for so many, a third more at most beyond 16."""
     power = _power_of_two(number)
     return 3 * power // 4 if power > 16 and number <= 3 * power // 4 else power
 
@@ -173,9 +173,9 @@ def _runs(slots: NDArray[np.int64]) -> list[tuple[int, int]]:
     return list(zip(slots[starts].tolist(), sizes.tolist(), strict=True))
 
 
-def num_stretches(size: int, num_rows: int, num_blocks: int) -> int:
-    """Return in how many stretches a run of slots is read."""
-    # What stretches find is merged row by row, so their number pays as the root of the tokens per
+def num_extents(size: int, num_rows: int, num_blocks: int) -> int:
+    """Return in how many extents a run of slots is read."""
+    # What extents find is merged row by row, so their number pays as the root of the tokens per
     # row: within a fifth of the fastest, for 1 to 1,024 rows and 32 to 32,768 tokens (H100).
     most = min(16, NUM_BLOCKS // max(1, num_blocks), size // SHORTEST_SPLIT)
     return max(1, min(most, math.isqrt(size // num_rows)))
@@ -186,7 +186,7 @@ def _divided(
     group_size: int,
     num_key_heads: int,
 ) -> list[tuple[NDArray[np.int64], int, int]]:
-    """Return stretches, long ones divided so that a device is busy: rows, first slot, size."""
+    """Return extents, long ones divided so that a device is busy: rows, first slot, size."""
     num_blocks = sum(
         num_key_heads * -(-len(prefix.rows) * group_size // QUERIES_OF_BLOCK) * len(runs)
         for prefix, runs in prefixes
@@ -194,7 +194,7 @@ def _divided(
     found: list[tuple[NDArray[np.int64], int, int]] = []
     for prefix, runs in prefixes:
         for start, size in runs:
-            count = num_stretches(size, len(prefix.rows), num_blocks)
+            count = num_extents(size, len(prefix.rows), num_blocks)
             bounds = [start + size * i // count for i in range(count + 1)]
             found += [
                 (prefix.rows, first, stop - first) for first, stop in itertools.pairwise(bounds)
@@ -202,23 +202,23 @@ def _divided(
     return found
 
 
-def _pieces(
-    stretches: Sequence[tuple[NDArray[np.int64], int, int]], num_rows: int
+def _splits(
+    extents: Sequence[tuple[NDArray[np.int64], int, int]], num_rows: int
 ) -> NDArray[np.int64]:
-    """Return which of the readers of all stretches each row is: ``[B, pieces]``, -1 for none."""
-    if not stretches:
+    """Return which of the readers of all extents each row is: ``[B, splits]``, -1 for none."""
+    if not extents:
         return np.empty((num_rows, 0), np.int64)
-    if all(len(rows) == num_rows for rows, _, _ in stretches):  # as a rule: all read all
-        first = np.arange(len(stretches)) * num_rows
+    if all(len(rows) == num_rows for rows, _, _ in extents):  # as a rule: all read all
+        first = np.arange(len(extents)) * num_rows
         return first + np.arange(num_rows)[:, None]
-    readers = np.concatenate([rows for rows, _, _ in stretches])
+    readers = np.concatenate([rows for rows, _, _ in extents])
     order = np.argsort(readers, kind="stable")
     rows = readers[order]
     counts = np.bincount(readers, minlength=num_rows)
     column = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
-    pieces = np.full((num_rows, counts.max()), -1, np.int64)
-    pieces[rows, column] = order
-    return pieces
+    splits = np.full((num_rows, counts.max()), -1, np.int64)
+    splits[rows, column] = order
+    return splits
 
 
 def _slot_by_slot(

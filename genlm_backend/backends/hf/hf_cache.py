@@ -85,12 +85,12 @@ def hf_prefix_cache(
             f"kv_cache_bytes={budget} has no room for one token, which takes "
             f"{layout.bytes_per_slot} bytes beside as many that stay free; 0 keeps nothing"
         )
-    states = host_states = host_store = None
+    states = host_states = host_pool = None
     if of_states:
         with _fits("state_cache_bytes", of_states):
             states = StatePool(layout.states, of_states // size)
     with _fits("kv_cache_bytes", wanted.kv_cache_bytes):
-        store = KVPool(layout, num_slots)
+        pool = KVPool(layout, num_slots)
     if host and layout.devices == {"cpu"}:
         warnings.warn(
             "host_cache_bytes gains nothing here, since all that is kept is in the "
@@ -104,13 +104,13 @@ def hf_prefix_cache(
         if num_host_states:
             host_states = StatePool(layout.states.on_host(), num_host_states, pins)
         if num_host_slots:
-            host_store = KVPool(layout.on_host(), num_host_slots, pins)
+            host_pool = KVPool(layout.on_host(), num_host_slots, pins)
     return PrefixCache(
         runner,
-        support.attention(store),
-        store,
+        support.attention(pool),
+        pool,
         num_slots,
-        host_store,
+        host_pool,
         num_host_slots,
         states,
         host_states,

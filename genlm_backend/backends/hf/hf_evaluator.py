@@ -87,20 +87,23 @@ class HFEvaluator(LocalEvaluator):
         self.scheduler.pads = support.pads
         self.scheduler.needs_equal_lengths = support.needs_equal_lengths
         self.scheduler.takes_several_tokens = support.takes_several_tokens
-        self.scheduler.attend_whole, self.scheduler.cache.layout = UncachedAttention(layout), layout
+        self.scheduler.uncached_attention, self.scheduler.cache.layout = (
+            UncachedAttention(layout),
+            layout,
+        )
         self._attention = support.attention
         cache = hf_prefix_cache(runner, support, layout, self._options)
         if cache is not None:
             self.scheduler.use_cache(cache)
-            given = runner.model, runner.parameters, cache.attention, cache.store
+            given = runner.model, runner.parameters, cache.attention, cache.pool
             if not support.needs_equal_lengths and CudaGraphRunner.can_be(*given):
-                runner.graphs = CudaGraphRunner(cache.store)
+                runner.graphs = CudaGraphRunner(cache.pool)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
         return EvaluatorInfo(
             vocab_size=width,
             max_length=self._max_length,
             num_slots=self.scheduler.tree.num_slots if self.scheduler.cache.keeps else None,
-            num_states=self.scheduler.cache.state_store.num_states or None,
+            num_states=self.scheduler.cache.state_pool.num_states or None,
             num_host_slots=self.scheduler.tree.host_slots.num_slots or None,
             kv_cache_dtype=self._options.kv_cache_dtype,
             device=str(runner.device),

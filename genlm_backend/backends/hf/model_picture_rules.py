@@ -119,17 +119,17 @@ def _in_steps(
     ids: list[int],
 ) -> torch.Tensor:
     stop, size = pictures.num_tokens, len(ids)
-    store = KVPool(layout, size)
+    pool = KVPool(layout, size)
     slots = range(1, stop + 1)
     runner.forward(
-        [TokenChunk(ids[:stop])], MultimodalPrefillAttention(pictures, layout, store, slots, stop)
+        [TokenChunk(ids[:stop])], MultimodalPrefillAttention(pictures, layout, pool, slots, stop)
     )
     opening = torch.tensor([ids[:stop]], dtype=torch.int64)
     _, shift = positions_of(runner.model, opening, pictures)
     behind = TokenChunk(
         ids[stop:], range(stop + 1, size + 1), range(size - stop - _NUM_ROWS, size - stop), shift
     )
-    return row_of(runner.forward(pack([behind], paths_of([slots])), attention(store)))
+    return row_of(runner.forward(pack([behind], paths_of([slots])), attention(pool)))
 
 
 @torch.inference_mode()

@@ -183,16 +183,16 @@ class PrefixFiles:
             )
         cache, nodes = self._passes.cache, self._passes.tree.nodes
         resumed = cache.resumed(node)
-        states = [state.cpu() for state in cache.state_store.read(nodes.state[[resumed]])]
+        states = [state.cpu() for state in cache.state_pool.read(nodes.state[[resumed]])]
         num_resumed = int(nodes.depth[resumed])
         prefix = Prefix(tuple(query.context), cache.codes_of(node), states, num_resumed)
-        save(path, prefix, self._fingerprint(query.adapter), cache.store.layout)
+        save(path, prefix, self._fingerprint(query.adapter), cache.pool.layout)
 
     def load(self, path: str, adapter: Adapter | None, max_length: int | None) -> Sequence[int]:
         """Put the keys and values of a file into the cache; return its tokens."""
         self.check_can_keep(0)
         cache = self._passes.cache
-        prefix = load(Path(path), self._fingerprint(adapter), cache.store.layout)
+        prefix = load(Path(path), self._fingerprint(adapter), cache.pool.layout)
         ids, width = prefix.token_ids, vocab_width(self._passes.runner.model)
         if not ids or not 0 <= min(ids) <= max(ids) < width:
             raise PrefixFileError(f"{path} has no tokens, or such as the model has not")
@@ -228,4 +228,4 @@ class PrefixFiles:
                 known = self._digests[wanted] = state, weights_digest(view)
             return known[1]
 
-        return Fingerprint.of(model, digest(None), digest(adapter), self._passes.cache.store.layout)
+        return Fingerprint.of(model, digest(None), digest(adapter), self._passes.cache.pool.layout)

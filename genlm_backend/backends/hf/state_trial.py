@@ -1,6 +1,6 @@
 """Passes of a trial, of contexts in no tree: what they have cached, and recurrent states.
 
-They are those of any library: a runner makes the states of a pass, and a store keeps them.
+They are those of any library: a runner makes the states of a pass, and a pool keeps them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
 from genlm_backend.scheduling.forwards import Runner
 
 NUM_STATES: Final = 16
-"""States of a store that are enough for all passes of a trial."""
+"""States of a pool that are enough for all passes of a trial."""
 
 _TIMES: Final = 20
 """Rows so many times farther off than others are computed in another way, beyond rounding."""

@@ -81,12 +81,12 @@ def difference_of(
     long, short = expected.long, expected.short
     wanted = expected.long_row, expected.short_row, expected.long_row
     if layout.states:
-        store = KVPool(layout, 4 * (len(long) + len(short)))
+        pool = KVPool(layout, 4 * (len(long) + len(short)))
         states = StatePool(layout.states, NUM_STATES)
-        trial = StateTrial(runner, states, factory.probing(store))
+        trial = StateTrial(runner, states, factory.probing(pool))
         return trial.found(long, short, *wanted[:2], rounding(dtype_of(layout)))
-    store = KVPool(layout, len(long) + len(short) + 2)
-    rows = rows_from_slots(runner, factory.probing(store), long, short)
+    pool = KVPool(layout, len(long) + len(short) + 2)
+    rows = rows_from_slots(runner, factory.probing(pool), long, short)
     return farthest(map(distance, rows, wanted)), True
 
 

@@ -122,7 +122,7 @@ _NEVER_SPLIT: Final = 1e6
 
 
 @final
-class CellStore:
+class CellPool:
     """The store of a prefix cache whose keys and values llama.cpp keeps."""
 
     layout = KVLayout()
@@ -266,7 +266,7 @@ class LlamaEvaluator(LocalEvaluator):
         num_slots, passes, num_states = self._num_slots, self.scheduler, self._counts.num_states
         of_token, of_state = self._support.bytes_per_token, self._support.bytes_per_state
         if num_slots:
-            store: Any = CellStore(of_token)
+            pool: Any = CellPool(of_token)
             states: Any = None
             if of_state:
                 context = self._context
@@ -281,7 +281,7 @@ class LlamaEvaluator(LocalEvaluator):
                 PrefixCache(
                     self._runner,
                     LlamaCppAttention(),
-                    store,
+                    pool,
                     num_slots,
                     states=states,
                     budgets=Budgets(self._wanted_bytes or made, 0, num_states * of_state),

@@ -124,10 +124,10 @@ class MlxCascadeAttention(AttentionBackend[Caches]):
     """Attends to each shared stretch of cached tokens once; without one, MLX attends to copies."""
 
     def __init__(
-        self, store: MlxKVPool, few_tokens: int = FEW_TOKENS, makes_arrays: bool = False
+        self, pool: MlxKVPool, few_tokens: int = FEW_TOKENS, makes_arrays: bool = False
     ) -> None:
-        self._store, self._few_tokens, self._makes_arrays = store, few_tokens, makes_arrays
-        self._gathered = MlxGatherAttention(store)
+        self._pool, self._few_tokens, self._makes_arrays = pool, few_tokens, makes_arrays
+        self._gathered = MlxGatherAttention(pool)
         self._dispatch: tuple[Any, Dispatch] | None = None
         self._last: LastArrays | None = None
 
@@ -145,9 +145,9 @@ class MlxCascadeAttention(AttentionBackend[Caches]):
             return
         if self._dispatch is None or self._dispatch[0] is not model:
             self._dispatch = model, Dispatch(model)
-        shared = MlxCascadeRun(self._store, batch, plan, last, self._makes_arrays)
+        shared = MlxCascadeRun(self._pool, batch, plan, last, self._makes_arrays)
         offset = offset_of(batch)
-        own = [_SharedLayer(self._store, i, offset, shared) for i in range(len(self._store.shapes))]
+        own = [_SharedLayer(self._pool, i, offset, shared) for i in range(len(self._pool.shapes))]
         states: Any = batch.states
         with self._dispatch[1].in_place():
             yield caches_of(model, own, states)
@@ -160,18 +160,18 @@ class MlxCascadeAttention(AttentionBackend[Caches]):
 class MlxCascadeRun(CascadeRun[mx.array]):
     """The attention of one forward pass, as layers of a model of mlx-lm call it."""
 
-    operators = MLX
+    ops = MLX
     attends_otherwise = staticmethod(mlx_attends_otherwise)
 
     def __init__(
         self,
-        store: MlxKVPool,
+        pool: MlxKVPool,
         batch: ForwardBatch,
         plan: CascadePlan,
         last: LastArrays | None,
         makes_arrays: bool = False,
     ) -> None:
-        super().__init__(store, batch, plan, last)
+        super().__init__(pool, batch, plan, last)
         self._makes_arrays = makes_arrays
         self._given: dict[int | None, mx.array] = {}
         self._numbers: set[int] = set()  # of the layers whose keys and values have come
@@ -225,7 +225,7 @@ GATHERED: Final = AttentionFactory(MlxGatherAttention, MlxGatherAttention)
 _BY_GROUP: Final = partial(MlxGatherAttention, by_group=True)
 MLX_ATTENTION_FACTORIES: Final = (
     AttentionFactory(
-        MlxCascadeAttention, lambda store: MlxCascadeAttention(store, 0, True), uses_interface=True
+        MlxCascadeAttention, lambda pool: MlxCascadeAttention(pool, 0, True), uses_interface=True
     ),
     GATHERED,
     AttentionFactory(_BY_GROUP, _BY_GROUP),

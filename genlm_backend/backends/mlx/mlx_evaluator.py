@@ -101,7 +101,7 @@ class MlxEvaluator(LocalEvaluator):
             vocab_size=support.vocab_size,
             max_length=self._max_length,
             num_slots=self.scheduler.tree.num_slots if self.scheduler.cache.keeps else None,
-            num_states=self.scheduler.cache.state_store.num_states or None,
+            num_states=self.scheduler.cache.state_pool.num_states or None,
             device="cpu",  # where rows are
             takes_adapters=True,
             scores=support.pads or self.scheduler.cache.keeps,
@@ -173,11 +173,11 @@ def mlx_prefix_cache(
     per_slot = sum(shape.bytes_per_slot for shape in kept.shapes)
     of_states = state_budget(state_bytes, budget, size, name, attends=per_slot > 0)
     num_slots = max(0, (budget - of_states) // per_slot - 1) if per_slot else FREE_SLOTS
-    store: Any = MlxKVPool(kept.shapes, num_slots)
+    pool: Any = MlxKVPool(kept.shapes, num_slots)
     states: Any = MlxStatePool(kept.states, of_states // size) if kept.states else None
-    attention: Any = support.factory.over(store)
+    attention: Any = support.factory.over(pool)
     budgets = Budgets(budget, states=of_states)
-    return PrefixCache(runner, attention, store, num_slots, states=states, budgets=budgets)
+    return PrefixCache(runner, attention, pool, num_slots, states=states, budgets=budgets)
 
 
 def _default_budget() -> int:

@@ -29,9 +29,9 @@ class MlxSlotLayer:
     """A stand-in for one of a model's caches, for one forward pass."""
 
     def __init__(
-        self, store: MlxKVPool, number: int, offset: int | mx.array, of_pass: _Past | MlxCascadeRun
+        self, pool: MlxKVPool, number: int, offset: int | mx.array, of_pass: _Past | MlxCascadeRun
     ) -> None:
-        self.store, self._number, self.offset, self.of_pass = store, number, offset, of_pass
+        self.pool, self._number, self.offset, self.of_pass = pool, number, offset, of_pass
         self.new: tuple[mx.array, mx.array] | None = None
 
     def make_mask(
@@ -65,7 +65,7 @@ def keep_new(batch: ForwardBatch, layers: Caches) -> None:
     columns = None if batch.unpadded_index is None else mx.array(batch.unpadded_index.numpy())
     new = [layer.taken(columns) for layer in own]
     mx.eval(new)
-    own[0].store.write(batch.slot_mapping.numpy(), new)
+    own[0].pool.write(batch.slot_mapping.numpy(), new)
 
 
 def offset_of(batch: ForwardBatch) -> int | mx.array:
@@ -86,18 +86,18 @@ class MlxUncachedAttention(AttentionBackend[Caches]):
 
 @final
 class MlxGatherAttention(AttentionBackend[Caches]):
-    """Attends to a copy of each row's past in the slots of a store, and to the new tokens."""
+    """Attends to a copy of each row's past in the slots of a pool, and to the new tokens."""
 
-    def __init__(self, store: MlxKVPool, by_group: bool = False) -> None:
-        self._store, self._by_group = store, by_group
+    def __init__(self, pool: MlxKVPool, by_group: bool = False) -> None:
+        self._pool, self._by_group = pool, by_group
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[Caches]:
         own: list[Any] = []
-        if self._store.shapes:
-            past, offset = _Past(self._store, batch, self._by_group), offset_of(batch)
-            numbers = range(len(self._store.shapes))
-            own = [MlxSlotLayer(self._store, number, offset, past) for number in numbers]
+        if self._pool.shapes:
+            past, offset = _Past(self._pool, batch, self._by_group), offset_of(batch)
+            numbers = range(len(self._pool.shapes))
+            own = [MlxSlotLayer(self._pool, number, offset, past) for number in numbers]
         states: Any = batch.states
         yield caches_of(model, own, states)
 
@@ -106,8 +106,8 @@ class MlxGatherAttention(AttentionBackend[Caches]):
 class _Past:
     """The tokens before the new ones of a batch: where they are, and which rows see them."""
 
-    def __init__(self, store: MlxKVPool, batch: ForwardBatch, by_group: bool) -> None:
-        self._store = store
+    def __init__(self, pool: MlxKVPool, batch: ForwardBatch, by_group: bool) -> None:
+        self._pool = pool
         self._longest = int(batch.prefix_lens.max())
         self._num_padding = self._longest - batch.prefix_lens
         self._by_group = by_group
@@ -138,6 +138,6 @@ class _Past:
         """Return the keys and values of cached and new tokens: ``[B, heads, P + Q, dim]``."""
         if self._slots is None:
             return keys, values
-        before = self._store.read_by_head(number, self._slots)
+        before = self._pool.read_by_head(number, self._slots)
         joined = [mx.concatenate([*pair], 2) for pair in zip(before, (keys, values), strict=True)]
         return joined[0], joined[1]

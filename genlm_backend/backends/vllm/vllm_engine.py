@@ -170,10 +170,7 @@ class VLLMEngine:
         )
 
     def run(
-        self,
-        session_ids: list[str],
-        relieve: Callable[[], bool],
-        wanted: RowQueries | None = None,
+        self, session_ids: list[str], relieve: Callable[[], bool], wanted: RowQueries | None = None
     ) -> dict[str, Any]:
         """Step until each session has a row, or there is no room; return rows or readouts."""
         requests, self._requests = self._requests, []

@@ -16,12 +16,7 @@ from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts, Evaluato
 from genlm_backend.queries.query import Adapter, Query, Result, RowQuery
 from genlm_backend.queries.row import Row, rows_on, rows_without, stacked
 from genlm_backend.readouts.readout import RowQueries
-from genlm_backend.readouts.score_query import (
-    NO_EXTRAS,
-    ScoreExtras,
-    ScoreQuery,
-    scores_of_rows,
-)
+from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras, ScoreQuery, scores_of_rows
 from genlm_backend.runtime.blocking import result_of
 
 if TYPE_CHECKING:  # it imports vLLM

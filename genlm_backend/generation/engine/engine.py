@@ -17,11 +17,7 @@ from genlm_backend.errors import (
     UnknownRequestError,
 )
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.engine.model_entry import (
-    ModelEntry,
-    ModelState,
-    Submission,
-)
+from genlm_backend.generation.engine.model_entry import ModelEntry, ModelState, Submission
 from genlm_backend.generation.engine.request import GenerationRequest
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
 from genlm_backend.generation.generated import GeneratedElements, Generation

@@ -25,12 +25,7 @@ from genlm_backend.errors import (
     RuntimeConfigError,
 )
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.engine.request import (
-    GenerationRequest,
-    Signal,
-    await_for,
-    wait_for,
-)
+from genlm_backend.generation.engine.request import GenerationRequest, Signal, await_for, wait_for
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
 from genlm_backend.generation.generated import GenerationStatus
 from genlm_backend.generation.generation import make_drafts

@@ -234,9 +234,9 @@ class AsyncReplicas(BatchedLM):
 
     # ---------------------------------------------------------------- what all have done
 
-    async def _number_of(self, verb: Callable[[Evaluator], int | None]) -> int:
+    async def _number_of(self, method: Callable[[Evaluator], int | None]) -> int:
         self._batcher.check_open()
-        return await self._set.largest(verb)
+        return await self._set.largest(method)
 
     # ---------------------------------------------------------------- keys and values
 

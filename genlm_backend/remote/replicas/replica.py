@@ -78,12 +78,12 @@ class Replica:
         own = self.evaluator
         return self.batcher.call_soon(lambda: own.open() if own.info is None else own.info)
 
-    def ask(self, verb: Callable[[Evaluator], Any]) -> concurrent.futures.Future[Any]:
+    def ask(self, method: Callable[[Evaluator], Any]) -> concurrent.futures.Future[Any]:
         """Have its thread call a method of the evaluator, after the batches already sent."""
 
         def call() -> Any:
             try:
-                return verb(self.evaluator)
+                return method(self.evaluator)
             except EngineDiedError as error:
                 self._dies(error)
                 raise
@@ -102,7 +102,7 @@ class Replica:
 
     def _change(
         self,
-        verb: Callable[[Evaluator], None],
+        method: Callable[[Evaluator], None],
         added: Mapping[Adapter, str],
         without: Adapter | None = None,
     ) -> concurrent.futures.Future[Any]:
@@ -110,7 +110,7 @@ class Replica:
 
         def change(evaluator: Evaluator) -> None:
             try:
-                verb(evaluator)
+                method(evaluator)
             except EngineDiedError as error:
                 with self._dying:
                     self._note(added, without)

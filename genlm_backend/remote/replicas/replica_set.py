@@ -84,26 +84,26 @@ class ReplicaSet(Evaluator):
         uses_openmp = any(of_all["uses_openmp"])
         return replace(self.infos[0], **least, **sums, **common, uses_openmp=uses_openmp)
 
-    def _of_living(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
+    def _of_living(self, method: Callable[[Evaluator], Any]) -> list[Any]:
         """Return a method's result on each living replica; a failing call marks others dead."""
-        asked = self._asked(verb)
+        asked = self._asked(method)
         concurrent.futures.wait(asked)
         return _of_living(asked)
 
-    def _asked(self, verb: Callable[[Evaluator], T]) -> list[concurrent.futures.Future[T]]:
-        return [replica.ask(verb) for replica in self.replicas if not replica.is_dead]
+    def _asked(self, method: Callable[[Evaluator], T]) -> list[concurrent.futures.Future[T]]:
+        return [replica.ask(method) for replica in self.replicas if not replica.is_dead]
 
-    async def largest(self, verb: Callable[[Evaluator], int | None]) -> int:
+    async def largest(self, method: Callable[[Evaluator], int | None]) -> int:
         # On the calling thread, so that its later calls reach each replica later too.
-        asked = self._asked(verb)
+        asked = self._asked(method)
         await asyncio.gather(*map(asyncio.wrap_future, asked), return_exceptions=True)
         return max((number or 0 for number in _of_living(asked)), default=0)
 
-    def _of_one(self, what: str, verb: Callable[[Evaluator], Any]) -> Any:
+    def _of_one(self, what: str, method: Callable[[Evaluator], Any]) -> Any:
         for replica in self.replicas:
             if not replica.is_dead:
                 try:
-                    return replica.ask(verb).result()
+                    return replica.ask(method).result()
                 except EngineDiedError:  # and so it is found dead
                     continue
         raise EngineDiedError(f"no replica is alive that could {what}")

@@ -66,21 +66,21 @@ def test_rows_are_those_of_an_evaluator_here(evaluators, monkeypatch):
     @given(STEPS, st.sampled_from([1, 511, 512]))
     def histories(steps, size):
         known = [MODELS[0].of([i % NUM_PLAIN for i in range(size)])]
-        for verb, number, wanted in steps:
+        for method, number, wanted in steps:
             evaluator = evaluators[number]
             contexts = [known[parent % len(known)] + more for parent, more in wanted]
             known += contexts
-            if verb == "ask":
+            if method == "ask":
                 check(evaluator, contexts)
-            elif verb == "both":
+            elif method == "both":
                 with ThreadPoolExecutor(2) as pool:
                     [*pool.map(check, evaluators, [contexts] * 2)]
-            elif verb == "drop":
+            elif method == "drop":
                 give_up(evaluator, [*contexts, known[0] + [90]])
-            elif verb == "kill":
+            elif method == "kill":
                 evaluator._child._process.kill()
                 evaluator.restart()
-            elif verb == "clear":
+            elif method == "clear":
                 evaluator.clear()
             else:  # what never arrives
                 evaluator._sender.packed(([*map(RowQuery, contexts)],))

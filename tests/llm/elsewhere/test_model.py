@@ -41,7 +41,7 @@ def test_keys_and_values_are_kept_there_as_they_are_here(folder, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     kept = {"kv_cache_dtype": "int8", "self_check": False, "packs_weights": False}
     with AsyncTransformer.from_name(folder, **kept) as plain:
-        per_slot = plain._evaluator.scheduler.cache.store.bytes_per_slot
+        per_slot = plain._evaluator.scheduler.cache.pool.bytes_per_slot
         budgets = {"kv_cache_bytes": 21 * per_slot, "host_cache_bytes": 50 * per_slot}
         options = {**kept, **budgets, "process": True, "num_threads": 1}
         contexts = [[i, 2, 3, 4, 5, 6, 7, 8, 9, 10] for i in range(4)]

@@ -107,8 +107,8 @@ def make(num_slots, runner=None, **cost):
     runner.max_outputs = passes.cost.max_outputs
     passes.wanted = wanted
     if num_slots is not None:
-        store = KVPool(KVLayout(), num_slots)
-        passes.use_cache(PrefixCache(runner, Slotted(), store, num_slots))
+        pool = KVPool(KVLayout(), num_slots)
+        passes.use_cache(PrefixCache(runner, Slotted(), pool, num_slots))
     return passes
 
 

@@ -83,7 +83,7 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
         "num_waits": max(num_waits),
         "num_from_host": num_moved,
         "attends": attends,
-        "operators": list(asked.values()),
+        "ops": list(asked.values()),
     }
 
 

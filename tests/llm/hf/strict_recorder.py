@@ -84,7 +84,7 @@ class StrictRecorder:
         run()
         seen = dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))
         graphs, view, arrays = (seen[name].cell_contents for name in ("self", "view", "arrays"))
-        kept = [codes for of_layer in graphs._store.codes for codes in of_layer]
+        kept = [codes for of_layer in graphs._pool.codes for codes in of_layer]
         module = view.module
         on_device = [*arrays.arrays.values(), *kept, *module.parameters(), *module.buffers()]
         Log.current = log = Log(on_device)

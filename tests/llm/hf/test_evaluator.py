@@ -271,7 +271,7 @@ async def test_closing_waits_for_one_pass_and_not_for_the_context(chunked):
 
 async def test_keys_that_have_overflown_are_not_kept_of_a_context_given_up(chunked):
     def overflow(*_):
-        chunked._evaluator.scheduler.cache.store.codes[0][0].fill_(torch.inf)
+        chunked._evaluator.scheduler.cache.pool.codes[0][0].fill_(torch.inf)
 
     task = asyncio.ensure_future(chunked.next_token_logprobs(PROMPT))
     await asyncio.to_thread(chunked.is_held.wait, 30)

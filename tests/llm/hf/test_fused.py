@@ -93,13 +93,13 @@ def test_the_first_that_is_right_is_taken_and_none_is_where_all_are_wrong(monkey
 
     monkeypatch.setattr(fused, "_is_right", is_right)
     right = FusedOperator(RIGHT, FUSED_OPERATORS["cpu"][0].attend_with)
-    for operators, expected in (
+    for ops, expected in (
         ((FusedOperator(raising), right, FusedOperator(RIGHT, is_parted=True)), right),
         ((FusedOperator(raising),), None),
         ((FusedOperator(RIGHT),), FusedOperator(RIGHT)),
         ((), None),
     ):
-        monkeypatch.setitem(FUSED_OPERATORS, "meta", operators)
+        monkeypatch.setitem(FUSED_OPERATORS, "meta", ops)
         fused_operator.cache_clear()
         assert fused_operator(elsewhere, torch.float32, 8) == expected
     fused_operator.cache_clear()

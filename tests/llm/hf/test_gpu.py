@@ -110,7 +110,7 @@ WITH_EXPERTS = ["mixtral", "gpt-oss"]
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.filterwarnings("ignore")
-async def test_recorded_steps(name, dtype, monkeypatch):
+async def test_captured_steps(name, dtype, monkeypatch):
     """Steps of particles are those of the model in float32, as near as the type is."""
     monkeypatch.setattr(sharing, "FEW_TOKENS", 64)
     model = families.make(name)
@@ -133,9 +133,9 @@ async def test_recorded_steps(name, dtype, monkeypatch):
             # Of a mixture of experts, rounding sends some tokens to other ones.
             assert (found - rows).pow(2).mean(-1).median().sqrt() < 3 * noise
         graphs = lm._hf._runner.graphs
-        recorded = [own for own in graphs._views.values() if own is not None and own.by_shape]
-        assert bool(recorded) == (dtype is torch.bfloat16 or name not in WITH_EXPERTS)
-        assert not any(own.failed for own in recorded)
+        captured = [own for own in graphs._views.values() if own is not None and own.by_shape]
+        assert bool(captured) == (dtype is torch.bfloat16 or name not in WITH_EXPERTS)
+        assert not any(own.failed for own in captured)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -167,7 +167,7 @@ def test_running_states(name):
     expected = [torch.stack([fresh_row(model, context) for context in one]) for one in steps]
     on_device = copy.deepcopy(model).cuda()
     with AsyncTransformer(on_device, word_tokenizer(), row_cache_bytes=0) as lm:
-        per_state = lm._evaluator.scheduler.cache.state_store.layout.bytes_per_state
+        per_state = lm._evaluator.scheduler.cache.state_pool.layout.bytes_per_state
     few = {"kv_cache_bytes": 1 << 20, "state_cache_bytes": 6 * per_state}
     for options in ({}, few, {**few, "host_cache_bytes": 1 << 22}) if per_state else ({},):
         with AsyncTransformer(on_device, word_tokenizer(), row_cache_bytes=0, **options) as lm:
@@ -210,8 +210,8 @@ async def test_other_number_formats_of_keys_and_values(kept):
 
 
 @pytest.mark.parametrize("most", [1, 64])
-def test_adapters_beside_recorded_steps(tmp_path, monkeypatch, most):
-    """Adapters whose recorded passes make way for each other's."""
+def test_adapters_beside_captured_steps(tmp_path, monkeypatch, most):
+    """Adapters whose captured passes make way for each other's."""
     pytest.importorskip("peft")
     monkeypatch.setattr(cuda_graph_runner, "MAX_GRAPHS", most)
     base, generator = families.make("llama"), random.Random(0)

@@ -24,7 +24,7 @@ MODEL = families.make("llama")
 @functools.cache
 def bytes_per_slot(model=MODEL, **options):
     with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=1 << 16, **options) as lm:
-        return lm._evaluator.scheduler.cache.store.bytes_per_slot
+        return lm._evaluator.scheduler.cache.pool.bytes_per_slot
 
 
 def tiered(num_slots, num_host_slots, model=MODEL, per_slot=None, **options):

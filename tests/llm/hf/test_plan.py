@@ -14,8 +14,8 @@ from genlm_backend.scheduling.prefill_plan import (
     StatePlan,
     plan_chunks,
     plan_groups,
+    plan_uncached,
     plan_waves,
-    plan_whole,
 )
 from genlm_backend.scheduling.scheduled_query import ScheduledQuery
 
@@ -146,7 +146,7 @@ def test_what_goes_on_goes_on_from_the_end_of_a_segment(
 @given(wanted, st.integers(1, 5))
 def test_whole_segments_begin_with_the_first_token_and_end_with_an_output(wanted, size):
     jobs = [ScheduledQuery(job.context, targets=job.targets) for job in mixed_jobs(wanted)]
-    chunks = plan_whole([(job, part) for job in jobs for part in job.parts(size)])
+    chunks = plan_uncached([(job, part) for job in jobs for part in job.parts(size)])
     for chunk in chunks:
         assert (chunk.start, chunk.parent, chunk.wave) == (0, None, 0)
         assert list(chunk.outputs) == sorted(chunk.outputs)

@@ -81,7 +81,7 @@ def test_what_is_there_already_stays(saved):
         used = lm.statistics().kv_bytes_used
         for _ in range(3):
             assert lm.load_prefix(saved) == lm.context(PROMPT)
-        per_slot = lm._evaluator.scheduler.cache.store.bytes_per_slot
+        per_slot = lm._evaluator.scheduler.cache.pool.bytes_per_slot
         assert lm.statistics().kv_bytes_used == used + 30 * per_slot
         row = lm.next_token_logprobs_sync([*PROMPT, 1])
         torch.testing.assert_close(row, fresh_row(model, [*PROMPT, 1]), atol=2e-5, rtol=1e-4)
@@ -90,7 +90,7 @@ def test_what_is_there_already_stays(saved):
 @pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")
 def test_room_is_made_as_for_any_other(saved):
     with over(model_of()) as lm:
-        per_slot = lm._evaluator.scheduler.cache.store.bytes_per_slot
+        per_slot = lm._evaluator.scheduler.cache.pool.bytes_per_slot
     with over(model_of(), kv_cache_bytes=61 * per_slot, host_cache_bytes=90 * per_slot) as lm:
         for start in range(3):
             lm.next_token_logprobs_sync([start, *PROMPT[:30]])

@@ -66,10 +66,10 @@ def test_everything_is_where_it_belongs(name):
 @pytest.mark.skipif(not HAS_DEVICE, reason="needs a torch that lets Python make a device")
 @pytest.mark.timeout(300)
 def test_the_first_operator_is_taken_that_takes_the_type():
-    flash, efficient = lines()["in bfloat16"]["operators"]
+    flash, efficient = lines()["in bfloat16"]["ops"]
     assert flash > 20
     assert not efficient
-    flash, efficient = lines()["llama"]["operators"]
+    flash, efficient = lines()["llama"]["ops"]
     assert flash == 1, "it was tried, and refused float32"
     assert efficient > 20
-    assert lines()["bloom"]["operators"] == [0, 0], "whose past is copied"
+    assert lines()["bloom"]["ops"] == [0, 0], "whose past is copied"

@@ -108,10 +108,10 @@ def passes_of(num_slots, num_host_slots=0, few_tokens=3, runner=None, **cost):
 
     passes = passes_over(runner, check_cancelled, **cost)
     runner.max_outputs, passes.wanted = passes.cost.max_outputs, wanted
-    store = KVPool(KVLayout(), num_slots)
-    passes.use_cache(PrefixCache(runner, Reads(few_tokens), store, num_slots))
+    pool = KVPool(KVLayout(), num_slots)
+    passes.use_cache(PrefixCache(runner, Reads(few_tokens), pool, num_slots))
     passes.cache.tree = PrefixTree(SlotAllocator(num_slots), SlotAllocator(num_host_slots), runner)
-    passes.cache.store.is_finite = lambda slots: (
+    passes.cache.pool.is_finite = lambda slots: (
         not any(BAD in runner.written[slot][1] for slot in slots.tolist())
     )
     return passes
@@ -276,7 +276,7 @@ class Histories(RuleBasedStateMachine):
                 ids = tuple(context)[: len(context) + 1 + size]
                 self.scheduler.runner.written[slot] = (None, ids)
 
-        self.scheduler.cache.store.put = put
+        self.scheduler.cache.pool.put = put
         if not self.scheduler.cache.fill(context.packed(), [], [], len(context), None):
             assert self.scheduler.runner.written == slots_before
         self.seen.append(context)

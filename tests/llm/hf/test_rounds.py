@@ -31,7 +31,7 @@ def model_of(name):
 @lru_cache
 def slot_bytes(name):
     with AsyncTransformer(model_of(name), word_tokenizer(), kv_cache_bytes=1 << 16) as lm:
-        return lm._evaluator.scheduler.cache.store.bytes_per_slot
+        return lm._evaluator.scheduler.cache.pool.bytes_per_slot
 
 
 @lru_cache(4096)
@@ -181,7 +181,7 @@ async def test_a_context_of_two_models():
             contexts = [c + tokens(generator, 1) for c in generator.choices(contexts, k=4)]
             of_other = [other.context(list(context)) for context in contexts]
             for mine, its in zip(contexts, of_other, strict=True):
-                its.place = mine.place  # as of one that another model has found
+                its.cache_hint = mine.cache_hint  # as of one that another model has found
 
 
 async def test_nobody_sees_the_changes_of_another_to_a_row(counts):

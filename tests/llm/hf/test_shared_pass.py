@@ -31,14 +31,14 @@ class OverTorch:
 
     def __init__(self):
         layer = LayerLayout(NUM_GROUPS, DIM, NUM_GROUPS, DIM, torch.float32, torch.device("cpu"))
-        self.store, self.last = KVPool(KVLayout((layer,)), NUM_SLOTS), None
+        self.pool, self.last = KVPool(KVLayout((layer,)), NUM_SLOTS), None
 
     def write(self, slots, keys, values):
         rows = np.concatenate([part.reshape(len(slots), -1) for part in (keys, values)], 1)
-        self.store.write(0, torch.tensor(slots), torch.from_numpy(rows))
+        self.pool.write(0, torch.tensor(slots), torch.from_numpy(rows))
 
     def attended(self, batch, plan, query, keys, values, window, softcap, sinks):
-        shared = TorchCascadeRun(self.store, batch, plan, self.last)
+        shared = TorchCascadeRun(self.pool, batch, plan, self.last)
 
         def allows(_, __, new, key):
             return (key <= new) & (key > new - (window or 0))
@@ -63,21 +63,21 @@ class OverMlx(OverTorch):
 
         from genlm_backend.backends.mlx.mlx_kv_pool import LayerShape, MlxKVPool
 
-        self.store = MlxKVPool([LayerShape(NUM_GROUPS, DIM, DIM, mx.float32)], NUM_SLOTS)
+        self.pool = MlxKVPool([LayerShape(NUM_GROUPS, DIM, DIM, mx.float32)], NUM_SLOTS)
         self.last = None
 
     def write(self, slots, keys, values):
         import mlx.core as mx
 
         new = mx.array(keys.swapaxes(0, 1)), mx.array(values.swapaxes(0, 1))
-        self.store.write(np.array(slots), [new])
+        self.pool.write(np.array(slots), [new])
 
     def attended(self, batch, plan, query, keys, values, window, softcap, sinks):
         import mlx.core as mx
 
         from genlm_backend.backends.mlx.mlx_cascade import MlxCascadeRun
 
-        shared = MlxCascadeRun(self.store, batch, plan, self.last)
+        shared = MlxCascadeRun(self.pool, batch, plan, self.last)
         mask = shared.mask(keys.shape[2], window, False)
         query, keys, values = map(mx.array, (query, keys, values))
         shared.take_kv(0, keys, values)

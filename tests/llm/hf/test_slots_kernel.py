@@ -37,9 +37,9 @@ def test_it_is_launched_on_the_device_of_its_queries(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     slots, bounds = torch.zeros(5, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-    pieces = torch.empty(2, 0, dtype=torch.int64)
+    splits = torch.empty(2, 0, dtype=torch.int64)
     module.attend_in_slots(
-        torch.randn(2, 4, 16), torch.randn(9, 64), slots, bounds, bounds, None, pieces, None, 1.0, 2
+        torch.randn(2, 4, 16), torch.randn(9, 64), slots, bounds, bounds, None, splits, None, 1.0, 2
     )
     ((query, *devices),) = launched
     assert len(devices) == 1

@@ -58,7 +58,7 @@ def sizes_of(name):
     """Bytes of one state and of one slot."""
     with AsyncTransformer(model_of(name), word_tokenizer()) as lm:
         passes = lm._evaluator.scheduler
-        return passes.cache.state_store.layout.bytes_per_state, passes.cache.store.bytes_per_slot
+        return passes.cache.state_pool.layout.bytes_per_state, passes.cache.pool.bytes_per_slot
 
 
 def budgets(name, num_states, num_slots=400):
@@ -294,9 +294,7 @@ async def test_rows_of_a_model_in_bfloat16(name):
     generator = random.Random(name)
     with over(model) as lm:
         assert lm.kv_reuse
-        kinds = {
-            (t.name, t.dtype) for t in lm._evaluator.scheduler.cache.state_store.layout.tensors
-        }
+        kinds = {(t.name, t.dtype) for t in lm._evaluator.scheduler.cache.state_pool.layout.tensors}
         assert name == "zaya" or ("recurrent_states", torch.float32) in kinds
         contexts = [lm.context(tokens(generator, 12)) for _ in range(3)]
         for _ in range(4):
@@ -527,7 +525,7 @@ async def test_a_nan_stays_in_its_own_row(name):
             assert await lm.num_cached_tokens([91, 5]) == 0
             check_tree(lm)
             sound = [[*context, *generator.choices(range(3, 80), k=1)] for context in sound]
-        states = lm._evaluator.scheduler.cache.state_store
+        states = lm._evaluator.scheduler.cache.state_pool
         numbers = lm._evaluator.scheduler.tree.nodes.state
         assert states.is_finite(numbers[numbers > 0])
 
@@ -539,8 +537,8 @@ async def test_states_of_neither_tier_are_anybodys_if_one_could_not_be_written(n
     with opened(name, **budgets(name, 2), **on_host(name, 2, 400, 10)) as lm:
         cache, prompt = lm._evaluator.scheduler.cache, lm.context(tokens(generator, 3))
         await check(lm, name, [prompt])
-        store, failing = cache.host_state_store if of_host else cache.state_store, [True]
-        write = store.write
+        pool, failing = cache.host_state_pool if of_host else cache.state_pool, [True]
+        write = pool.write
 
         def fails(numbers, states):
             if failing:
@@ -548,7 +546,7 @@ async def test_states_of_neither_tier_are_anybodys_if_one_could_not_be_written(n
                 raise MemoryError
             write(numbers, states)
 
-        store.write = fails
+        pool.write = fails
         contexts = [prompt.extend(token) for token in (10, 11, 12, 13)]
         await check(lm, name, contexts)
         assert not failing

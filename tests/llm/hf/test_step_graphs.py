@@ -1,4 +1,4 @@
-"""Decode steps as they are recorded on a device: here, replays run the same functions again."""
+"""Decode steps as they are captured on a device: here, replays run the same functions again."""
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ from tests.llm.conftest import fresh_row
 from tests.llm.hf.strict_recorder import StrictRecorder, as_operator
 
 
-def in_stretches(query, keys, values, bounds, starts, sizes, most_queries, scale):
-    """Attend as an operator of stretches does; what nobody is to read is NaN."""
+def in_extents(query, keys, values, bounds, starts, sizes, most_queries, scale):
+    """Attend as an operator of extents does; what nobody is to read is NaN."""
     found, sums = torch.full_like(query, torch.nan), query.new_full(query.shape[:2], torch.nan)
     for number, size in enumerate(sizes.tolist()):
         first, stop, start = int(bounds[number]), int(bounds[number + 1]), int(starts[number])
@@ -38,7 +38,7 @@ def in_stretches(query, keys, values, bounds, starts, sizes, most_queries, scale
     return found, sums.T
 
 
-def in_slots(query, codes, slots, starts, counts, of_parts, pieces, sinks, scale, num_key_heads):
+def in_slots(query, codes, slots, starts, counts, of_parts, splits, sinks, scale, num_key_heads):
     """Attend as an operator of slots does."""
     found, group_size = torch.empty_like(query), query.shape[1] // num_key_heads
     for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
@@ -51,9 +51,9 @@ def in_slots(query, codes, slots, starts, counts, of_parts, pieces, sinks, scale
             [scores.logsumexp(-1)],
             [torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values)],
         )
-        for piece in pieces[row].tolist() if of_parts is not None else ():
-            if piece >= 0:
-                where = slice(piece * group_size, (piece + 1) * group_size)
+        for split in splits[row].tolist() if of_parts is not None else ():
+            if split >= 0:
+                where = slice(split * group_size, (split + 1) * group_size)
                 sums.append(of_parts[1][:, where])
                 means.append(of_parts[0][where].transpose(0, 1))
         if sinks is not None:
@@ -76,13 +76,11 @@ def write(keys, values, slots, codes):
 
 
 @pytest.fixture(autouse=True)
-def recorded(monkeypatch):
-    """Have the processor record decode steps; what is returned has an element for each replay."""
+def captured(monkeypatch):
+    """Have the processor capture decode steps; what is returned has an element for each replay."""
     replayed = []
-    operators = decode_ops.DecodeOps(
-        as_operator(in_stretches), as_operator(in_slots), grouped, write
-    )
-    monkeypatch.setitem(decode_ops.DECODE_OPS, "cpu", lambda: operators)
+    ops = decode_ops.DecodeOps(as_operator(in_extents), as_operator(in_slots), grouped, write)
+    monkeypatch.setitem(decode_ops.DECODE_OPS, "cpu", lambda: ops)
     monkeypatch.setattr(
         cuda_graph_runner, "CudaGraphCapturer", lambda device: StrictRecorder(replayed)
     )
@@ -119,7 +117,7 @@ def particles(count, length, num_steps, seed=0, num_words=23):
     return history
 
 
-RUN_AS_EVER = {
+RUN_EAGERLY = {
     "deepseek-v3",  # values are of another size than keys
     "llama4-tuned",  # counts columns
     "bloom",
@@ -138,12 +136,12 @@ RUN_AS_EVER = {
 @pytest.mark.parametrize(
     ("few_tokens", "length", "many_read"), [(8, 40, 0), (384, 40, 0), (8, 2, 0), (8, 40, 1 << 14)]
 )
-def test_rows_are_the_models(name, few_tokens, length, many_read, monkeypatch, recorded):
+def test_rows_are_the_models(name, few_tokens, length, many_read, monkeypatch, captured):
     monkeypatch.setattr(sharing, "FEW_TOKENS", few_tokens)
     monkeypatch.setattr(decode_tables, "SHORTEST_SPLIT", 4)
     monkeypatch.setattr(decode_tables, "MANY_READ", many_read)
     check_history(families.make(name), particles(7, length, 14))
-    assert (len(recorded) > 5) == (name not in RUN_AS_EVER)
+    assert (len(captured) > 5) == (name not in RUN_EAGERLY)
 
 
 @settings(max_examples=25, deadline=None)
@@ -170,7 +168,7 @@ def test_any_particles(
         check_history(families.make(name), particles(count, length + 1, num_steps, seed))
 
 
-def test_contexts_without_a_common_beginning(recorded):
+def test_contexts_without_a_common_beginning(captured):
     random = np.random.default_rng(0)
     contexts = [random.integers(0, 23, length).tolist() for length in (1, 30, 31, 44, 60)]
     history = [contexts]
@@ -178,10 +176,10 @@ def test_contexts_without_a_common_beginning(recorded):
         contexts = [[*context, int(random.integers(23))] for context in contexts]
         history.append(contexts)
     check_history(families.make("llama"), history)
-    assert recorded
+    assert captured
 
 
-def test_a_nan_keeps_to_itself(recorded):
+def test_a_nan_keeps_to_itself(captured):
     model = families.make("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[95] = torch.nan
@@ -194,13 +192,13 @@ def test_a_nan_keeps_to_itself(recorded):
         expected = torch.stack([fresh_row(model, context) for context in contexts])
         torch.testing.assert_close(found[: len(contexts)], expected, rtol=0, atol=2e-4)
         assert found[len(contexts) :].isnan().all()
-    assert recorded
+    assert captured
 
 
-def test_weights_in_other_memory_are_recorded_anew(recorded):
+def test_weights_in_other_memory_are_captured_anew(captured):
     model = families.make("llama")
     evaluator = check_history(model, [[[1, *c] for c in one] for one in particles(4, 20, 6)])
-    num_replayed = len(recorded)
+    num_replayed = len(captured)
     weight = model.model.layers[0].mlp.up_proj.weight
     with torch.no_grad():
         weight.data = weight.data * 1.5
@@ -209,13 +207,13 @@ def test_weights_in_other_memory_are_recorded_anew(recorded):
         contexts = [[2, *context] for context in contexts]
         expected = torch.stack([fresh_row(model, context) for context in contexts])
         torch.testing.assert_close(rows_of(evaluator, contexts), expected, rtol=0, atol=2e-4)
-    assert len(recorded) > num_replayed > 0
+    assert len(captured) > num_replayed > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 @pytest.mark.parametrize("many_read", [0, 100])
-def test_prompts_of_several_groups_and_lengths(name, many_read, monkeypatch, recorded):
-    """Stretches that some rows read and others do not, and rows that windows hold whole."""
+def test_prompts_of_several_groups_and_lengths(name, many_read, monkeypatch, captured):
+    """Extents that some rows read and others do not, and rows that windows hold whole."""
     monkeypatch.setattr(sharing, "FEW_TOKENS", 8)
     monkeypatch.setattr(decode_tables, "SHORTEST_SPLIT", 4)
     monkeypatch.setattr(decode_tables, "MANY_READ", many_read)
@@ -237,13 +235,13 @@ def test_prompts_of_several_groups_and_lengths(name, many_read, monkeypatch, rec
 
     monkeypatch.setattr(decode_tables.DecodeTables, "of", classmethod(noted))
     check_history(families.make(name), history)
-    assert recorded
-    num_pieces = 1 if many_read else 2  # the smaller ones are read slot by slot
-    assert any(tables.shared.pieces.shape[1] >= num_pieces for tables in seen)
-    assert many_read or any((tables.shared.pieces == -1).any() for tables in seen)
+    assert captured
+    num_splits = 1 if many_read else 2  # the smaller ones are read slot by slot
+    assert any(tables.shared.splits.shape[1] >= num_splits for tables in seen)
+    assert many_read or any((tables.shared.splits == -1).any() for tables in seen)
 
 
-def test_hooks_run_at_every_step(recorded):
+def test_hooks_run_at_every_step(captured):
     model, calls = families.make("llama"), []
     model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
     evaluator = HFEvaluator(model, kv_cache_bytes=1 << 22)
@@ -252,7 +250,7 @@ def test_hooks_run_at_every_step(recorded):
         before = len(calls)
         rows_of(evaluator, contexts)
         assert len(calls) > before
-    assert not recorded
+    assert not captured
 
 
 def check_rows(evaluator, model, history):
@@ -282,15 +280,15 @@ def another_layout(model):
 
 
 @pytest.mark.parametrize("change", [scaled_in_place, another_layout])
-def test_whatever_has_changed_counts_after_clear(change, recorded):
+def test_whatever_has_changed_counts_after_clear(change, captured):
     model = families.make("llama")
     model.model.layers[0].mlp.act_fn = Scaled()
     evaluator = check_history(model, particles(4, 20, 6))
-    num_replayed = len(recorded)
+    num_replayed = len(captured)
     change(model)
     evaluator.clear()
     check_rows(evaluator, model, particles(4, 21, 6, seed=1))
-    assert len(recorded) > num_replayed > 0
+    assert len(captured) > num_replayed > 0
 
 
 def another_weight(model):
@@ -303,8 +301,8 @@ def a_hook(model):
 
 
 @pytest.mark.parametrize("change", [another_weight, a_hook])
-def test_a_change_between_two_steps_counts_or_is_refused_at_the_next(change, recorded):
-    """Whose pass has been recorded, and is launched before the model is looked at."""
+def test_a_change_between_two_steps_counts_or_is_refused_at_the_next(change, captured):
+    """Whose pass has been captured, and is launched before the model is looked at."""
     model, random = families.make("llama"), np.random.default_rng(0)
     contexts = [[token, token] for token in range(6)]
     evaluator = HFEvaluator(model, kv_cache_bytes=1 << 22)
@@ -313,7 +311,7 @@ def test_a_change_between_two_steps_counts_or_is_refused_at_the_next(change, rec
         contexts = [[*context, int(random.integers(23))] for context in contexts]
         expected = torch.stack([fresh_row(model, context) for context in contexts])
         torch.testing.assert_close(rows_of(evaluator, contexts), expected, rtol=0, atol=2e-4)
-    assert recorded  # a replay is what comes next
+    assert captured  # a replay is what comes next
     change(model)
     contexts = [[*context, int(random.integers(23))] for context in contexts]
     if change is not a_hook:
@@ -331,10 +329,10 @@ def test_a_change_between_two_steps_counts_or_is_refused_at_the_next(change, rec
     check_rows(evaluator, model, [contexts])
 
 
-def test_a_mode_that_has_changed_is_told_at_the_next_step(recorded):
+def test_a_mode_that_has_changed_is_told_at_the_next_step(captured):
     model = families.make("llama")
     evaluator = check_history(model, particles(4, 20, 6))
-    assert recorded
+    assert captured
     history = particles(4, 20, 7)
     model.train()
     found = evaluator.evaluate([RowQuery(context) for context in history[-1]])
@@ -343,10 +341,10 @@ def test_a_mode_that_has_changed_is_told_at_the_next_step(recorded):
     check_rows(evaluator, model, history[-1:])
 
 
-def test_hooks_of_all_modules_run(recorded):
+def test_hooks_of_all_modules_run(captured):
     model = families.make("llama")
     evaluator = check_history(model, particles(4, 20, 6))
-    num_replayed, calls = len(recorded), []
+    num_replayed, calls = len(captured), []
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
     try:
         for contexts in particles(4, 21, 4, seed=1):
@@ -355,7 +353,7 @@ def test_hooks_of_all_modules_run(recorded):
             assert len(calls) > before
     finally:
         hook.remove()
-    assert len(recorded) == num_replayed
+    assert len(captured) == num_replayed
 
 
 class Failing:
@@ -395,14 +393,14 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
         Failing(raising(RuntimeError("CUDA error"))),
     ],
 )
-def test_what_cannot_be_recorded_runs_as_ever(failing, monkeypatch):
+def test_what_cannot_be_captured_runs_eagerly(failing, monkeypatch):
     monkeypatch.setattr(cuda_graph_runner, "CudaGraphCapturer", lambda device: failing)
     check_history(families.make("llama"), particles(4, 20, 8))
 
 
-def test_a_replay_that_fails_later_is_run_as_ever(monkeypatch, recorded):
+def test_a_replay_that_fails_later_is_run_eagerly(monkeypatch, captured):
     evaluator = check_history(families.make("llama"), particles(4, 20, 4))
-    assert recorded
+    assert captured
 
     def fails(*_):
         raise OUT_OF_MEMORY
@@ -412,28 +410,28 @@ def test_a_replay_that_fails_later_is_run_as_ever(monkeypatch, recorded):
     monkeypatch.undo()
 
 
-def test_many_shapes_are_forgotten_together(monkeypatch, recorded):
+def test_many_shapes_are_forgotten_together(monkeypatch, captured):
     monkeypatch.setattr(cuda_graph_runner, "MAX_GRAPHS", 2)
     evaluator = HFEvaluator(families.make("llama"), kv_cache_bytes=1 << 22)
     evaluator.open()
     for seed in range(3):
         for count in (2, 5, 9, 20):
             check_rows(evaluator, families.make("llama"), particles(count, 20, 4, seed))
-    assert recorded
+    assert captured
 
 
-def test_operators_that_are_wrong_are_not_used(monkeypatch, recorded):
+def test_operators_that_are_wrong_are_not_used(monkeypatch, captured):
     def wrong(*given):
         return in_slots(*given) * 1.1
 
-    operators = decode_ops.DecodeOps(in_stretches, wrong, grouped, write)
-    monkeypatch.setitem(decode_ops.DECODE_OPS, "cpu", lambda: operators)
+    ops = decode_ops.DecodeOps(in_extents, wrong, grouped, write)
+    monkeypatch.setitem(decode_ops.DECODE_OPS, "cpu", lambda: ops)
     decode_ops.decode_ops_for.cache_clear()
     check_history(families.make("llama"), particles(4, 20, 6))
-    assert not recorded
+    assert not captured
 
 
-def test_a_recorded_step_that_is_refused_leaves_no_keys_of_its_own(monkeypatch, recorded):
+def test_a_captured_step_that_is_refused_leaves_no_keys_of_its_own(monkeypatch, captured):
     of = decode_tables.DecodeTables.of.__func__
 
     def lossy(cls, *given):  # of each row, all keys but that of the new token
@@ -443,11 +441,11 @@ def test_a_recorded_step_that_is_refused_leaves_no_keys_of_its_own(monkeypatch, 
 
     monkeypatch.setattr(decode_tables.DecodeTables, "of", classmethod(lossy))
     evaluator = check_history(families.make("llama"), particles(5, 20, 6))
-    assert recorded  # and compared
+    assert captured  # and compared
     assert evaluator.counts().num_captured_steps == 0
 
 
-def test_three_errors_end_recording_until_clear(monkeypatch, recorded, caplog):
+def test_three_errors_end_capture_until_clear(monkeypatch, captured, caplog):
     def fails(recorder, run):
         raise OUT_OF_MEMORY
 
@@ -465,10 +463,10 @@ def test_three_errors_end_recording_until_clear(monkeypatch, recorded, caplog):
     assert evaluator.counts().num_captured_steps == 0
     evaluator.clear()
     check_rows(evaluator, model, particles(5, 20, 6, seed=1))
-    assert 0 < evaluator.counts().num_captured_steps < len(recorded)
+    assert 0 < evaluator.counts().num_captured_steps < len(captured)
 
 
-def test_copies_to_a_device_are_noted_on_its_own_stream(monkeypatch, recorded):
+def test_copies_to_a_device_are_noted_on_its_own_stream(monkeypatch, captured):
     noted, made = [], cuda_graph_run.DecodeArrays.__init__
 
     class Event:

@@ -101,8 +101,8 @@ def test_what_is_shared_is_read_once(monkeypatch):
 
     read, own_read = [], MlxKVPool.read_by_head
 
-    def plan(store, layer, slots):
-        found = own_read(store, layer, slots)
+    def plan(pool, layer, slots):
+        found = own_read(pool, layer, slots)
         read.append((isinstance(slots, slice), found[0].shape[0], found[0].shape[2]))
         return found
 

@@ -159,7 +159,7 @@ def test_slots_grow_as_they_are_used():
         long = [59, *range(40), 5]
         row, whole = lm.next_token_logprobs_sync(long), lm.next_token_logprobs_uncached(long)
         torch.testing.assert_close(row, whole, atol=1e-5, rtol=0)
-        assert lm._mlx.scheduler.cache.store._kept[0][0].shape[1] < 5000
+        assert lm._mlx.scheduler.cache.pool._kept[0][0].shape[1] < 5000
 
 
 @needs_mlx

@@ -63,14 +63,14 @@ def check(name, rows, contexts):
 
 
 def states_of(lm):
-    return lm._mlx.scheduler.cache.state_store
+    return lm._mlx.scheduler.cache.state_pool
 
 
 def size_of(name):
     """Return the bytes of a state, and of a token's keys and values, of a family."""
     with over(name, kv_cache_bytes=1 << 20) as lm:
         passes = lm._mlx.scheduler
-        return passes.cache.state_store.layout.bytes_per_state, passes.cache.store.bytes_per_slot
+        return passes.cache.state_pool.layout.bytes_per_state, passes.cache.pool.bytes_per_slot
 
 
 def test_each_family_of_mlx_lm_that_has_running_states_is_here():
@@ -128,9 +128,9 @@ def test_a_state_is_read(name):
     with over(name, kv_cache_bytes=1 << 20) as lm:
         context = [*range(3, 33)]
         lm.next_token_logprobs_sync(context)
-        store = states_of(lm)
+        pool = states_of(lm)
         (number,) = np.flatnonzero(lm._mlx.scheduler.tree.states._is_used())
-        store.write(np.array([number]), [0 * state for state in store.read(np.array([number]))])
+        pool.write(np.array([number]), [0 * state for state in pool.read(np.array([number]))])
         row = lm.next_token_logprobs_sync([*context, 5])
         assert (row - whole_row(name, [*context, 5])).abs().max() > 10 * CLOSE
 

@@ -218,8 +218,10 @@ async def test_a_sample_that_outgrows_the_blocks_that_are_left_ends_sessions(lm)
     check(lm.next_token_logprobs_sync([0, 2] * 100), [0, 2] * 100)
 
 
-@pytest.mark.parametrize("verb", ["row", "score"])
-async def test_a_slow_engine_ends_no_session_for_steps_that_it_told_of_late(lm, monkeypatch, verb):
+@pytest.mark.parametrize("method", ["row", "score"])
+async def test_a_slow_engine_ends_no_session_for_steps_that_it_told_of_late(
+    lm, monkeypatch, method
+):
     text = [5, 9, 7, 3, 8]
     lm.clear_cache()
     await asyncio.gather(*(lm.next_token_logprobs([i, 4]) for i in range(8)))
@@ -233,7 +235,7 @@ async def test_a_slow_engine_ends_no_session_for_steps_that_it_told_of_late(lm, 
         return late.pop(0)
 
     monkeypatch.setattr(core, "step", step)
-    if verb == "row":
+    if method == "row":
         check(await lm.next_token_logprobs(text), text)
     else:
         (score,) = await lm.score(text[:4], text[4:])
@@ -258,14 +260,14 @@ def core_of(processes):
 
 
 @pytest.mark.parametrize(
-    "verb",
+    "method",
     [
         "rows",
         pytest.param("row", marks=pytest.mark.slow),
         pytest.param("clear_cache", marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_that_dies_while_it_owes_an_answer(monkeypatch, verb):
+def test_an_engine_that_dies_while_it_owes_an_answer(monkeypatch, method):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     before = children()
     with AsyncVirtualLM(real.load_tiny(), row_cache_bytes=0) as lm:
@@ -274,9 +276,9 @@ def test_an_engine_that_dies_while_it_owes_an_answer(monkeypatch, verb):
         core.send_signal(signal.SIGSTOP)  # it takes what it is sent, and answers nothing
 
         def ask():
-            if verb == "row":
+            if method == "row":
                 lm.next_token_logprobs_sync([1, 2, 4])
-            elif verb == "rows":
+            elif method == "rows":
                 lm.batch_next_token_logprobs_sync([[1, 2], [3, 4]])
             else:
                 lm.clear_cache()
