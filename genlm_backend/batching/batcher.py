@@ -37,7 +37,6 @@ from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import BatcherClosedError, OptionTypeError, QueryDroppedError
 from genlm_backend.runtime.background_loop import call_threadsafe
 from genlm_backend.runtime.forks import ProcessLock
-from genlm_backend.runtime.threads import fewer_collections
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -512,9 +511,7 @@ class Batcher(Generic[Q, R]):
                 self._is_busy = True
                 batch = self._take()
             self._is_wanted, self._sleepers = batch.is_wanted, batch.loops
-            queries = batch.wanted_queries
-            with fewer_collections(len(queries)):
-                self._settle(batch, *evaluated(self._evaluate, queries))
+            self._settle(batch, *evaluated(self._evaluate, batch.wanted_queries))
         except BaseException as raised:  # of a key that has changed, say: nobody waits for ever
             self._fail(presentable(raised))
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 import abc
 from array import array
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, Unpack
 
 import torch
 
-from genlm_backend.checks import MAX_VOCAB, Check, checked, integer, listed, optional, switch
+from genlm_backend.checks import (
+    MAX_VOCAB,
+    Check,
+    checked,
+    integer,
+    listed,
+    optional,
+    shows_options,
+    switch,
+)
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.model.lm_statistics import LMStatistics
@@ -18,7 +27,8 @@ from genlm_backend.queries.context import Context, ContextFactory, listed_contex
 from genlm_backend.queries.query import NO_QUERY, UNKNOWN_ADAPTER, RowQuery, TokenIds
 from genlm_backend.readouts.draw import Allowed, AnyRow, Draw, Mask, RandomGenerator, draw
 from genlm_backend.readouts.sample_readout import (
-    Impossible,
+    DRAW_DEFAULTS,
+    DrawOptions,
     drawing_of,
     drawings_of,
     several_draws_of,
@@ -526,18 +536,14 @@ class AsyncLM(Closing):
         """
         return draw(row, len(self.byte_vocab), generator, temperature)
 
+    @shows_options(DrawOptions, DRAW_DEFAULTS)
     async def draw_next_token(
         self,
         token_ids: TokenIds,
         *,
         allowed: Allowed | None = None,
-        generator: RandomGenerator | None = None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        impossible: Impossible = "raise",
         lora_name: str | None = None,
+        **options: Unpack[DrawOptions],
     ) -> Draw:
         """Draw the token after a context from its row, or from the allowed tokens of it.
 
@@ -550,21 +556,18 @@ class AsyncLM(Closing):
             token_ids: The context.
             allowed: The tokens that may be drawn: bools ``[vocab]``, an array or a tensor; the
                 ``PackedMask`` of a constraint; or a collection of token ids. By default, all.
-            generator: Random stream that one number is taken from, before anything is awaited, and
-                none at temperature 0. By default, a fresh one.
-            temperature: Divisor of the log-probabilities; 0 takes the first of the most probable,
-                whatever the three bounds behind this are.
-            top_k: Only so many of the most probable allowed tokens are drawn from; 0 for no bound,
-                and none where there are no more. Those that are as probable as the last of them
-                count as well.
-            top_p: Only tokens than which more probable ones have less than this probability
-                together, of what is left, at the temperature; above 0 to 1.
-            min_p: Only tokens that have this share of the most probable one's probability, at the
-                temperature; 0 to 1.
-            impossible: ``"raise"`` an error where no allowed token has a probability, or
+            lora_name: The adapter to read the context with.
+            **options: ``generator``, a random stream that one number is taken from, before anything
+                is awaited, and none at temperature 0; by default, a fresh one. ``temperature``, the
+                divisor of the log-probabilities; 0 takes the first of the most probable, whatever
+                the three bounds are. ``top_k``: only so many of the most probable allowed tokens
+                are drawn from, and those that are as probable as the last of them; 0 for no bound.
+                ``top_p``: only tokens than which more probable ones have less than this probability
+                together, of what is left, at the temperature; above 0 to 1. ``min_p``: only tokens
+                that have this share of the most probable one's probability, at the temperature; 0
+                to 1. ``impossible``: ``"raise"`` an error if no allowed token has a probability, or
                 ``"return"`` a draw without a token, whose ``token_id`` is -1 and whose ``logprob``
                 and ``log_allowed`` are ``-inf``: the weight of a particle that dies there.
-            lora_name: The adapter to read the context with.
 
         Raises:
             OptionTypeError: (``TypeError``) If an argument is of another type, such as a seed.
@@ -576,13 +579,12 @@ class AsyncLM(Closing):
             Exception: What ``next_token_logprobs`` raises.
         """
         context = self._context_of_draws(token_ids, lora_name)
-        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
-        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        drawing = drawing_of(len(self.byte_vocab), generator, **options, **bounds)
+        drawing = drawing_of(len(self.byte_vocab), allowed, options)
         return await self.read(context, drawing, lora_name)
 
     draw_next_token_sync = blocking(draw_next_token, "draw")
 
+    @shows_options(DrawOptions, DRAW_DEFAULTS)
     async def draw_next_tokens(
         self,
         token_ids: TokenIds,
@@ -590,13 +592,8 @@ class AsyncLM(Closing):
         *,
         distinct: bool = False,
         allowed: Allowed | None = None,
-        generator: RandomGenerator | None = None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        impossible: Impossible = "raise",
         lora_name: str | None = None,
+        **options: Unpack[DrawOptions],
     ) -> list[Draw]:
         """Draw ``n`` alternatives for the token after a context at once, from one row.
 
@@ -612,40 +609,29 @@ class AsyncLM(Closing):
             distinct: Whether no token is drawn twice. There are fewer draws than ``n`` where
                 fewer tokens are possible.
             allowed: The tokens that may be drawn, as for ``draw_next_token``.
-            generator: Random stream that ``n`` numbers are taken from.
-            temperature: Divisor of the log-probabilities; at 0, distinct draws are the most
-                probable tokens in order.
-            top_k: Bound as of ``draw_next_token``, whatever has been drawn.
-            top_p: The same.
-            min_p: The same.
-            impossible: The same; ``"return"`` returns ``n`` draws without a token.
             lora_name: The adapter to read the context with.
+            **options: Those of ``draw_next_token``. ``generator`` gives ``n`` numbers, the bounds
+                hold whatever has been drawn, distinct draws at ``temperature=0`` are the most
+                probable tokens in order, and ``impossible="return"`` returns ``n`` draws.
 
         Raises:
             Exception: What ``draw_next_token`` raises; ``OptionError`` (``ValueError``) as well if
                 ``n`` is below 1.
         """
         context = self._context_of_draws(token_ids, lora_name)
-        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
-        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        size = len(self.byte_vocab)
-        draws = several_draws_of(size, generator, n, distinct, **options, **bounds)
+        draws = several_draws_of(len(self.byte_vocab), allowed, options, n, distinct)
         return list(await self.read(context, draws, lora_name))
 
     draw_next_tokens_sync = blocking(draw_next_tokens, "draws")
 
+    @shows_options(DrawOptions, DRAW_DEFAULTS)
     async def batch_draw_next_token(
         self,
         token_ids_list: Sequence[TokenIds],
         *,
         allowed: Sequence[Allowed | None] | Mask | None = None,
-        generator: RandomGenerator | None = None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        impossible: Impossible = "raise",
         lora_name: str | None = None,
+        **options: Unpack[DrawOptions],
     ) -> list[Draw]:
         """Draw the token after each of many contexts, as a step of particles does.
 
@@ -656,13 +642,9 @@ class AsyncLM(Closing):
             token_ids_list: The contexts.
             allowed: The tokens that may be drawn behind each of them, such as the masks of
                 ``Constraint.masks``; ``None`` where all may be. A single mask is for all contexts.
-            generator: Random stream that a number is taken from for each context, in order.
-            temperature: Divisor of the log-probabilities, as of ``draw_next_token``.
-            top_k: Bound as of ``draw_next_token``.
-            top_p: The same.
-            min_p: The same.
-            impossible: The same.
             lora_name: The adapter to read the contexts with.
+            **options: Those of ``draw_next_token``. ``generator`` gives a number for each context,
+                in order.
 
         Raises:
             Exception: What ``draw_next_token`` raises, of the first that raises it; ``OptionError``
@@ -673,10 +655,7 @@ class AsyncLM(Closing):
         contexts = [
             self.contexts.check_context(token_ids, self.max_length) for token_ids in listed_ids
         ]
-        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
-        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        size = len(self.byte_vocab)
-        drawing = drawings_of(size, generator, len(contexts), **options, **bounds)
+        drawing = drawings_of(len(self.byte_vocab), allowed, options, len(contexts))
         return await self.batch_read(contexts, drawing, lora_name)
 
     batch_draw_next_token_sync = blocking(batch_draw_next_token, "draws")

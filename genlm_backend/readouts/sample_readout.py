@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, final
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, TypedDict, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import checked, integer, listed, number, one_of, switch
+from genlm_backend.checks import check_names, checked, integer, listed, number, one_of, switch
 from genlm_backend.errors import EvaluationError, OptionError
 from genlm_backend.queries.query import RowQuery
 from genlm_backend.queries.row import moved, spare_memory
@@ -23,6 +23,7 @@ from genlm_backend.readouts.draw import (
     Floats,
     Inversion,
     PackedMask,
+    RandomGenerator,
     TokenArray,
     check_possible,
     packed_mask,
@@ -508,23 +509,43 @@ def log_sum(logprobs: NDArray[np.floating]) -> float:
 Impossible: TypeAlias = Literal["raise", "return"]
 """Answer to a draw if no token is possible: an error, or a ``Draw`` without a token."""
 
-_IMPOSSIBLE: Final = one_of("raise", "return")
+
+class DrawOptions(TypedDict, total=False):
+    """The options that draws have in common; ``draw_next_token`` says what they mean."""
+
+    generator: RandomGenerator | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    impossible: Impossible
 
 
-_CUTS: Final = {"top_k": integer(0), "top_p": number(0, 1, is_open=True), "min_p": number(0, 1)}
-"""Checks of the bounds of draws, by name."""
+DRAW_DEFAULTS: Final = {
+    "temperature": 1.0,
+    "impossible": "raise",
+    **SamplingFilter()._asdict(),
+    "generator": None,
+}
+_CHECKS: Final = {
+    "temperature": TEMPERATURE,
+    "impossible": one_of("raise", "return"),
+    "top_k": integer(0),
+    "top_p": number(0, 1, is_open=True),
+    "min_p": number(0, 1),
+}
 
 
 def drawing_of(
-    vocab_size: int, generator: Any, **options: Any
+    vocab_size: int, allowed: Any, options: DrawOptions
 ) -> Callable[[RowQuery], SampleReadout]:
     """Return a maker of drawings with checked options and one random number."""
-    number_of, alike = _drawn_alike(vocab_size, generator, **options)
+    number_of, alike = _drawn_alike(vocab_size, allowed, options)
     return partial(SampleReadout, uniform=number_of(), **alike)
 
 
 def drawings_of(
-    vocab_size: int, generator: Any, num_draws: int, *, allowed: Any, **options: Any
+    vocab_size: int, allowed: Any, options: DrawOptions, num_draws: int
 ) -> Callable[[RowQuery], SampleReadout]:
     """Return a maker of ``num_draws`` drawings, one after another, as ``drawing_of`` of one."""
     dtype = getattr(allowed, "dtype", None)
@@ -532,7 +553,7 @@ def drawings_of(
     is_array = is_array and not getattr(dtype, "hasobject", False)
     is_one = allowed is None or isinstance(allowed, PackedMask) or is_array
     for_all = allowed if is_one else None
-    number_of, alike = _drawn_alike(vocab_size, generator, allowed=for_all, **options)
+    number_of, alike = _drawn_alike(vocab_size, for_all, options)
     mask = alike.pop("allowed")
     masks = [mask] * num_draws
     if not is_one:
@@ -558,23 +579,25 @@ def drawings_of(
 
 
 def several_draws_of(
-    vocab_size: int, generator: Any, n: Any, distinct: Any, **options: Any
+    vocab_size: int, allowed: Any, options: DrawOptions, n: Any, distinct: Any
 ) -> Callable[[RowQuery], SampleManyReadout]:
     """Return a maker of several draws, as ``drawing_of`` of one, with their random numbers."""
     count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
-    number_of, alike = _drawn_alike(vocab_size, generator, **options)
+    number_of, alike = _drawn_alike(vocab_size, allowed, options)
     uniforms = tuple(number_of() for _ in range(count))
     return partial(SampleManyReadout, uniforms=uniforms, are_distinct=are_distinct, **alike)
 
 
 def _drawn_alike(
-    vocab_size: int, generator: Any, *, allowed: Any, temperature: Any, impossible: Any, **cuts: Any
+    vocab_size: int, allowed: Any, options: DrawOptions
 ) -> tuple[Callable[[], float], dict[str, Any]]:
     """Return the source of random numbers, and the checked options of a readout of draws."""
-    divisor = TEMPERATURE("temperature", temperature)
-    may_fail = _IMPOSSIBLE("impossible", impossible) == "return"
-    mask, number_of = packed_mask(allowed, vocab_size, may_fail), uniform_of(generator)
-    bounds = SamplingFilter(**checked(_CUTS, cuts))
+    check_names(options, DRAW_DEFAULTS, "option of draws", also=("allowed", "lora_name"))
+    given: dict[str, Any] = {**DRAW_DEFAULTS, **options}
+    number_of = uniform_of(given.pop("generator"))
+    divisor, impossible, *cuts = checked(_CHECKS, given).values()
+    bounds, may_fail = SamplingFilter(*cuts), impossible == "return"
+    mask = packed_mask(allowed, vocab_size, may_fail)
     return number_of if divisor else lambda: 0.0, {
         "temperature": divisor,
         "allowed": mask,

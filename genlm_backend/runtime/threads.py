@@ -12,18 +12,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from genlm_backend.runtime.forks import ProcessLock
 
 _PAUSE_HARD: Final = 2  # omp_pause_hard, OpenMP 5.0, section 2.15.1
 SWITCH_INTERVAL: Final = 2e-5
-
-MANY_QUERIES: Final = 32
-"""Smallest batch that changes the threshold of garbage collection."""
-
-OBJECTS_PER_QUERY: Final = 32
-"""Objects that are alive for each query of a batch, at most, tasks of its callers included."""
+FREEZE: Final = "GENLM_BACKEND_FREEZE"
+"""Name of the variable of the environment that refuses ``freeze_imports``, if it is 0."""
 
 _numbers = ProcessLock()
 """Held while torch's number for new threads is not their own, so that nobody here takes it."""
@@ -83,56 +79,42 @@ def release_idle_threads() -> None:
 
 
 @final
-class _Setting:
-    """A setting of the process that threads change while inside; the last one out restores it."""
+class _SwitchInterval:
+    """Python's switch interval, shorter while threads are inside; the last one out restores it."""
 
-    def __init__(
-        self,
-        read: Callable[[], Any],
-        write: Callable[[Any], None],
-        changed: Callable[[Any, int], Any],
-    ) -> None:
-        self._read, self._write, self._changed = read, write, changed
-        self._lock, self._amount = threading.Lock(), 0
-        self._before = self._ours = read()
+    def __init__(self) -> None:
+        self._lock, self._num_inside = threading.Lock(), 0
+        self._before = self._ours = sys.getswitchinterval()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._renew)
 
     @contextlib.contextmanager
-    def changed(self, amount: int = 1) -> Iterator[None]:
+    def shortened(self) -> Iterator[None]:
         with self._lock:
-            self._add(amount)
+            self._add(1)
         try:
             yield
         finally:
             with self._lock:
-                self._add(-amount)
+                self._add(-1)
 
-    def _add(self, amount: int) -> None:
-        if not self._amount:
-            self._before = self._ours = self._read()
-        self._amount += amount
+    def _add(self, number: int) -> None:
+        if not self._num_inside:
+            self._before = self._ours = sys.getswitchinterval()
+        self._num_inside += number
         # Or somebody else has set it meanwhile, and it stays.
-        if self._read() == self._ours:
-            value = self._changed(self._before, self._amount) if self._amount else self._before
-            self._write(value)
-            self._ours = self._read()
+        if sys.getswitchinterval() == self._ours:
+            wanted = min(self._before, SWITCH_INTERVAL) if self._num_inside else self._before
+            sys.setswitchinterval(wanted)
+            self._ours = sys.getswitchinterval()
 
     def _renew(self) -> None:
         """Restore it in a fork, which has none of the threads that were inside."""
         self._lock = threading.Lock()
-        self._add(-self._amount)
+        self._add(-self._num_inside)
 
 
-_interval = _Setting(
-    sys.getswitchinterval, sys.setswitchinterval, lambda before, _: min(before, SWITCH_INTERVAL)
-)
-_threshold = _Setting(
-    gc.get_threshold,
-    lambda values: gc.set_threshold(*values),
-    # Zero means never.
-    lambda before, more: (before[0] + more, *before[1:]) if before[0] else before,
-)
+_interval = _SwitchInterval()
 
 
 def frequent_switches() -> contextlib.AbstractContextManager[None]:
@@ -140,14 +122,13 @@ def frequent_switches() -> contextlib.AbstractContextManager[None]:
     # Each of a pass's thousand operators gives up the interpreter lock, which a thread that
     # computes in Python keeps for 5 ms by default: a pass of 0.1 s takes 8 s. With this interval
     # it takes about 1 s, and the other threads lose some 15 %.
-    return _interval.changed()
+    return _interval.shortened()
 
 
-def fewer_collections(num_queries: int) -> contextlib.AbstractContextManager[None]:
-    """While inside, Python waits for the objects of a batch before it looks for young garbage."""
-    # A batch of 1,024 queries makes some 20,000 objects, for which Python would search all old
-    # ones: 1/8 s each time with transformers loaded. This saves up to 3/4 of the host's work at
-    # 1,024 queries a step, and 1/3 at 256, if the forward pass is free.
-    if num_queries < MANY_QUERIES:
-        return contextlib.nullcontext()
-    return _threshold.changed(num_queries * OBJECTS_PER_QUERY)
+def freeze_imports() -> None:
+    """Have the garbage collector leave alone what has been imported, unless that is refused."""
+    # A thousand tasks are enough for Python to look through all objects, of which torch and
+    # transformers bring 400,000: a fifth of a second every few steps.
+    if not gc.get_freeze_count() and gc.isenabled() and os.environ.get(FREEZE) != "0":
+        gc.collect()
+        gc.freeze()

@@ -324,10 +324,8 @@ def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int
         options = []
         for start in range(max(0, end - 32) if pads else end - 1, end):
             rows = [sizes[i] for i in order[cuts[start] : cuts[end]]]
-            num_new, prefix_len = (
-                max(row.num_new for row in rows),
-                max(row.prefix_len for row in rows),
-            )
+            num_new = max(row.num_new for row in rows)
+            prefix_len = max(row.prefix_len for row in rows)
             num_outputs = sum(row.num_outputs for row in rows)
             num_passes = max(
                 -(-len(rows) * num_new // max(cost.max_tokens, num_new)),

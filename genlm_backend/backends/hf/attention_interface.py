@@ -73,7 +73,7 @@ class TorchCascadeRun(CascadeRun[Tensor]):
     def mask(
         self, allows: Callable[..., Tensor], is_causal: bool, window: int | None
     ) -> Tensor | None:
-        """Return the mask that layers of one kind pass to ``attended``."""
+        """Return the mask that layers of one kind pass to ``attend``."""
         num_rows, num_new = self._batch.input_ids.shape
         length = self.max_prefix_len + num_new
         if is_causal or (window is not None and window >= length):
@@ -86,20 +86,6 @@ class TorchCascadeRun(CascadeRun[Tensor]):
         ).expand(num_rows, 1, num_new, length)
         self._allowed[id(allowed)] = allowed, allowed
         return allowed
-
-    def attended(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Return the outputs of attention of the new tokens: ``[B, Q, heads, value_dim]``."""
-        found = self.attend(query, keys, values, mask, scale, softcap, sinks)
-        return found.transpose(1, 2).contiguous()
 
 
 @final
@@ -166,7 +152,8 @@ def _attention(
     unknown = sorted(name for name in options.keys() - _HARMLESS if options[name] is not None)
     if unknown or options.get("is_causal") is False:
         raise attention.attends_otherwise(f"with {unknown or 'is_causal=False'}")
-    return attention.attended(query, key, value, attention_mask, scale, *named[1:]), None
+    found = attention.attend(query, key, value, attention_mask, scale, *named[1:])
+    return found.transpose(1, 2).contiguous(), None
 
 
 @functools.cache

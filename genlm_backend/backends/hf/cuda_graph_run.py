@@ -165,7 +165,7 @@ class CudaGraphRun:
         self._windowed.append(torch.empty(0, dtype=torch.bool))
         return self._windowed[-1]
 
-    def attended(
+    def attend(
         self,
         query: Tensor,
         keys: Tensor,
@@ -175,7 +175,7 @@ class CudaGraphRun:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Return outputs of attention: ``[B, 1, heads, dim]``; see ``TorchCascadeRun.attended``."""
+        """Return outputs of attention: ``[B, heads, 1, dim]``; see ``CascadeRun.attend``."""
         num_rows, num_heads, num_new, dim = query.shape
         if self._new is None or softcap is not None:
             raise NotCapturableError("a layer attends in a way of its own")
@@ -209,7 +209,7 @@ class CudaGraphRun:
             num_key_heads,
         )
         self.num_attended += 1
-        return found.unsqueeze(1)
+        return found.unsqueeze(2)
 
     def _in_extents(
         self, ops: DecodeOps, queries: Tensor, codes: Tensor, num_key_heads: int, scale: float

@@ -97,10 +97,8 @@ def attend_in_slots(
     """Attend; see ``DecodeOps.in_slots``."""
     num_rows, num_heads, dim = query.shape
     group_size = num_heads // num_key_heads
-    query, found = (
-        query.contiguous(),
-        torch.empty_like(query, memory_format=torch.contiguous_format),
-    )
+    query = query.contiguous()
+    found = torch.empty_like(query)
     per_row = triton.next_power_of_2(max(1, len(slots) // num_rows))
     if of_parts is None:  # which nobody reads
         of_parts = query, query.new_empty((1, 1), dtype=torch.float32)

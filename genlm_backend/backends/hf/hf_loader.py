@@ -24,6 +24,7 @@ from genlm_backend.errors import OptionError, OptionTypeError, PictureError
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.remote.process_evaluator import pickled
 from genlm_backend.runtime.progress import bars_where_seen, stage
+from genlm_backend.runtime.threads import freeze_imports
 
 WeightFormat: TypeAlias = Literal["int8"]
 """Name of a number format that the weights of a model can be brought into."""
@@ -81,6 +82,7 @@ class HFLoader:
         seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         sees = "vision_config" in config and config.get("model_type") in seeing
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        freeze_imports()
         with explained_options(self.options), stage(f"loading {self.name}"):
             loaded: Any = kind.from_pretrained(path, **self.options, output_loading_info=True)
         model, told = loaded

@@ -130,10 +130,22 @@ class LlamaContext:
         """Compute tokens and keep them; return the logits: float32 ``[num_outputs, vocab]``."""
         vocab_size, start = self.model.vocab_size, 0
         logits = torch.empty(int(has_output.sum()), vocab_size, dtype=torch.float32)
+        addresses = sequences.ctypes.data + np.arange(len(tokens)) * sequences.itemsize
+        ones = np.ones(len(tokens), np.int32)
         for first in range(0, len(tokens), self._most_tokens):
             part = slice(first, first + self._most_tokens)
+            batch = self._lib.llama_batch()
+            batch.n_tokens = len(tokens[part])
+            for name, values, kind in (
+                ("token", tokens, ctypes.c_int32),
+                ("pos", positions, ctypes.c_int32),
+                ("n_seq_id", ones, ctypes.c_int32),
+                ("seq_id", addresses, ctypes.POINTER(ctypes.c_int32)),
+                ("logits", has_output, ctypes.c_int8),
+            ):
+                setattr(batch, name, ctypes.cast(_address(values[part]), ctypes.POINTER(kind)))
+            self._decode(batch)
             num_outputs = int(has_output[part].sum())
-            self._decode(tokens[part], positions[part], sequences[part], has_output[part])
             if num_outputs:
                 found = self._lib.llama_get_logits(self._pointer)
                 table = np.ctypeslib.as_array(found, (num_outputs, vocab_size))
@@ -141,32 +153,14 @@ class LlamaContext:
                 start += num_outputs
         return logits
 
-    def _decode(
-        self,
-        tokens: NDArray[np.int32],
-        positions: NDArray[np.int32],
-        sequences: NDArray[np.int32],
-        has_output: NDArray[np.int8],
-    ) -> None:
-        lib, size, ones = self._lib, len(tokens), np.ones(len(tokens), np.int32)
-        addresses = sequences.ctypes.data + np.arange(size, dtype=np.uintp) * sequences.itemsize
-        batch = lib.llama_batch()
-        batch.n_tokens = size
-        for name, values, kind in (
-            ("token", tokens, ctypes.c_int32),
-            ("pos", positions, ctypes.c_int32),
-            ("n_seq_id", ones, ctypes.c_int32),
-            ("seq_id", addresses, ctypes.POINTER(ctypes.c_int32)),
-            ("logits", has_output, ctypes.c_int8),
-        ):
-            setattr(batch, name, ctypes.cast(_address(values), ctypes.POINTER(kind)))
+    def _decode(self, batch: Any) -> None:
         with log_caught() as errors:
-            code = lib.llama_decode(self._pointer, batch)
+            code = self._lib.llama_decode(self._pointer, batch)
         if code:
             kind = OutOfCellsError if code == 1 else EvaluationError
             reason = "there is no room for them" if code == 1 else f"llama_decode returned {code}"
             said = "; ".join([reason, *errors])
-            raise kind(f"llama.cpp computed no rows of {size} tokens: {said}")
+            raise kind(f"llama.cpp computed no rows of {batch.n_tokens} tokens: {said}")
 
     def num_bytes(self, sequence: int) -> int:
         """Return how many bytes the state of a sequence takes when it is saved."""
