@@ -354,7 +354,7 @@ def free_forward(vocab_size: int = 1000, num_layers: int = 1, **options: Any) ->
         batch = spans if isinstance(spans, ForwardBatch) else pack(spans)
         return logits[: len(batch.output_rows)]
 
-    cast(Any, lm._hf).passes.runner.forward = forward
+    cast(Any, lm._hf).scheduler.runner.forward = forward
     return lm
 
 

@@ -6,7 +6,6 @@ possible for dies. Where few have most of the weight, copies of them replace the
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -40,7 +39,7 @@ class Particle:
 
 async def smc(
     lm: AsyncLM, prompt, *, particles=30, max_tokens=50, constraint=None, allowed=None, twist=None,
-    proposal: dict[str, Any] | None = None, ess_threshold=0.5, seed=None, progress=False,
+    proposal: dict | None = None, ess_threshold=0.5, seed=None, progress=False,
 ):  # fmt: skip
     """Return the particles, log Z, and the effective sample size of each step.
 
@@ -50,7 +49,7 @@ async def smc(
     are texts, but those that a constraint has not let end weigh nothing: `allowed` has the ids in
     `lm.eos_token_ids` then, and log Z is -inf where `max_tokens` are too few for any to end.
     """
-    random, sizes, proposal = np.random.default_rng(seed), [], proposal or {}
+    random, sizes = np.random.default_rng(seed), []
     swarm = [Particle(constraint and constraint.fork()) for _ in range(particles)]
     for step in tqdm(range(max_tokens), "sampling", disable=None if progress else True):
         active = [p for p in swarm if not p.is_done and p.log_weight > -np.inf]
@@ -60,10 +59,9 @@ async def smc(
         if constraint is not None:
             masks = Constraint.masks([p.constraint for p in active if p.constraint])
             masks = masks if allowed is None else [mask & allowed for mask in masks]
+        opts = {**(proposal or {}), "generator": random, "impossible": "return", "allowed": masks}
         contexts = [[*prompt, *p.ids] for p in active]
-        draws = await lm.batch_draw_next_token(
-            contexts, allowed=masks, generator=random, impossible="return", **proposal
-        )
+        draws = await lm.batch_draw_next_token(contexts, **opts)
         for particle, draw in zip(active, draws, strict=True):
             particle.go_on(draw, lm.eos_token_ids, twist)
         log_weights = np.array([p.log_weight for p in swarm])

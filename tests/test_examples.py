@@ -153,7 +153,7 @@ def test_help_reads_well_and_a_typo_is_told():
         "workloads.scoring(1, 8, 4)",
         "workloads.step_overhead(1)",
         "host.host(1, 2)",
-        "host.reading(1)",
+        "host.plan(1)",
         "workloads.prefill_mix(1)",
         "workloads.loop_stall(1)",
         "workloads.python_meanwhile(1)",
