@@ -53,10 +53,10 @@ class BatchPolicy:
             its queries, so much in one batch, and whoever has come when it goes.
         timeout: Seconds that the first query of a batch may wait for others; zero or more.
             The time for which the worker is busy does not count: nothing could go then.
-        quiet_passes: Turns of the event loop without an arrival after which a batch goes.
+        quiet_turns: Turns of the event loop without an arrival after which a batch goes.
             More than one, because a result travels through a task or two (``asyncio.gather``)
             before the next query is born of it. One idle turn costs about 20 microseconds.
-        max_passes: Turns of the event loop after which a batch goes in any case.
+        max_turns: Turns of the event loop after which a batch goes in any case.
 
     Raises:
         OptionTypeError: (``TypeError``) If a field has a wrong type.
@@ -74,8 +74,7 @@ class BatchPolicy:
             object.__setattr__(self, name, value)
         if self.max_turns < self.quiet_turns:
             raise OptionError(
-                f"max_passes must be at least quiet_passes ({self.quiet_turns}), "
-                f"got {self.max_turns}"
+                f"max_turns must be at least quiet_turns ({self.quiet_turns}), got {self.max_turns}"
             )
 
     def decide(self, state: BatchState) -> Decision:

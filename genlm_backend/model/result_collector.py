@@ -137,7 +137,7 @@ class ResultCollector:
         """Check the evaluator's answers, and cache the rows among them."""
         if not isinstance(found, Sequence) or len(found) != len(queries):
             what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
-            raise EvaluationError(f"{self._verb} returned {what} for {len(queries)} queries")
+            raise EvaluationError(f"{self._method} returned {what} for {len(queries)} queries")
         are_rows = all(map(_KEEPS_ROW, queries)) and set(map(type, found)) == {Row}
         if are_rows and are_rows_of(found, self._vocab_size):
             return self._kept(queries, found, num_clears)
@@ -173,11 +173,11 @@ class ResultCollector:
         except (Exception, SystemExit) as error:  # of a readout of a program's own
             return cast(Exception, presentable(error))
         kind = type(query)
-        method = f"{kind.__name__}.of_rows" if is_own(kind) else self._verb
+        method = f"{kind.__name__}.of_rows" if is_own(kind) else self._method
         return EvaluationError(f"{method} must return {wanted}, or an exception, got {got}")
 
     @property
-    def _verb(self) -> str:
+    def _method(self) -> str:
         return f"{type(self._evaluator).__name__}.evaluate"
 
 

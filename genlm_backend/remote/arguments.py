@@ -82,16 +82,14 @@ class ArgumentEncoder:
         self._tokens: list[bytes] = []
         self._new_pictures: dict[int, bytes] = {}
 
-    def asked(
-        self, method: str, arguments: tuple[Any, ...], ask: Callable[[bytes], Reply]
-    ) -> Reply:
+    def asked(self, method: str, arguments: tuple[Any, ...], do: Callable[[bytes], Reply]) -> Reply:
         """Return the reply to a call, sent again in a new epoch if a number is unknown there."""
         if method == "clear":
             self.forget()
-        reply = ask(self.packed(arguments))
+        reply = do(self.packed(arguments))
         if isinstance(reply.value, UnknownIds):
             self.forget()
-            reply = ask(self.packed(arguments))
+            reply = do(self.packed(arguments))
         return reply
 
     def packed(self, arguments: tuple[Any, ...]) -> bytes:

@@ -62,7 +62,7 @@ class EvaluatorServer:
         """Note, on any thread, that no caller waits for a request any more."""
         self._dropped = max(self._dropped, number)
 
-    def _check_wanted(self) -> None:
+    def _check_cancelled(self) -> None:
         if self._dropped >= self._current:
             raise QueryDroppedError("ended before the query was answered")
 
@@ -106,7 +106,7 @@ class EvaluatorServer:
         evaluator = make()
         if not isinstance(evaluator, Evaluator):
             raise EvaluationError(f"{make!r} must return an Evaluator, got {type(evaluator)}")
-        evaluator.check_cancelled = self._check_wanted
+        evaluator.check_cancelled = self._check_cancelled
         self._evaluator = evaluator  # first: it is closed where opening it raises, too
         info = evaluator.open() if evaluator.info is None else evaluator.info
         self._reads_out, self._omits_undefined = info.reads_out, info.omits_undefined

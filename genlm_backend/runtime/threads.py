@@ -73,8 +73,7 @@ def release_idle_threads() -> None:
     # OpenMP keeps a team for each thread that has used operators. If callers have idle ones,
     # libgomp counts more threads than cores and makes all sleep between operators instead of
     # spinning: a pass of many small operators takes 1.4 times as long.
-    pause = _pause_function()
-    if pause is not None:
+    if (pause := _pause_function()) is not None:
         pause(_PAUSE_HARD)
 
 
@@ -128,7 +127,8 @@ def frequent_switches() -> contextlib.AbstractContextManager[None]:
 def freeze_imports() -> None:
     """Have the garbage collector leave alone what has been imported, unless that is refused."""
     # A thousand tasks are enough for Python to look through all objects, of which torch and
-    # transformers bring 400,000: a fifth of a second every few steps.
+    # transformers bring 400,000: a fifth of a second every few steps. A model comes afterwards:
+    # objects of it that are in cycles, as accelerate's hooks make them, could not be freed.
     if not gc.get_freeze_count() and gc.isenabled() and os.environ.get(FREEZE) != "0":
         gc.collect()
         gc.freeze()

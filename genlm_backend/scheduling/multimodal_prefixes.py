@@ -32,9 +32,7 @@ class MultimodalPrefixes:
 
     def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
         self._forwards, self._cache = forwards, cache
-        self._position_offsets: weakref.WeakKeyDictionary[Pictures, int] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._offsets: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
     def begin(self, queries: Sequence[Query]) -> dict[Query, Result]:
         """Compute the openings that are not cached; return the results that their passes give."""
@@ -65,10 +63,8 @@ class MultimodalPrefixes:
             return job.answer
         self._forwards.alone(job, _span(job, pictures, end), attention)
         outputs = [position - end for position in job.outputs_in(end, size)]
-        position_offset = end + self.position_offset(query.context)
-        behind = TokenChunk(
-            job.context.packed(end), outputs=outputs, position_offset=position_offset
-        )
+        offset = end + self.position_offset(query.context)
+        behind = TokenChunk(job.context.packed(end), outputs=outputs, position_offset=offset)
         self._forwards.alone(job, behind, attention, end)
         return job.answer
 
@@ -77,11 +73,11 @@ class MultimodalPrefixes:
         pictures = context.pictures
         if pictures is None:
             return 0
-        if pictures not in self._position_offsets:
+        if pictures not in self._offsets:
             ids = torch.frombuffer(bytearray(pictures.token_ids), dtype=torch.int32).long()
-            _, position_offset = positions_of(self._forwards.runner.model, ids[None], pictures)
-            self._position_offsets[pictures] = position_offset
-        return self._position_offsets[pictures]
+            _, offset = positions_of(self._forwards.runner.model, ids[None], pictures)
+            self._offsets[pictures] = offset
+        return self._offsets[pictures]
 
     def _begun(self, query: Query, pictures: Pictures) -> Result | None:
         """Have an opening kept; return the answer if it came with it."""

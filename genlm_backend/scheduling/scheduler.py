@@ -249,14 +249,10 @@ class Scheduler:
     ) -> list[Result] | None:
         """Answer queries by chunks and waves; ``None`` if there is no room for all."""
         starts = self.tree.nodes.depth[nodes].tolist()
-        jobs = [
-            ScheduledQuery.of(*one) for one in zip(queries, nodes.tolist(), starts, strict=True)
-        ]
+        jobs = list(map(ScheduledQuery.of, queries, nodes.tolist(), starts))
         for job, num_known in zip(jobs, self.tree.nodes.depth[matched].tolist(), strict=True):
-            job.num_known, job.position_offset = (
-                num_known,
-                self.openings.position_offset(job.context),
-            )
+            job.num_known = num_known
+            job.position_offset = self.openings.position_offset(job.context)
         pictures = [(job.start, job.context.pictures) for job in jobs]
         if any(own is not None and start < own.num_tokens for start, own in pictures):
             return None  # an opening had to go for another one's

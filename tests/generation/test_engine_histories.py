@@ -52,7 +52,7 @@ def random_fields(generator, way):
     return fields
 
 
-async def use(engine, generator, node_uses):
+async def use(engine, generator, handles):
     """Ask for a text in some way, and perhaps give up."""
     way = generator.choice(["await", "cancel", "stream", "stop", "release"])
     prompt = [generator.randrange(96) for _ in range(generator.randint(1, 12))]
@@ -72,7 +72,7 @@ async def use(engine, generator, node_uses):
             await task
     else:
         handle = engine.start_request_ids("m", prompt, timeout=0, **fields)
-        node_uses.append((handle, prompt, fields))
+        handles.append((handle, prompt, fields))
         await asyncio.sleep(patience)
         (engine.stop_request if way == "stop" else engine.release_request)(handle)
         await handle
@@ -81,13 +81,13 @@ async def use(engine, generator, node_uses):
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed):
     generator = random.Random(seed)
-    node_uses = []
+    handles = []
 
     async def caller(number):
         own = random.Random(100 * seed + number)
         for _ in range(6):
             with contextlib.suppress(*EXPECTED):
-                await use(engine, own, node_uses)
+                await use(engine, own, handles)
 
     async def callers():
         async with asyncio.timeout(60):
@@ -114,12 +114,12 @@ def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed)
         served = engine._models["m"]
         engine.loop.submit(served._join()).result(60)
         lm._batcher.call(lambda: None)  # what was cancelled may still have been evaluated
-        assert all(handle.is_done for handle, _, _ in node_uses)
+        assert all(handle.is_done for handle, _, _ in handles)
         assert not served._requests
         assert not served._tasks
         check_integrity(lm._evaluator.scheduler.tree)
         lm.fault_rate = 0.0
-        for handle, prompt, fields in node_uses:
+        for handle, prompt, fields in handles:
             if handle.status() is GenerationStatus.FAILED:
                 continue
             is_whole = handle.status() is GenerationStatus.FINISHED

@@ -185,8 +185,7 @@ class CudaGraphRun:
         (layer, *new), self._new = self._new, None
         layout, arrays = self._pool.layout.layers[layer], self._arrays.arrays
         num_key_heads = layout.num_key_heads
-        group_size = num_heads // num_key_heads
-        ops = decode_ops_for(query.device, query.dtype, dim, group_size)
+        ops = decode_ops_for(query.device, query.dtype, dim, num_heads // num_key_heads)
         (codes,) = self._pool.codes[layer]
         is_kept_so = new[0].dtype is codes.dtype and layout.width == 2 * num_key_heads * dim
         if ops is None or not is_kept_so:

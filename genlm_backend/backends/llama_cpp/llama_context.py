@@ -159,8 +159,8 @@ class LlamaContext:
         if code:
             kind = OutOfCellsError if code == 1 else EvaluationError
             reason = "there is no room for them" if code == 1 else f"llama_decode returned {code}"
-            said = "; ".join([reason, *errors])
-            raise kind(f"llama.cpp computed no rows of {batch.n_tokens} tokens: {said}")
+            text = f"llama.cpp computed no rows of {batch.n_tokens} tokens: {reason}"
+            raise kind("; ".join([text, *errors]))
 
     def num_bytes(self, sequence: int) -> int:
         """Return how many bytes the state of a sequence takes when it is saved."""
