@@ -548,7 +548,7 @@ def test_bounds_are_checked_and_reach_the_row(lm):
             lm.draw_next_token_sync([1], **wrong)
     with pytest.raises(OptionTypeError, match="top_k"):
         lm.draw_next_token_sync([1], top_k=1.5)
-    with pytest.raises(OptionTypeError, match=r"top_q is no option of draws; did you mean top_p or top_k"):
+    with pytest.raises(OptionTypeError, match=r"top_q is no option of draws; did you mean"):
         lm.draw_next_token_sync([1], top_q=1)
     row = lm.next_token_logprobs_sync([1])
     drawn = lm.draw_next_token_sync([1], top_k=1)
