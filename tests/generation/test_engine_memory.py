@@ -1,5 +1,8 @@
 """What a model takes while it runs, and gives back when it is released."""
 
+import ctypes
+import gc
+
 import psutil
 import pytest
 
@@ -7,6 +10,10 @@ from genlm_backend.generation import Engine
 
 
 def resident():
+    """Return the bytes in use, without those that the C library keeps for later."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
     return psutil.Process().memory_info().rss
 
 
@@ -44,5 +51,5 @@ def test_requests_come_and_go_and_memory_does_not_grow():
         before = resident()
         work(60)
         lm.clear_cache()
-        assert resident() - before < 40 << 20
+        assert resident() - before < 16 << 20  # 120 rows are 22
         assert len(engine._models["m"]._tasks) <= 1
