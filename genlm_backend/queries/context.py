@@ -221,8 +221,8 @@ class Context(Sequence[int]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
         return self
 
-    def __reduce__(self) -> tuple[Any, tuple[bytes, Pictures | None]]:
-        return unpickled, (b"".join((*self.blocks, self.tail)), self.pictures)
+    def __reduce__(self) -> tuple[Any, tuple[bytes, Pictures | None, tuple[bytes, ...]]]:
+        return unpickled, (self.tail, self.pictures, self.blocks)
 
     def __repr__(self) -> str:
         size = len(self)
@@ -416,9 +416,11 @@ _FEW: Final = 64
 _NOBODYS: Final = ContextFactory(MAX_VOCAB)
 
 
-def unpickled(packed: bytes, pictures: Pictures | None = None) -> Context:
+def unpickled(
+    packed: bytes, pictures: Pictures | None = None, blocks: tuple[bytes, ...] = ()
+) -> Context:
     """Return packed ids as a ``Context`` of no model."""
-    return Context.of(_NOBODYS, packed, pictures=pictures)
+    return Context.of(_NOBODYS, packed, blocks, pictures=pictures)
 
 
 def of_no_model(token_ids: Any) -> Context:

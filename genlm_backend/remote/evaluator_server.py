@@ -26,7 +26,7 @@ from genlm_backend.remote.messages import (
     Request,
     RowRef,
     Table,
-    UnknownIds,
+    UnknownPictures,
 )
 
 Carry: TypeAlias = Callable[[list[Row]], tuple[Table | None, list[Row]]]
@@ -73,7 +73,7 @@ class EvaluatorServer:
             raise EngineDiedError("the actor of a replica has been started again")
         arguments = self._receiver.arguments(packed)
         if arguments is None:
-            return UnknownIds()
+            return UnknownPictures()
         evaluator = self._evaluator
         if method == "open" or evaluator is None:
             return self._open(*arguments)

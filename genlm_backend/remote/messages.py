@@ -81,8 +81,8 @@ class Reply(NamedTuple):
     table: Table | None = None
 
 
-class UnknownIds(NamedTuple):
-    """The reply to arguments that have a number unknown there."""
+class UnknownPictures(NamedTuple):
+    """The reply to arguments that refer to pictures unknown there."""
 
 
 class RowRef(NamedTuple):

@@ -42,7 +42,7 @@ class RemoteEvaluator(RestartableEvaluator):
     @final
     def ask(self, method: str, *arguments: Any) -> Any:
         self._check_alive()
-        reply = self._sender.asked(method, arguments, lambda packed: self._reply(method, packed))
+        reply = self._sender.ask(method, arguments, lambda packed: self._reply(method, packed))
         self._counts = reply.counts or self._counts
         if reply.error is not None:
             raise reply.error.error()

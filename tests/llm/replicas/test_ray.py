@@ -24,8 +24,10 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm import AsyncReplicas, RowQuery
 from genlm_backend.multimodal.pictures import Pictures
+from genlm_backend.remote import arguments
 from genlm_backend.remote import ray_evaluator as on_ray
 from genlm_backend.remote.arguments import ArgumentDecoder, ArgumentEncoder
+from genlm_backend.remote.messages import Reply, UnknownPictures
 from genlm_backend.remote.ray_evaluator import RayEvaluator
 from tests.llm.elsewhere import over_there, ray_cluster
 from tests.llm.elsewhere.over_there import Told, word_tokenizer
@@ -207,6 +209,29 @@ def test_an_actor_that_is_new_says_so_whatever_pictures_were_sent_before():
     there = on_ray.EvaluatorActor()
     assert isinstance(there.ask(1, "evaluate", again).error.error(), EngineDiedError)
     assert ArgumentDecoder().arguments(again) is None
+
+
+def test_pictures_that_have_been_dropped_are_sent_again(monkeypatch):
+    monkeypatch.setattr(arguments, "MAX_PICTURE_BYTES", 1)
+    first, second = (
+        Pictures.of([1, 2], {"pixel_values": torch.full((2, 2), x)}, 1, 1) for x in (0.0, 1.0)
+    )
+    sender, receiver, replies = ArgumentEncoder(), ArgumentDecoder(), []
+
+    def answered(packed):
+        received = receiver.arguments(packed)
+        replies.append(received and [own.key for own in received])
+        return Reply(0, UnknownPictures() if received is None else received, None, None)
+
+    for asked in ((first, second), (second,), (first, second, first)):
+        reply = sender.ask("evaluate", asked, answered)
+        assert [own.key for own in reply.value] == [own.key for own in asked]
+    assert replies == [
+        [first.key, second.key],
+        [second.key],
+        None,
+        [first.key, second.key, first.key],
+    ]
 
 
 def test_mistakes_are_told_at_once(monkeypatch):
