@@ -29,7 +29,7 @@ _PUBLIC: Final = {
     "model.batched_lm": "BatchedLM",
     "queries.context": "Context",
     "readouts.draw": "Draw PackedMask",
-    "readouts.sample_readout": "SampleReadout SampleManyReadout",
+    "readouts.sample_readout": "SampleReadout",
     "queries.evaluator": "Evaluator EvaluatorCounts EvaluatorInfo RestartableEvaluator "
     "StatelessEvaluator",
     "model.lm_statistics": "LMStatistics",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from genlm_backend.queries.row import Row, rows_of_logits, scores_of_logits
     from genlm_backend.readouts.draw import Draw, PackedMask
     from genlm_backend.readouts.readout import Readout
-    from genlm_backend.readouts.sample_readout import SampleManyReadout, SampleReadout
+    from genlm_backend.readouts.sample_readout import SampleReadout
     from genlm_backend.readouts.sampling import Sampled
     from genlm_backend.readouts.score_query import ScoreQuery, TokenScores
     from genlm_backend.readouts.token_readouts import TopTokens
@@ -61,7 +61,6 @@ __all__ = [
     "RestartableEvaluator",
     "Row",
     "RowQuery",
-    "SampleManyReadout",
     "SampleReadout",
     "Sampled",
     "ScoreQuery",

@@ -151,7 +151,7 @@ class Sample(TextSequence):
         drawing = partial(
             SampleReadout,
             temperature=self._sampler.temperature,
-            uniform=self._sampler.uniform(),
+            uniforms=(self._sampler.uniform(),),
             may_fail=True,
             cuts=self._cuts,
         )
@@ -162,14 +162,14 @@ class Sample(TextSequence):
             logits, allowed = await asyncio.gather(asked, self._allowed())
             row = logits.log_softmax(-1)
             processed = self._processed(logits) if self._processors else row
-            drawn = drawing(NO_QUERY, allowed=allowed).of_logprobs(processed)
+            (drawn,) = drawing(NO_QUERY, allowed=allowed).of_logprobs(processed)
             drawn = drawn._replace(logprob=float(row[drawn.token_id]))
             found = top(NO_QUERY).of_logprobs(row) if self._config.top_logprobs else None
         elif self._config.top_logprobs:  # two that are read off one row
             asked = (self._lm.read(context, each, lora_name) for each in (drawing, top))
-            drawn, found = await together(asked)
+            (drawn,), found = await together(asked)
         else:
-            drawn, found = await self._lm.read(context, drawing, lora_name), None
+            (drawn,), found = await self._lm.read(context, drawing, lora_name), None
         self._drawn = drawn
         if found is not None:
             pairs = zip(found.token_ids.tolist(), found.logprobs.tolist(), strict=True)

@@ -31,7 +31,6 @@ from genlm_backend.readouts.sample_readout import (
     DrawOptions,
     drawing_of,
     drawings_of,
-    several_draws_of,
 )
 from genlm_backend.readouts.sampling import (
     Sampled,
@@ -580,7 +579,8 @@ class AsyncLM(Closing):
         """
         context = self._context_of_draws(token_ids, lora_name)
         drawing = drawing_of(len(self.byte_vocab), allowed, options)
-        return await self.read(context, drawing, lora_name)
+        (draw,) = await self.read(context, drawing, lora_name)
+        return draw
 
     draw_next_token_sync = blocking(draw_next_token, "draw")
 
@@ -619,7 +619,7 @@ class AsyncLM(Closing):
                 ``n`` is below 1.
         """
         context = self._context_of_draws(token_ids, lora_name)
-        draws = several_draws_of(len(self.byte_vocab), allowed, options, n, distinct)
+        draws = drawing_of(len(self.byte_vocab), allowed, options, n, distinct)
         return list(await self.read(context, draws, lora_name))
 
     draw_next_tokens_sync = blocking(draw_next_tokens, "draws")
@@ -656,7 +656,7 @@ class AsyncLM(Closing):
             self.contexts.check_context(token_ids, self.max_length) for token_ids in listed_ids
         ]
         drawing = drawings_of(len(self.byte_vocab), allowed, options, len(contexts))
-        return await self.batch_read(contexts, drawing, lora_name)
+        return [draw for (draw,) in await self.batch_read(contexts, drawing, lora_name)]
 
     batch_draw_next_token_sync = blocking(batch_draw_next_token, "draws")
 
@@ -760,7 +760,7 @@ class AsyncLM(Closing):
             is_full = self.max_length is not None and len(context) > self.max_length
             if is_full and len(context) > len(prompt):  # of a prompt that is, the model tells
                 break
-            drawn = await self.read(context, sampler.drawing, lora_name)
+            (drawn,) = await self.read(context, sampler.drawing, lora_name)
             if drawn.token_id in eos_token_ids:
                 reason = "eos"
                 break

@@ -120,10 +120,17 @@ class ResultCollector:
         return [refused[q] if q in refused else next(answers) for q in queries]
 
     def _evaluated(self, queries: Sequence[Query]) -> Any:
-        if self._reads_out:
+        if self._reads_out or all(map(_KEEPS_ROW, queries)):
             return self._evaluator.evaluate(queries)
         undefined_ids = self._evaluator.undefined_ids if self._is_to_exclude else ()
-        return answers_by_rows(self._evaluator.evaluate, queries, undefined_ids)
+        return answers_by_rows(self._rows_to_read, queries, undefined_ids)
+
+    def _rows_to_read(self, queries: Sequence[Query]) -> Any:
+        """Return checked answers, so that nothing is read off a row that is none."""
+        found = self._evaluator.evaluate(queries)
+        if not isinstance(found, Sequence) or len(found) != len(queries):
+            return found  # to be refused
+        return list(map(self._checked, queries, found))
 
     def _refused(self, queries: Sequence[Query]) -> dict[Query, Exception]:
         if set(map(_ADAPTER, queries)) == {None}:

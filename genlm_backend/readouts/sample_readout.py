@@ -75,55 +75,77 @@ _FEW_OF_NUCLEUS: Final = 512
 @final
 @dataclass(frozen=True, slots=True)
 class SampleReadout(Readout):
-    """A context, and the random number that its next token is drawn by.
+    """A context, and the random numbers that its next token is drawn by, once for each.
 
-    The answer is a ``Draw`` of the token that ``draw_token`` returns of the context's row. So it is
-    the same wherever it is drawn, but for the rounding of exponentials on a device, and equal
-    drawings have equal answers.
+    The answer is a tuple of ``Draw``, each of the token that ``draw_token`` returns of the
+    context's row. So they are the same wherever they are drawn, but for the rounding of
+    exponentials on a device, and equal readouts have equal answers. If the draws are to be
+    distinct, one is drawn after another from the tokens that are left, which is the distribution of
+    the largest of log-probabilities with Gumbel noise (Kool et al., 2019, arXiv:1903.06059);
+    ``log_allowed`` and ``log_proposal`` are those among the tokens that were left. It ends where
+    none is left.
 
     Attributes:
         query: The context, and the adapter to read it with.
         temperature: Divisor of the log-probabilities; 0 takes the first of the most probable.
-        uniform: A number from 0 up to, and not including, 1.
+        uniforms: A number from 0 up to, and not including, 1 for each draw.
         allowed: A bit for each token, set where it may be drawn, as ``packed_mask`` packs them;
             ``None`` where all may be.
-        may_fail: Whether a draw where no token is possible is ``NO_DRAW``, and no error.
+        may_fail: Whether draws where no token is possible are ``NO_DRAW``, and no error.
         cuts: Bounds on the tokens that are drawn from; ``None`` for none.
+        are_distinct: Whether no token is drawn twice.
     """
 
     query: RowQuery
     temperature: float
-    uniform: float
+    uniforms: tuple[float, ...]
     allowed: bytes | None = None
     may_fail: bool = False
     cuts: SamplingFilter | None = None
-    wanted: ClassVar[str] = "a Draw for a drawing"
+    are_distinct: bool = False
+    wanted: ClassVar[str] = "a tuple of Draws for a SampleReadout"
     modifies_rows: ClassVar[bool] = False
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
-        """Return a draw from each row, or the error where no token is possible."""
-        if not rows.is_cpu and rows.device.type != "mps":  # which has no float64
+        """Return draws from each row, or the error where no token is possible."""
+        # Torch has no float64 on "mps".
+        is_device = not rows.is_cpu and rows.device.type != "mps"
+        if is_device and all(len(readout.uniforms) == 1 for readout in readouts):
             return drawn_at_once(readouts, rows)
         pairs = zip(readouts, rows.cpu().numpy(), strict=True)
-        return [_drawn(drawing, row) for drawing, row in pairs]
+        return [_drawn(readout, row) for readout, row in pairs]
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` is a ``Draw``, of no token only where that may be."""
+        """Return whether ``answer`` is as many draws, or fewer distinct ones."""
+        if not isinstance(answer, tuple):
+            return False
         least = NO_DRAW.token_id if self.may_fail else 0
-        is_draw = isinstance(answer, Draw) and type(answer.token_id) is int
-        return is_draw and least <= answer.token_id < vocab_size
+        num, most = len(answer), len(self.uniforms)
+        has_all = num == most or (self.are_distinct and 0 < num < most)
+        return has_all and all(
+            isinstance(draw, Draw)
+            and type(draw.token_id) is int
+            and least <= draw.token_id < vocab_size
+            for draw in answer
+        )
 
 
-def _drawn(drawing: SampleReadout, logprobs: Floats) -> Draw | EvaluationError:
-    pool = _pool(drawing, logprobs)
-    return pool.draw(drawing.uniform) if isinstance(pool, _Pool) else pool
+def _drawn(readout: SampleReadout, logprobs: Floats) -> tuple[Draw, ...] | EvaluationError:
+    pool = _pool(readout, logprobs)
+    if isinstance(pool, EvaluationError):
+        return pool
+    if isinstance(pool, Draw):
+        return (pool,) * len(readout.uniforms)
+    draws = list[Draw]()
+    for point in readout.uniforms:
+        if draws and readout.are_distinct and not pool.without(draws[-1].token_id):
+            break
+        draws.append(pool.draw(point))
+    return tuple(draws)
 
 
-_AnySample: TypeAlias = "SampleReadout | SampleManyReadout"
-
-
-def _pool(drawing: _AnySample, logprobs: Floats) -> _Pool | Draw | EvaluationError:
+def _pool(drawing: SampleReadout, logprobs: Floats) -> _Pool | Draw | EvaluationError:
     """Return the tokens of a row to draw from, or the answer if there is none."""
     scores, ids = logprobs, None
     if drawing.allowed is not None:
@@ -147,7 +169,7 @@ def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArra
     return np.minimum(logprobs, bounds, out=bounds), None
 
 
-def _impossible(drawing: _AnySample, largest: float) -> Draw | EvaluationError | None:
+def _impossible(drawing: SampleReadout, largest: float) -> Draw | EvaluationError | None:
     """Return the answer if none of the scores, given the largest, can be drawn; or ``None``."""
     if drawing.may_fail and largest == -math.inf:
         return NO_DRAW
@@ -168,7 +190,7 @@ class _Pool:
     """The tokens of a row that one or several are drawn from."""
 
     def __init__(
-        self, drawing: _AnySample, logprobs: Floats, scores: Floats, ids: TokenArray | None
+        self, drawing: SampleReadout, logprobs: Floats, scores: Floats, ids: TokenArray | None
     ) -> None:
         self._scores, self._ids, self._logprobs = scores, ids, logprobs
         temperature = self._temperature = drawing.temperature
@@ -239,76 +261,15 @@ def _log_proposal(
     return min((logprob - largest) / temperature - math.log(total), 0.0)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class SampleManyReadout(Readout):
-    """A context, and the random numbers that several next tokens are drawn by.
-
-    The answer is a tuple of ``Draw``, each as a ``SampleReadout`` with its number has it. Where
-    they are to be distinct, one is drawn after another from the tokens that are left, which is the
-    distribution of the largest of log-probabilities with Gumbel noise (Kool et al., 2019,
-    arXiv:1903.06059); ``log_allowed`` and ``log_proposal`` are those among the tokens that were
-    left. It ends where none is left.
-
-    Attributes:
-        query: The context, and the adapter to read it with.
-        temperature: As a ``SampleReadout`` has it.
-        uniforms: A number from 0 up to, and not including, 1 for each draw.
-        allowed: As a ``SampleReadout`` has it.
-        may_fail: Whether draws where no token is possible are ``NO_DRAW``, and no error.
-        cuts: As a ``SampleReadout`` has it.
-        are_distinct: Whether no token is drawn twice.
-    """
-
-    query: RowQuery
-    temperature: float
-    uniforms: tuple[float, ...]
-    allowed: bytes | None = None
-    may_fail: bool = False
-    cuts: SamplingFilter | None = None
-    are_distinct: bool = False
-    wanted: ClassVar[str] = "a tuple of Draws for several draws"
-    modifies_rows: ClassVar[bool] = False
-
-    @classmethod
-    def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
-        """Return draws from each row, or the error where no token is possible."""
-        pairs = zip(readouts, rows.cpu().numpy(), strict=True)
-        return [_all_drawn(draws, row) for draws, row in pairs]
-
-    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` is a tuple of as many draws, or of fewer distinct ones."""
-        if not isinstance(answer, tuple):
-            return False
-        drawing = SampleReadout(self.query, self.temperature, 0.0, may_fail=self.may_fail)
-        num, most = len(answer), len(self.uniforms)
-        has_all = num == most or (self.are_distinct and 0 < num < most)
-        return has_all and all(drawing.is_answered_by(each, vocab_size) for each in answer)
-
-
-def _all_drawn(draws: SampleManyReadout, logprobs: Floats) -> tuple[Draw, ...] | EvaluationError:
-    pool = _pool(draws, logprobs)
-    if isinstance(pool, EvaluationError):
-        return pool
-    if isinstance(pool, Draw):
-        return (pool,) * len(draws.uniforms)
-    found = list[Draw]()
-    for point in draws.uniforms:
-        if found and draws.are_distinct and not pool.without(found[-1].token_id):
-            break
-        found.append(pool.draw(point))
-    return tuple(found)
-
-
 _NUM_BLOCKS: Final = 256
 
 
 def drawn_at_once(
     drawings: Sequence[SampleReadout], rows: torch.Tensor
-) -> list[Draw | EvaluationError]:
-    """Draw from rows on a device, where they stay; see ``SampleReadout.of_rows``."""
+) -> list[tuple[Draw, ...] | EvaluationError]:
+    """Draw once from each row on a device, where they stay; see ``SampleReadout.of_rows``."""
     device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
-    points = np.array([drawing.uniform for drawing in drawings])
+    points = np.array([drawing.uniforms[0] for drawing in drawings])
     scores, cuts = rows, [_cuts_of(drawing) for drawing in drawings]
     is_bounded = any(drawing.allowed is not None for drawing in drawings) or any(cuts)
     are_plain = set(temperatures) == {1}
@@ -345,13 +306,15 @@ def drawn_at_once(
     return [_answer(*one) for one in zip(drawings, answers, of_all, strict=True)]
 
 
-def _drawn_plainly(rows: torch.Tensor, points: Doubles) -> list[Draw | EvaluationError] | None:
+def _drawn_plainly(
+    rows: torch.Tensor, points: Doubles
+) -> list[tuple[Draw, ...] | EvaluationError] | None:
     """Return draws from entire rows at temperature 1; ``None`` if a row needs a closer look."""
     token_ids, totals, logprobs = _inverted(rows.exp(), points, rows)
     if not ((totals > 0.5) & (totals < 2)).all():  # nothing is possible, or too little
         return None
     pairs = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
-    return [Draw(token_id, logprob, 0.0, min(logprob, 0.0)) for token_id, logprob in pairs]
+    return [(Draw(token_id, logprob, 0.0, min(logprob, 0.0)),) for token_id, logprob in pairs]
 
 
 def _sums_to_compare(
@@ -376,15 +339,15 @@ def _is_restricted(drawing: SampleReadout) -> bool:
 
 def _answer(
     drawing: SampleReadout, numbers: Sequence[float], of_all: float
-) -> Draw | EvaluationError:
+) -> tuple[Draw, ...] | EvaluationError:
     token_id, logprob, of_allowed, largest, total = numbers
     answer = _impossible(drawing, largest)
     if answer is not None:
-        return answer
+        return (answer,) if isinstance(answer, Draw) else answer
     is_all = not _is_restricted(drawing) or abs(of_allowed - of_all) < _REORDERED
     log_allowed = 0.0 if is_all else min(of_allowed, 0.0)
     log_proposal = _log_proposal(logprob, log_allowed, largest, drawing.temperature, total)
-    return Draw(int(token_id), logprob, log_allowed, log_proposal)
+    return (Draw(int(token_id), logprob, log_allowed, log_proposal),)
 
 
 def _cuts_of(drawing: SampleReadout) -> SamplingFilter | None:
@@ -537,17 +500,19 @@ _CHECKS: Final = {
 
 
 def drawing_of(
-    vocab_size: int, allowed: Any, options: DrawOptions
+    vocab_size: int, allowed: Any, options: DrawOptions, n: Any = 1, distinct: Any = False
 ) -> Callable[[RowQuery], SampleReadout]:
-    """Return a maker of drawings with checked options and one random number."""
+    """Return a maker of a readout of ``n`` draws with checked options and random numbers."""
+    count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
     number_of, alike = _drawn_alike(vocab_size, allowed, options)
-    return partial(SampleReadout, uniform=number_of(), **alike)
+    uniforms = tuple(number_of() for _ in range(count))
+    return partial(SampleReadout, uniforms=uniforms, are_distinct=are_distinct, **alike)
 
 
 def drawings_of(
     vocab_size: int, allowed: Any, options: DrawOptions, num_draws: int
 ) -> Callable[[RowQuery], SampleReadout]:
-    """Return a maker of ``num_draws`` drawings, one after another, as ``drawing_of`` of one."""
+    """Return a maker of ``num_draws`` readouts of a draw, one after another."""
     dtype = getattr(allowed, "dtype", None)
     is_array = dtype is not None and getattr(allowed, "ndim", 0) == 1
     is_array = is_array and not getattr(dtype, "hasobject", False)
@@ -573,19 +538,9 @@ def drawings_of(
 
     def made(query: RowQuery) -> SampleReadout:
         uniform, own = next(pairs)
-        return SampleReadout(query, uniform=uniform, allowed=own, **alike)
+        return SampleReadout(query, uniforms=(uniform,), allowed=own, **alike)
 
     return made
-
-
-def several_draws_of(
-    vocab_size: int, allowed: Any, options: DrawOptions, n: Any, distinct: Any
-) -> Callable[[RowQuery], SampleManyReadout]:
-    """Return a maker of several draws, as ``drawing_of`` of one, with their random numbers."""
-    count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
-    number_of, alike = _drawn_alike(vocab_size, allowed, options)
-    uniforms = tuple(number_of() for _ in range(count))
-    return partial(SampleManyReadout, uniforms=uniforms, are_distinct=are_distinct, **alike)
 
 
 def _drawn_alike(

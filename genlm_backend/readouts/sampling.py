@@ -50,7 +50,7 @@ class Sampler:
 
     def drawing(self, query: RowQuery) -> SampleReadout:
         """Return the query whose answer is the next token of the stream."""
-        return SampleReadout(query, self.temperature, self.uniform())
+        return SampleReadout(query, self.temperature, (self.uniform(),))
 
 
 def entropy_of(seed: int | None, stream: int) -> np.random.SeedSequence:

@@ -89,9 +89,8 @@ def check_drawn(config, logits, expected, num_draws=1000):
     bounds = SamplingFilter(config.top_k, config.top_p, config.min_p)
     row, found = logits.log_softmax(-1), {}
     for i in range(num_draws):
-        draw = SampleReadout(NO_QUERY, config.temperature, i / num_draws, cuts=bounds).of_logprobs(
-            row
-        )
+        readout = SampleReadout(NO_QUERY, config.temperature, (i / num_draws,), cuts=bounds)
+        (draw,) = readout.of_logprobs(row)
         found[draw.token_id] = math.exp(draw.log_proposal)
     ids = list(found)
     torch.testing.assert_close(torch.tensor([*found.values()]), expected[ids], rtol=1e-5, atol=1e-7)

@@ -15,7 +15,6 @@ from genlm_backend.queries.query import RowQuery
 from genlm_backend.readouts.draw import draw, draw_token, weights_of
 from genlm_backend.readouts.sample_readout import (
     NO_DRAW,
-    SampleManyReadout,
     SampleReadout,
     SamplingFilter,
     drawn_at_once,
@@ -265,8 +264,8 @@ def tokens_by_share(row, drawing):
     scores[finite] /= min(drawing.temperature, 1e300)
     weights = np.exp(scores)
     ends = weights.cumsum() / weights.sum()
-    near = (ends > drawing.uniform - 1e-5) & (
-        ends - weights / weights.sum() < drawing.uniform + 1e-5
+    near = (ends > drawing.uniforms[0] - 1e-5) & (
+        ends - weights / weights.sum() < drawing.uniforms[0] + 1e-5
     )
     return set(np.flatnonzero(near & (weights > 0)).tolist())
 
@@ -312,10 +311,10 @@ def test_draws_from_many_rows_at_once_are_those_of_each(data):
         uniform = data.draw(
             st.sampled_from([0.0, 0.5, 1 - 2**-53]) | st.floats(0, 1, exclude_max=True)
         )
-        drawings.append(SampleReadout(query, temperature, uniform, mask))
+        drawings.append(SampleReadout(query, temperature, (uniform,), mask))
     found = drawn_at_once(drawings, rows)
-    for draw_found, drawing, row in zip(found, drawings, rows, strict=True):
-        (expected,) = SampleReadout.of_rows([drawing], row[None])
+    for (draw_found,), drawing, row in zip(found, drawings, rows, strict=True):
+        (expected,) = drawing.of_logprobs(row)
         assert draw_found.token_id in tokens_by_share(row.numpy(), drawing)
         assert draw_found.logprob == row[draw_found.token_id].item()
         assert draw_found.log_allowed == pytest.approx(expected.log_allowed, abs=1e-5)
@@ -330,14 +329,14 @@ def test_many_rows_of_which_none_is_possible():
     rows[0, 5], rows[2, 699] = 0, 0
     nothing = np.packbits(np.zeros(700, bool)).tobytes()
     drawings = [
-        SampleReadout(RowQuery([1]), 1.0, 0.9),
-        SampleReadout(RowQuery([1]), 1.0, 0.9),
-        SampleReadout(RowQuery([1]), 1.0, 0.9, nothing, True),
+        SampleReadout(RowQuery([1]), 1.0, (0.9,)),
+        SampleReadout(RowQuery([1]), 1.0, (0.9,)),
+        SampleReadout(RowQuery([1]), 1.0, (0.9,), nothing, True),
     ]
     first, second, third = drawn_at_once(drawings, rows)
-    assert first == (5, 0.0, 0.0, 0.0)
+    assert first == ((5, 0.0, 0.0, 0.0),)
     assert isinstance(second, EvaluationError)
-    assert third == NO_DRAW
+    assert third == (NO_DRAW,)
 
 
 # ---------------------------------------------------------------- several from one row
@@ -363,14 +362,12 @@ def test_several_draws_are_as_many_single_ones(data):
     }
     uniforms = tuple(random.random(data.draw(st.integers(1, 8))).tolist())
     query = RowQuery([1])
-    single = [SampleReadout(query, uniform=uniform, **options) for uniform in uniforms]
-    several = SampleManyReadout(query, uniforms=uniforms, **options)
-    assert several.of_logprobs(row) == tuple(each.of_logprobs(row) for each in single)
+    single = [SampleReadout(query, uniforms=(uniform,), **options) for uniform in uniforms]
+    several = SampleReadout(query, uniforms=uniforms, **options)
+    assert several.of_logprobs(row) == tuple(each.of_logprobs(row)[0] for each in single)
 
     # Distinct ones: each is a single draw of what the ones before it have left.
-    found = SampleManyReadout(query, uniforms=uniforms, are_distinct=True, **options).of_logprobs(
-        row
-    )
+    found = SampleReadout(query, uniforms=uniforms, are_distinct=True, **options).of_logprobs(row)
     is_left = np.unpackbits(
         np.frombuffer(options["allowed"] or np.packbits(np.ones(size, bool)).tobytes(), np.uint8),
         count=size,
@@ -384,7 +381,7 @@ def test_several_draws_are_as_many_single_ones(data):
     assert len(found) == min(len(uniforms), is_left.sum())
     for one, uniform in zip(found, uniforms, strict=False):
         own = {"temperature": options["temperature"], "allowed": np.packbits(is_left).tobytes()}
-        drawing = SampleReadout(query, uniform=uniform, **own)
+        drawing = SampleReadout(query, uniforms=(uniform,), **own)
         assert one.token_id in tokens_by_share(row.numpy(), drawing)
         check_proposal(one, drawing, row.numpy())
         expected = np.logaddexp.reduce(row.numpy()[is_left].astype(np.float64))
@@ -397,7 +394,7 @@ def test_several_draws_are_as_many_single_ones(data):
 def test_distinct_draws_within_a_bound_are_as_many_as_there_are_tokens(top_k, temperature):
     row = torch.tensor([0.0, -6, -7, -8, -9, -10, -11, -math.inf]).log_softmax(-1)
     uniforms = tuple(np.random.default_rng(0).random(9))
-    draws = SampleManyReadout(
+    draws = SampleReadout(
         RowQuery([1]), temperature, uniforms, cuts=SamplingFilter(top_k=top_k), are_distinct=True
     ).of_logprobs(row)
     assert sorted(draw.token_id for draw in draws) == list(range(min(top_k, 7)))
@@ -410,7 +407,7 @@ def test_distinct_draws_come_in_the_order_of_gumbel_noise():
     random, number = np.random.default_rng(0), 6000
     counts = np.zeros((5, 5))
     for _ in range(number):
-        draws = SampleManyReadout(RowQuery([1]), 1.0, tuple(random.random(2)), are_distinct=True)
+        draws = SampleReadout(RowQuery([1]), 1.0, tuple(random.random(2)), are_distinct=True)
         first, second = draws.of_logprobs(row)
         counts[first.token_id, second.token_id] += 1
     expected = probabilities[:, None] * probabilities / (1 - probabilities[:, None])
@@ -426,7 +423,7 @@ def test_distinct_draws_find_what_is_all_but_impossible():
     """Weights beside the largest one would be zeros."""
     row = torch.tensor([-0.0, -150.0, -math.inf, -400.0])
     for temperature in (1.0, 0.3):
-        draws = SampleManyReadout(RowQuery([1]), temperature, (0.5,) * 4, are_distinct=True)
+        draws = SampleReadout(RowQuery([1]), temperature, (0.5,) * 4, are_distinct=True)
         found = draws.of_logprobs(row)
         assert [one.token_id for one in found] == [0, 1, 3]
         assert [one.log_allowed for one in found] == [0.0, -150.0, -400.0]
@@ -463,10 +460,10 @@ WAYS = pytest.mark.parametrize(
 def test_equally_probable_tokens_at_a_bound_all_count(of_rows):
     row = torch.tensor([0.4, 0.1, 0.4, 0.1], dtype=torch.float32).log()
     cuts = SamplingFilter(top_k=1, top_p=0.5)
-    drawings = [SampleReadout(RowQuery([1]), 1.0, uniform, cuts=cuts) for uniform in (0.0, LAST)]
+    drawings = [SampleReadout(RowQuery([1]), 1.0, (uniform,), cuts=cuts) for uniform in (0.0, LAST)]
     found = of_rows(drawings, row.expand(2, -1))
-    assert [one.token_id for one in found] == [0, 2]
-    assert [one.log_allowed for one in found] == pytest.approx([math.log(0.8)] * 2, abs=1e-6)
+    assert [one.token_id for (one,) in found] == [0, 2]
+    assert [one.log_allowed for (one,) in found] == pytest.approx([math.log(0.8)] * 2, abs=1e-6)
 
 
 @WAYS
@@ -489,7 +486,7 @@ def test_bounds_leave_what_those_of_generate_do(of_rows, data):
     packed = np.packbits(mask).tobytes()
     uniforms = [*random.random(20), 0.0, LAST]
     drawings = [
-        SampleReadout(RowQuery([1]), temperature, float(uniform), packed, cuts=cuts)
+        SampleReadout(RowQuery([1]), temperature, (float(uniform),), packed, cuts=cuts)
         for uniform in uniforms
     ]
     rows = torch.from_numpy(row).expand(len(drawings), -1)
@@ -497,7 +494,7 @@ def test_bounds_leave_what_those_of_generate_do(of_rows, data):
     # count.
     within = mask & (row >= row[left].min())
     sums = [np.logaddexp.reduce(row[own].astype(np.float64)) for own in (left, within)]
-    for found in of_rows(drawings, rows):
+    for (found,) in of_rows(drawings, rows):
         assert within[found.token_id]
         # To a token at the bound, which rounding may leave out or not.
         largest = np.exp(row[mask].max() - sums[0]) * 2e-4 + 1e-5
@@ -505,7 +502,7 @@ def test_bounds_leave_what_those_of_generate_do(of_rows, data):
             found.log_allowed == pytest.approx(min(expected, 0), abs=max(largest, 2e-3))
             for expected in sums
         )
-    last = of_rows([drawings[-1]], rows[:1])[0].token_id
+    last = of_rows([drawings[-1]], rows[:1])[0][0].token_id
     if not mask.all():
         assert last in {np.flatnonzero(own)[-1] for own in (left, within)}
 
@@ -531,13 +528,13 @@ def test_bounds_of_many_rows_at_once(data):
             SampleReadout(
                 RowQuery([1]),
                 float(random.choice([0, 0.7, 1, 2])),
-                random.random(),
+                (random.random(),),
                 [None, np.packbits(mask).tobytes()][random.integers(2)],
                 cuts=[None, cuts][random.integers(2)],
             )
         )
     at_once, one_by_one = drawn_at_once(drawings, rows), SampleReadout.of_rows(drawings, rows)
-    for found, expected in zip(at_once, one_by_one, strict=True):
+    for (found,), (expected,) in zip(at_once, one_by_one, strict=True):
         assert found.token_id == expected.token_id
         assert found == pytest.approx(expected, abs=1e-5)
 

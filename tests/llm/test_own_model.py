@@ -327,6 +327,11 @@ async def test_what_is_no_row_is_an_error_of_its_askers_alone(kind):
         assert (int(first.argmax()), int(last.argmax())) == (1, 3)
         assert isinstance(error, EvaluationError)
         assert "must return a Row of float32 [96]" in str(error)
+        lm.clear_cache()  # and what is read off rows
+        asked = [lm.draw_next_token([i], temperature=0) for i in (1, 2, 3)]
+        first, error, last = await asyncio.gather(*asked, return_exceptions=True)
+        assert (first.token_id, last.token_id) == (1, 3)
+        assert isinstance(error, EvaluationError)
 
 
 @pytest.mark.parametrize(

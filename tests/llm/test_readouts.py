@@ -423,7 +423,7 @@ def test_readouts_of_any_rows(table, data):
         *map(Top, queries, ks),
         *map(Chosen, queries, ids),
         *map(Entropy, queries),
-        *(SampleReadout(query, 1.0, 0.3) for query in queries),
+        *(SampleReadout(query, 1.0, (0.3,)) for query in queries),
         *(Masses(query, (bytes(-(-width // 8)), *packed)) for query in queries),
         *queries,
     ]

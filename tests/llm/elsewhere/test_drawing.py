@@ -101,17 +101,17 @@ class Drawn(StatelessEvaluator):
 def test_drawings_of_one_context_take_one_row():
     evaluator = Drawn()
     evaluator.undefined_ids = (0, 95)
-    drawings = [SampleReadout(RowQuery([5]), 1.0, i / 20) for i in range(20)]
-    asked = [*drawings, RowQuery([5]), SampleReadout(RowQuery([7]), 0.0, 0.0)]
+    drawings = [SampleReadout(RowQuery([5]), 1.0, (i / 20,)) for i in range(20)]
+    asked = [*drawings, RowQuery([5]), SampleReadout(RowQuery([7]), 0.0, (0.0,))]
     found = answers_by_rows(evaluator.evaluate, asked, evaluator.undefined_ids)
     assert evaluator.asked == [[RowQuery([5]), RowQuery([7])]]
-    assert [drawn.token_id for drawn in found[:20]] == [1 + int(94 * i / 20) for i in range(20)]
-    assert found[3].logprob == pytest.approx(-math.log(94))
+    assert [drawn.token_id for (drawn,) in found[:20]] == [1 + int(94 * i / 20) for i in range(20)]
+    assert found[3][0].logprob == pytest.approx(-math.log(94))
     assert isinstance(found[20], Row)
     assert float(found[20].logprobs[0]) > -10  # excluded once, by whoever drives the evaluator
-    assert found[21] == Draw(1, found[3].logprob, 0.0, 0.0)
+    assert found[21] == (Draw(1, found[3][0].logprob, 0.0, 0.0),)
     assert pickle.loads(pickle.dumps(drawings[3])) == drawings[3]
-    wrong = [SampleReadout(RowQuery([1]), 1.0, 0.5), SampleReadout(RowQuery([2]), 1.0, 0.5)]
+    wrong = [SampleReadout(RowQuery([i]), 1.0, (0.5,)) for i in (1, 2)]
     errors = answers_by_rows(evaluator.evaluate, wrong)
     assert [type(error) for error in errors] == [EvaluationError, KeyError]
 
@@ -125,14 +125,14 @@ class DrawsWrong(StatelessEvaluator):
 
     def evaluate(self, queries):
         wrong = {3: Draw(VOCAB, 0, 0, 0), 4: Draw(-1, 0, 0, 0), 5: Draw(True, 0, 0, 0), 6: 2}
-        return [wrong.get(q.context[-1], Draw(7, -1.0, 0.0, -1.0)) for q in queries]
+        return [(wrong.get(q.context[-1], Draw(7, -1.0, 0.0, -1.0)),) for q in queries]
 
 
 async def test_an_evaluator_of_ones_own_may_draw():
     with BatchedLM(word_tokenizer(), DrawsWrong()) as lm:
         assert await lm.sample([1], 3, []) == [7, 7, 7]
         for wrong in (3, 4, 5, 6):
-            with pytest.raises(EvaluationError, match="must return a Draw for a drawing"):
+            with pytest.raises(EvaluationError, match="must return a tuple of Draws"):
                 await lm.sample([wrong], 1, [])
         with pytest.raises(EvaluationError, match="must return a Row"):
             await lm.next_token_logprobs([1])

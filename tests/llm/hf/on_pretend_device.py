@@ -61,10 +61,10 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
         read = [query, Entropy(query), Top(query, 3), Masses(query, (few,))]
         read += [
             Masses(RowQuery([1, 2]), (few, few)),
-            SampleReadout(query, 1.0, 0.5, few, cuts=SamplingFilter(2)),
+            SampleReadout(query, 1.0, (0.5,), few, cuts=SamplingFilter(2)),
         ]
         read.append(RowQuery([1, 2]))
-        row, entropy, top, masses, others, drawn, other = evaluator.evaluate(read)
+        row, entropy, top, masses, others, (drawn,), other = evaluator.evaluate(read)
         expected_mass = on_processor(other.logprobs)[::5].double().logsumexp(0)
         assert float((others - expected_mass).abs().max()) < 1e-5
         assert row.logprobs.device == output, "a row beside readouts is elsewhere"

@@ -72,7 +72,7 @@ def check_draws(drawings, rows, most_moved, near):
         SampleReadout.of_rows(drawings, rows.cuda()),
         SampleReadout.of_rows(drawings, rows),
     )
-    pairs = [*zip(found, expected, strict=True)]
+    pairs = [(one, other) for (one,), (other,) in zip(found, expected, strict=True)]
     same = [(one, other) for one, other in pairs if one.token_id == other.token_id]
     assert len(same) >= len(pairs) - most_moved
     for one, other in same:
@@ -90,7 +90,7 @@ def test_draws_within_bounds_on_the_device():
             float(generator.random() / 10) if generator.random() < 0.5 else 0.0,
         )
         own = mask if generator.random() < 0.5 else None
-        drawings.append(SampleReadout(RowQuery([1]), 0.8, generator.random(), own, cuts=cuts))
+        drawings.append(SampleReadout(RowQuery([1]), 0.8, (generator.random(),), own, cuts=cuts))
     check_draws(drawings, rows, 3, 1e-4)
 
 
@@ -98,7 +98,7 @@ def test_draws_with_masks_and_temperatures_on_the_device():
     rows, generator = random_rows(), np.random.default_rng(0)
     masks = [np.packbits(generator.random(SIZE) < 0.5).tobytes() for _ in range(100)]
     drawings = [
-        SampleReadout(RowQuery([1]), float(temperature), generator.random(), mask)
+        SampleReadout(RowQuery([1]), float(temperature), (generator.random(),), mask)
         for temperature, mask in zip(
             generator.choice([0, 0.7, 1], 200), [*masks, *[None] * 100], strict=True
         )

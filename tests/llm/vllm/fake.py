@@ -132,7 +132,7 @@ class FakeEngine:
             sampler = Sampler(completion.temperature, completion.seed, len(sampled))
             context = completion.prompt.token_ids + tuple(sampled)
             (row,) = self._rows_of([context])
-            token_id = sampler.drawing(NO_QUERY).of_row(row).token_id
+            ((token_id, *_),) = sampler.drawing(NO_QUERY).of_row(row)
             is_last = len(sampled) + 1 == completion.num_possible
             is_finished = is_last or token_id in completion.eos_token_ids
             if is_finished:
