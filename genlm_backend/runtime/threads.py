@@ -128,7 +128,10 @@ def freeze_imports() -> None:
     """Have the garbage collector leave alone what has been imported, unless that is refused."""
     # A thousand tasks are enough for Python to look through all objects, of which torch and
     # transformers bring 400,000: a fifth of a second every few steps. A model comes afterwards:
-    # objects of it that are in cycles, as accelerate's hooks make them, could not be freed.
-    if not gc.get_freeze_count() and gc.isenabled() and os.environ.get(FREEZE) != "0":
+    # objects of it that are in cycles, as accelerate's hooks make them, could not be freed. An
+    # earlier model, which a program has wrapped and not closed, still has its worker thread.
+    has_model = any(thread.name.startswith("genlm-") for thread in threading.enumerate())
+    is_refused = bool(gc.get_freeze_count()) or os.environ.get(FREEZE) == "0"
+    if gc.isenabled() and not has_model and not is_refused:
         gc.collect()
         gc.freeze()

@@ -19,11 +19,24 @@ with load_model_by_name("smollm2") as lm:
     print(gc.get_freeze_count(), gc.isenabled())
 """
 
+WRAPPED = """
+from genlm_backend import AsyncTransformer
+from tests.llm import families
+from tests.llm.conftest import word_tokenizer
+lm = AsyncTransformer(families.make("llama"), word_tokenizer())
+"""
+"""A model in cycles, which collection has to free if the program drops it."""
+
 
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("before", "refused", "is_frozen", "is_enabled"),
-    [("", "", True, True), ("", "0", False, True), ("gc.disable()", "", False, False)],
+    [
+        ("", "", True, True),
+        ("", "0", False, True),
+        ("gc.disable()", "", False, False),
+        (WRAPPED, "", False, True),
+    ],
 )
 def test_a_model_loaded_by_name_freezes_what_is_imported(before, refused, is_frozen, is_enabled):
     found = subprocess.run(
