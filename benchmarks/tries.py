@@ -278,7 +278,8 @@ def trie_device(vocabulary: str, repeats: int, device: str = "cuda") -> Numbers:
     if trie.device.type == "cuda":
         numbers["device"] = torch.cuda.get_device_name(trie.device)
     matrix = build_reachability(trie.layout)
-    num_rows, num_columns, num_stored = matrix.num_rows, matrix.num_columns, len(matrix.columns)
+    num_rows, num_stored = trie.layout.num_branches, len(matrix.columns)
+    num_columns = sum(matrix.level_sizes)
     for batch in BATCHES:
         ws = weights[:batch]
         columns = torch.rand(batch, num_columns, device=device)

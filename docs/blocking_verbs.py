@@ -20,6 +20,8 @@ def _make_functions(owner: griffe.Class | griffe.Module) -> None:
         call = made.value
         if not isinstance(call, griffe.ExprCall):
             continue
+        if str(call.function) == "checked_field":
+            made.value = call.arguments[0]  # the default, without the check of the field
         if str(call.function) not in ("blocking", "blocking_form"):
             continue
         verb = owner.functions[str(call.arguments[0])]

@@ -11,14 +11,10 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from genlm_backend import __version__
 from genlm_backend.command_line import add_commands, answer_texts
 from genlm_backend.errors import GenlmBackendError, MissingExtraError
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "numba", "accelerate", "safetensors")
 _DISTRIBUTION = "genlm-backend"
@@ -68,14 +64,10 @@ def _extras() -> Iterator[tuple[str, str]]:
 
     requirements = [*map(Requirement, importlib.metadata.requires(_DISTRIBUTION) or [])]
     for extra in metadata.get_all("Provides-Extra") or []:
-        wanted = [own.name for own in requirements if _is_of(own, extra)]
+        markers = [(own.name, own.marker) for own in requirements if "extra" in str(own.marker)]
+        wanted = [name for name, marker in markers if marker and marker.evaluate({"extra": extra})]
         missing = [name for name in wanted if _version(name) is None]
         yield f"extra {extra}", "there" if not missing else f"without {', '.join(missing)}"
-
-
-def _is_of(requirement: Requirement, extra: str) -> bool:
-    marker = requirement.marker
-    return marker is not None and "extra" in str(marker) and marker.evaluate({"extra": extra})
 
 
 def _version(distribution: str) -> str | None:
@@ -108,19 +100,6 @@ def run_demo(arguments: list[str]) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
-def print_whole(text: str) -> None:
-    """Print a text to a reader that may stop before its end, as ``head`` does."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        forget_output()
-
-
-def forget_output() -> None:
-    """Discard all later output: the reader has gone, and the interpreter flushes at its exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m genlm_backend",
@@ -140,7 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run_command(known: argparse.Namespace, rest: list[str]) -> None:
     if known.command == "info":
-        print_whole(info())
+        print(info(), flush=True)
     elif known.command == "demo":
         run_demo(rest)
     elif known.command == "lm-eval":
@@ -154,17 +133,17 @@ def run_command(known: argparse.Namespace, rest: list[str]) -> None:
 def main() -> None:
     parser = make_parser()
     known, rest = parser.parse_known_args()
-    if known.command is None and not rest:
-        print_whole(parser.format_help().rstrip())
-        return
     if rest and known.command not in ("demo", "lm-eval"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        run_command(known, rest)
+        if known.command is None:
+            print(parser.format_help().rstrip(), flush=True)
+        else:
+            run_command(known, rest)
     except GenlmBackendError as error:
         parser.exit(1, f"{error}\n")
-    except BrokenPipeError:
-        forget_output()
+    except BrokenPipeError:  # of a reader such as head; the interpreter flushes at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         parser.exit(130)
 

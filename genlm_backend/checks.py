@@ -33,7 +33,7 @@ def checked(
 ) -> dict[str, Any]:
     try:
         return {n: checks[n](n, value) if n in checks else value for n, value in values.items()}
-    except (OptionError, OptionTypeError) as refused:
+    except (OptionError, OptionTypeError, DeviceError) as refused:
         if error is None:
             raise
         raise error(str(refused)) from None

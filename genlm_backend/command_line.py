@@ -106,54 +106,41 @@ def _ids(value: str) -> list[int]:
 
 
 def _score(options: argparse.Namespace) -> TextFunction:
-    from genlm_backend.scoring import surprisal
-
-    async def answer(lm: Any, text: str) -> dict[str, Any]:
-        found = await surprisal(lm, text, by="token", context=options.context)
-        return {
-            "text": text,
-            **_default_context(options, found),
-            "log_likelihood": found.log_likelihood,
-            "num_tokens": found.num_tokens,
-            "perplexity": found.perplexity,
-        }
-
-    return answer
+    names = ("log_likelihood", "num_tokens", "perplexity")
+    return _scored(options, lambda found: {n: getattr(found, n) for n in names}, by="token")
 
 
 def _surprisal(options: argparse.Namespace) -> TextFunction:
-    from genlm_backend.scoring import surprisal
-
     names = ["text", "start", "end", "surprisal", "num_context"]
     names += [name for name in ("entropy", "rank") if getattr(options, name)]
-    given: dict[str, Any] = {
-        name: getattr(options, name) for name in ("by", "unit", "context", "entropy", "rank")
-    }
+
+    def fields(found: Any) -> dict[str, Any]:
+        parts = [{name: getattr(own, name) for name in names} for own in found]
+        return {"unit": found.unit, "total": found.total, f"{options.by}s": parts}
+
+    given = {name: getattr(options, name) for name in ("by", "unit", "entropy", "rank")}
+    return _scored(options, fields, **given)
+
+
+def _scored(
+    options: argparse.Namespace, fields: Callable[[Any], dict[str, Any]], **given: Any
+) -> TextFunction:
+    from genlm_backend.scoring import surprisal
 
     async def answer(lm: Any, text: str) -> dict[str, Any]:
-        found = await surprisal(lm, text, **given)
-        return {
-            "text": text,
-            **_default_context(options, found),
-            "unit": found.unit,
-            "total": found.total,
-            f"{options.by}s": [{name: getattr(own, name) for name in names} for own in found],
-        }
+        found = await surprisal(lm, text, context=options.context, **given)
+        default = {"context_ids": [*found.context]} if options.context is None else {}
+        return {"text": text, **default, **fields(found)}
 
     return answer
-
-
-def _default_context(options: argparse.Namespace, found: Any) -> dict[str, list[int]]:
-    """Return the field that names a text's context, if the caller has named none."""
-    return {"context_ids": [*found.context]} if options.context is None else {}
 
 
 def _generate(options: argparse.Namespace) -> TextFunction:
     from genlm_backend.generation import GenerationConfig, generate
 
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-    given = {name: getattr(options, name) for name in names}
-    config = GenerationConfig(**{n: value for n, value in given.items() if value is not None})
+    fields = {name: getattr(options, name) for name in names}
+    config = GenerationConfig(**{n: value for n, value in fields.items() if value is not None})
 
     async def answer(lm: Any, text: str) -> dict[str, Any]:
         (found,) = await generate(lm, text, config)
@@ -206,14 +193,14 @@ async def _print_answers(
 ) -> None:
     """Answer texts at the same time, and print each answer once those before it are printed."""
     loop = asyncio.get_running_loop()
-    tasks: asyncio.Queue[asyncio.Task[dict[str, Any]] | None] = asyncio.Queue()
-    errors: list[Exception] = []
+    tasks: asyncio.Queue[asyncio.Task[dict[str, Any]] | OptionError | None] = asyncio.Queue()
     places, is_over = threading.Semaphore(most), threading.Event()
 
     def begin(text: str) -> None:
         tasks.put_nowait(loop.create_task(answer(text)))
 
     def read() -> None:
+        end: OptionError | None = None
         with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody wants more
             try:
                 for text in texts:
@@ -222,21 +209,22 @@ async def _print_answers(
                         return
                     loop.call_soon_threadsafe(begin, text)
             except OptionError as error:
-                errors.append(error)
-            loop.call_soon_threadsafe(tasks.put_nowait, None)
+                end = error
+            loop.call_soon_threadsafe(tasks.put_nowait, end)
 
     # A thread that waits for a line does not keep the program from ending.
     threading.Thread(target=read, name="genlm-texts", daemon=True).start()
     try:
-        while (task := await tasks.get()) is not None:
+        while isinstance(task := await tasks.get(), asyncio.Task):
             print(json.dumps(await task, ensure_ascii=False), flush=True)
             places.release()
-        if errors:
-            raise errors[0]
+        if task is not None:
+            raise task
     finally:
         is_over.set()
         places.release()
-        rest = [task for _ in range(tasks.qsize()) if (task := tasks.get_nowait())]
+        left = [tasks.get_nowait() for _ in range(tasks.qsize())]
+        rest = [task for task in left if isinstance(task, asyncio.Task)]
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 _PUBLIC: Final = {
@@ -15,6 +15,14 @@ _PUBLIC: Final = {
     "backends.mock": "MockAsyncLM MockEvaluator",
     "backends.registry": "load_model_by_name",
     "backends.vllm.async_virtual_lm": "AsyncVirtualLM VLLMLoader",
+    "compat.batching": "batch_abandoned batch_stats fail_futures join_batch take_batch_stats",
+    "compat.draw": "DRAW_METHODS draw_from gumbel_max inverse_cdf logp_at logsumexp_from "
+    "multinomial set_draw_method temper",
+    "compat.output_cache": "OutputCache",
+    "compat.replaced": "BackendScheduler HAS_MLX HAS_SGL HAS_VLLM Query TokenTrie bytes_to_strs "
+    "check_byte_decoder get_byte_tokens_from_byte_decoder get_byte_tokens_from_sp get_byte_vocab",
+    "errors": "BatchAbandoned=QueryDroppedError ByteDecoderError=TokenizerDecodeError "
+    "ByteVocabError=TokenizerDecodeError",
     "generation.async_glm": "AsyncGLM",
     "generation.config": "GenerationConfig MultiMediaInfo",
     "generation.constraint": "Constraint",
@@ -33,7 +41,7 @@ _PUBLIC: Final = {
     "queries.evaluator": "Evaluator EvaluatorCounts EvaluatorInfo RestartableEvaluator "
     "StatelessEvaluator",
     "model.lm_statistics": "LMStatistics",
-    "queries.query": "Adapter RowQuery",
+    "queries.query": "Adapter RowQuery UNKNOWN_ADAPTER",
     "readouts.readout": "Readout",
     "queries.row": "Row rows_of_logits scores_of_logits",
     "readouts.sampling": "Sampled",
@@ -53,33 +61,32 @@ _PUBLIC: Final = {
     "trie.parallel": "ParallelTokenCharacterTrie",
     "trie.sequential": "TokenCharacterTrie",
 }
-"""Module of this package → the public names that packages import from it when first used."""
+"""Module of this package → the public names that packages import from it when first used.
+
+``Other=Name`` is the module's ``Name`` under another name.
+"""
 
 _HOMES: Final = {
-    name: f"genlm_backend.{module}" for module, names in _PUBLIC.items() for name in names.split()
+    name: (f"genlm_backend.{module}", original or name)
+    for module, names in _PUBLIC.items()
+    for name, _, original in (each.partition("=") for each in names.split())
 }
 
 
 def lazy_names(
-    namespace: dict[str, Any],
-    homes: Mapping[str, str] | None = None,
-    submodules: tuple[str, ...] = (),
+    namespace: dict[str, Any], submodules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package, for its names by their modules.
-
-    By default, the names are those in ``__all__`` that are public ones of this package.
-    """
+    """Return the ``__getattr__`` and ``__dir__`` of a package, for the names in its ``__all__``."""
     package = namespace["__name__"]
-    public = {name: _HOMES[name] for name in namespace["__all__"] if name in _HOMES}
-    names = public if homes is None else homes
+    names = {name: _HOMES[name] for name in namespace["__all__"] if name in _HOMES}
 
     def __getattr__(name: str) -> Any:
         if name in submodules:
             return importlib.import_module(f"{package}.{name}")  # which sets the attribute
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, original = names[name].partition(":")
-        value = getattr(importlib.import_module(module), original or name)
+        module, original = names[name]
+        value = getattr(importlib.import_module(module), original)
         namespace[name] = value
         return value
 

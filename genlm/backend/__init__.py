@@ -26,16 +26,5 @@ __all__ = [
 ]
 
 __getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
-        "AsyncTransformer": "genlm_backend.backends.hf.async_transformer",
-        "AsyncVirtualLM": "genlm_backend.backends.vllm.async_virtual_lm",
-        "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",
-        "Token": "genlm_backend.tokenization.token",
-        "TokenCharacterTrie": "genlm_backend.trie.sequential",
-        "decode_vocab": "genlm_backend.tokenization.vocab",
-        "load_model_by_name": "genlm_backend.backends.registry",
-    },
-    submodules=("batching", "cache", "draw", "llm", "tokenization", "trie"),
+    globals(), submodules=("batching", "cache", "draw", "llm", "tokenization", "trie")
 )

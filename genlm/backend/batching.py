@@ -23,14 +23,4 @@ __all__ = [
     "take_batch_stats",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "BatchAbandoned": "genlm_backend.errors:QueryDroppedError",
-        "batch_abandoned": "genlm_backend.compat.batching",
-        "batch_stats": "genlm_backend.compat.batching",
-        "fail_futures": "genlm_backend.compat.batching",
-        "join_batch": "genlm_backend.compat.batching",
-        "take_batch_stats": "genlm_backend.compat.batching",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["OutputCache", "TokenTrie"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "OutputCache": "genlm_backend.compat.output_cache",
-        "TokenTrie": "genlm_backend.compat.replaced",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -27,4 +27,4 @@ __all__ = [
     "set_draw_method",
 ]
 
-__getattr__, __dir__ = lazy_names(globals(), dict.fromkeys(__all__, "genlm_backend.compat.draw"))
+__getattr__, __dir__ = lazy_names(globals())

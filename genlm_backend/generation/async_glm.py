@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import copy
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Self, final
 
@@ -27,7 +28,6 @@ from genlm_backend.generation.config import DEFAULT_MAX_NEW_TOKENS, GenerationCo
 from genlm_backend.generation.engine.engine import Engine
 from genlm_backend.generation.engine.request import GenerationRequest
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
-from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.hf_config import SHARED_FIELDS, own_config
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
@@ -113,7 +113,7 @@ class AsyncGLM(OfOneProcess):
                     try:
                         task.submit(self._engine, timeout=0)
                     except Exception as error:  # a future is settled
-                        task.fail(error)
+                        task.result.set_exception(error)
 
     def _start_engine(self) -> Engine:
         most, most_waiting = self._max_running, self._max_queue_size
@@ -154,8 +154,6 @@ class AsyncGLM(OfOneProcess):
         """
         timeout = check_timeout("timeout", timeout)
         checked(_CHECKS, {"generation_kwargs": generation_kwargs}, GenerationConfigError)
-        with self._lock.here:
-            self._check_open()
         own = generation_kwargs or {}
         kwargs = {**self._defaults, **own}
         for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
@@ -174,7 +172,10 @@ class AsyncGLM(OfOneProcess):
                 raise GenerationConfigError(
                     f"num_beams={config.num_beams} is more than max_running={self._max_running}"
                 )
-        return self._submit(_Task(rows, prompts, configs, self._pad(kwargs, configs[0])), timeout)
+        ends = listed_ids(configs[0].eos_token_id) or ()
+        pads = (kwargs.get("pad_token_id"), self._base.pad_token_id, *ends[:1], 0)
+        padding = next(token_id for token_id in pads if token_id is not None)
+        return self._submit(_Task(rows, prompts, configs, padding), timeout)
 
     def _submit(self, task: _Task, timeout: float | None) -> int:
         with self._lock.here:
@@ -191,13 +192,12 @@ class AsyncGLM(OfOneProcess):
             with self._lock.here:
                 self._check_open()
                 return self._add(task)
+        except RequestQueueFullError:
+            raise self._full() from None
         except BaseException as error:  # nobody would have its id
             task.interrupt(engine)
-            with self._lock.here:
-                if isinstance(error, ModelStateError):
-                    self._check_open()
-                if isinstance(error, RequestQueueFullError):
-                    raise self._full() from None
+            if isinstance(error, ModelStateError):
+                self._check_open()
             raise
 
     def _add(self, task: _Task) -> int:
@@ -226,10 +226,13 @@ class AsyncGLM(OfOneProcess):
             task = self._task(task_id)
             if not (task.result.done() or self._is_shut_down):
                 self._check_started(f"task {task_id} has not begun")
-        task.result.exception(timeout)  # waits
+        with contextlib.suppress(CancelledError):
+            task.result.exception(timeout)  # waits
         with self._lock.here:
             if self._tasks.pop(task_id, None) is None:
                 raise UnknownTaskError(f"the result of task {task_id} has been collected")
+        if task.result.cancelled():
+            raise CancelledError("the task was cancelled by shutdown()")
         return task.result.result()
 
     def _task(self, task_id: int) -> _Task:
@@ -284,7 +287,7 @@ class AsyncGLM(OfOneProcess):
         with self._lock.here:
             engine, self._engine = self._engine, None
             for task in self._tasks.values():
-                task.cancel()
+                task.result.cancel()
         if engine is not None:
             engine.close()
         self._close_model()
@@ -313,14 +316,6 @@ class AsyncGLM(OfOneProcess):
 
     def _full(self) -> RequestQueueFullError:
         return RequestQueueFullError(f"{self._num_waiting()} tasks are waiting already")
-
-    # ---------------------------------------------------------------- what is asked for
-
-    def _pad(self, kwargs: Mapping[str, Any], config: GenerationConfig) -> int:
-        """The token that pads shorter texts of a task, as in ``model.generate``, or else 0."""
-        first = (listed_ids(config.eos_token_id) or ())[:1]
-        found = (kwargs.get("pad_token_id"), self._base.pad_token_id, *first)
-        return next((token_id for token_id in found if token_id is not None), 0)
 
 
 _CHECKS = {
@@ -363,48 +358,27 @@ class _Task:
 
     def submit(self, engine: Engine, timeout: float | None) -> None:
         self.requests = engine.start_requests(_NAME, self.contexts, self.configs, timeout=timeout)
-        engine.loop.submit(self._complete(engine))
+        self.result = engine.loop.submit(self._complete(engine))
 
     def interrupt(self, engine: Engine) -> None:
         for request in self.requests:
             engine.stop_request(request)
 
-    def fail(self, error: BaseException) -> None:
-        with contextlib.suppress(InvalidStateError):
-            self.result.set_exception(error)
-
-    def cancel(self) -> None:
-        self.fail(CancelledError("the task was cancelled by shutdown()"))
-
-    async def _complete(self, engine: Engine) -> None:
-        """Settle the result when all requests have ended, or the first has failed."""
+    async def _complete(self, engine: Engine) -> torch.Tensor:
+        """Return each row with its continuations, padded, unless a request fails."""
         try:
-            found = self._joined(await together(map(_texts, self.requests)))
-        except Exception as error:  # a future is settled
-            self.interrupt(engine)
-            self.fail(error)
+            found = await together(self.requests)
         except BaseException:
             self.interrupt(engine)
-            self.cancel()
             raise
-        else:
-            with contextlib.suppress(InvalidStateError):
-                self.result.set_result(found)
-
-    def _joined(self, found: list[list[Generation]]) -> torch.Tensor:
-        """Return each row with its continuations, padded."""
         texts = [(row, t) for row, several in zip(self.rows, found, strict=True) for t in several]
         if any(text.finish_reason == "interrupted" for _, text in texts):
-            raise CancelledError("the task was interrupted")
+            raise asyncio.CancelledError
         longest = max(len(text.token_ids) for _, text in texts)
         padding = [self.pad_token_id] * longest
         ids = [(text.token_ids + padding)[:longest] for _, text in texts]
         new = torch.tensor(ids, dtype=torch.int64)
         return torch.cat([torch.stack([row for row, _ in texts]), new], dim=1)
-
-
-async def _texts(request: GenerationRequest) -> list[Generation]:
-    return await request
 
 
 # -------------------------------------------------------------------- arguments of model.generate
@@ -487,11 +461,10 @@ def _rows_of(
             f"token ids must be integers of shape [length] or [batch, length], got {ids.dtype} "
             f"of shape {list(ids.shape)}"
         )
-    rows = ids.cpu().long().reshape(-1, ids.shape[-1])
+    rows = torch.atleast_2d(ids.cpu().long())
     mask = torch.ones_like(rows, dtype=torch.bool)
     if named.get("attention_mask") is not None:
-        mask = _tensor("attention_mask", named["attention_mask"]).cpu().bool()
-        mask = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask
+        mask = torch.atleast_2d(_tensor("attention_mask", named["attention_mask"]).cpu().bool())
     if mask.shape != rows.shape:
         raise ContextError(
             f"attention_mask has shape {list(mask.shape)} and input_ids {list(rows.shape)}"

@@ -104,9 +104,6 @@ class BeamSearch(TextSequence):
 
     # ---------------------------------------------------------------- scores
 
-    def _scored(self, beam: _Beam) -> _Beam:
-        return replace(beam, score=self._score(beam, len(beam.context)))
-
     def _score(self, beam: _Beam, length: int) -> float:
         """Return the score of a beam if it ended at a length, its prompt included."""
         penalty = (length - len(self._prompt.token_ids)) ** self._config.length_penalty
@@ -114,8 +111,8 @@ class BeamSearch(TextSequence):
 
     def _end(self, beams: list[_Beam]) -> None:
         """Keep the best of the ended texts and these."""
-        merged = [*self._ended, *map(self._scored, beams)]
-        self._ended = sorted(merged, key=lambda beam: -beam.score)[: self.width]
+        scored = [replace(beam, score=self._score(beam, len(beam.context))) for beam in beams]
+        self._ended = sorted([*self._ended, *scored], key=lambda beam: -beam.score)[: self.width]
 
     def _can_improve(self) -> bool:
         if len(self._ended) < self.width:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self, TypedDict, TypeVar, final
+from typing import Any, ClassVar, Final, Literal, Self, TypedDict, final
 
 from genlm_backend.checks import (
+    Check,
     check_names,
     checked,
     instance,
@@ -26,6 +28,43 @@ from genlm_backend.errors import GenerationConfigError, OptionError
 from genlm_backend.generation.grammar.schema_classes import is_class_with_schema, schema_of_class
 from genlm_backend.generation.hf_config import fields_of_hf, own_config
 from genlm_backend.model.async_lm import AsyncLM
+
+
+def checked_field(default: Any, check: Check[Any]) -> Any:
+    return dataclasses.field(default=default, metadata={"check": check})
+
+
+class CheckedConfig(abc.ABC):
+    """Base of configurations: frozen dataclasses whose fields are checked when they are made."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    _error: ClassVar[type[Exception]]
+
+    def __new__(cls, **fields: Any) -> Self:
+        """Refuse unknown names and suggest near ones, which ``__init__`` would not."""
+        cls._check_names(fields)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        fields = [own for own in dataclasses.fields(self) if "check" in own.metadata]
+        checks = {own.name: own.metadata["check"] for own in fields}
+        values = {name: getattr(self, name) for name in checks}
+        for name, value in checked(checks, values, self._error).items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def _check_names(cls, names: Iterable[str]) -> None:
+        known = [field.name for field in dataclasses.fields(cls)]
+        check_names(names, known, f"field of {cls.__name__}", cls._error)
+
+    def replace(self, **fields: Any) -> Self:
+        """Return another configuration, with these fields changed.
+
+        Raises:
+            ValueError: As at construction, and for a name that is no field.
+        """
+        self._check_names(fields)
+        return dataclasses.replace(self, **fields)
 
 
 @final
@@ -48,8 +87,62 @@ class MultiMediaInfo:
         object.__setattr__(self, "images", tuple(given["images"]))
 
 
+DEFAULT_MAX_NEW_TOKENS: Final = 20
+"""Tokens of a text whose length nobody has named, as of ``model.generate`` of transformers."""
+
+_NO_BOUNDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""The bounds on draws that exclude no token."""
+
+_LEFT_OUT = "left out with do_sample=False"
+_ONE_TEXT = "1, or at most num_beams, without a temperature: texts would be equal"
+_BEAMS = "unless num_beams > 1"
+_NO_SEARCH = "1 with a temperature or response_format"
+_EARLY_STOPPING = "what transformers calls so, how a beam search ends, is beam_early_stopping"
+
+
+def _early_stopping(name: str, value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise OptionError(
+        f"{name} must be True or False, whether an end-of-sequence token ends a text, got "
+        f"{shown(value)}: {_EARLY_STOPPING}"
+    )
+
+
+def _eos(name: str, value: Any) -> int | tuple[int, ...] | None:
+    if value is None or getattr(value, "ndim", 1) == 0:
+        return optional(_ID)(name, value)
+    return _ID(name, value) if not hasattr(value, "__iter__") else _IDS(name, value)
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    return _TEXTS(name, () if value is None else (value,) if isinstance(value, str) else value)
+
+
+def _words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    words = _WORDS(name, () if value is None else value)
+    if not all(words):
+        raise OptionError(f"{name} must be non-empty lists of token ids, got {shown(value)}")
+    return words
+
+
+def _response_format(name: str, value: Any) -> Mapping[str, Any]:
+    if is_class_with_schema(value):
+        return {"type": "json_schema", "json_schema": schema_of_class(value)}
+    return instance(Mapping, "a mapping with a 'type', or a class that has a JSON schema")(
+        name, value
+    )
+
+
+_MODEL = instance(AsyncLM, "an AsyncLM")
+_ID = integer()
+_IDS = sequence(_ID, "a token id, or several")
+_TEXTS = sequence(text, "non-empty strings")
+_WORDS = sequence(sequence(_ID, "a list"), "non-empty lists of token ids")
+
+
 @dataclass(frozen=True, kw_only=True)
-class GenerationConfig:
+class GenerationConfig(CheckedConfig):
     """How a text is generated. The defaults take the most probable token, to the model's limit.
 
     Every field is checked at construction; ``replace`` makes another one.
@@ -105,70 +198,68 @@ class GenerationConfig:
         GenerationConfigError: (``ValueError``) Naming the field.
     """
 
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    n: int = 1
-    max_new_tokens: int | None = None
-    max_length: int | None = None
-    min_length: int = 0
-    min_new_tokens: int = 0
-    early_stopping: bool | None = None
-    eos_token_id: int | Sequence[int] | None = None
-    stop_words_ids: Sequence[Sequence[int]] | None = ()
-    stop: str | Sequence[str] | None = ()
-    bad_words_ids: Sequence[Sequence[int]] | None = ()
-    repetition_penalty: float = 1.0
-    suppress_repetition_in_generation: bool = False
-    no_repeat_ngram_size: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logprobs: bool = False
-    top_logprobs: int = 0
-    lora_name: str | None = None
-    response_format: Mapping[str, Any] | type[Any] | None = None
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    beam_early_stopping: bool | Literal["never"] = False
-    mm_info: MultiMediaInfo | None = None
+    do_sample: bool | None = checked_field(None, optional(switch))
+    temperature: float | None = checked_field(None, optional(number(0, is_finite=False)))
+    top_k: int = checked_field(0, integer(0))
+    top_p: float = checked_field(1.0, number(0, 1, is_open=True))
+    min_p: float = checked_field(0.0, number(0, 1))
+    seed: int | None = checked_field(None, optional(integer(0)))
+    n: int = checked_field(1, integer(1))
+    max_new_tokens: int | None = checked_field(None, optional(integer(1)))
+    max_length: int | None = checked_field(None, optional(integer(1)))
+    min_length: int = checked_field(0, integer(0))
+    min_new_tokens: int = checked_field(0, integer(0))
+    early_stopping: bool | None = checked_field(None, _early_stopping)
+    eos_token_id: int | Sequence[int] | None = checked_field(None, _eos)
+    stop_words_ids: Sequence[Sequence[int]] | None = checked_field((), _words)
+    stop: str | Sequence[str] | None = checked_field((), _stop)
+    bad_words_ids: Sequence[Sequence[int]] | None = checked_field((), _words)
+    repetition_penalty: float = checked_field(1.0, number(0, is_open=True))
+    suppress_repetition_in_generation: bool = checked_field(False, switch)
+    no_repeat_ngram_size: int = checked_field(0, integer(0))
+    presence_penalty: float = checked_field(0.0, number())
+    frequency_penalty: float = checked_field(0.0, number())
+    logprobs: bool = checked_field(False, switch)
+    top_logprobs: int = checked_field(0, integer(0))
+    lora_name: str | None = checked_field(None, optional(text))
+    response_format: Mapping[str, Any] | type[Any] | None = checked_field(
+        None, optional(_response_format)
+    )
+    num_beams: int = checked_field(1, integer(1))
+    length_penalty: float = checked_field(1.0, number())
+    beam_early_stopping: bool | Literal["never"] = checked_field(
+        False, one_of(True, False, "never")
+    )
+    mm_info: MultiMediaInfo | None = checked_field(
+        None, optional(instance(MultiMediaInfo, "a MultiMediaInfo(images=[…])"))
+    )
 
-    def __new__(cls, **fields: Any) -> Self:
-        """Refuse unknown names and suggest near ones, which ``__init__`` would not."""
-        check_fields(cls, fields, GenerationConfigError)
-        return super().__new__(cls)
+    _error = GenerationConfigError
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in _CHECKS}
-        for name, value in checked(_CHECKS, given, GenerationConfigError).items():
-            object.__setattr__(self, name, value)
-        self._check_contradictions()
-
-    def _check_contradictions(self) -> None:
-        is_search, most = self.num_beams > 1, self.max_new_tokens or math.inf
-        if self.do_sample is False:
-            self._check("temperature", self.temperature in (None, 0, 1), _LEFT_OUT)
-            for name, default in _NO_BOUNDS.items():
-                self._check(name, getattr(self, name) == default, _LEFT_OUT)
-        self._check("n", self.is_sampled or self.n <= self.num_beams, _ONE_TEXT)
-        is_within = self.min_length <= (self.max_length or math.inf)
-        self._check("min_length", is_within, "at most max_length")
-        self._check("min_new_tokens", self.min_new_tokens <= most, "at most max_new_tokens")
-        can_search = not self.is_sampled and self.response_format is None
-        self._check("num_beams", can_search or not is_search, _NO_SEARCH)
-        is_plain = is_search or self.length_penalty == 1
-        self._check("length_penalty", is_plain, "1.0 unless num_beams > 1")
-        is_plain = is_search or not self.beam_early_stopping
-        self._check("beam_early_stopping", is_plain, "False unless num_beams > 1")
+        super().__post_init__()
+        is_search, is_drawn = self.num_beams > 1, self.is_sampled
+        may_draw, can_search = self.do_sample is not False, self.response_format is None
+        longest, most = self.max_length or math.inf, self.max_new_tokens or math.inf
+        rules = [
+            ("temperature", may_draw or self.temperature in (None, 0, 1), _LEFT_OUT),
+            *((n, may_draw or getattr(self, n) == own, _LEFT_OUT) for n, own in _NO_BOUNDS.items()),
+            ("n", is_drawn or self.n <= self.num_beams, _ONE_TEXT),
+            ("min_length", self.min_length <= longest, "at most max_length"),
+            ("min_new_tokens", self.min_new_tokens <= most, "at most max_new_tokens"),
+            ("num_beams", not is_search or (can_search and not is_drawn), _NO_SEARCH),
+            ("length_penalty", is_search or self.length_penalty == 1, f"1.0 {_BEAMS}"),
+            ("beam_early_stopping", is_search or not self.beam_early_stopping, f"False {_BEAMS}"),
+            ("top_logprobs", self.logprobs or not self.top_logprobs, "0 unless logprobs=True"),
+        ]
+        for name, is_right, wanted in rules:
+            if not is_right:
+                raise GenerationConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
         if is_search and self.early_stopping is not None:
             raise GenerationConfigError(
                 f"early_stopping must be left out with num_beams > 1, got {self.early_stopping}: "
                 f"{_EARLY_STOPPING}, and eos_token_id=() has no token end a text"
             )
-        is_plain = self.logprobs or not self.top_logprobs
-        self._check("top_logprobs", is_plain, "0 unless logprobs=True")
 
     @property
     def is_sampled(self) -> bool:
@@ -176,19 +267,6 @@ class GenerationConfig:
         bounds = any(getattr(self, name) != default for name, default in _NO_BOUNDS.items())
         is_meant = bounds or self.temperature is not None
         return self.temperature != 0 and (is_meant if self.do_sample is None else self.do_sample)
-
-    def _check(self, name: str, is_right: bool, wanted: str) -> None:
-        if not is_right:
-            raise GenerationConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
-
-    def replace(self, **fields: Any) -> Self:
-        """Return another configuration, with these fields changed.
-
-        Raises:
-            GenerationConfigError: (``ValueError``) As at construction, and for a name that is no
-                field.
-        """
-        return replaced(self, fields, GenerationConfigError)
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
@@ -248,101 +326,3 @@ class GenerationFields(TypedDict, total=False):
     length_penalty: float
     beam_early_stopping: bool | Literal["never"]
     mm_info: MultiMediaInfo | None
-
-
-DEFAULT_MAX_NEW_TOKENS: Final = 20
-"""Tokens of a text whose length nobody has named, as of ``model.generate`` of transformers."""
-
-_NO_BOUNDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""The bounds on draws that exclude no token."""
-
-_LEFT_OUT = "left out with do_sample=False"
-_ONE_TEXT = "1, or at most num_beams, without a temperature: texts would be equal"
-_NO_SEARCH = "1 with a temperature or response_format"
-_EARLY_STOPPING = "what transformers calls so, how a beam search ends, is beam_early_stopping"
-
-
-def _early_stopping(name: str, value: Any) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    raise OptionError(
-        f"{name} must be True or False, whether an end-of-sequence token ends a text, got "
-        f"{shown(value)}: {_EARLY_STOPPING}"
-    )
-
-
-def _eos(name: str, value: Any) -> int | tuple[int, ...] | None:
-    if value is None or getattr(value, "ndim", 1) == 0:
-        return optional(_ID)(name, value)
-    return _ID(name, value) if not hasattr(value, "__iter__") else _IDS(name, value)
-
-
-def _stop(name: str, value: Any) -> tuple[str, ...]:
-    return _TEXTS(name, () if value is None else (value,) if isinstance(value, str) else value)
-
-
-def _words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    words = _WORDS(name, () if value is None else value)
-    if not all(words):
-        raise OptionError(f"{name} must be non-empty lists of token ids, got {shown(value)}")
-    return words
-
-
-def _response_format(name: str, value: Any) -> Mapping[str, Any]:
-    if is_class_with_schema(value):
-        return {"type": "json_schema", "json_schema": schema_of_class(value)}
-    return instance(Mapping, "a mapping with a 'type', or a class that has a JSON schema")(
-        name, value
-    )
-
-
-_MODEL = instance(AsyncLM, "an AsyncLM")
-_ID = integer()
-_IDS = sequence(_ID, "a token id, or several")
-_TEXTS = sequence(text, "non-empty strings")
-_WORDS = sequence(sequence(_ID, "a list"), "non-empty lists of token ids")
-
-_CHECKS = {
-    "do_sample": optional(switch),
-    "temperature": optional(number(0, is_finite=False)),
-    "top_k": integer(0),
-    "top_p": number(0, 1, is_open=True),
-    "min_p": number(0, 1),
-    "seed": optional(integer(0)),
-    "n": integer(1),
-    "max_new_tokens": optional(integer(1)),
-    "max_length": optional(integer(1)),
-    "min_length": integer(0),
-    "min_new_tokens": integer(0),
-    "early_stopping": _early_stopping,
-    "eos_token_id": _eos,
-    "stop_words_ids": _words,
-    "stop": _stop,
-    "bad_words_ids": _words,
-    "repetition_penalty": number(0, is_open=True),
-    "suppress_repetition_in_generation": switch,
-    "no_repeat_ngram_size": integer(0),
-    "presence_penalty": number(),
-    "frequency_penalty": number(),
-    "logprobs": switch,
-    "top_logprobs": integer(0),
-    "lora_name": optional(text),
-    "response_format": optional(_response_format),
-    "num_beams": integer(1),
-    "length_penalty": number(),
-    "beam_early_stopping": one_of(True, False, "never"),
-    "mm_info": optional(instance(MultiMediaInfo, "a MultiMediaInfo(images=[…])")),
-}
-
-C = TypeVar("C")
-
-
-def check_fields(kind: type, names: Iterable[str], error: type[Exception]) -> None:
-    """Raise an error, as ``replaced`` does, unless every name is a field of a dataclass."""
-    known = [field.name for field in dataclasses.fields(kind)]
-    check_names(names, known, f"field of {kind.__name__}", error)
-
-
-def replaced(config: C, fields: Mapping[str, Any], error: type[Exception]) -> C:
-    check_fields(type(config), fields, error)
-    return dataclasses.replace(config, **fields)  # pyright: ignore[reportArgumentType]

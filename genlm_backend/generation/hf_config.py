@@ -99,11 +99,13 @@ def fields_of_hf(config: Any) -> dict[str, Any]:
     fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
     if given.get("num_return_sequences") is not None:
         fields["n"] = given["num_return_sequences"]
-    if _is_beam_search(given):
+    num_beams = given.get("num_beams")  # which may be anything yet
+    is_search = isinstance(num_beams, int) and num_beams > 1
+    if is_search:
         fields["beam_early_stopping"] = given.get("early_stopping") or False
     else:
         fields.pop("length_penalty", None)  # transformers does not look at it either
-    _check_neutral(config, given)
+    _check_neutral(config, given, is_search)
     if fields.get("do_sample"):
         fields.setdefault("top_k", _HF_TOP_K)
     else:
@@ -118,17 +120,11 @@ def fields_of_hf(config: Any) -> dict[str, Any]:
     return fields
 
 
-def _is_beam_search(given: Mapping[str, Any]) -> bool:
-    num_beams = given.get("num_beams")  # which may be anything yet
-    return isinstance(num_beams, int) and num_beams > 1
-
-
-def _check_neutral(config: Any, given: Mapping[str, Any]) -> None:
+def _check_neutral(config: Any, given: Mapping[str, Any], is_search: bool) -> None:
     """Raise a ``GenerationConfigError`` if a key that is not supported changes the text."""
-    is_sampling, is_beam_search = bool(config.do_sample), _is_beam_search(given)
     ignored = {*SHARED_FIELDS, *_HONOURED_BESIDE, *_WITHOUT_EFFECT}
-    ignored |= set() if is_sampling else _OF_SAMPLING
-    ignored |= set() if is_beam_search else _OF_BEAMS
+    ignored |= set() if config.do_sample else _OF_SAMPLING
+    ignored |= set() if is_search else _OF_BEAMS
     # A key in no table is a newer transformers', and refused; ``model.generate`` ignores those that
     # are not its own, which some checkpoints have.
     for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):

@@ -63,23 +63,21 @@ class Prompt:
 
 
 def _context(lm: AsyncLM, prompt: str | Chat | TokenIds, config: GenerationConfig) -> Context:
-    if config.mm_info is None:
-        return lm.contexts.check_context(_encoded(lm, prompt))
-    if isinstance(prompt, Context) and prompt.pictures is not None:
+    info = config.mm_info
+    if info is not None and isinstance(prompt, Context) and prompt.pictures is not None:
         raise PictureError("the context begins with its pictures already: leave mm_info out")
     if is_chat(prompt):
-        prompt = _chat_text(lm, prompt)
+        prompt = _of_chat(lm, prompt, info is not None)
     elif not isinstance(prompt, str):
-        prompt = _encoded(lm, prompt)
-    return lm.contexts.check_context(lm.context(prompt, images=config.mm_info.images))
-
-
-def _encoded(lm: AsyncLM, prompt: str | Chat | TokenIds) -> TokenIds:
-    if is_chat(prompt):
-        return _encode_chat(lm, prompt)
-    if not isinstance(prompt, str):
         _check_is_one(prompt)
-        return cast(TokenIds, prompt)
+    if info is not None:
+        prompt = lm.context(cast(TokenIds | str, prompt), images=info.images)
+    elif isinstance(prompt, str):
+        prompt = _encoded(lm, prompt)
+    return lm.contexts.check_context(cast(TokenIds, prompt))
+
+
+def _encoded(lm: AsyncLM, prompt: str) -> TokenIds:
     method = getattr(lm.tokenizer, "encode", None)
     if method is None:
         raise ContextError("the model's tokenizer cannot encode text: pass token ids")
@@ -108,43 +106,29 @@ def _check_is_one(prompt: Any) -> None:
     )
 
 
-def _encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
-    """Return the token ids of a chat, up to the start of the answer, by the model's template."""
-    _check_roles(messages)
-    for message in messages:
-        if not isinstance(message.get("content"), str):
-            raise ContextError(
-                "the content of a message must be text: images, sounds and other parts are not "
-                "understood here, but for pictures with mm_info=MultiMediaInfo(images=[…]); got "
-                f"{shown(message)}"
-            )
-    template = getattr(lm.tokenizer, "apply_chat_template", None)
-    if template is None or not getattr(lm.tokenizer, "chat_template", None):
-        raise ContextError("the model's tokenizer has no chat template: pass text or token ids")
-    return list(template(list(messages), add_generation_prompt=True, return_dict=False))
-
-
-def _chat_text(lm: AsyncLM, messages: Chat) -> str:
-    """Return the text of a chat about pictures, by the template of their processor."""
-    _check_roles(messages)
-    processor = getattr(lm, "processor", None)
-    source: Any = processor if getattr(processor, "chat_template", None) else lm.tokenizer
-    if not getattr(source, "chat_template", None):
-        raise ContextError("the model's processor has no chat template: pass text or token ids")
-    try:
-        return source.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False
-        )
-    except Exception as error:  # a template is a program of its own
-        raise ContextError(f"the chat template does not take these messages: {error}") from error
-
-
-def _check_roles(messages: Chat) -> None:
+def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
+    """Return a chat's token ids up to the start of the answer; its text if it has images."""
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ContextError(
                 f"a message of a chat must be a mapping with a 'role', got {shown(message)}"
             )
+        if not has_images and not isinstance(message.get("content"), str):
+            raise ContextError(
+                "the content of a message must be text: images, sounds and other parts are not "
+                "understood here, but for pictures with mm_info=MultiMediaInfo(images=[…]); got "
+                f"{shown(message)}"
+            )
+    processor = getattr(lm, "processor", None) if has_images else None
+    source: Any = processor if getattr(processor, "chat_template", None) else lm.tokenizer
+    if not getattr(source, "chat_template", None):
+        kind = "processor" if has_images else "tokenizer"
+        raise ContextError(f"the model's {kind} has no chat template: pass text or token ids")
+    options = {"tokenize": False} if has_images else {"return_dict": False}
+    try:
+        return source.apply_chat_template(list(messages), add_generation_prompt=True, **options)
+    except Exception as error:  # a template is a program of its own
+        raise ContextError(f"the chat template does not take these messages: {error}") from error
 
 
 def is_chat(text: object) -> TypeGuard[Chat]:

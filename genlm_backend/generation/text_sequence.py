@@ -161,7 +161,10 @@ class Sample(TextSequence):
             # The constraint is computed while the model computes the row.
             logits, allowed = await asyncio.gather(asked, self._allowed())
             row = logits.log_softmax(-1)
-            processed = self._processed(logits) if self._processors else row
+            processed = row
+            if self._processors:
+                ids = torch.tensor([self.contexts[0]], dtype=torch.int64, device=logits.device)
+                processed = self._processors(cast(Any, ids), cast(Any, logits[None]))[0]
             (drawn,) = drawing(NO_QUERY, allowed=allowed).of_logprobs(processed)
             drawn = drawn._replace(logprob=float(row[drawn.token_id]))
             found = top(NO_QUERY).of_logprobs(row) if self._config.top_logprobs else None
@@ -207,10 +210,6 @@ class Sample(TextSequence):
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
         """Return no token, as ``choose`` has returned them all, and the characters held back."""
         return [], {} if self.is_finished else {self._number: self._text.end()}
-
-    def _processed(self, logits: torch.Tensor) -> torch.Tensor:
-        ids = torch.tensor([self.contexts[0]], dtype=torch.int64, device=logits.device)
-        return self._processors(cast(Any, ids), cast(Any, logits[None]))[0]
 
 
 def make_processors(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await coroutines at the same time; return their results in order."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Await awaitables at the same time; return their results in order."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

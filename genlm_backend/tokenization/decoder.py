@@ -16,7 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 TextOrBytes = str | bytes
-Stage = Callable[[TextOrBytes], TextOrBytes]
+Stage = Callable[[str], TextOrBytes]
+"""A step of decoding one token; bytes are final."""
 
 
 class UnknownDecoderError(ValueError):
@@ -71,7 +72,7 @@ class CompiledDecoder:
             return decode_byte_level(strings)
         pieces: list[TextOrBytes] = list(strings)
         for stage in self.stages:
-            pieces = [stage(piece) for piece in pieces]
+            pieces = [piece if isinstance(piece, bytes) else stage(piece) for piece in pieces]
         return [to_utf8(piece) for piece in pieces]
 
     def with_byte_fallback(self) -> CompiledDecoder:
@@ -83,8 +84,8 @@ class CompiledDecoder:
     def with_word_ends(self, suffix: str) -> CompiledDecoder:
         """Return the decoder that reads ``suffix`` as the end of a word, before anything else."""
 
-        def stage(piece: TextOrBytes) -> TextOrBytes:
-            text = str(piece).removesuffix(suffix)
+        def stage(piece: str) -> bytes:
+            text = piece.removesuffix(suffix)
             return self.decode([text])[0] + b" " * (text != piece)
 
         return CompiledDecoder((stage,), reads_bytes=self.reads_bytes, keeps_spaces=False)
@@ -102,7 +103,9 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
         if joiner is not None and kind == "Strip":
             continue  # the rule for a text's first space, not part of a token
         compiled = _compile_stage(stage)
-        if joiner is not None and not (joiner == "Fuse" and _replaces_a_character(stage)):
+        # The replacement of a character does the same to a text as to its parts.
+        is_of_parts = kind == "Replace" and len(stage["pattern"].get("String", "")) == 1
+        if joiner is not None and not (joiner == "Fuse" and is_of_parts):
             raise UnknownDecoderError(
                 f"its decoder has a {kind} stage behind {joiner}, where the tokens are one string "
                 "already, so that what a token contributes depends on its neighbours"
@@ -112,8 +115,7 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
             joiner = kind
     return CompiledDecoder(
         stages=tuple(stages),
-        is_byte_level=[kind for kind in kinds if kind not in ("Fuse", "Strip")] == ["ByteLevel"]
-        and len(stages) == 1,
+        is_byte_level="ByteLevel" in kinds and len(stages) == 1,
         reads_bytes="ByteLevel" in kinds,
         keeps_spaces=not {"WordPiece", "BPEDecoder"} & set(kinds),
     )
@@ -142,18 +144,16 @@ def infer_decoder(
         return compile_decoder({"type": "WordPiece", "prefix": prefix, "cleanup": True})
     stages = [_compile_stage(stage) for stage in splitters if stage.get("type") == "Metaspace"]
     for stage in reversed(_flatten(normalizer) if normalizer else []):
-        pattern = stage.get("pattern") or {}
-        if stage.get("type") == "Replace" and pattern.get("String") and stage.get("content"):
+        if (stage.get("pattern") or {}).get("String") == " " and stage.get("content"):
             # Undo what the normalizer wrote for a space: "▁", or byte-level's "Ġ".
-            if pattern["String"] == " ":
-                stages.append(_replace(stage["content"], " "))
+            stages.append(_replace(stage["content"], " "))
         elif stage.get("type") == "ByteLevel":
             return compile_decoder({"type": "ByteLevel"})
     if model.get("byte_fallback"):
         stages.append(_byte_fallback)
     if drops_spaces and not stages:
         if model.get("type") == "WordLevel":
-            return CompiledDecoder((lambda piece: b" " + to_utf8(piece),), keeps_spaces=False)
+            return CompiledDecoder((lambda piece: " " + piece,), keeps_spaces=False)
         raise UnknownDecoderError(
             "it declares no decoder, and its pre-tokenizer drops the white space between words"
         )
@@ -170,7 +170,7 @@ def _flatten(state: dict[str, Any]) -> list[dict[str, Any]]:
 def _compile_stage(stage: dict[str, Any]) -> Stage:
     kind = stage.get("type")
     if kind == "ByteLevel":
-        return lambda piece: piece if isinstance(piece, bytes) else decode_byte_level([piece])[0]
+        return lambda piece: decode_byte_level([piece])[0]
     if kind == "ByteFallback":
         return _byte_fallback
     if kind == "Metaspace":
@@ -191,13 +191,8 @@ def _compile_stage(stage: dict[str, Any]) -> Stage:
     raise UnknownDecoderError(f"its decoder has a stage of the unknown type {kind!r}")
 
 
-def _replaces_a_character(stage: dict[str, Any]) -> bool:
-    """Whether a stage does the same to a text as to its parts."""
-    return stage.get("type") == "Replace" and len(stage["pattern"].get("String", "")) == 1
-
-
 def _replace(old: str, new: str) -> Stage:
-    return lambda piece: piece.replace(old, new) if isinstance(piece, str) else piece
+    return lambda piece: piece.replace(old, new)
 
 
 def _replace_regex(pattern: str, new: str) -> Stage:
@@ -205,7 +200,7 @@ def _replace_regex(pattern: str, new: str) -> Stage:
         compiled = re.compile(pattern)
     except re.error as error:
         raise UnknownDecoderError(f"its decoder replaces by {pattern!r}: {error}") from error
-    return lambda piece: compiled.sub(lambda _: new, piece) if isinstance(piece, str) else piece
+    return lambda piece: compiled.sub(lambda _: new, piece)
 
 
 def is_byte_token(piece: str) -> bool:
@@ -213,16 +208,13 @@ def is_byte_token(piece: str) -> bool:
     return _BYTE_TOKEN.match(piece) is not None
 
 
-def _byte_fallback(piece: TextOrBytes) -> TextOrBytes:
-    if isinstance(piece, str) and len(piece) == 6 and is_byte_token(piece):
-        return bytes([int(piece[3:5], 16)])
-    return piece
+def _byte_fallback(piece: str) -> TextOrBytes:
+    is_byte = len(piece) == 6 and is_byte_token(piece)
+    return bytes([int(piece[3:5], 16)]) if is_byte else piece
 
 
 def _strip(content: str, start: int, stop: int) -> Stage:
-    def stage(piece: TextOrBytes) -> TextOrBytes:
-        if isinstance(piece, bytes):
-            return piece
+    def stage(piece: str) -> str:
         piece = piece[min(start, len(piece) - len(piece.lstrip(content))) :]
         return piece[: len(piece) - min(stop, len(piece) - len(piece.rstrip(content)))]
 
@@ -245,9 +237,7 @@ _CLEANUP: Final = (
 
 
 def _word_piece(prefix: str, cleanup: bool) -> Stage:
-    def stage(piece: TextOrBytes) -> TextOrBytes:
-        if isinstance(piece, bytes):
-            return piece
+    def stage(piece: str) -> str:
         text = piece[len(prefix) :] if piece.startswith(prefix) else " " + piece
         if cleanup:
             for spaced, tidy in _CLEANUP:

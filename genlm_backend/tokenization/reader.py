@@ -27,9 +27,7 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
     if _is_sentencepiece(tokenizer):
         return _read_sentencepiece(tokenizer, name)
     if _is_sentencepiece(getattr(tokenizer, "sp_model", None)):
-        model = tokenizer.sp_model
-        to_bytes = _sentencepiece_bytes(model)
-        return _read_slow(tokenizer, name, to_bytes, model.decode, _has_piece(model))
+        return _read_slow_sentencepiece(tokenizer, tokenizer.sp_model, name)
     if (encoding := _tiktoken_encoding(tokenizer)) is not None:
         return _read_tiktoken(tokenizer, encoding, name)
     for attribute in ("idx2token", "decoder"):
@@ -99,15 +97,14 @@ def _piece_bytes(piece: str, is_byte: bool) -> bytes:
     return bytes([int(piece[3:5], 16)]) if is_byte else piece.replace("▁", " ").encode()
 
 
-def _sentencepiece_bytes(model: Any) -> Callable[[str], bytes]:
-    has_piece = _has_piece(model)
-    return lambda piece: _piece_bytes(
-        piece, model.is_byte(model.piece_to_id(piece)) and has_piece(piece)
-    )
+def _read_slow_sentencepiece(tokenizer: Any, model: Any, name: str) -> ByteVocab:
+    def has_piece(piece: str) -> bool:
+        return model.id_to_piece(model.piece_to_id(piece)) == piece
 
+    def to_bytes(piece: str) -> bytes:
+        return _piece_bytes(piece, model.is_byte(model.piece_to_id(piece)) and has_piece(piece))
 
-def _has_piece(model: Any) -> Callable[[str], bool]:
-    return lambda piece: model.id_to_piece(model.piece_to_id(piece)) == piece
+    return _read_slow(tokenizer, name, to_bytes, model.decode, has_piece)
 
 
 def _read_sentencepiece(model: Any, name: str) -> ByteVocab:
@@ -138,12 +135,8 @@ def _tiktoken_encoding(tokenizer: Any) -> Any | None:
     tiktoken = sys.modules.get("tiktoken")
     if tiktoken is None:  # then the object cannot hold one
         return None
-    for candidate in (
-        (tokenizer, *vars(tokenizer).values()) if hasattr(tokenizer, "__dict__") else (tokenizer,)
-    ):
-        if isinstance(candidate, tiktoken.Encoding):
-            return candidate
-    return None
+    candidates = (tokenizer, *getattr(tokenizer, "__dict__", {}).values())
+    return next((each for each in candidates if isinstance(each, tiktoken.Encoding)), None)
 
 
 def _read_tiktoken(tokenizer: Any, encoding: Any, name: str) -> ByteVocab:
@@ -165,7 +158,7 @@ def _read_table(
     tokenizer: Any,
     table: Mapping[int, bytes],
     name: str,
-    encode: Callable[[str], list[int]] | None,
+    encode: Callable[[str], list[int] | None],
     special_ids: Iterable[int] = (),
 ) -> ByteVocab:
     size = max(table) + 1
@@ -180,10 +173,10 @@ def _read_table(
     )
 
 
-def _plain_encode(tokenizer: Any) -> Callable[[str], list[int]] | None:
+def _plain_encode(tokenizer: Any) -> Callable[[str], list[int] | None]:
     """Return a tokenizer's ``encode`` without tokens that begin and end texts."""
-    encode = getattr(tokenizer, "encode", None)
-    if encode is not None and "add_special_tokens" in inspect.signature(encode).parameters:
+    encode = getattr(tokenizer, "encode", lambda text: None)
+    if "add_special_tokens" in inspect.signature(encode).parameters:
         return partial(encode, add_special_tokens=False)
     return encode
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -26,7 +26,7 @@ _TEXTS_OF_A_KIND: Final = 64
 def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     """Read the bytes of every id out of ``rust``, which ``tokenizer`` is or wraps."""
     spellings = _spellings(rust)
-    encode = _encoder(rust)
+    encode = partial(_encode, rust)
     unheard_of, unheard_of_ids = _unheard_of(encode, spellings)
     falls_back = any(is_byte_token(spellings[token_id] or "") for token_id in unheard_of_ids)
     try:
@@ -66,7 +66,8 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         # A Unigram model has such an id, not always the tokenizer's, and does not tell it. What is
         # written for a space is put before every word.
         heard = [i for i in unheard_of_ids if spellings[i] != texts.written_space]
-        unknown_ids.update(_not_of(unheard_of, heard, byte_strings))
+        heard = [i for i in heard if byte_strings[i].strip()]
+        unknown_ids.update(i for i in heard if byte_strings[i] not in unheard_of.encode())
     return ByteVocab(
         name=name,
         byte_strings=byte_strings,
@@ -81,29 +82,6 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         added_texts=_added_texts(rust, ordinary, byte_strings),
         bytes_of_added={i: data for i, (_, data) in of_model.items()},
     )
-
-
-def _encoder(rust: Any) -> Callable[[str], list[int] | None]:
-    """Return a function from a text to its ids, or to ``None`` if the Rust side has none."""
-
-    def encode(text: str) -> list[int] | None:
-        try:
-            return _encode(rust, text)
-        except Exception:  # all that the Rust side raises for a character it has no token for
-            return None
-        except BaseException as error:
-            if type(error).__name__ == "PanicException":  # the Rust side fails on some texts
-                return None
-            raise
-
-    return encode
-
-
-def _not_of(text: str, ids: Iterable[int], byte_strings: Sequence[bytes]) -> Iterator[int]:
-    """Return the ids whose bytes are not among those of a text that they came out of."""
-    for token_id in ids:
-        if byte_strings[token_id].strip() and byte_strings[token_id] not in text.encode():
-            yield token_id
 
 
 def _added_texts(
@@ -127,9 +105,14 @@ def _added_texts(
     return [*itertools.chain.from_iterable(texts.values())]
 
 
-def _encode(rust: Any, text: str) -> list[int]:
-    """Return the ids of an entire text, whatever truncation and padding are set."""
-    first = rust.encode(text, add_special_tokens=False)
+def _encode(rust: Any, text: str) -> list[int] | None:
+    """Return the ids of an entire text, whatever truncation and padding are set, if it has any."""
+    try:
+        first = rust.encode(text, add_special_tokens=False)
+    except BaseException as error:  # of a character that has no token, or of some texts a panic
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            return None
+        raise
     truncation = rust.truncation
     # A call of transformers leaves both set. What truncation cuts off is in further windows, which
     # begin (or, if the left is cut off, end) with the tokens that two have in common.
@@ -231,22 +214,18 @@ class _Texts:
 
     def __init__(self, rust: Any, decoder: CompiledDecoder) -> None:
         self.decoder, self.normalizer = decoder, rust.normalizer
-        self.pre_tokenizer = rust.pre_tokenizer
         # Asked rather than read off its state, which one written in Python does not have.
         self.writes_spaces = " " not in self.normalized("x x")
         self.writes_byte_level = self.normalized("ß") == "ÃŁ"
-        _, *between, _ = *"".join(self.split("x x")).split("x"), ""
+        pieces = [("x x", (0, 3))]
+        if rust.pre_tokenizer is not None:
+            pieces = rust.pre_tokenizer.pre_tokenize_str("x x")
+        _, *between, _ = *"".join(piece for piece, _ in pieces).split("x"), ""
         # What the pre-tokenizer writes a space with, if it does not leave it out.
         self.written_space = between[0] if len(between) == 2 else ""
 
     def normalized(self, text: str) -> str:
         return text if self.normalizer is None else self.normalizer.normalize_str(text)
-
-    def split(self, text: str) -> list[str]:
-        """The pieces that the model is given of a normalised text."""
-        if self.pre_tokenizer is None:
-            return [text]
-        return [piece for piece, _ in self.pre_tokenizer.pre_tokenize_str(text)]
 
     def added_bytes(self, text: str, is_normalized: bool) -> bytes:
         """The bytes for ``text`` of an added token that is neither special nor of the model."""

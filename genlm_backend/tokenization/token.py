@@ -104,7 +104,7 @@ class ByteVocab:
     undefined_ids: frozenset[int]
     unknown_ids: frozenset[int] = frozenset()
     keeps_spaces: bool = True
-    encode: Callable[[str], list[int] | None] | None = None
+    encode: Callable[[str], list[int] | None] = lambda text: None
     readings: Callable[[str, list[int]], list[bytes]] = lambda text, ids: [text.encode()]
     prints: Callable[[list[int]], tuple[list[int], str]] | None = None
     added_texts: Sequence[str] = ()

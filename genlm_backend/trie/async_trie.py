@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Self, final, get_args
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
@@ -174,7 +173,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
                 for operation in get_args(Operation):
                     numbers = itertools.count()
                     self._batchers[operation] = Batcher(
-                        partial(_evaluate, self.trie, operation),
+                        lambda rows, trie=self.trie, kind=operation: trie.evaluate_rows(kind, rows),
                         self._policy,
                         # No two are one query, whatever the weights: each answer owns its memory.
                         key=lambda weights, numbers=numbers: next(numbers),
@@ -212,7 +211,3 @@ _TRIE = instance(
     VocabularyTrie,
     "a TokenCharacterTrie or a ParallelTokenCharacterTrie (from_vocab takes a vocabulary)",
 )
-
-
-def _evaluate(trie: VocabularyTrie, operation: Operation, rows: list[Weights]) -> Any:
-    return trie.evaluate_rows(operation, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -57,12 +57,13 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
             return _from_numpy(array).to(self.device)
 
         self._level_sizes = reachability.level_sizes
-        self._shape = (reachability.num_rows, reachability.num_columns)
+        self._shape = (self.layout.num_branches, sum(self._level_sizes))
         self._sorted_tokens = to_device(self.layout.sorted_tokens)
         self._node_sources = to_device(reachability.node_sources)
         self._row_starts = to_device(reachability.row_starts)
         self._columns = to_device(reachability.columns)
-        self._rows = to_device(reachability.rows())
+        lengths = np.diff(reachability.row_starts)
+        self._rows = to_device(np.repeat(np.arange(len(lengths)), lengths))
         self._matrices: dict[torch.dtype, Tensor] = {}
 
     def evaluate_batch(self, operation: Operation, batch: Weights) -> Any:
@@ -110,25 +111,18 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         columns = table[:, :num_columns]
         tokens = columns[:, : self._level_sizes[0]]
         torch.index_select(weights, 1, self._sorted_tokens, out=tokens)
-        if operation == "sum":
-            self._fill_blocks(columns, torch.sum)
-            branches = self.sum_kernel(columns)
-        elif operation == "max":
-            self._fill_blocks(columns, torch.amax)
-            branches = self.max_kernel(columns)
-        else:
-            self._fill_blocks(columns, torch.logsumexp)
-            branches = self._log_sum(columns)
-        table[:, num_columns:] = branches
-        return table.index_select(1, self._node_sources)
-
-    def _fill_blocks(self, columns: Tensor, reduce: Callable[..., Tensor]) -> None:
-        """Write the blocks of every level after the tokens: ``[batch, num_columns]``."""
         start, end = 0, self._level_sizes[0]
-        for size in self._level_sizes[1:]:
+        reduce, kernel = {
+            "sum": (torch.sum, self.sum_kernel),
+            "max": (torch.amax, self.max_kernel),
+            "log_sum": (torch.logsumexp, self._log_sum),
+        }[operation]
+        for size in self._level_sizes[1:]:  # the blocks of every level, after the tokens
             level = columns[:, start : start + size * RADIX].unflatten(1, (size, RADIX))
             reduce(level, -1, out=columns[:, end : end + size])
             start, end = end, end + size
+        table[:, num_columns:] = kernel(columns)
+        return table.index_select(1, self._node_sources)
 
     def sum_kernel(self, columns: Tensor) -> Tensor:
         """Sum the columns below each branch: ``[batch, num_rows]``, the sparse product."""

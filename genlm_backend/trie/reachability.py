@@ -31,17 +31,6 @@ class Reachability:
     columns: Int64  # [num_stored] int64
     node_sources: Int64  # [num_nodes] int64, places in all columns, then all rows
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.row_starts) - 1
-
-    @property
-    def num_columns(self) -> int:
-        return sum(self.level_sizes)
-
-    def rows(self) -> Int64:
-        return np.repeat(np.arange(self.num_rows), np.diff(self.row_starts))
-
 
 def build_reachability(layout: TrieLayout) -> Reachability:
     num_tokens = layout.num_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, final
@@ -14,7 +15,7 @@ from genlm_backend.runtime.spare_memory import SpareMemory
 from genlm_backend.runtime.together import in_threads
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.reachability import SWEEPS
-from genlm_backend.trie.weights import Operation, Weights, rows_of, widest
+from genlm_backend.trie.weights import Operation, Weights, to_numpy
 
 Values = NDArray[np.floating]
 
@@ -63,16 +64,14 @@ class TokenCharacterTrie(VocabularyTrie):
         self._spare = SpareMemory(spare_bytes)
 
     def evaluate_batch(self, operation: Operation, batch: Weights) -> NDArray[np.floating]:
-        rows = rows_of(batch)
-        dtype = widest(rows)
-        if isinstance(rows, list):
-            rows = [row.astype(dtype, copy=False) for row in rows]
-        out = self._spare.take_array((len(rows), self.num_nodes), dtype)
-        self._sweep(operation, rows, out)
+        rows = [*map(to_numpy, batch)] if isinstance(batch, list) else [*to_numpy(batch)]
+        dtype = np.result_type(np.float32, *{row.dtype for row in rows})
+        out = self._spare.take_array((len(rows), self.num_nodes), dtype.type)
+        self._sweep(operation, [row.astype(dtype, copy=False) for row in rows], out)
         return out
 
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Values]:
-        rows = rows_of(batch)
+        rows = [*map(to_numpy, batch)]
         out = [self._spare.take_array((self.num_nodes,), row.dtype.type) for row in rows]
         self._sweep(operation, rows, out)
         return out
@@ -90,11 +89,9 @@ class TokenCharacterTrie(VocabularyTrie):
             return values, np.empty(self.layout.num_branches + 1, wide)
 
         def sweep_part(part: slice) -> None:
-            made: dict[np.dtype, tuple[Values, Values]] = {}
+            own = functools.cache(scratch)
             for row, result in zip(rows[part], out[part], strict=True):
-                if row.dtype not in made:
-                    made[row.dtype] = scratch(row.dtype)
-                sweep(row, result, *made[row.dtype], *arrays)
+                sweep(row, result, *own(row.dtype), *arrays)
 
         num_threads = len(rows) * self.num_nodes // NODES_PER_THREAD
         in_threads(sweep_part, len(rows), max(1, min(self.num_threads, len(rows), num_threads)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,9 +31,11 @@ def check_weights(weights: Weights, num_tokens: int) -> Weights:
     """Return ``weights``, an array or a tensor of shape ``[num_tokens]``; nothing is converted."""
     weights = as_array(weights)
     if weights.ndim != 1 or weights.shape[0] != num_tokens:
+        is_batch = weights.ndim == 2 and weights.shape[1] == num_tokens
+        hint = "; a batch of weights goes to the method whose name begins with batch_"
         raise WeightsError(
             f"got weights of shape {list(weights.shape)} for a vocabulary of {num_tokens} tokens"
-            + _hint(weights, num_tokens)
+            f"{hint if is_batch else ''}"
         )
     return weights
 
@@ -54,27 +55,16 @@ def check_batch(batch: Any, num_tokens: int) -> Any:
     return [check_weights(weights, num_tokens) for weights in batch]
 
 
-def rows_of(batch: Any) -> Any:
-    """Return a checked batch as rows for the CPU; one array is converted at once."""
-    if isinstance(batch, list):
-        return [to_numpy(weights) for weights in batch]
-    return to_numpy(batch)
-
-
 def to_numpy(weights: Weights) -> NDArray[np.floating]:
     """Return checked weights as a plain float32 or float64 array, copied only if need be."""
     if is_tensor(weights):
-        torch = sys.modules["torch"]
-        if weights.dtype == torch.bfloat16:
+        if weights.dtype == _torch().bfloat16:
             weights = weights.float()
         weights = weights.numpy(force=True)
-    # Writable and aligned too, or compiled code would be compiled once more for each kind.
-    return np.require(weights, numpy_dtype(weights.dtype), ["C", "A", "W"])
-
-
-def numpy_dtype(dtype: np.dtype) -> type[np.floating]:
+    dtype = weights.dtype
     is_single = dtype.kind == "b" or (dtype.kind == "f" and dtype.itemsize <= 4)
-    return np.float32 if is_single else np.float64
+    # Writable and aligned too, or compiled code would be compiled once more for each kind.
+    return np.require(weights, np.float32 if is_single else np.float64, ["C", "A", "W"])
 
 
 def torch_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -116,15 +106,3 @@ def _dtypes() -> frozenset[Any]:
         "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 bfloat16"
     )
     return frozenset(getattr(_torch(), name) for name in names.split())
-
-
-def _hint(weights: Any, num_tokens: int) -> str:
-    if weights.ndim == 2 and weights.shape[1] == num_tokens:
-        return "; a batch of weights goes to the method whose name begins with batch_"
-    return ""
-
-
-def widest(rows: Sequence[NDArray[np.floating]]) -> type[np.floating]:
-    if isinstance(rows, np.ndarray):
-        return rows.dtype.type
-    return np.float64 if any(row.dtype == np.float64 for row in rows) else np.float32

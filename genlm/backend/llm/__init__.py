@@ -25,17 +25,4 @@ __all__ = [
     "temper",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncLM": "genlm_backend.model.async_lm",
-        "AsyncMlxLM": "genlm_backend.backends.mlx.async_mlx_lm",
-        "AsyncSGLTransformer": "genlm_backend.backends.absent",
-        "AsyncTransformer": "genlm_backend.backends.hf.async_transformer",
-        "AsyncVirtualLM": "genlm_backend.backends.vllm.async_virtual_lm",
-        "MockAsyncLM": "genlm_backend.backends.mock",
-        "load_model_by_name": "genlm_backend.backends.registry",
-        "temper": "genlm_backend.compat.draw",
-    },
-    submodules=("base", "hf", "mlx", "sgl", "vllm"),
-)
+__getattr__, __dir__ = lazy_names(globals(), submodules=("base", "hf", "mlx", "sgl", "vllm"))

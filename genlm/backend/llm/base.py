@@ -24,16 +24,4 @@ __all__ = [
     "temper",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncLM": "genlm_backend.model.async_lm",
-        "BatchAbandoned": "genlm_backend.errors:QueryDroppedError",
-        "MockAsyncLM": "genlm_backend.backends.mock",
-        "UNKNOWN_ADAPTER": "genlm_backend.queries.query",
-        "batch_abandoned": "genlm_backend.compat.batching",
-        "decode_vocab": "genlm_backend.tokenization.vocab",
-        "fail_futures": "genlm_backend.compat.batching",
-        "temper": "genlm_backend.compat.draw",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncTransformer", "Query"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncTransformer": "genlm_backend.backends.hf.async_transformer",
-        "Query": "genlm_backend.compat.replaced",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["HAS_MLX", "AsyncMlxLM"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncMlxLM": "genlm_backend.backends.mlx.async_mlx_lm",
-        "HAS_MLX": "genlm_backend.compat.replaced",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["HAS_SGL", "AsyncSGLTransformer"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncSGLTransformer": "genlm_backend.backends.absent",
-        "HAS_SGL": "genlm_backend.compat.replaced",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -10,11 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["HAS_VLLM", "AsyncVirtualLM", "BackendScheduler"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncVirtualLM": "genlm_backend.backends.vllm.async_virtual_lm",
-        "BackendScheduler": "genlm_backend.compat.replaced",
-        "HAS_VLLM": "genlm_backend.compat.replaced",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())

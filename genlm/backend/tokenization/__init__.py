@@ -10,11 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Token", "decode_vocab"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "Token": "genlm_backend.tokenization.token",
-        "decode_vocab": "genlm_backend.tokenization.vocab",
-    },
-    submodules=("bytes", "token", "vocab"),
-)
+__getattr__, __dir__ = lazy_names(globals(), submodules=("bytes", "token", "vocab"))

@@ -23,14 +23,4 @@ __all__ = [
     "get_byte_vocab",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "ByteDecoderError": "genlm_backend.errors:TokenizerDecodeError",
-        "ByteVocabError": "genlm_backend.errors:TokenizerDecodeError",
-        "check_byte_decoder": "genlm_backend.compat.replaced",
-        "get_byte_tokens_from_byte_decoder": "genlm_backend.compat.replaced",
-        "get_byte_tokens_from_sp": "genlm_backend.compat.replaced",
-        "get_byte_vocab": "genlm_backend.compat.replaced",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -9,7 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Token"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {"Token": "genlm_backend.tokenization.token"},
-)
+__getattr__, __dir__ = lazy_names(globals())

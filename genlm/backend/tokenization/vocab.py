@@ -10,10 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["bytes_to_strs", "decode_vocab"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "bytes_to_strs": "genlm_backend.compat.replaced",
-        "decode_vocab": "genlm_backend.tokenization.vocab",
-    },
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -11,12 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncTokenCharacterTrie", "ParallelTokenCharacterTrie", "TokenCharacterTrie"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {
-        "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
-        "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",
-        "TokenCharacterTrie": "genlm_backend.trie.sequential",
-    },
-    submodules=("async_impl", "base", "parallel"),
-)
+__getattr__, __dir__ = lazy_names(globals(), submodules=("async_impl", "base", "parallel"))

@@ -9,7 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncTokenCharacterTrie"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {"AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie"},
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -9,7 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["TokenCharacterTrie"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {"TokenCharacterTrie": "genlm_backend.trie.sequential"},
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -9,7 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ParallelTokenCharacterTrie"]
 
-__getattr__, __dir__ = lazy_names(
-    globals(),
-    {"ParallelTokenCharacterTrie": "genlm_backend.trie.parallel"},
-)
+__getattr__, __dir__ = lazy_names(globals())

@@ -320,7 +320,6 @@ class Engine(OfOneProcess, Closing):
         Raises:
             TimeoutError: If it has not after ``timeout`` seconds; it goes on.
         """
-        timeout = check_timeout("timeout", timeout)
         self._check_request(request)
         if not request.queue.wait_for_end(timeout):
             raise TimeoutError(f"request {request.id} has not ended after {timeout} s")

@@ -76,11 +76,12 @@ class ModelEntry:
             config.check_loaded(source)
         elif isinstance(source, str):
             backend = config.backend or default_backend()
-            check_loading(source, backend, config.loading_options(backend))
+            self._loading = source, backend, config.loading_options(backend)
+            check_loading(*self._loading)
         else:
             raise RuntimeConfigError(f"model must be an AsyncLM or a name, got {shown(source)}")
         self.name, self.state = name, ModelState.INSTALLED
-        self._source: AsyncLM | str | None = source
+        self._given = source if isinstance(source, AsyncLM) else None
         self._config, self._loop = config, loop
         self._lm: AsyncLM | None = None
         self._transition = threading.RLock()  # of one thread at a time; it may take long
@@ -147,9 +148,8 @@ class ModelEntry:
         with self._transition:
             self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="release")
             self.state = ModelState.RELEASED
-            lm, self._lm = self._lm, None
-            source, self._source = self._source, None
-            if lm is not None and lm is not source:
+            lm, given, self._lm, self._given = self._lm, self._given, None, None
+            if lm is not None and lm is not given:
                 lm.close()
 
     def close(self) -> None:
@@ -163,19 +163,13 @@ class ModelEntry:
                     self.release()
 
     def _load(self) -> AsyncLM:
-        config, source = self._config, self._source
-        if isinstance(source, AsyncLM):
-            lm = source
-        else:
-            assert source is not None
-            backend = config.backend or default_backend()
-            lm = load_model_by_name(source, backend, config.loading_options(backend))
+        lm = self._given or load_model_by_name(*self._loading)
         try:
-            config.check_loaded(lm)
-            if config.warm_up:
-                _warm_up(lm, self._max_batch(lm), config.max_length)
+            self._config.check_loaded(lm)
+            if self._config.warm_up:
+                _warm_up(lm, self._max_batch(lm), self._config.max_length)
         except BaseException:
-            if lm is not source:
+            if lm is not self._given:
                 lm.close()
             raise
         return lm
@@ -212,7 +206,7 @@ class ModelEntry:
 
     def submit(self, requests: Submission, timeout: float | None) -> None:
         """Take requests, all or none of them. Block while ``max_queue_size`` submissions wait."""
-        if not wait_for(partial(self._try_submit, requests), check_timeout("timeout", timeout)):
+        if not wait_for(partial(self._try_submit, requests), timeout):
             raise self._full()
 
     async def asubmit(self, requests: Submission, timeout: float | None) -> None:
@@ -282,12 +276,10 @@ class ModelEntry:
 
     def _fits(self, entry: _Entry) -> bool:
         together, lm = [*self._running, entry], self.lm
+        has_rows = sum(one.draft.width for one in together) <= self._max_batch(lm)
         # Room for the longest texts that all drafts may become, so that each can go on to its end.
-        if not self._running:
-            return True
-        if sum(one.draft.width for one in together) > self._max_batch(lm):
-            return False
-        return lm.kv_capacity is None or _num_tokens(together) <= lm.kv_capacity
+        has_memory = lm.kv_capacity is None or _num_tokens(together) <= lm.kv_capacity
+        return not self._running or (has_rows and has_memory)
 
     # ---------------------------------------------------------------- working at a draft
 

@@ -47,6 +47,7 @@ class Signal:
 
 def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> T | None:
     """Return the first result that is no future, blocking for each future before it."""
+    timeout = check_timeout("timeout", timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
     while isinstance(found := attempt(), Future):
         try:
@@ -330,7 +331,6 @@ class GenerationRequest:
             TimeoutError: If it has not ended after ``timeout`` seconds; it goes on.
             Exception: What it failed with.
         """
-        timeout = check_timeout("timeout", timeout)
         if not self.queue.wait_for_end(timeout):
             raise TimeoutError(f"request {self.id} has not ended after {timeout} s")
         return self._texts()

@@ -11,7 +11,6 @@ import torch
 from genlm_backend.backends.registry import VLLM_KV_CACHE_DTYPES, shared_options
 from genlm_backend.checks import (
     MAX_BYTES,
-    checked,
     integer,
     known_device,
     mapping,
@@ -21,8 +20,8 @@ from genlm_backend.checks import (
     text,
     thread_count,
 )
-from genlm_backend.errors import DeviceError, OptionError, RuntimeConfigError
-from genlm_backend.generation.config import check_fields, replaced
+from genlm_backend.errors import OptionError, RuntimeConfigError
+from genlm_backend.generation.config import CheckedConfig, checked_field
 from genlm_backend.model.async_lm import AsyncLM
 
 _MODES: Final[Mapping[str | None, str]] = {
@@ -34,7 +33,7 @@ _MODES: Final[Mapping[str | None, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeConfig:
+class RuntimeConfig(CheckedConfig):
     """How an engine runs a model. Every field is checked at construction; ``None`` is the model's.
 
     Attributes:
@@ -56,39 +55,18 @@ class RuntimeConfig:
         RuntimeConfigError: (``ValueError``) Naming the field.
     """
 
-    device: str | None = None
-    threads: int | None = None
-    max_batch: int | None = None
-    max_length: int | None = None
-    max_queue_size: int | None = None
-    kv_cache_mode: str = "default"
-    kv_cache_bytes: int | None = None
-    warm_up: bool = True
-    backend: str | None = None
-    llm_opts: Mapping[str, Any] = field(default_factory=dict)
+    device: str | None = checked_field(None, optional(known_device))
+    threads: int | None = checked_field(None, optional(thread_count))
+    max_batch: int | None = checked_field(None, optional(integer(1)))
+    max_length: int | None = checked_field(None, optional(integer(2)))
+    max_queue_size: int | None = checked_field(None, optional(integer(0)))
+    kv_cache_mode: str = checked_field("default", one_of("default", "int8", "uint4"))
+    kv_cache_bytes: int | None = checked_field(None, optional(integer(1, MAX_BYTES)))
+    warm_up: bool = checked_field(True, switch)
+    backend: str | None = checked_field(None, optional(text))
+    llm_opts: Mapping[str, Any] = field(default_factory=dict, metadata={"check": mapping})
 
-    def __new__(cls, **fields: Any) -> Self:
-        """Refuse unknown names and suggest near ones, which ``__init__`` would not."""
-        check_fields(cls, fields, RuntimeConfigError)
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in _CHECKS}
-        try:
-            found = checked(_CHECKS, given, RuntimeConfigError)
-        except DeviceError as error:
-            raise RuntimeConfigError(str(error)) from error
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
-
-    def replace(self, **fields: Any) -> Self:
-        """Return another configuration, with these fields changed.
-
-        Raises:
-            RuntimeConfigError: (``ValueError``) As at construction, and for a name that is no
-                field.
-        """
-        return replaced(self, fields, RuntimeConfigError)
+    _error = RuntimeConfigError
 
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:
@@ -142,20 +120,6 @@ class RuntimeConfig:
             raise RuntimeConfigError(
                 f"max_length={self.max_length} is more than the model's {longest}"
             )
-
-
-_CHECKS = {
-    "device": optional(known_device),
-    "threads": optional(thread_count),
-    "max_batch": optional(integer(1)),
-    "max_length": optional(integer(2)),
-    "max_queue_size": optional(integer(0)),
-    "kv_cache_mode": one_of("default", "int8", "uint4"),
-    "kv_cache_bytes": optional(integer(1, MAX_BYTES)),
-    "warm_up": switch,
-    "backend": optional(text),
-    "llm_opts": mapping,
-}
 
 
 def _is_on(device: torch.device | None, asked: str) -> bool:

@@ -9,13 +9,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, Final, TypeGuard, final
 from urllib.parse import unquote
 
-from genlm_backend.checks import shown
+from genlm_backend.checks import near_names, shown
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation.grammar.grammar_library import (
     error_of,
@@ -52,9 +51,9 @@ _ANNOTATING_FORMATS: Final = {
 """Formats of OpenAPI and of pydantic that no text is checked against."""
 
 _HINTS: Final = {
-    "propertyNames": "declare the keys in 'properties', or take one 'patternProperties' and "
+    "propertyNames": "; declare the keys in 'properties', or take one 'patternProperties' and "
     '"additionalProperties": false',
-    "uniqueItems": "take a list in place of a set, and drop what comes twice afterwards",
+    "uniqueItems": "; take a list in place of a set, and drop what comes twice afterwards",
 }
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _ENVELOPE: Final = frozenset({"name", "description", "strict", "schema"})
@@ -97,20 +96,14 @@ def _decimal(text: str) -> Decimal:
 
 def unwrapped(schema: Any) -> Any:
     """Return the schema of a ``response_format``, with or without OpenAI's wrapper."""
-    if not isinstance(schema, Mapping) or "schema" not in schema:
-        if isinstance(schema, Mapping) and {"name", "strict"} & schema.keys():
-            raise ConstraintError(f"json_schema has {_listed(schema)}, and no 'schema'")
+    if not isinstance(schema, Mapping) or {"schema", "name", "strict"}.isdisjoint(schema):
         return schema
-    if unknown := sorted(schema.keys() - _ENVELOPE):
-        raise ConstraintError(
-            f"beside a 'schema', json_schema may have {_listed(_ENVELOPE - {'schema'})}; "
-            f"got {_listed(unknown)}"
-        )
+    for name in schema.keys() - _ENVELOPE:
+        known = ", ".join(map(repr, sorted(_ENVELOPE)))
+        raise ConstraintError(f"{name!r} is no entry of json_schema: there are {known}")
+    if "schema" not in schema:
+        raise ConstraintError(f"json_schema has {', '.join(map(repr, schema))}, and no 'schema'")
     return schema["schema"]
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(map(repr, sorted(names)))
 
 
 @final
@@ -162,8 +155,9 @@ class SchemaWalk:
             place = f"{pointer}/{keyword}"
             if keyword in _MAPS and isinstance(value, dict):
                 written[keyword] = {
-                    name: self._written(part, f"{place}/{_escaped(name)}", depth + 1)
+                    name: self._written(part, f"{place}/{escaped}", depth + 1)
                     for name, part in value.items()
+                    for escaped in [name.replace("~", "~0").replace("/", "~1")]
                 }
             elif keyword in _LISTS and isinstance(value, list):
                 written[keyword] = [
@@ -196,11 +190,10 @@ class SchemaWalk:
         is_idle = keyword in ("uniqueItems", "nullable") and value is False
         if keyword in _ANNOTATIONS or keyword.startswith("x-") or is_idle:
             return
-        near = get_close_matches(keyword, [*_KEYWORDS, *_ANNOTATIONS], n=1, cutoff=0.8)
-        hint = f"did you mean {near[0]!r}?" if near else "annotations of your own begin with 'x-'"
+        near = near_names(keyword, [*_KEYWORDS, *_ANNOTATIONS], quoted=True)
+        hint = _HINTS.get(keyword, near or "; annotations of your own begin with 'x-'")
         raise ConstraintError(
-            f"no constraint keeps to the JSON schema's keyword {keyword!r}; "
-            f"{_HINTS.get(keyword, hint)} (at {pointer})"
+            f"no constraint keeps to the JSON schema's keyword {keyword!r}{hint} (at {pointer})"
         )
 
     def _check_neighbours(self, schema: dict[str, Any], pointer: str) -> None:
@@ -259,20 +252,19 @@ class SchemaWalk:
 
     def _write_format(self, schema: dict[str, Any], pointer: str) -> None:
         """Write a format as a pattern if llguidance's own allows more."""
-        name, types = schema.get("format"), schema.get("type", "string")
-        known = {**FORMATS, **NATIVE_FORMATS}
-        if name is None or (isinstance(name, str) and known.get(name) == ""):
+        value, types = schema.get("format"), schema.get("type", "string")
+        name, known = str(value), {**FORMATS, **NATIVE_FORMATS}
+        if value is None or known.get(name) == "":
             return
         if name not in ("email", "hostname"):
             del schema["format"]
         if "string" not in types or name in _ANNOTATING_FORMATS:
             return
-        if not isinstance(name, str) or name not in known:
-            near = get_close_matches(str(name), known, n=1, cutoff=0.66)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        if name not in known:
+            near = near_names(name, known, quoted=True).removeprefix("; ")
             raise ConstraintError(
-                f"no constraint keeps to format {name!r} at {pointer}: {hint}; or write it as a "
-                "pattern"
+                f"no constraint keeps to format {value!r} at {pointer}: "
+                f"{near or 'there are ' + ', '.join(known)}; or write it as a pattern"
             )
         if "pattern" in schema:
             schema["allOf"] = [*_list(schema, "allOf"), {"pattern": known[name]}]
@@ -369,19 +361,16 @@ class SchemaWalk:
                 f"the multipleOf at {', '.join(divisors.values())} may meet in one number: write "
                 "their common multiple in one schema"
             )
-        ends = [(at, _bounds(part, _LOWER), _bounds(part, _UPPER)) for at, part in schemas]
-        ends = [end for end in ends if end[1] or end[2]]
-        for at, lows, highs in ends:
-            for other, other_lows, other_highs in ends if self._is_merging else [(at, lows, highs)]:
-                pairs = [(low, high) for low in lows for high in other_highs]
-                pairs += [(low, high) for low in other_lows for high in highs]
-                for (low, is_above), (high, is_below) in pairs:
-                    if (is_above or is_below) and 0 <= high - low < 1:
-                        raise ConstraintError(
-                            f"no constraint keeps to an excluded integer less than 1 from the "
-                            f"opposite bound, as at {at} and {other}: take inclusive bounds, such "
-                            "as a minimum of 0.001"
-                        )
+        lows = [(at, *own) for at, part in schemas for own in _bounds(part, _LOWER)]
+        highs = [(at, *own) for at, part in schemas for own in _bounds(part, _UPPER)]
+        for (at, low, is_above), (other, high, is_below) in product(lows, highs):
+            may_meet = self._is_merging or at == other
+            if may_meet and (is_above or is_below) and 0 <= high - low < 1:
+                raise ConstraintError(
+                    f"no constraint keeps to an excluded integer less than 1 from the opposite "
+                    f"bound, as at {at} and {other}: take inclusive bounds, such as a minimum of "
+                    "0.001"
+                )
 
     def _refuse_escaped_keys(self) -> None:
         """Refuse objects for releases in which a key that is not declared may have any escape."""
@@ -430,10 +419,6 @@ def _without_references(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_references(part) for name, part in value.items() if name != "$ref"}
     return [_without_references(part) for part in value] if isinstance(value, list) else value
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _map(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
@@ -494,15 +479,11 @@ def _is_number(value: Any) -> TypeGuard[int | Decimal]:
 def _is_exact(number: int | Decimal) -> bool:
     """Return whether llguidance reads a number as it is written."""
     # It rounds once for the digits and once for the exponent, so both have to be doubles.
-    if isinstance(number, int):
-        return abs(number) < _MOST
-    digits, exponent = number.as_tuple().digits, int(number.as_tuple().exponent)
-    whole = int("".join(map(str, digits)))
-    while whole % 10 == 0 and whole:
-        whole, exponent = whole // 10, exponent + 1
-    if max(whole, abs(number)) >= _MOST or abs(exponent) > _MOST_EXPONENT:
-        return False
-    return Decimal(repr(float(number))) == number
+    exact = Decimal(number)
+    _, digits, exponent = exact.normalize().as_tuple()
+    largest = max(int("".join(map(str, digits))), abs(number))
+    is_small = largest < _MOST and abs(int(exponent)) <= _MOST_EXPONENT
+    return is_small and Decimal(repr(float(number))) == exact
 
 
 def _is_factor(divisor: int | Decimal) -> bool:
