@@ -90,11 +90,13 @@ class MultiMediaInfo:
 DEFAULT_MAX_NEW_TOKENS: Final = 20
 """Tokens of a text whose length nobody has named, as of ``model.generate`` of transformers."""
 
-_NO_BOUNDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""The bounds on draws that exclude no token."""
+_BOUNDS = ("top_k", "top_p", "min_p")
+"""The bounds on draws, which say that tokens are drawn where one is given."""
 
 _LEFT_OUT = "left out with do_sample=False"
-_ONE_TEXT = "1, or at most num_beams, without a temperature: texts would be equal"
+_ONE_TEXT = (
+    "1, or at most num_beams, unless tokens are drawn, as by a temperature: texts would be equal"
+)
 _BEAMS = "unless num_beams > 1"
 _NO_SEARCH = "1 with a temperature or response_format"
 _EARLY_STOPPING = "what transformers calls so, how a beam search ends, is beam_early_stopping"
@@ -152,8 +154,8 @@ class GenerationConfig(CheckedConfig):
             where one of the next four is given.
         temperature: Divides the logits; ``None`` for 1. 0 takes the largest, and infinity draws
             from all possible tokens alike.
-        top_k: Only so many of the most probable tokens; 0 for all. More than there are are all,
-            too, as in transformers.
+        top_k: Only so many of the most probable tokens; ``None`` or 0 for all. More than there
+            are are all, too, as in transformers.
         top_p: Only the most probable tokens that together have this probability, above 0 to 1.
         min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
         seed: Seed of the random stream; equal seeds give equal texts. ``None`` draws one afresh.
@@ -200,9 +202,9 @@ class GenerationConfig(CheckedConfig):
 
     do_sample: bool | None = checked_field(None, optional(switch))
     temperature: float | None = checked_field(None, optional(number(0, is_finite=False)))
-    top_k: int = checked_field(0, integer(0))
-    top_p: float = checked_field(1.0, number(0, 1, is_open=True))
-    min_p: float = checked_field(0.0, number(0, 1))
+    top_k: int | None = checked_field(None, optional(integer(0)))
+    top_p: float | None = checked_field(None, optional(number(0, 1, is_open=True)))
+    min_p: float | None = checked_field(None, optional(number(0, 1)))
     seed: int | None = checked_field(None, optional(integer(0)))
     n: int = checked_field(1, integer(1))
     max_new_tokens: int | None = checked_field(None, optional(integer(1)))
@@ -243,7 +245,7 @@ class GenerationConfig(CheckedConfig):
         longest, most = self.max_length or math.inf, self.max_new_tokens or math.inf
         rules = [
             ("temperature", may_draw or self.temperature in (None, 0, 1), _LEFT_OUT),
-            *((n, may_draw or getattr(self, n) == own, _LEFT_OUT) for n, own in _NO_BOUNDS.items()),
+            *((name, may_draw or getattr(self, name) is None, _LEFT_OUT) for name in _BOUNDS),
             ("n", is_drawn or self.n <= self.num_beams, _ONE_TEXT),
             ("min_length", self.min_length <= longest, "at most max_length"),
             ("min_new_tokens", self.min_new_tokens <= most, "at most max_new_tokens"),
@@ -264,8 +266,7 @@ class GenerationConfig(CheckedConfig):
     @property
     def is_sampled(self) -> bool:
         """Whether tokens are drawn, and not the most probable ones taken."""
-        bounds = any(getattr(self, name) != default for name, default in _NO_BOUNDS.items())
-        is_meant = bounds or self.temperature is not None
+        is_meant = any(getattr(self, name) is not None for name in ("temperature", *_BOUNDS))
         return self.temperature != 0 and (is_meant if self.do_sample is None else self.do_sample)
 
     @classmethod
@@ -299,9 +300,9 @@ class GenerationFields(TypedDict, total=False):
 
     do_sample: bool | None
     temperature: float | None
-    top_k: int
-    top_p: float
-    min_p: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
     seed: int | None
     n: int
     max_new_tokens: int | None

@@ -139,7 +139,8 @@ class Sample(TextSequence):
         self._least = max(config.min_length, len(prompt.token_ids) + config.min_new_tokens)
         temperature = 1.0 if config.temperature is None else config.temperature
         self._sampler = Sampler(temperature if config.is_sampled else 0.0, config.seed, stream)
-        cuts = SamplingFilter(config.top_k, config.top_p, config.min_p)
+        top_p = 1.0 if config.top_p is None else config.top_p
+        cuts = SamplingFilter(config.top_k or 0, top_p, config.min_p or 0.0)
         self._cuts = cuts if config.is_sampled and cuts != SamplingFilter() else None
         self._text = Text(config.stop or ())
         self._drawn: Draw | None = None

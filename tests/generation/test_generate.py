@@ -86,7 +86,7 @@ def test_distributions_are_those_of_transformers(model, seed):
 
 def check_drawn(config, logits, expected, num_draws=1000):
     """Compare draws by as many random numbers, evenly spread, with the probabilities of tokens."""
-    bounds = SamplingFilter(config.top_k, config.top_p, config.min_p)
+    bounds = SamplingFilter(config.top_k or 0, config.top_p or 1.0, config.min_p or 0.0)
     row, found = logits.log_softmax(-1), {}
     for i in range(num_draws):
         readout = SampleReadout(NO_QUERY, config.temperature, (i / num_draws,), cuts=bounds)
