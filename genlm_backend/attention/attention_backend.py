@@ -11,8 +11,7 @@ from typing import Any, Generic, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
-from genlm_backend.attention.cascade_plan import CascadePlan
+from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan
 from genlm_backend.attention.forward_batch import ForwardBatch
 
 Given = TypeVar("Given")

@@ -11,16 +11,13 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
-
-if TYPE_CHECKING:
-    from genlm_backend.attention.cascade_plan import CascadePlan
+from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan
 
 
 @final
@@ -32,10 +29,6 @@ class TokenChunk:
     slots: Sequence[int] | NDArray[Any] = ()
     outputs: Sequence[int] = ()
     position_offset: int = 0
-    num_new: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_new", len(self.token_ids))
 
 
 class BatchStates(abc.ABC):
@@ -100,7 +93,7 @@ def pack(
     states: BatchStates | None = None,
 ) -> ForwardBatch:
     """Pad chunks to one rectangle."""
-    num_new = np.array([chunk.num_new for chunk in chunks])
+    num_new = np.array([len(chunk.token_ids) for chunk in chunks])
     past = CachedPrefixes.none(len(chunks)) if past is None else past
     prefix_lens = past.num_tokens
     num_columns = int(num_new.max())

@@ -36,8 +36,8 @@ class ArrayOps(Generic[A]):
     total: Callable[[A], A]
     products: Callable[[A, A, float], A]
     means_: Callable[[A, A, A], A]
-    fused: Callable[[A, A, A, float, A | None], tuple[A, A] | None]
-    fused_causally: Callable[[A, A, A, float, int], tuple[A, A] | None]
+    # The last: heads of a group, if each of ``Q`` tokens attends to those up to itself; 0 if all.
+    fused: Callable[[A, A, A, float, A | None, int], tuple[A, A] | None]
 
 
 MAX_SCORES: Final = 4 << 20
@@ -103,21 +103,15 @@ class SoftmaxAttention(Generic[A]):
     scaling: float
     softcap: float | None = None
 
-    def attend(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
+    def attend(
+        self, query: A, keys: A, values: A, mask: A | None, causal_group: int = 0
+    ) -> AttentionState[A]:
+        """Attend as a mask says, which may be one of causality among groups of some size."""
         if self.softcap is None:
-            found = self.ops.fused(query, keys, values, self.scaling, mask)
+            found = self.ops.fused(query, keys, values, self.scaling, mask, causal_group)
             if found is not None:
                 return AttentionState(self.ops, *found)
         return self.attend_if_any(query, keys, values, mask)
-
-    def attend_causally(
-        self, query: A, keys: A, values: A, group_size: int
-    ) -> AttentionState[A] | None:
-        """Attend from each of ``Q`` tokens to itself and the tokens before it."""
-        if self.softcap is not None:
-            return None
-        found = self.ops.fused_causally(query, keys, values, self.scaling, group_size)
-        return None if found is None else AttentionState(self.ops, *found)
 
     def attend_if_any(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
         """Attend like ``attend``, by the formula, if some queries may attend to nothing."""

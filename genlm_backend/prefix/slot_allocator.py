@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final, final
 
@@ -13,6 +14,13 @@ from genlm_backend.errors import CacheError, OutOfSlotsError
 
 PADDING_SLOT: Final = 0
 """The slot that padding points at: all zeros, never written, never handed out."""
+
+
+def ranges_in_a_row(*numbers: NDArray[Any]) -> list[tuple[int, int]]:
+    """Return the ranges of indices, from and to, in which all arrays count up by one."""
+    is_break = np.any([np.diff(each) != 1 for each in numbers], axis=0)
+    bounds = [0, *(np.flatnonzero(is_break) + 1).tolist(), len(numbers[0])]
+    return list(itertools.pairwise(bounds)) if len(numbers[0]) else []
 
 
 @final
@@ -64,11 +72,8 @@ class SlotAllocator:
         if self.num_used < 0:
             raise CacheError(f"more slots were returned than exist: {self.num_free}")
         ordered = np.sort(np.asarray(slots))
-        ends = np.flatnonzero(np.diff(ordered) != 1)
-        starts = ordered[np.concatenate([[0], ends + 1])].tolist()
-        stops = (ordered[np.concatenate([ends, [-1]])] + 1).tolist()
-        for start, stop in zip(starts, stops, strict=True):
-            self._put(start, stop)
+        for first, stop in ranges_in_a_row(ordered):
+            self._put(int(ordered[first]), int(ordered[stop - 1]) + 1)
 
     def _take(self, size: int, start: int, count: int) -> int:
         """Take the first slots of a free stretch; return the first of them."""

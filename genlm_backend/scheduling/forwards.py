@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import torch
 
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
+from genlm_backend.attention.cascade_plan import CachedPrefixes
 from genlm_backend.attention.forward_batch import BatchStates, ForwardBatch, TokenChunk, pack
 from genlm_backend.prefix.nodes import Nodes
 from genlm_backend.queries.row import Row, stacked

@@ -110,7 +110,7 @@ class MultimodalPrefixes:
         """Run the first tokens of a context; those that have slots are kept if no NaN came."""
         cache, tree = self._cache, self._cache.tree
         tokens = np.asarray(job.context.packed(stop - len(slots), stop), np.int32)
-        new = tree.append_chain(node, tokens, slots)
+        new = tree.append(node, tokens, slots)
         try:
             pool = cache.pool if len(slots) else None
             attention = MultimodalPrefillAttention(

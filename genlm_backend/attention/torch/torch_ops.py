@@ -33,20 +33,31 @@ def _means(weights: Tensor, total: Tensor, values: Tensor) -> Tensor:
 
 
 def _fused(
-    query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    mask: Tensor | None,
+    causal_group: int,
 ) -> Found | None:
-    dim = query.shape[-1]
+    num_rows, num_groups, num_queries, dim = query.shape
     fused = fused_operator(query.device, query.dtype, dim) if dim == values.shape[-1] else None
     if fused is None:
         return None
+    if causal_group:
+        shape = num_rows, num_groups * causal_group, num_queries // causal_group, dim
+        keys, values = (all_of.repeat_interleave(causal_group, 1) for all_of in (keys, values))
+        found, logsumexp = fused.attend(query.reshape(shape), keys, values, scaling, True)
+        shape = num_rows, num_groups, num_queries
+        return found.reshape(*shape, found.shape[-1]), logsumexp.reshape(shape)
     if mask is not None:
         attend_with = fused.attend_with
         return None if attend_with is None else attend_with(query, keys, values, scaling, mask)
     size = keys.shape[2] // NUM_STRETCHES
     if (
         fused.is_parted
-        and len(query) == 1
-        and query.shape[2] <= FEW_QUERIES
+        and num_rows == 1
+        and num_queries <= FEW_QUERIES
         and size >= SHORTEST_STRETCH
     ):
         return _in_stretches(fused.attend, query, keys, values, scaling, size)
@@ -77,20 +88,6 @@ def _in_stretches(
     return total.values, total.logsumexp
 
 
-def _fused_causally(
-    query: Tensor, keys: Tensor, values: Tensor, scaling: float, group_size: int
-) -> Found | None:
-    num_rows, num_groups, num_queries, dim = query.shape
-    fused = fused_operator(query.device, query.dtype, dim) if dim == values.shape[-1] else None
-    if fused is None:
-        return None
-    shape = num_rows, num_groups * group_size, num_queries // group_size, dim
-    keys, values = (all_of.repeat_interleave(group_size, 1) for all_of in (keys, values))
-    found, logsumexp = fused.attend(query.reshape(shape), keys, values, scaling, True)
-    shape = num_rows, num_groups, num_queries
-    return found.reshape(*shape, found.shape[-1]), logsumexp.reshape(shape)
-
-
 TORCH: Final[ArrayOps[Tensor]] = ArrayOps(
     lib=torch,
     put=lambda tensor, device: tensor.to(device),
@@ -106,6 +103,5 @@ TORCH: Final[ArrayOps[Tensor]] = ArrayOps(
     products=_products,
     means_=_means,
     fused=_fused,
-    fused_causally=_fused_causally,
 )
 """The operators of torch, on any device."""

@@ -14,12 +14,15 @@ from torch import Tensor
 
 from genlm_backend.attention import cascade_plan as sharing
 from genlm_backend.attention.attention_backend import AttentionBackend, AttentionFactory
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
-from genlm_backend.attention.cascade_plan import CascadePlan
-from genlm_backend.attention.cascade_run import LastArrays
+from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan
 from genlm_backend.attention.forward_batch import ForwardBatch
-from genlm_backend.attention.torch.slot_layer import Pair, SlotLayer, as_read, write_new
-from genlm_backend.attention.torch.torch_batch_states import transformers_cache
+from genlm_backend.attention.torch.torch_cache import (
+    Pair,
+    SlotLayer,
+    as_read,
+    transformers_cache,
+    write_new,
+)
 from genlm_backend.backends.hf.attention_interface import (
     TorchCascadeRun,
     attends_otherwise,
@@ -37,7 +40,6 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
     def __init__(self, pool: KVPool, few_tokens: int | None = None) -> None:
         self._pool = pool
         self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
-        self._last: LastArrays | None = None
 
     def plan(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan:
         return CascadePlan.of(past, num_new, self._few_tokens)
@@ -46,8 +48,7 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Have the model's layers call the attention of a pass."""
         plan = batch.plan or self.plan(batch.past, batch.num_new)
-        shared = TorchCascadeRun(self._pool, batch, plan, self._last)
-        self._last = None
+        shared = TorchCascadeRun(self._pool, batch, plan)
 
         def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
             """Store new keys and values, which come out as they are."""
@@ -66,7 +67,6 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
                 f"{shared.num_attended} of {num_layers} layers called the attention function that "
                 "their config names"
             )
-        self._last = shared.for_later()
 
 
 def _gathered(batch: ForwardBatch) -> tuple[Tensor, Tensor, int]:

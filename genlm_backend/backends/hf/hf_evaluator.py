@@ -47,9 +47,8 @@ class HFEvaluator(LocalEvaluator):
         self._options = HFOptions(**options)
         check_hf_model(model)
         model.eval()
-        self._runner = runner = HFRunner(model)
-        runner.check_cancelled = lambda: self.check_cancelled()
-        runner.merges = self._options.packs_weights
+        merges, check_cancelled = self._options.packs_weights, lambda: self.check_cancelled()
+        self._runner = runner = HFRunner(model, merges, check_cancelled)
         super().__init__(runner, runner.device.type, UncachedAttention(), output_device)
         has_bytes = self._options.kv_cache_bytes != 0
         self._files = PrefixFiles(self.scheduler, runner, has_bytes=has_bytes)

@@ -1,25 +1,27 @@
-"""Files with the keys and values of a prefix each."""
+"""Files with the keys and values of a prefix each, and digests of all that these depend on."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from genlm_backend.backends.hf.fingerprint import Fingerprint, weights_digest, weights_state
 from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.backends.hf.lora import layers_of_peft
+from genlm_backend.backends.hf.model_state import VOLATILE
 from genlm_backend.backends.hf.support import vocab_width
 from genlm_backend.errors import CacheError, PrefixFileError
 from genlm_backend.prefix.kv_pool import KVLayout
@@ -35,6 +37,38 @@ _DIFFERENT: Final = {
     "layout": "in another number format, or of keys and values of another shape",
 }
 _MEAN_TOLERANCE: Final = 1e-3
+
+_WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Digests of a model, one for each thing that can differ."""
+
+    config: str
+    weights: str
+    adapter: str
+    layout: str
+
+    @classmethod
+    def of(cls, model: Any, weights: str, adapter: str, layout: KVLayout) -> Self:
+        said = model.config.to_diff_dict()
+        config = {name: value for name, value in said.items() if name not in VOLATILE}
+        text = json.dumps(config, sort_keys=True, default=str)
+        kinds = [
+            f"{layer.num_key_heads} x {layer.key_dim} and {layer.num_value_heads} x "
+            f"{layer.value_dim} of {str(layer.dtype).removeprefix('torch.')}, kept as "
+            f"{None if layer.codec().is_exact else layer.kept}"
+            for layer in layout.layers
+        ]
+        layers = [f"{len(list(own))} layers of {kind}" for kind, own in itertools.groupby(kinds)]
+        if layout.states:
+            dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in layout.states.tensors}
+            size = layout.states.bytes_per_state
+            layers.append(f"a recurrent state of {size} bytes of {' and '.join(sorted(dtypes))}")
+        config_digest = hashlib.sha256(text.encode()).hexdigest()
+        return cls(config_digest, weights, adapter, "; ".join(layers))
 
 
 @final
@@ -185,7 +219,8 @@ class PrefixFiles:
         resumed = cache.resumed(node)
         states = [state.cpu() for state in cache.state_pool.read(nodes.state[[resumed]])]
         num_resumed = int(nodes.depth[resumed])
-        prefix = Prefix(tuple(query.context), cache.codes_of(node), states, num_resumed)
+        codes = cache.pool.take_rows(nodes.slot[nodes.path(node)])
+        prefix = Prefix(tuple(query.context), codes, states, num_resumed)
         save(path, prefix, self._fingerprint(query.adapter), cache.pool.layout)
 
     def load(self, path: str, adapter: Adapter | None, max_length: int | None) -> Sequence[int]:
@@ -229,3 +264,59 @@ class PrefixFiles:
             return known[1]
 
         return Fingerprint.of(model, digest(None), digest(adapter), self._passes.cache.pool.layout)
+
+
+def weights_digest(model: Any) -> str:
+    """Return a digest of a model's weights, the same on any device and number of threads."""
+    digest = hashlib.sha256(json.dumps(_settings(model)).encode())
+    for tensor in _weights(model):
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
+        if tensor.is_meta or not tensor.numel():  # which is elsewhere while nothing is computed
+            continue
+        # The bits are added up as integers along two dimensions, which is exact and takes the time
+        # of reading the weights once. It is no protection against models made on purpose to be
+        # equal.
+        bits = tensor.detach().contiguous().view(_WIDTHS[tensor.element_size()])
+        table = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
+        for dim in (0, 1):
+            digest.update(table.sum(dim, dtype=torch.int64).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def weights_state(model: Any) -> object:
+    """Return where a model's weights are, how often each was changed, and adapters' settings."""
+    state = [(tensor.data_ptr(), tensor._version) for tensor in _weights(model)]
+    return state, _settings(model)
+
+
+def _weights(model: Any) -> Iterator[torch.Tensor]:
+    """Return the weights that a model computes with, those of idle adapters left out."""
+    idle: set[int] = set()
+    for layer in layers_of_peft(model):
+        for name in layer.adapter_layer_names:
+            parts: Any = getattr(layer, name, None)
+            for adapter in parts.keys() - _active(layer) if hasattr(parts, "keys") else ():
+                part = parts[adapter]
+                is_module = isinstance(part, torch.nn.Module)
+                own = part.state_dict(keep_vars=True).values() if is_module else [part]
+                idle.update(map(id, own))
+    for value in model.state_dict(keep_vars=True).values():
+        if isinstance(value, torch.Tensor) and id(value) not in idle:
+            yield value
+
+
+def _settings(model: Any) -> list[tuple[str, list[Any]]]:
+    """Return the settings of adapters other than their weights, such as their scaling."""
+    found: list[tuple[str, list[Any]]] = []
+    for layer in layers_of_peft(model):
+        active = _active(layer)
+        for name, values in sorted(vars(layer).items()):
+            if isinstance(values, dict) and (own := [values[a] for a in active if a in values]):
+                told = [v if isinstance(v, (int, float, str)) else type(v).__name__ for v in own]
+                found.append((f"{type(layer).__name__}.{name}", told))
+    return found
+
+
+def _active(layer: Any) -> list[str]:
+    """Return the names of the adapters that a layer computes with."""
+    return [] if layer.disable_adapters else list(layer.active_adapters)

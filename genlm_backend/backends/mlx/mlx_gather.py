@@ -25,6 +25,7 @@ MlxAttention: TypeAlias = AttentionBackend[Caches]
 """A way for the new tokens of a forward pass of MLX to attend to those before them."""
 
 
+@final
 class MlxSlotLayer:
     """A stand-in for one of a model's caches, for one forward pass."""
 
@@ -118,11 +119,8 @@ class _Past:
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
         """Return the mask: bool ``[B, 1, Q, P + Q]``, ``"causal"``, or ``None`` for no mask."""
         key = num_new, window, is_array
-        if key not in self._masks:
-            self._masks[key] = self._mask(*key)
-        return self._masks[key]
-
-    def _mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
+        if key in self._masks:
+            return self._masks[key]
         num_columns = self._longest + num_new
         is_within = window is None or num_columns <= window
         if is_within and not is_array and not self._num_padding.any():
@@ -132,7 +130,8 @@ class _Past:
         seen = (distance >= 0) & (distance < (window or num_columns))
         seen = seen & (columns >= self._num_padding[:, None])[:, None]  # [B, Q, P + Q]
         visible: Any = np.expand_dims(seen, (1, 2) if self._by_group else 1)
-        return mx.array(visible)
+        self._masks[key] = mx.array(visible)
+        return self._masks[key]
 
     def take_kv(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the keys and values of cached and new tokens: ``[B, heads, P + Q, dim]``."""

@@ -36,7 +36,7 @@ def tree_of(cached):
     for context in cached:
         node = tree.match(context)
         rest = np.array(context[tree.nodes.depth[node] :], np.int32)
-        tree.insert(tree.append_chain(node, rest, tree.allocate(len(rest))))
+        tree.insert(tree.append(node, rest, tree.allocate(len(rest))))
     return tree
 
 
@@ -206,7 +206,7 @@ def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
     chunks = plan_chunks(jobs, CostModel(per_forward=0.0, max_chunk=size))
     for chunk in chunks:
         ids, slots = chunk.token_ids, tree.allocate(chunk.num_tokens)
-        chunk.nodes = tree.append_chain(chunk.before, np.array(ids, np.int32), slots)
+        chunk.nodes = tree.append(chunk.before, np.array(ids, np.int32), slots)
     nodes = tree.nodes
     for chunk in chunks:
         ids = chunk.job.context
