@@ -157,16 +157,6 @@ def _rest(first: Any, above: Any, last: Any, is_rest: Any, slots: Any, positions
 
 
 @compiled
-def write_columns(parent: Any, depth: Any, slot: Any, nodes: Any, slots: Any) -> None:
-    for row in range(len(nodes)):
-        node, column = nodes[row], slots.shape[1]
-        while depth[node] > 0:
-            column -= 1
-            slots[row, column] = slot[node]
-            node = parent[node]
-
-
-@compiled
 def write_last(parent: Any, depth: Any, slot: Any, nodes: Any, slots: Any) -> None:
     for row in range(len(nodes)):
         node = nodes[row]

@@ -55,7 +55,7 @@ class CachedPrefixes:
     def columns(self, num_columns: int) -> NDArray[np.int64]:
         """Return the slots of every row, padded on the left: int64 ``[B, num_columns]``."""
         slots = np.full((len(self.nodes), num_columns), PADDING_SLOT, np.int64)
-        cascade_loops.write_columns(self.parent, self.depth, self.slot, self.nodes, slots)
+        self.write_last(slots[:, ::-1])
         return slots
 
     def write_last(self, slots: NDArray[np.int64]) -> None:

@@ -115,7 +115,7 @@ class CascadeRun(Generic[A]):
         softcap: float | None = None,
         sinks: A | None = None,
     ) -> A:
-        """Attend to the parts and to the rest, and merge: ``[B, heads, Q, value_dim]``."""
+        """Attend to prefixes and suffixes, and merge: ``[B, heads, Q, value_dim]``."""
         if self._new is None or self._new[1] is not keys or self._new[2] is not values:
             raise self.attends_otherwise("to keys or values that are others than the kept ones")
         if given is not None and id(given) not in self._allowed:
@@ -150,8 +150,10 @@ class CascadeRun(Generic[A]):
         found = total.values.reshape(*by_head, -1)
         if sinks is None:
             return found
-        total = AttentionState(ops, found, total.logsumexp.reshape(*by_head))
-        return total.with_sinks(sinks[:, None])
+        # A sink is one more score for each query, which has no value.
+        sums = total.logsumexp.reshape(*by_head)
+        share = ops.lib.sigmoid(sums - ops.as_type_of(sinks[:, None], sums))[..., None]
+        return found * ops.as_type_of(share, found)
 
     def _in_block(
         self, softmax: SoftmaxAttention[A], query: A, layer: int, block: Block[A]

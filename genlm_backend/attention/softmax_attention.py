@@ -71,13 +71,6 @@ class AttentionState(Generic[A]):
         else:
             self.values[rows], self.logsumexp[rows] = values, logsumexp
 
-    def with_sinks(self, sinks: A) -> A:
-        """Return the values with one more score for each query, which has no value."""
-        ops = self.ops
-        sums = self.logsumexp - ops.as_type_of(sinks, self.logsumexp)
-        share = ops.lib.sigmoid(sums)[..., None]
-        return self.values * ops.as_type_of(share, self.values)
-
     def split_rows(self, num_rows: int) -> AttentionState[A]:
         """Return that of ``[1, heads, G * M, …]`` as one of ``[G, heads, M, …]``."""
         _, num_heads, _, dim = self.values.shape

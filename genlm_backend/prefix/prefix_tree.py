@@ -122,21 +122,17 @@ class PrefixTree:
         """Return nodes that are found once they are linked; see ``Nodes.append``."""
         return self.nodes.append(above, tokens, slots, self._now)
 
-    def _count_again(self, nodes: Ints) -> None:
-        """Count those of new nodes whose tokens had been dropped before, each time once."""
-        digests = self.nodes.digest[nodes]
-        buckets = _indices_of(digests)
-        known = self._dropped[buckets] == digests
-        self.num_recomputed += int(np.count_nonzero(known))
-        self._dropped[buckets[known]] = 0
-
     def insert(self, nodes: Ints) -> Ints:
         """Make nodes with filled slots findable, parents first; return the real nodes."""
         states = self.nodes.state[nodes] if self.states.num_states else None
         # A node for the same token stays, and takes the slot if its own is on the host.
         real, spare = self.nodes.insert(nodes)
-        if self.nodes.has_digests:
-            self._count_again(nodes[real == nodes])
+        if self.nodes.has_digests:  # tokens that had been dropped before count, each time once
+            digests = self.nodes.digest[nodes[real == nodes]]
+            buckets = _indices_of(digests)
+            known = self._dropped[buckets] == digests
+            self.num_recomputed += int(np.count_nonzero(known))
+            self._dropped[buckets[known]] = 0
         if states is not None:
             self.states.move(np.where(real == nodes, NO_STATE, states), real)
             self.states.touch(real)

@@ -72,8 +72,11 @@ class SlotAllocator:
         if self.num_used < 0:
             raise CacheError(f"more slots were returned than exist: {self.num_free}")
         ordered = np.sort(np.asarray(slots))
-        for first, stop in ranges_in_a_row(ordered):
-            self._put(int(ordered[first]), int(ordered[stop - 1]) + 1)
+        ends = np.flatnonzero(np.diff(ordered) != 1)
+        starts = ordered[np.concatenate([[0], ends + 1])].tolist()
+        stops = (ordered[np.concatenate([ends, [-1]])] + 1).tolist()
+        for start, stop in zip(starts, stops, strict=True):
+            self._put(start, stop)
 
     def _take(self, size: int, start: int, count: int) -> int:
         """Take the first slots of a free stretch; return the first of them."""

@@ -15,8 +15,7 @@ from genlm_backend.attention.forward_batch import BatchStates, ForwardBatch, Tok
 from genlm_backend.prefix.nodes import Nodes
 from genlm_backend.queries.row import Row, stacked
 from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras, numbers_of_rows
-from genlm_backend.scheduling.prefill_plan import PrefillChunk
-from genlm_backend.scheduling.scheduled_query import ScheduledQuery
+from genlm_backend.scheduling.prefill_plan import PrefillChunk, ScheduledQuery
 
 
 class Runner(abc.ABC):

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 import torch
 
-from genlm_backend.attention.attention_backend import AttentionBackend
+from genlm_backend.attention.forward_batch import AttentionBackend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts

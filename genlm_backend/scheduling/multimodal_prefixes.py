@@ -19,8 +19,8 @@ from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import Query, Result
 from genlm_backend.scheduling.forwards import Forwards
+from genlm_backend.scheduling.prefill_plan import ScheduledQuery, first_output
 from genlm_backend.scheduling.prefix_cache import PrefixCache
-from genlm_backend.scheduling.scheduled_query import ScheduledQuery, first_output
 
 FEW_BEHIND: Final = 64
 """Tokens after an opening, at most, that go through the model with it."""

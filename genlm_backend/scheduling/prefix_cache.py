@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import BatchStates
+from genlm_backend.attention.forward_batch import AttentionBackend, BatchStates
 from genlm_backend.prefix.budgets import Budgets, most_rows
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 from genlm_backend.prefix.nodes import Nodes

@@ -13,9 +13,8 @@ from typing import Any, Final, cast, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attention_backend import AttentionBackend
 from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan
-from genlm_backend.attention.forward_batch import pack_decode
+from genlm_backend.attention.forward_batch import AttentionBackend, pack_decode
 from genlm_backend.errors import ContextError, QueryDroppedError
 from genlm_backend.queries.query import Query, Result, RowQuery
 from genlm_backend.queries.row import Row
@@ -23,17 +22,19 @@ from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.scheduling.forwards import Forwards
 from genlm_backend.scheduling.multimodal_prefixes import MultimodalPrefixes
 from genlm_backend.scheduling.prefill_plan import (
+    PICTURES,
     CostModel,
     PrefillChunk,
+    ScheduledQuery,
     StatePlan,
     cut_to_sound,
+    first_output,
     plan_chunks,
     plan_groups,
     plan_uncached,
     plan_waves,
 )
 from genlm_backend.scheduling.prefix_cache import OutOfStates, PrefixCache
-from genlm_backend.scheduling.scheduled_query import PICTURES, ScheduledQuery, first_output
 
 _NUM_TARGETS: Final = attrgetter("num_targets")
 

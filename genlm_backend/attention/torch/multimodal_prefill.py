@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import ForwardBatch
+from genlm_backend.attention.forward_batch import AttentionBackend, ForwardBatch
 from genlm_backend.attention.torch.torch_cache import (
     Pair,
     SlotLayer,

@@ -8,8 +8,7 @@ from typing import Any, Final, final
 
 import torch
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import ForwardBatch, TokenChunk, pack
+from genlm_backend.attention.forward_batch import AttentionBackend, ForwardBatch, TokenChunk, pack
 from genlm_backend.attention.torch.torch_cache import TorchBatchStates
 from genlm_backend.backends.hf import fused_residuals
 from genlm_backend.backends.hf.cuda_graph_runner import CudaGraphRunner

@@ -10,8 +10,7 @@ from typing import Any, Final
 import torch
 from transformers.cache_utils import DynamicCache
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import TokenChunk, pack
+from genlm_backend.attention.forward_batch import AttentionBackend, TokenChunk, pack
 from genlm_backend.attention.torch.multimodal_prefill import (
     MultimodalPrefillAttention,
     positions_of,

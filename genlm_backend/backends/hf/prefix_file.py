@@ -11,9 +11,9 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self, final
+from typing import Any, Final, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,34 +41,25 @@ _MEAN_TOLERANCE: Final = 1e-3
 _WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """Digests of a model, one for each thing that can differ."""
-
-    config: str
-    weights: str
-    adapter: str
-    layout: str
-
-    @classmethod
-    def of(cls, model: Any, weights: str, adapter: str, layout: KVLayout) -> Self:
-        said = model.config.to_diff_dict()
-        config = {name: value for name, value in said.items() if name not in VOLATILE}
-        text = json.dumps(config, sort_keys=True, default=str)
-        kinds = [
-            f"{layer.num_key_heads} x {layer.key_dim} and {layer.num_value_heads} x "
-            f"{layer.value_dim} of {str(layer.dtype).removeprefix('torch.')}, kept as "
-            f"{None if layer.codec().is_exact else layer.kept}"
-            for layer in layout.layers
-        ]
-        layers = [f"{len(list(own))} layers of {kind}" for kind, own in itertools.groupby(kinds)]
-        if layout.states:
-            dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in layout.states.tensors}
-            size = layout.states.bytes_per_state
-            layers.append(f"a recurrent state of {size} bytes of {' and '.join(sorted(dtypes))}")
-        config_digest = hashlib.sha256(text.encode()).hexdigest()
-        return cls(config_digest, weights, adapter, "; ".join(layers))
+def _fingerprint_of(model: Any, weights: str, adapter: str, layout: KVLayout) -> dict[str, str]:
+    """Return digests of a model, one for each thing that can differ; see ``_DIFFERENT``."""
+    said = model.config.to_diff_dict()
+    config = {name: value for name, value in said.items() if name not in VOLATILE}
+    text = json.dumps(config, sort_keys=True, default=str)
+    kinds = [
+        f"{layer.num_key_heads} x {layer.key_dim} and {layer.num_value_heads} x "
+        f"{layer.value_dim} of {str(layer.dtype).removeprefix('torch.')}, kept as "
+        f"{None if layer.codec().is_exact else layer.kept}"
+        for layer in layout.layers
+    ]
+    layers = [f"{len(list(own))} layers of {kind}" for kind, own in itertools.groupby(kinds)]
+    if layout.states:
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in layout.states.tensors}
+        size = layout.states.bytes_per_state
+        layers.append(f"a recurrent state of {size} bytes of {' and '.join(sorted(dtypes))}")
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    own = {"weights": weights, "adapter": adapter, "layout": "; ".join(layers)}
+    return {"config": digest, **own}
 
 
 @final
@@ -82,7 +73,7 @@ class Prefix:
     num_resumed: int
 
 
-def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout) -> None:
+def save(path: Path, prefix: Prefix, fingerprint: Mapping[str, str], layout: KVLayout) -> None:
     """Write a file in the format of safetensors; whatever goes wrong, no half of it stays."""
     tensors = {"token_ids": torch.tensor(prefix.token_ids, dtype=torch.int32)}
     for number, codes in enumerate(prefix.codes):
@@ -95,7 +86,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
     for number, layer in enumerate(layout.layers):
         if layer.mean_key is not None:
             tensors[f"mean_key.{number}"] = layer.mean_key.cpu().contiguous()
-    said = {"format": FORMAT, **asdict(fingerprint)}
+    said = {"format": FORMAT, **fingerprint}
     said["digest"] = _digest(said, tensors)
     name = path.parent / f".{secrets.token_hex(8)}.tmp"
     handle = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -113,7 +104,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
             os.unlink(name)
 
 
-def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
+def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix:
     """Return the prefix in a file, mapped into memory."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would wait
         raise PrefixFileError(f"{path} is a device or a pipe, and no file of a prefix")
@@ -127,7 +118,7 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise PrefixFileError(f"{path} is cut short, or no file of a prefix: {error}") from error
-    for name, expected in asdict(fingerprint).items():
+    for name, expected in fingerprint.items():
         if said.get(name) != expected:
             kinds = f": {said.get(name)}; this model has {expected}" if name == "layout" else ""
             raise PrefixFileError(f"{path} is {_DIFFERENT[name]}{kinds}")
@@ -252,7 +243,7 @@ class PrefixFiles:
         """Read the weights again for the next file: they may have been changed past torch."""
         self._digests.clear()
 
-    def _fingerprint(self, adapter: Adapter | None) -> Fingerprint:
+    def _fingerprint(self, adapter: Adapter | None) -> dict[str, str]:
         """Return the fingerprint of the model; weights are read again if they have changed."""
         model = self._passes.runner.model
 
@@ -263,7 +254,7 @@ class PrefixFiles:
                 known = self._digests[wanted] = state, weights_digest(view)
             return known[1]
 
-        return Fingerprint.of(model, digest(None), digest(adapter), self._passes.cache.pool.layout)
+        return _fingerprint_of(model, digest(None), digest(adapter), self._passes.cache.pool.layout)
 
 
 def weights_digest(model: Any) -> str:

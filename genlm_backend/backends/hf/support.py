@@ -21,8 +21,12 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from genlm_backend.attention.attention_backend import AttentionBackend, AttentionFactory
-from genlm_backend.attention.forward_batch import TokenChunk, pack
+from genlm_backend.attention.forward_batch import (
+    AttentionBackend,
+    AttentionFactory,
+    TokenChunk,
+    pack,
+)
 from genlm_backend.attention.torch.torch_cache import cache_layers
 from genlm_backend.backends.hf.cascade_attention import (
     ATTENTION_FACTORIES,

@@ -18,10 +18,9 @@ import torch
 from mlx_lm.models import base
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attention_backend import AttentionBackend, AttentionFactory
 from genlm_backend.attention.cascade_plan import FEW_TOKENS, CachedPrefixes, CascadePlan
 from genlm_backend.attention.cascade_run import CascadeRun, new_positions
-from genlm_backend.attention.forward_batch import ForwardBatch
+from genlm_backend.attention.forward_batch import AttentionBackend, AttentionFactory, ForwardBatch
 from genlm_backend.attention.softmax_attention import ArrayOps
 from genlm_backend.backends.mlx.mlx_batch_states import caches_of
 from genlm_backend.backends.mlx.mlx_gather import (

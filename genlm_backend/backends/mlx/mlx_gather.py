@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import ForwardBatch
+from genlm_backend.attention.forward_batch import AttentionBackend, ForwardBatch
 from genlm_backend.backends.mlx.mlx_batch_states import caches_of, leaves
 from genlm_backend.backends.mlx.mlx_kv_pool import MlxKVPool
 

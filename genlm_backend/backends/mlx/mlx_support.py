@@ -14,8 +14,7 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from genlm_backend.attention.attention_backend import AttentionFactory
-from genlm_backend.attention.forward_batch import TokenChunk
+from genlm_backend.attention.forward_batch import AttentionFactory, TokenChunk
 from genlm_backend.backends.hf.trial import (
     NUM_STATES,
     difference_of,

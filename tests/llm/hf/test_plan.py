@@ -10,6 +10,7 @@ from genlm_backend.prefix.slot_allocator import SlotAllocator
 from genlm_backend.queries.context import of_no_model
 from genlm_backend.scheduling.prefill_plan import (
     CostModel,
+    ScheduledQuery,
     Size,
     StatePlan,
     plan_chunks,
@@ -17,7 +18,6 @@ from genlm_backend.scheduling.prefill_plan import (
     plan_uncached,
     plan_waves,
 )
-from genlm_backend.scheduling.scheduled_query import ScheduledQuery
 
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
 
