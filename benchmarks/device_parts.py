@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from genlm_backend.attention.softmax_attention import SoftmaxAttention
-from genlm_backend.attention.torch.fused import fused_operator
-from genlm_backend.attention.torch.torch_ops import TORCH
+from genlm_backend.attention.torch.torch_ops import TORCH, fused_operator
 
 Line = dict[str, Any]
 

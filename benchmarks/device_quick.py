@@ -154,12 +154,12 @@ def profile(lm: Any) -> None:
 
 def host(lm: Any) -> None:
     """Tell what the stages of a step take on the host, in microseconds."""
-    from genlm_backend.attention.cached_prefixes import CachedPrefixes
+    from genlm_backend.attention.cascade_plan import CachedPrefixes
     from genlm_backend.backends.hf import cuda_graph_runner, hf_runner
     from genlm_backend.backends.hf.cuda_graph_run import DecodeArrays
     from genlm_backend.backends.hf.decode_tables import DecodeTables
     from genlm_backend.prefix import prefix_tree
-    from genlm_backend.scheduling import decode_scheduler, local_evaluator, scheduler
+    from genlm_backend.scheduling import local_evaluator, scheduler
 
     spent: defaultdict[str, list[float]] = defaultdict(list)
     undo: list[Callable[[], None]] = []
@@ -182,17 +182,17 @@ def host(lm: Any) -> None:
     for owner, name in (
         (local_evaluator.LocalEvaluator, "evaluate"),
         (scheduler.Scheduler, "_run_cached"),
-        (decode_scheduler.DecodeScheduler, "run"),
-        (decode_scheduler.DecodeScheduler, "accepts"),
-        (decode_scheduler.DecodeScheduler, "_plan"),
-        (decode_scheduler, "pack_decode"),
+        (scheduler.Scheduler, "decode"),
+        (scheduler.Scheduler, "is_decode"),
+        (scheduler.Scheduler, "_decode_plan"),
+        (scheduler, "pack_decode"),
         (prefix_tree.PrefixTree, "match_all"),
         (prefix_tree.PrefixTree, "allocate"),
-        (prefix_tree.PrefixTree, "append_nodes"),
+        (prefix_tree.PrefixTree, "append"),
         (prefix_tree.PrefixTree, "insert"),
         (CachedPrefixes, "of"),
         (hf_runner.HFRunner, "forward"),
-        (hf_runner.HFRunner, "_has_changed"),
+        (hf_runner.HFRunner, "_check"),
         (cuda_graph_runner.CudaGraphRunner, "plan"),
         (cuda_graph_runner.CudaGraphRunner, "_of"),
         (cuda_graph_runner.CudaGraphRunner, "replayed"),

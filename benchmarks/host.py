@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.workloads import free_forward, seconds, tokenizer_of
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
-from genlm_backend.attention.cascade_plan import FEW_TOKENS, CascadePlan
+from genlm_backend.attention.cascade_plan import FEW_TOKENS, CachedPrefixes, CascadePlan
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.llm import BatchedLM, Row, StatelessEvaluator
 from genlm_backend.queries.row import rows_of_logits

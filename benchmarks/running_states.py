@@ -106,7 +106,7 @@ def choosing(repeats: int) -> Numbers:
             tree.touch(nodes)
             slots = tree.allocate(NUM_PARTICLES, nodes)
             assert slots is not None
-            new = tree.append_nodes(nodes, tokens, slots)
+            new = tree.append(nodes, tokens, slots)
             began = time.perf_counter()
             tree.states.go_on_from(nodes)
             noted = time.perf_counter()

@@ -19,10 +19,10 @@ APART = (4, 4096)
 
 def model(way: str) -> Any:
     """Load SmolLM2, which reads what is shared once, or copies each row's past ("gathered")."""
-    from genlm_backend.backends.hf import trial
+    from genlm_backend.backends.hf import support
 
     if way == "gathered":
-        trial.ATTENTION_FACTORIES = trial.ATTENTION_FACTORIES[-1:]
+        support.ATTENTION_FACTORIES = support.ATTENTION_FACTORIES[-1:]
     lm = load_ours(batch_size=32, row_cache_bytes=0, kv_cache_bytes=2 << 30)
     name = type(lm._evaluator.scheduler.cache.attention).__name__
     assert (name == "GatherAttention") == (way == "gathered")

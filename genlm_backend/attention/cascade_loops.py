@@ -145,12 +145,21 @@ def _rest(first: Any, above: Any, last: Any, is_rest: Any, slots: Any, positions
     num_columns = 0
     for row in range(len(last)):
         num_columns = max(num_columns, sizes[last[row]])
-    rest_slots = np.full((len(last), num_columns), PADDING_SLOT, np.int64)
-    rest_positions = np.full((len(last), num_columns), -1, np.int64)
+    rest = np.empty((2, len(last), num_columns), np.int64)
+    rest[0], rest[1] = PADDING_SLOT, -1
     for row in range(len(last)):
         k, column = nearest[last[row]], num_columns
         while k > 0:
             column -= 1
-            rest_slots[row, column], rest_positions[row, column] = slots[k], positions[k]
+            rest[0, row, column], rest[1, row, column] = slots[k], positions[k]
             k = nearest[above[k]]
-    return rest_slots, rest_positions
+    return rest
+
+
+@compiled
+def write_last(parent: Any, depth: Any, slot: Any, nodes: Any, slots: Any) -> None:
+    for row in range(len(nodes)):
+        node = nodes[row]
+        for column in range(min(slots.shape[1], depth[node])):
+            slots[row, column] = slot[node]
+            node = parent[node]

@@ -1,4 +1,4 @@
-"""From chunks of token ids, or arrays of a step, to the rectangle of one forward pass; pure.
+"""From chunks of token ids, or arrays of a step, to the rectangle of one forward pass.
 
 New tokens are padded on the **right**, where causality hides the padding from every real token of
 its row. What a row's tokens attend to before them is up to an ``AttentionBackend``.
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
+from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan
 
-if TYPE_CHECKING:
-    from genlm_backend.attention.cascade_plan import CascadePlan
+Given = TypeVar("Given")
 
 
 @final
@@ -32,10 +32,6 @@ class TokenChunk:
     slots: Sequence[int] | NDArray[Any] = ()
     outputs: Sequence[int] = ()
     position_offset: int = 0
-    num_new: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_new", len(self.token_ids))
 
 
 class BatchStates(abc.ABC):
@@ -100,7 +96,7 @@ def pack(
     states: BatchStates | None = None,
 ) -> ForwardBatch:
     """Pad chunks to one rectangle."""
-    num_new = np.array([chunk.num_new for chunk in chunks])
+    num_new = np.array([len(chunk.token_ids) for chunk in chunks])
     past = CachedPrefixes.none(len(chunks)) if past is None else past
     prefix_lens = past.num_tokens
     num_columns = int(num_new.max())
@@ -163,3 +159,33 @@ def _of_step(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int6
 
 def _joined(sequences: Iterable[Sequence[int] | NDArray[Any]]) -> NDArray[np.int64]:
     return np.fromiter(chain.from_iterable(sequences), np.int64)
+
+
+class AttentionBackend(abc.ABC, Generic[Given]):
+    """A way for the new tokens of a forward pass to attend to those before them."""
+
+    def plan(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan | None:
+        """Return a new plan for a batch to carry; a pass without one makes it when it begins."""
+        return None
+
+    @abc.abstractmethod
+    def forward_context(self, batch: ForwardBatch, model: Any) -> AbstractContextManager[Given]:
+        """Prepare one forward pass, which is made within the context.
+
+        With the pass, or after it, the keys and values of the batch's new tokens go to the slots
+        that it names.
+
+        Returns:
+            A context of what the model takes beside token ids and positions: of transformers a
+            dictionary, of mlx-lm a list of caches or ``None`` for its own.
+        """
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AttentionFactory:
+    """A maker of an ``AttentionBackend`` over a pool of keys and values."""
+
+    over: Callable[[Any], AttentionBackend[Any]]
+    probing: Callable[[Any], AttentionBackend[Any]]
+    uses_interface: bool = False

@@ -36,8 +36,8 @@ class ArrayOps(Generic[A]):
     total: Callable[[A], A]
     products: Callable[[A, A, float], A]
     means_: Callable[[A, A, A], A]
-    fused: Callable[[A, A, A, float, A | None], tuple[A, A] | None]
-    fused_causally: Callable[[A, A, A, float, int], tuple[A, A] | None]
+    # The last: heads of a group, if each of ``Q`` tokens attends to those up to itself; 0 if all.
+    fused: Callable[[A, A, A, float, A | None, int], tuple[A, A] | None]
 
 
 MAX_SCORES: Final = 4 << 20
@@ -71,13 +71,6 @@ class AttentionState(Generic[A]):
         else:
             self.values[rows], self.logsumexp[rows] = values, logsumexp
 
-    def with_sinks(self, sinks: A) -> A:
-        """Return the values with one more score for each query, which has no value."""
-        ops = self.ops
-        sums = self.logsumexp - ops.as_type_of(sinks, self.logsumexp)
-        share = ops.lib.sigmoid(sums)[..., None]
-        return self.values * ops.as_type_of(share, self.values)
-
     def split_rows(self, num_rows: int) -> AttentionState[A]:
         """Return that of ``[1, heads, G * M, …]`` as one of ``[G, heads, M, …]``."""
         _, num_heads, _, dim = self.values.shape
@@ -103,21 +96,15 @@ class SoftmaxAttention(Generic[A]):
     scaling: float
     softcap: float | None = None
 
-    def attend(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
+    def attend(
+        self, query: A, keys: A, values: A, mask: A | None, causal_group: int = 0
+    ) -> AttentionState[A]:
+        """Attend as a mask says, which may be one of causality among groups of some size."""
         if self.softcap is None:
-            found = self.ops.fused(query, keys, values, self.scaling, mask)
+            found = self.ops.fused(query, keys, values, self.scaling, mask, causal_group)
             if found is not None:
                 return AttentionState(self.ops, *found)
         return self.attend_if_any(query, keys, values, mask)
-
-    def attend_causally(
-        self, query: A, keys: A, values: A, group_size: int
-    ) -> AttentionState[A] | None:
-        """Attend from each of ``Q`` tokens to itself and the tokens before it."""
-        if self.softcap is not None:
-            return None
-        found = self.ops.fused_causally(query, keys, values, self.scaling, group_size)
-        return None if found is None else AttentionState(self.ops, *found)
 
     def attend_if_any(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
         """Attend like ``attend``, by the formula, if some queries may attend to nothing."""

@@ -112,24 +112,22 @@ class KVPool:
             codes.index_copy_(0, slots, of_tokens)
         return codec.decode(new)
 
-    def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of some slots in one layer, ``[n, heads * dim]`` each."""
+    def read(self, layer: int, slots: torch.Tensor | slice) -> torch.Tensor:
+        """Return the keys of some slots in one layer, then the values: ``[n, width]``."""
         codes = self.codes[layer]
         if isinstance(slots, slice):
             found = tuple(of_slots[slots] for of_slots in codes)
         else:
             found = tuple(of_slots.index_select(0, slots) for of_slots in codes)
-        rows = self._codecs[layer].decode(found)
-        key_width = self.layout.layers[layer].key_width
-        return rows[:, :key_width], rows[:, key_width:]
+        return self._codecs[layer].decode(found)
 
     def read_by_head(
         self, layer: int, slots: torch.Tensor | slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of rows of slots in one layer: ``[B, heads, n, dim]`` each."""
         num_rows, which = (1, slots) if isinstance(slots, slice) else (len(slots), slots.view(-1))
-        keys, values = self.read(layer, which)
-        shape = self.layout.layers[layer]
+        rows, shape = self.read(layer, which), self.layout.layers[layer]
+        keys, values = rows.tensor_split([shape.num_key_heads * shape.key_dim], 1)
         keys = keys.view(num_rows, -1, shape.num_key_heads, shape.key_dim)
         values = values.view(num_rows, -1, shape.num_value_heads, shape.value_dim)
         return keys.transpose(1, 2), values.transpose(1, 2)
@@ -156,9 +154,8 @@ class KVPool:
         """Return whether no key and no value of these slots is infinite or NaN."""
         index = torch.as_tensor(slots, dtype=torch.int64)
         return all(
-            bool(of_tokens.isfinite().all())
+            bool(self.read(number, index.to(layer.device)).isfinite().all())
             for number, layer in enumerate(self.layout.layers)
-            for of_tokens in self.read(number, index.to(layer.device))
         )
 
 

@@ -67,7 +67,8 @@ class Nodes:
     def clear(self) -> None:
         """Forget all nodes; no hint is theirs any more."""
         self.key = object()
-        self._num_made = 1  # node 0 stands for none
+        # Nodes that have been in use, node 0 for none; the arrays are empty beyond them.
+        self.num_made = 1
         self._free, self._num_free = np.empty(0, np.int32), 0
         for name, dtype in _FIELDS.items():
             setattr(self, name, np.zeros(64, dtype))
@@ -76,18 +77,13 @@ class Nodes:
 
     def begin_digests(self) -> None:
         """Make the digests of all nodes, and from now on of each new one."""
-        order = np.argsort(self.depth[: self._num_made], kind="stable").astype(np.int32)
+        order = np.argsort(self.depth[: self.num_made], kind="stable").astype(np.int32)
         node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, order)
         self.has_digests = True
 
-    @property
-    def num_made(self) -> int:
-        """Number of nodes that are or have been in use; the arrays are empty beyond them."""
-        return self._num_made
-
     def reserve(self, count: int) -> None:
         """Have memory for so many nodes more, so that none of the next ones runs out of it."""
-        size = self._num_made + max(0, count - self._num_free)
+        size = self.num_made + max(0, count - self._num_free)
         old = len(self.parent)
         if size <= old:
             return
@@ -110,9 +106,9 @@ class Nodes:
         reused = min(count, self._num_free)
         self._num_free -= reused
         old = self._free[self._num_free : self._num_free + reused]
-        start = self._num_made
-        self._num_made += count - reused
-        return np.concatenate([old, np.arange(start, self._num_made, dtype=np.int32)])
+        start = self.num_made
+        self.num_made += count - reused
+        return np.concatenate([old, np.arange(start, self.num_made, dtype=np.int32)])
 
     def give_back(self, nodes: Ints) -> None:
         """Free nodes that are not linked."""
@@ -133,23 +129,16 @@ class Nodes:
         self.root[node] = self.digest[node] = node
         return int(node)
 
-    def append_nodes(self, parents: Ints, tokens: Ints, slots: Ints, stamp: int) -> Ints:
-        """Return unlinked nodes below others, one below each."""
-        nodes = self.take_nodes(len(tokens))
-        self.parent[nodes], self.token[nodes] = parents, tokens
-        self.depth[nodes], self.root[nodes] = self.depth[parents] + 1, self.root[parents]
-        self.slot[nodes], self.stamp[nodes] = slots, stamp
-        if self.has_digests:
-            node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, nodes)
-        return nodes
-
-    def append_chain(self, parent: int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
-        """Return an unlinked chain of nodes below a node."""
-        nodes = self.take_nodes(len(tokens))
-        self.parent[nodes[1:]], self.token[nodes] = nodes[:-1], tokens
-        self.parent[nodes[:1]], self.root[nodes] = parent, self.root[parent]
-        self.depth[nodes] = self.depth[parent] + np.arange(1, len(nodes) + 1)
-        self.slot[nodes], self.stamp[nodes] = slots, stamp
+    def append(self, above: Ints | int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
+        """Return unlinked nodes, one below each of others, or a chain of them below one node."""
+        nodes, depths = self.take_nodes(len(tokens)), self.depth[above] + 1
+        self.token[nodes], self.root[nodes] = tokens, self.root[above]
+        if isinstance(above, int):
+            self.parent[nodes[:1]], self.parent[nodes[1:]] = above, nodes[:-1]
+            depths = depths + np.arange(len(nodes))
+        else:
+            self.parent[nodes] = above
+        self.depth[nodes], self.slot[nodes], self.stamp[nodes] = depths, slots, stamp
         if self.has_digests:
             node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, nodes)
         return nodes

@@ -77,21 +77,15 @@ class PrefixTree:
         tokens_of: Callable[[int, int], Any],
     ) -> Ints:
         """Return the nodes of the longest cached prefixes, evictable until used: int32 ``[n]``."""
-        nodes = self.resolve_hints(hints, namespace, sizes)
-        depths = self.nodes.depth
+        root, depths = self.root(namespace), self.nodes.depth
+        nodes = self.nodes.at(hints, root)
+        nodes[nodes == 0] = root
+        if (depths[nodes] > sizes).any():
+            nodes = self.nodes.ancestors(nodes, sizes)
         for i in np.flatnonzero(depths[nodes] < sizes).tolist():
             node = int(nodes[i])
             tokens = np.asarray(tokens_of(i, int(depths[node])), np.int32)
             nodes[i] = self.nodes.walk(node, tokens)
-        return nodes
-
-    def resolve_hints(self, hints: Sequence[CacheHint], namespace: Hashable, sizes: Ints) -> Ints:
-        """Return the nodes of contexts, as far as hints name them; see ``match_all``."""
-        root = self.root(namespace)
-        nodes = self.nodes.at(hints, root)
-        nodes[nodes == 0] = root
-        if (self.nodes.depth[nodes] > sizes).any():
-            nodes = self.nodes.ancestors(nodes, sizes)
         return nodes
 
     def touch(self, nodes: Ints) -> None:
@@ -117,36 +111,28 @@ class PrefixTree:
         # Evicting in vain would cost others their prefixes for nothing.
         if missing > 0 and missing > self._num_evictable(missing):
             return None
-        self.nodes.reserve(count)  # if memory ran out in ``append_nodes``, the slots would be lost
+        self.nodes.reserve(count)  # if memory ran out in ``append``, the slots would be lost
         if missing > 0:
             self.evict(missing)
         if len(below):
             self._fetch(below)
         return self.slots.allocate(count)
 
-    def append_nodes(self, parents: Ints, tokens: Ints, slots: Ints) -> Ints:
-        """Return nodes below others, one below each, which are found once they are linked."""
-        return self.nodes.append_nodes(parents, tokens, slots, self._now)
-
-    def append_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
-        """Return nodes as ``append_nodes`` does, each but the first below the one before it."""
-        return self.nodes.append_chain(parent, tokens, slots, self._now)
-
-    def _count_again(self, nodes: Ints) -> None:
-        """Count those of new nodes whose tokens had been dropped before, each time once."""
-        digests = self.nodes.digest[nodes]
-        buckets = _indices_of(digests)
-        known = self._dropped[buckets] == digests
-        self.num_recomputed += int(np.count_nonzero(known))
-        self._dropped[buckets[known]] = 0
+    def append(self, above: Ints | int, tokens: Ints, slots: Ints) -> Ints:
+        """Return nodes that are found once they are linked; see ``Nodes.append``."""
+        return self.nodes.append(above, tokens, slots, self._now)
 
     def insert(self, nodes: Ints) -> Ints:
         """Make nodes with filled slots findable, parents first; return the real nodes."""
         states = self.nodes.state[nodes] if self.states.num_states else None
         # A node for the same token stays, and takes the slot if its own is on the host.
         real, spare = self.nodes.insert(nodes)
-        if self.nodes.has_digests:
-            self._count_again(nodes[real == nodes])
+        if self.nodes.has_digests:  # tokens that had been dropped before count, each time once
+            digests = self.nodes.digest[nodes[real == nodes]]
+            buckets = _indices_of(digests)
+            known = self._dropped[buckets] == digests
+            self.num_recomputed += int(np.count_nonzero(known))
+            self._dropped[buckets[known]] = 0
         if states is not None:
             self.states.move(np.where(real == nodes, NO_STATE, states), real)
             self.states.touch(real)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final, final
 
@@ -13,6 +14,13 @@ from genlm_backend.errors import CacheError, OutOfSlotsError
 
 PADDING_SLOT: Final = 0
 """The slot that padding points at: all zeros, never written, never handed out."""
+
+
+def ranges_in_a_row(*numbers: NDArray[Any]) -> list[tuple[int, int]]:
+    """Return the ranges of indices, from and to, in which all arrays count up by one."""
+    is_break = np.any([np.diff(each) != 1 for each in numbers], axis=0)
+    bounds = [0, *(np.flatnonzero(is_break) + 1).tolist(), len(numbers[0])]
+    return list(itertools.pairwise(bounds)) if len(numbers[0]) else []
 
 
 @final

@@ -188,20 +188,16 @@ class StateCache:
     def release(self, nodes: Ints) -> None:
         np.subtract.at(self._num_held, self._numbers(nodes), 1)
 
-    def has_room(self, count: int, nodes: Ints) -> bool:
-        """Return whether so many states could be given while those of some nodes stay."""
-        is_kept = self._is_used() & (self._is_pinned | (self._num_held > 0))
-        is_kept[self._numbers(nodes)] = True
-        is_kept[NO_STATE] = False
-        return count <= self.num_states - int(is_kept.sum())
-
     def fetch(self, nodes: Ints) -> bool:
         """Bring states of nodes, of those that have any, to the device while the others stay."""
         state = self._nodes.state
         wanted = np.unique(nodes[state[nodes] < 0])
         if not len(wanted):
             return True
-        if self._moves is None or not self.has_room(len(wanted), nodes):
+        is_kept = self._is_used() & (self._is_pinned | (self._num_held > 0))
+        is_kept[self._numbers(nodes)] = True
+        is_kept[NO_STATE] = False
+        if self._moves is None or len(wanted) > self.num_states - int(is_kept.sum()):
             return False
         self.touch(wanted)  # so that none goes for one that comes to the host
         others = np.setdiff1d(nodes, wanted)

@@ -7,6 +7,8 @@ from typing import Final, TypeAlias, final
 
 import torch
 
+from genlm_backend.prefix.slot_allocator import ranges_in_a_row
+
 LONG_EXTENT: Final = 16
 """Slots in a row, on average, from which on stretches are copied one by one."""
 
@@ -36,14 +38,15 @@ class TierCopier:
         wanted, places = (
             torch.tensor(slots, dtype=torch.int64) - self._first for slots in (from_slots, to_slots)
         )
-        extents = _extents(wanted.tolist(), places.tolist())
+        extents = ranges_in_a_row(wanted.numpy(), places.numpy())
         is_long = len(from_slots) >= LONG_EXTENT * len(extents)
         for old, new in zip(source, to, strict=True):
             for codes, kept in zip(old, new, strict=True):
                 if is_long:
                     waits_not = codes.is_cuda or kept.is_cuda
-                    for start, first, size in extents:
-                        part = kept[first : first + size]
+                    for first, stop in extents:
+                        start, at, size = int(wanted[first]), int(places[first]), stop - first
+                        part = kept[at : at + size]
                         part.copy_(codes[start : start + size], non_blocking=waits_not)
                     continue
                 # What the processor reads and writes has to be there: this waits for copies.
@@ -52,17 +55,3 @@ class TierCopier:
                         torch.cuda.current_stream(tensor.device).synchronize()
                 found = codes.index_select(0, wanted.to(codes.device)).to(kept.device)
                 kept.index_copy_(0, places.to(kept.device), found)
-
-
-def _extents(from_slots: Sequence[int], to_slots: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return stretches that are consecutive on both sides: from, to, and how many."""
-    found: list[tuple[int, int, int]] = []
-    start = first = size = 0
-    for old, new in zip(from_slots, to_slots, strict=True):
-        if size and old == start + size and new == first + size:
-            size += 1
-            continue
-        if size:
-            found.append((start, first, size))
-        start, first, size = old, new, 1
-    return [*found, (start, first, size)] if size else found

@@ -10,13 +10,12 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import torch
 
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
+from genlm_backend.attention.cascade_plan import CachedPrefixes
 from genlm_backend.attention.forward_batch import BatchStates, ForwardBatch, TokenChunk, pack
 from genlm_backend.prefix.nodes import Nodes
 from genlm_backend.queries.row import Row, stacked
 from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras, numbers_of_rows
-from genlm_backend.scheduling.prefill_plan import PrefillChunk
-from genlm_backend.scheduling.scheduled_query import ScheduledQuery
+from genlm_backend.scheduling.prefill_plan import PrefillChunk, ScheduledQuery
 
 
 class Runner(abc.ABC):

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 import torch
 
-from genlm_backend.attention.attention_backend import AttentionBackend
+from genlm_backend.attention.forward_batch import AttentionBackend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts
@@ -64,18 +64,15 @@ class LocalEvaluator(Evaluator):
                 return self._by_adapter(queries)
             self._row_device = None  # where they are computed, to be read off there
             try:
-                return self._returned(answers_by_rows(self._by_adapter, queries))
+                answers = answers_by_rows(self._by_adapter, queries)
             finally:
                 self._row_device = self._output_device
-
-    def _returned(self, answers: list[Result | Exception]) -> list[Result | Exception]:
-        """Move rows from the device that has computed them to the output device."""
-        if self._output_device is None:
+            if self._output_device is not None:
+                rows = {i: answer for i, answer in enumerate(answers) if isinstance(answer, Row)}
+                moved = rows_on([*rows.values()], self._output_device)
+                for i, row in zip(rows, moved, strict=True):
+                    answers[i] = row
             return answers
-        rows = {i: answer for i, answer in enumerate(answers) if isinstance(answer, Row)}
-        for i, row in zip(rows, rows_on([*rows.values()], self._output_device), strict=True):
-            answers[i] = row
-        return answers
 
     def _by_adapter(self, queries: Sequence[Query]) -> list[Result | Exception]:
         if len(set(map(_ADAPTER, queries))) == 1:  # as a rule

@@ -19,8 +19,8 @@ from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import Query, Result
 from genlm_backend.scheduling.forwards import Forwards
+from genlm_backend.scheduling.prefill_plan import ScheduledQuery, first_output
 from genlm_backend.scheduling.prefix_cache import PrefixCache
-from genlm_backend.scheduling.scheduled_query import ScheduledQuery, first_output
 
 FEW_BEHIND: Final = 64
 """Tokens after an opening, at most, that go through the model with it."""
@@ -110,7 +110,7 @@ class MultimodalPrefixes:
         """Run the first tokens of a context; those that have slots are kept if no NaN came."""
         cache, tree = self._cache, self._cache.tree
         tokens = np.asarray(job.context.packed(stop - len(slots), stop), np.int32)
-        new = tree.append_chain(node, tokens, slots)
+        new = tree.append(node, tokens, slots)
         try:
             pool = cache.pool if len(slots) else None
             attention = MultimodalPrefillAttention(

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import BatchStates
+from genlm_backend.attention.forward_batch import AttentionBackend, BatchStates
 from genlm_backend.prefix.budgets import Budgets, most_rows
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 from genlm_backend.prefix.nodes import Nodes
@@ -90,16 +89,6 @@ class PrefixCache:
         start = int(tree.states.last(tree.nodes.parent[[node]])[0])
         return start if tree.nodes.depth[start] else node
 
-    def codes_of(self, node: int) -> list[tuple[torch.Tensor, ...]]:
-        """Return the keys and values up to a node as the pool has them, by layer."""
-        nodes = self.tree.nodes
-        return self.pool.take_rows(nodes.slot[nodes.path(node)])
-
-    def has_state(self, node: int) -> bool:
-        """Return whether a node has a recurrent state, which is on the device from then on."""
-        states = self.tree.states
-        return states.fetch(np.array([node], np.int32)) and bool(self.tree.nodes.state[node])
-
     def fill(
         self,
         token_ids: Sequence[int],
@@ -116,7 +105,7 @@ class PrefixCache:
         slots = tree.allocate(len(token_ids) - start, [node])
         if slots is None:
             return False
-        new = tree.append_chain(node, np.array(token_ids[start:], np.int32), slots)
+        new = tree.append(node, np.array(token_ids[start:], np.int32), slots)
         try:
             self.pool.put(slots, [tuple(c[start:] for c in layer) for layer in codes])
         except BaseException:
@@ -141,10 +130,6 @@ class PrefixCache:
         begins = not self.tree.nodes.depth[nodes].any()
         before = None if begins else self.state_pool.read(self.tree.nodes.state[nodes])
         return self._runner.running_states(self.state_pool.layout, before)
-
-    def states_again(self, states: BatchStates, rows: NDArray[np.int64]) -> BatchStates:
-        """Return the states that rows of a pass have come to, for another one of them."""
-        return self._runner.running_states(self.state_pool.layout, states.behind(rows))
 
     def keep_states(
         self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: BatchStates

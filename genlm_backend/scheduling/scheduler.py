@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,29 +13,33 @@ from typing import Any, Final, cast, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attention_backend import AttentionBackend
+from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan
+from genlm_backend.attention.forward_batch import AttentionBackend, pack_decode
 from genlm_backend.errors import ContextError, QueryDroppedError
-from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.queries.query import Query, Result, RowQuery
 from genlm_backend.queries.row import Row
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
-from genlm_backend.scheduling.decode_scheduler import DecodeScheduler
 from genlm_backend.scheduling.forwards import Forwards
 from genlm_backend.scheduling.multimodal_prefixes import MultimodalPrefixes
 from genlm_backend.scheduling.prefill_plan import (
+    PICTURES,
     CostModel,
     PrefillChunk,
+    ScheduledQuery,
     StatePlan,
     cut_to_sound,
+    first_output,
     plan_chunks,
     plan_groups,
     plan_uncached,
     plan_waves,
 )
 from genlm_backend.scheduling.prefix_cache import OutOfStates, PrefixCache
-from genlm_backend.scheduling.scheduled_query import PICTURES, ScheduledQuery, first_output
 
 _NUM_TARGETS: Final = attrgetter("num_targets")
+
+NUM_REMEMBERED: Final = 8
+"""Decode steps whose plans are remembered: as many batches as particles may take in turn."""
 
 
 @final
@@ -56,15 +61,17 @@ class Scheduler:
 
     def use_cache(self, cache: PrefixCache) -> None:
         """Keep contexts in a cache from now on; in an empty one, run every context whole."""
-        self.cache = cache
+        self.cache, self.tree = cache, cache.tree
         if cache.most_rows is not None:
             self.cost = replace(self.cost, max_rows=cache.most_rows)
-        self._steps = DecodeScheduler(self.forwards, cache)
+        # If all contexts of a decode step go on from those of one earlier step, its plan is that
+        # one's, its rows permuted, with a column more; otherwise it is made anew. Each has the
+        # sorted uses of the nodes that its rows came to, and the order of the rows.
+        self._remembered: deque[tuple[CascadePlan, NDArray[np.int64], NDArray[np.intp]]] = deque(
+            maxlen=NUM_REMEMBERED
+        )
+        self._valid_for: tuple[object, ...] = ()  # what these depend on beside their nodes
         self.openings = MultimodalPrefixes(self.forwards, cache)
-
-    @property
-    def tree(self) -> PrefixTree:
-        return self.cache.tree
 
     def evaluate(self, queries: list[Query]) -> list[Result]:
         """Return one answer to each query; out of memory, halve the batch and try again."""
@@ -170,7 +177,8 @@ class Scheduler:
             self.forwards.check_cancelled()
             if i:
                 rows = np.flatnonzero(num_passes[left] > i)
-                states, left = self.cache.states_again(states, rows), left[rows]
+                layout, left = self.cache.state_pool.layout, left[rows]
+                states = self.runner.running_states(layout, states.behind(rows))
             run = [pieces[k][i] for k in left.tolist()]
             self.forwards.of_chunks(run, self.tree.nodes, states, attention)
             ends = np.where(num_passes[left] == i + 1, last[left], 0)
@@ -189,8 +197,9 @@ class Scheduler:
         self.evaluate([query])
         node = self.cache.match(query.context, query.adapter, size)
         is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
-        if is_kept and tree.states.num_states:
-            is_kept = self.cache.has_state(self.cache.resumed(node))
+        if is_kept and tree.states.num_states:  # which is on the device from then on
+            ends = np.array([self.cache.resumed(node)], np.int32)
+            is_kept = tree.states.fetch(ends) and bool(tree.nodes.state[ends[0]])
         return node if is_kept else None
 
     def _run_cached(self, queries: list[Query]) -> list[Result]:
@@ -217,14 +226,8 @@ class Scheduler:
         self.tree.touch(nodes)
         answers: list[Result] | None = None
         if not self.cache.host_state_pool.num_states or self.tree.states.fetch(nodes):
-            if not are_scored and self._steps.accepts(
-                queries, nodes, sizes, self.cost, self.needs_equal_lengths
-            ):
-                found = self._steps.run(contexts, nodes)
-                if found is not None:
-                    rows, kept = found
-                    self.tokens_reused += int(self.tree.nodes.depth[nodes].sum())
-                    answers = self._without_nan(queries, rows, np.flatnonzero(kept == 0).tolist())
+            if not are_scored and self.is_decode(queries, nodes, sizes):
+                answers = self.decode(queries, nodes)
             else:
                 answers = self._planned(queries, nodes, matched)
         if answers is not None:
@@ -293,7 +296,7 @@ class Scheduler:
         for chunk in chunks:
             own = slots[start : start + chunk.num_tokens]
             tokens = np.asarray(chunk.token_ids, np.int32)
-            chunk.nodes = self.tree.append_chain(chunk.before, tokens, own)
+            chunk.nodes = self.tree.append(chunk.before, tokens, own)
             start += chunk.num_tokens
         if has_states:
             before = np.array([chunk.before for chunk in chunks], np.int32)
@@ -318,6 +321,79 @@ class Scheduler:
         finally:
             for nodes in held.values():
                 self.tree.free(nodes)
+
+    # ---------------------------------------------------------------- decode steps
+
+    def is_decode(
+        self, queries: Sequence[Query], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
+    ) -> bool:
+        """Return whether each row query has one token that is not cached, and all fit one pass."""
+        depths = self.tree.nodes.depth[nodes]
+        least, deepest = int(depths.min()), int(depths.max())
+        return (
+            len(queries) <= min(self.cost.max_tokens, self.cost.max_rows)
+            and bool((depths == sizes).all())
+            and (not self.cache.state_pool.num_states or least > 0 or deepest == 0)
+            and (deepest == least if self.needs_equal_lengths else deepest <= 2 * least + 64)
+            and not any(map(PICTURES, queries))
+        )
+
+    def decode(self, queries: Sequence[Query], nodes: NDArray[np.int32]) -> list[Result] | None:
+        """Return the rows after contexts, of a step as arrays; ``None`` if there is no room."""
+        forwards, cache, tree = self.forwards, self.cache, self.tree
+        contexts = [query.context for query in queries]
+        tokens = np.frombuffer(b"".join([c.last_packed for c in contexts]), np.int32)
+        slots = tree.allocate(len(nodes), nodes)
+        if slots is None:
+            return None
+        new = tree.append(nodes, tokens, slots)
+        try:
+            forwards.check_cancelled()
+            past = CachedPrefixes.of(tree.nodes, nodes)
+            plan = self._decode_plan(nodes, past)
+            states = cache.states_behind(nodes)
+            batch = pack_decode(tokens.astype(np.int64), slots, past, plan, states)
+            rows = forwards.finish(forwards.runner.forward(batch, cache.attention))
+            is_sound = ~np.isnan(np.array([row.logsumexp for row in rows], np.float64))
+        except BaseException:
+            tree.free(new)
+            raise
+        if states is not None:
+            tree.states.go_on_from(nodes)
+        if is_sound.all():
+            kept = tree.insert(new)
+        else:
+            kept = np.zeros(len(rows), np.int32)
+            kept[is_sound] = tree.insert(new[is_sound])
+            tree.free(new[~is_sound])
+            plan = None
+        if states is not None:
+            cache.keep_states(kept, np.zeros(len(kept), np.int64), states)
+        if plan is not None:
+            node_uses = tree.nodes.node_uses(kept)
+            order = np.argsort(node_uses)
+            self._remembered.append((plan, node_uses[order], order))
+        for context, hint in zip(contexts, tree.nodes.cache_hints(kept), strict=True):
+            context.cache_hint = hint
+        self.tokens_reused += int(batch.prefix_lens.sum())
+        return self._without_nan(queries, rows, np.flatnonzero(~is_sound).tolist())
+
+    def _decode_plan(self, nodes: NDArray[np.int32], past: CachedPrefixes) -> CascadePlan | None:
+        """Return how a step after nodes reads their cached tokens."""
+        attention, tree = self.cache.attention, self.tree
+        # While these are the same, nodes are where they were.
+        valid_for = tree.nodes.key, tree.num_slot_changes, attention
+        if valid_for != self._valid_for:
+            self._valid_for = valid_for
+            self._remembered.clear()
+        node_uses = tree.nodes.node_uses(nodes)
+        for plan, known, order in reversed(self._remembered):
+            if node_uses[0] not in known or plan.is_stale:  # as of most steps, by one look
+                continue
+            found = np.searchsorted(known, node_uses).clip(max=len(known) - 1)
+            if (known[found] == node_uses).all():
+                return plan.advanced(order[found], tree.nodes.slot[nodes].astype(np.int64))
+        return attention.plan(past, np.ones(len(nodes), np.int64))
 
     # ---------------------------------------------------------------- recurrent states
 

@@ -193,7 +193,7 @@ class History(RuleBasedStateMachine):
         slots = self.allocate(len(context) - start, [node])
         if slots is None:
             return None
-        return self.tree.append_chain(node, ints(*context[start:]), slots), node
+        return self.tree.append(node, ints(*context[start:]), slots), node
 
     @rule()
     def begin(self):
@@ -253,7 +253,7 @@ class History(RuleBasedStateMachine):
         slots = self.allocate(len(rows), nodes)
         if slots is None:
             return
-        new = self.tree.append_nodes(nodes, ints(*(token for _, token in rows)), slots)
+        new = self.tree.append(nodes, ints(*(token for _, token in rows)), slots)
         self.go_on_from(nodes, [key for key, _ in rows])
         kept = self.tree.insert(new)
         own, first = np.unique(kept, return_index=True)
@@ -404,7 +404,7 @@ def add(tree, context, num_needed=0):
     node = tree.states.last(ints(tree.nodes.walk(root, ints(*context))))
     tree.touch(node)
     rest = ints(*context[tree.nodes.depth[node[0]] :])
-    new = tree.append_chain(int(node[0]), rest, tree.allocate(len(rest), node))
+    new = tree.append(int(node[0]), rest, tree.allocate(len(rest), node))
     tree.states.go_on_from(node)
     tree.insert(new)
     return tree.states.give(new[-1:], np.array([num_needed])).tolist()
@@ -432,7 +432,7 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         tree.new_step(5)
         nodes = np.repeat(prompt, 5)
         tree.touch(nodes)
-        new = tree.append_nodes(nodes, ints(*range(5)), tree.allocate(5, nodes))
+        new = tree.append(nodes, ints(*range(5)), tree.allocate(5, nodes))
         tree.states.go_on_from(nodes)
         new = tree.insert(new)
         numbers = tree.states.give(new, np.zeros(5, np.int64))
@@ -443,7 +443,7 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         tree.new_step()
         tree.touch(prompt)
         tree.touch(new[row : row + 1])
-        end = tree.append_nodes(new[row : row + 1], ints(5), tree.allocate(1, new[row : row + 1]))
+        end = tree.append(new[row : row + 1], ints(5), tree.allocate(1, new[row : row + 1]))
         tree.states.go_on_from(new[row : row + 1])
         tree.insert(end)
         assert tree.states.give(end, np.zeros(1, np.int64)).all()

@@ -28,7 +28,7 @@ def fill(cache, token_ids, namespace=None):
     rest = np.array(token_ids[cache.nodes.depth[node] :], np.int32)
     slots = cache.allocate(len(rest))
     assert slots is not None
-    return int(cache.insert(cache.append_chain(node, rest, slots))[-1]) if len(rest) else node
+    return int(cache.insert(cache.append(node, rest, slots))[-1]) if len(rest) else node
 
 
 def hint_of(cache, node):
@@ -37,7 +37,8 @@ def hint_of(cache, node):
 
 
 def recalled(cache, hint, token_ids, namespace=None):
-    (node,) = cache.resolve_hints([hint], namespace, np.array([len(token_ids)], np.int32))
+    sizes = np.array([len(token_ids)], np.int32)
+    (node,) = cache.match_all([hint], namespace, sizes, lambda *_: [])
     return int(cache.nodes.depth[node]), slots_of(cache, cache.match(token_ids, namespace, hint))
 
 
@@ -85,8 +86,7 @@ def test_a_token_that_was_computed_twice_has_one_slot():
     node = fill(cache, [1, 2])
     first, second = cache.allocate(2), cache.allocate(2)
     chains = [
-        cache.append_chain(node, np.array(ids), own)
-        for ids, own in (([3, 4], first), ([3, 5], second))
+        cache.append(node, np.array(ids), own) for ids, own in (([3, 4], first), ([3, 5], second))
     ]
     found = cache.insert(np.concatenate(chains)).tolist()
     assert found[0] == found[2]
@@ -180,7 +180,7 @@ def test_long_contexts_are_found_however_their_nodes_are_numbered(history):
         assert nodes.token[path].tolist() == token_ids[:size]
         assert (nodes.parent[path[1:]] == path[:-1]).all()
         if size < len(token_ids):
-            nodes.insert(nodes.append_chain(node, wanted[size:], np.ones(len(wanted) - size), 1))
+            nodes.insert(nodes.append(node, wanted[size:], np.ones(len(wanted) - size), 1))
         known.update(tuple(token_ids[:n]) for n in range(len(token_ids) + 1))
         check_nodes(nodes, nodes.table[nodes.table > 0])
     assert (nodes.table > 0).sum() == len(known) - 1

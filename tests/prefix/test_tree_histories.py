@@ -110,7 +110,7 @@ class Tree(RuleBasedStateMachine):
         if slots is None:
             return self.remembered(node), token_ids[:start], namespace
         assert self.num_on_host(node) == 0
-        chain = self.cache.append_chain(node, np.array(token_ids[start:], np.int32), slots)
+        chain = self.cache.append(node, np.array(token_ids[start:], np.int32), slots)
         check_integrity(self.cache, slots.tolist())
         for index, each in enumerate(chain.tolist()):
             self.write(each, token_ids[: start + index + 1], namespace)
@@ -145,7 +145,7 @@ class Tree(RuleBasedStateMachine):
         if slots is None or not rows:
             return
         tokens = np.array([token_ids[-1] for _, token_ids, _ in rows], np.int32)
-        new = self.cache.append_nodes(nodes, tokens, slots)
+        new = self.cache.append(nodes, tokens, slots)
         for node, (_, token_ids, namespace) in zip(new.tolist(), rows, strict=True):
             self.write(node, token_ids, namespace)
         check_integrity(self.cache, slots.tolist())
@@ -310,13 +310,13 @@ def test_eviction_is_in_the_order_of_use():
         cache.new_step()
         node = cache.match(context)
         rest = np.array(context[cache.nodes.depth[node] :], np.int32)
-        cache.insert(cache.append_chain(node, rest, cache.allocate(len(rest))))
+        cache.insert(cache.append(node, rest, cache.allocate(len(rest))))
     cache.new_step()
     cache.match([1, 2, 3])
     assert cache.evict(100) == 4
     assert cache.num_cached([1, 2, 3]) == 3
     cache.new_step()
-    cache.insert(cache.append_chain(cache.match([8]), np.array([8], np.int32), cache.allocate(1)))
+    cache.insert(cache.append(cache.match([8]), np.array([8], np.int32), cache.allocate(1)))
     cache.new_step()
     assert cache.evict(2) == 2
     assert cache.num_cached([1, 2, 3]) == 1

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import ForwardBatch
-from genlm_backend.attention.torch.slot_layer import Pair, SlotLayer, as_read, by_token
-from genlm_backend.attention.torch.torch_batch_states import transformers_cache
+from genlm_backend.attention.forward_batch import AttentionBackend, ForwardBatch
+from genlm_backend.attention.torch.torch_cache import (
+    Pair,
+    SlotLayer,
+    as_read,
+    by_token,
+    transformers_cache,
+)
 from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 

@@ -12,8 +12,7 @@ import torch
 
 from genlm_backend.backends.hf.forward_names import returned_cache
 from genlm_backend.backends.hf.hf_runner import HFRunner
-from genlm_backend.backends.hf.support import tried
-from genlm_backend.backends.hf.trial import bounds
+from genlm_backend.backends.hf.support import bounds, tried
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
 

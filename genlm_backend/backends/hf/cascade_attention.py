@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genlm_backend.attention import cascade_plan as sharing
-from genlm_backend.attention.attention_backend import AttentionBackend, AttentionFactory
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
-from genlm_backend.attention.cascade_plan import CascadePlan
-from genlm_backend.attention.cascade_run import LastArrays
-from genlm_backend.attention.forward_batch import ForwardBatch
-from genlm_backend.attention.torch.slot_layer import Pair, SlotLayer, as_read, write_new
-from genlm_backend.attention.torch.torch_batch_states import transformers_cache
+from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan
+from genlm_backend.attention.forward_batch import AttentionBackend, AttentionFactory, ForwardBatch
+from genlm_backend.attention.torch.torch_cache import (
+    Pair,
+    SlotLayer,
+    as_read,
+    transformers_cache,
+    write_new,
+)
 from genlm_backend.backends.hf.attention_interface import (
     TorchCascadeRun,
     attends_otherwise,
@@ -37,7 +39,6 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
     def __init__(self, pool: KVPool, few_tokens: int | None = None) -> None:
         self._pool = pool
         self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
-        self._last: LastArrays | None = None
 
     def plan(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan:
         return CascadePlan.of(past, num_new, self._few_tokens)
@@ -46,8 +47,7 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Have the model's layers call the attention of a pass."""
         plan = batch.plan or self.plan(batch.past, batch.num_new)
-        shared = TorchCascadeRun(self._pool, batch, plan, self._last)
-        self._last = None
+        shared = TorchCascadeRun(self._pool, batch, plan)
 
         def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
             """Store new keys and values, which come out as they are."""
@@ -66,19 +66,6 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
                 f"{shared.num_attended} of {num_layers} layers called the attention function that "
                 "their config names"
             )
-        self._last = shared.for_later()
-
-
-def _gathered(batch: ForwardBatch) -> tuple[Tensor, Tensor, int]:
-    """Return slots and mask of past and new columns, int64 ``[B, P + Q]`` each, and ``P``."""
-    max_prefix_len = int(batch.prefix_lens.max())
-    new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
-    new[slice(None) if batch.unpadded_index is None else batch.unpadded_index] = batch.slot_mapping
-    new = new.reshape(batch.input_ids.shape)
-    slots = np.concatenate([batch.past.columns(max_prefix_len), new], 1)
-    mask = np.arange(slots.shape[1]) >= max_prefix_len - batch.prefix_lens[:, None]
-    mask = torch.from_numpy(mask.astype(np.int64))
-    return torch.from_numpy(slots), mask, max_prefix_len
 
 
 @final
@@ -103,7 +90,13 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
             cache = transformers_cache((), layout.states, batch.states)
             yield {"cache": cache, "use_cache": True}
             return
-        slots, mask, max_prefix_len = _gathered(batch)
+        max_prefix_len = int(batch.prefix_lens.max())
+        new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
+        columns = slice(None) if batch.unpadded_index is None else batch.unpadded_index
+        new[columns] = batch.slot_mapping
+        both = batch.past.columns(max_prefix_len), new.reshape(batch.input_ids.shape)
+        slots = torch.from_numpy(np.concatenate(both, 1))  # [B, P + Q]
+        mask = np.arange(slots.shape[1]) >= max_prefix_len - batch.prefix_lens[:, None]
         # Moved once to each device that has a layer.
         on = {device: slots.to(device) for device in {layer.device for layer in layout.layers}}
 
@@ -114,7 +107,8 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
 
         layers = [SlotLayer(max_prefix_len, partial(take, i)) for i in range(len(layout.layers))]
         cache = transformers_cache(layers, layout.states, batch.states)
-        yield {"attention_mask": mask, "cache": cache, "use_cache": True}
+        given = {"attention_mask": torch.from_numpy(mask.astype(np.int64))}
+        yield {**given, "cache": cache, "use_cache": True}
 
 
 @final

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genlm_backend.attention.forward_batch import ForwardBatch
-from genlm_backend.attention.torch.slot_layer import Pair, SlotLayer
-from genlm_backend.attention.torch.torch_batch_states import transformers_cache
+from genlm_backend.attention.torch.torch_cache import Pair, SlotLayer, transformers_cache
 from genlm_backend.backends.hf.decode_ops import DecodeOps, decode_ops_for
 from genlm_backend.backends.hf.decode_tables import DecodeShape, DecodeTables, Extents
 from genlm_backend.prefix.kv_pool import KVPool

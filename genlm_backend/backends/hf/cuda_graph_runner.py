@@ -20,9 +20,8 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
-from genlm_backend.attention.forward_batch import ForwardBatch
+from genlm_backend.attention.cascade_plan import CachedPrefixes
+from genlm_backend.attention.forward_batch import AttentionBackend, ForwardBatch
 from genlm_backend.backends.hf.attention_interface import dispatched_to
 from genlm_backend.backends.hf.cascade_attention import CascadeAttention
 from genlm_backend.backends.hf.cuda_graph_run import CudaGraphRun, DecodeArrays, NotCapturableError

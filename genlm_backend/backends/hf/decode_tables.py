@@ -17,8 +17,8 @@ from typing import Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
-from genlm_backend.attention.cascade_plan import CascadePlan, SharedPrefix
+from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan, SharedPrefix
+from genlm_backend.prefix.slot_allocator import ranges_in_a_row
 
 MAX_SPLITS: Final = 32
 """Extents that a row may read."""
@@ -132,7 +132,8 @@ def _extents_of(
     in_place: list[tuple[SharedPrefix, list[tuple[int, int]]]] = []
     apart: list[SharedPrefix] = []
     for prefix in prefixes:
-        runs = _runs(prefix.slots)
+        ranges, slots = ranges_in_a_row(prefix.slots), prefix.slots.tolist()
+        runs = [(slots[first], stop - first) for first, stop in ranges]
         is_small = len(prefix) <= LONG and len(prefix) * len(prefix.rows) <= MANY_READ
         if is_small or len(runs) > MAX_RUNS:
             apart.append(prefix)
@@ -162,15 +163,6 @@ def _rounded_rows(number: int) -> int:
     """Return the number of rows of a captured pass for so many, a third more at most beyond 16."""
     power = _power_of_two(number)
     return 3 * power // 4 if power > 16 and number <= 3 * power // 4 else power
-
-
-def _runs(slots: NDArray[np.int64]) -> list[tuple[int, int]]:
-    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-    if not len(breaks):
-        return [(int(slots[0]), len(slots))]
-    starts = np.concatenate([[0], breaks])
-    sizes = np.diff(np.concatenate([starts, [len(slots)]]))
-    return list(zip(slots[starts].tolist(), sizes.tolist(), strict=True))
 
 
 def num_extents(size: int, num_rows: int, num_blocks: int) -> int:
@@ -226,10 +218,10 @@ def _slot_by_slot(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the slots that are read one by one, row by row, and their number of each row."""
     num_rows = len(slot_mapping)
-    columns = np.concatenate([plan.suffix.slots, slot_mapping[:, None]], 1)
+    columns = np.concatenate([plan.suffix[0], slot_mapping[:, None]], 1)
     is_there = np.ones(columns.shape, np.bool_)
-    if plan.suffix.is_padded.any():
-        is_there[:, :-1] = plan.suffix.positions >= 0
+    if plan.is_padded:
+        is_there[:, :-1] = plan.suffix[1] >= 0
     if not prefixes:
         if is_there.all():
             return columns.reshape(-1), np.full(num_rows, columns.shape[1], np.int64)

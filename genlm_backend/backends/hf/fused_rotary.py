@@ -59,7 +59,9 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
         if rotation is None:
             continue
         # The view has the code of the module's ``forward`` with other globals, in its decorators.
-        made = _decorated(decorated, forward, _with_globals(forward, rotation))
+        found = _Globals(forward.__globals__, rotation)
+        copied = _copied(forward, found, forward.__closure__ or ())
+        made = _decorated(decorated, forward, copied)
         if made is not None:
             vars(own)["forward"] = MethodType(made, own)
 
@@ -124,11 +126,6 @@ def _is_plain(code: CodeType) -> bool:
 
 _ASIDE: Final = frozenset({"globals", "locals", "vars", "eval", "exec"})
 _NOT_PLAIN: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLASS"})
-
-
-def _with_globals(forward: FunctionType, rotation: _Rotation) -> FunctionType:
-    found = _Globals(forward.__globals__, rotation)
-    return _copied(forward, found, forward.__closure__ or ())
 
 
 def _decorated(outer: Any, inner: FunctionType, made: FunctionType) -> FunctionType | None:

@@ -8,9 +8,8 @@ from typing import Any, Final, final
 
 import torch
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import ForwardBatch, TokenChunk, pack
-from genlm_backend.attention.torch.torch_batch_states import TorchBatchStates
+from genlm_backend.attention.forward_batch import AttentionBackend, ForwardBatch, TokenChunk, pack
+from genlm_backend.attention.torch.torch_cache import TorchBatchStates
 from genlm_backend.backends.hf import fused_residuals
 from genlm_backend.backends.hf.cuda_graph_runner import CudaGraphRunner
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
@@ -34,21 +33,25 @@ _MOST_APART: Final = 0.125
 class HFRunner(Runner):
     """Forward passes of a model, by a view for each adapter and one for the model as it came."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        merges: bool = False,
+        check_cancelled: Callable[[], object] = lambda: None,
+    ) -> None:
         self.model: Any = model
+        self._merges, self._check_cancelled = merges, check_cancelled
         self.view: Any = ModelView(model, is_apart=False)
         self.packed, self._state = PackedWeights(), ModelSnapshot(model, is_apart=False)
         # PEFT changes an adapter's own view, so that neither other adapters nor the model change.
         self._views: dict[Adapter | None, ModelView] = {None: self.view}
         self.graphs: CudaGraphRunner | None = None
         self._is_unseen = False
-        self.check_cancelled: Callable[[], object] = lambda: None
         self.num_forwards = 0
         self.tokens_computed = 0
         self.num_captured_steps = 0
         self.parameters: frozenset[str] = self.view.parameters
         self.device = input_device(model)
-        self.merges = False
         self._fuses = self.device.type in fused_residuals.RESIDUAL_KERNELS
 
     @torch.inference_mode()
@@ -152,12 +155,12 @@ class HFRunner(Runner):
         self.packed.place(view.copies)
         if self._fuses:
             fused_residuals.fuse_norms(view.copies)
-            if self.merges:
+            if self._merges:
                 merge_linear_layers(view.copies)
             fused_residuals.fuse_residuals(view.copies)
         fuse_rotary(view.copies)  # on a device that has the kernel
         view.pick()
-        view.ask_between_layers(lambda: self.check_cancelled())
+        view.ask_between_layers(self._check_cancelled)
 
     def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
         """Load an adapter in PEFT's format, and try it."""

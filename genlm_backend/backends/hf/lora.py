@@ -12,7 +12,7 @@ from torch import nn
 
 from genlm_backend.backends.hf.forward_names import given_cache, returned_cache
 from genlm_backend.backends.hf.model_view import ModelView
-from genlm_backend.backends.hf.rows_apart import rounding
+from genlm_backend.backends.hf.trial import rounding
 from genlm_backend.backends.loading import check_reachable
 from genlm_backend.errors import AdapterError, MissingExtraError
 

@@ -10,16 +10,14 @@ from typing import Any, Final
 import torch
 from transformers.cache_utils import DynamicCache
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import TokenChunk, pack
+from genlm_backend.attention.forward_batch import AttentionBackend, TokenChunk, pack
 from genlm_backend.attention.torch.multimodal_prefill import (
     MultimodalPrefillAttention,
     positions_of,
 )
 from genlm_backend.backends.hf.forward_names import given_cache
 from genlm_backend.backends.hf.hf_runner import HFRunner
-from genlm_backend.backends.hf.rows_apart import distance, row_of
-from genlm_backend.backends.hf.state_trial import paths_of
+from genlm_backend.backends.hf.trial import distance, paths_of, row_of
 from genlm_backend.errors import PictureError, QueryDroppedError
 from genlm_backend.multimodal.pictures import PictureRules, Pictures, image_token_id_of
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool

@@ -11,11 +11,13 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from genlm_backend.backends.hf.fingerprint import VOLATILE
 from genlm_backend.backends.hf.lora import adapters_of, layers_of_peft, own_layer, own_modules
 from genlm_backend.backends.hf.model_view import AS_WRITTEN
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError
+
+VOLATILE: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+"""Keys of a model's config that do not change its rows, or that the layout has too."""
 
 _NEUTRAL: Final = frozenset(
     {*VOLATILE, "architectures", "pad_token_id", "bos_token_id", "eos_token_id", "problem_type"}
@@ -157,15 +159,6 @@ def _code(module: Any) -> Any:
     forward = vars(module).get("forward")
     forward = getattr(forward, AS_WRITTEN, forward)
     return None if forward == MethodType(type(module).forward, module) else forward
-
-
-def check_output(config: Any) -> None:
-    """Check that a model's config has it return what can be read."""
-    if getattr(config, "return_dict", True) is False:
-        raise ModelStateError(
-            "the model's config has return_dict=False, with which models of transformers do not "
-            "find what their own parts return: set it to True"
-        )
 
 
 def _configs(model: Any) -> Iterator[tuple[str, Any]]:

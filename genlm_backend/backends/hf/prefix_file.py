@@ -1,16 +1,17 @@
-"""Files with the keys and values of a prefix each."""
+"""Files with the keys and values of a prefix each, and digests of all that these depend on."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -18,8 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from genlm_backend.backends.hf.fingerprint import Fingerprint, weights_digest, weights_state
 from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.backends.hf.lora import layers_of_peft
+from genlm_backend.backends.hf.model_state import VOLATILE
 from genlm_backend.backends.hf.support import vocab_width
 from genlm_backend.errors import CacheError, PrefixFileError
 from genlm_backend.prefix.kv_pool import KVLayout
@@ -36,6 +38,29 @@ _DIFFERENT: Final = {
 }
 _MEAN_TOLERANCE: Final = 1e-3
 
+_WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _fingerprint_of(model: Any, weights: str, adapter: str, layout: KVLayout) -> dict[str, str]:
+    """Return digests of a model, one for each thing that can differ; see ``_DIFFERENT``."""
+    said = model.config.to_diff_dict()
+    config = {name: value for name, value in said.items() if name not in VOLATILE}
+    text = json.dumps(config, sort_keys=True, default=str)
+    kinds = [
+        f"{layer.num_key_heads} x {layer.key_dim} and {layer.num_value_heads} x "
+        f"{layer.value_dim} of {str(layer.dtype).removeprefix('torch.')}, kept as "
+        f"{None if layer.codec().is_exact else layer.kept}"
+        for layer in layout.layers
+    ]
+    layers = [f"{len(list(own))} layers of {kind}" for kind, own in itertools.groupby(kinds)]
+    if layout.states:
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in layout.states.tensors}
+        size = layout.states.bytes_per_state
+        layers.append(f"a recurrent state of {size} bytes of {' and '.join(sorted(dtypes))}")
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    own = {"weights": weights, "adapter": adapter, "layout": "; ".join(layers)}
+    return {"config": digest, **own}
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +73,7 @@ class Prefix:
     num_resumed: int
 
 
-def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout) -> None:
+def save(path: Path, prefix: Prefix, fingerprint: Mapping[str, str], layout: KVLayout) -> None:
     """Write a file in the format of safetensors; whatever goes wrong, no half of it stays."""
     tensors = {"token_ids": torch.tensor(prefix.token_ids, dtype=torch.int32)}
     for number, codes in enumerate(prefix.codes):
@@ -61,7 +86,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
     for number, layer in enumerate(layout.layers):
         if layer.mean_key is not None:
             tensors[f"mean_key.{number}"] = layer.mean_key.cpu().contiguous()
-    said = {"format": FORMAT, **asdict(fingerprint)}
+    said = {"format": FORMAT, **fingerprint}
     said["digest"] = _digest(said, tensors)
     name = path.parent / f".{secrets.token_hex(8)}.tmp"
     handle = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -79,7 +104,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
             os.unlink(name)
 
 
-def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
+def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix:
     """Return the prefix in a file, mapped into memory."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would wait
         raise PrefixFileError(f"{path} is a device or a pipe, and no file of a prefix")
@@ -93,7 +118,7 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise PrefixFileError(f"{path} is cut short, or no file of a prefix: {error}") from error
-    for name, expected in asdict(fingerprint).items():
+    for name, expected in fingerprint.items():
         if said.get(name) != expected:
             kinds = f": {said.get(name)}; this model has {expected}" if name == "layout" else ""
             raise PrefixFileError(f"{path} is {_DIFFERENT[name]}{kinds}")
@@ -185,7 +210,8 @@ class PrefixFiles:
         resumed = cache.resumed(node)
         states = [state.cpu() for state in cache.state_pool.read(nodes.state[[resumed]])]
         num_resumed = int(nodes.depth[resumed])
-        prefix = Prefix(tuple(query.context), cache.codes_of(node), states, num_resumed)
+        codes = cache.pool.take_rows(nodes.slot[nodes.path(node)])
+        prefix = Prefix(tuple(query.context), codes, states, num_resumed)
         save(path, prefix, self._fingerprint(query.adapter), cache.pool.layout)
 
     def load(self, path: str, adapter: Adapter | None, max_length: int | None) -> Sequence[int]:
@@ -217,7 +243,7 @@ class PrefixFiles:
         """Read the weights again for the next file: they may have been changed past torch."""
         self._digests.clear()
 
-    def _fingerprint(self, adapter: Adapter | None) -> Fingerprint:
+    def _fingerprint(self, adapter: Adapter | None) -> dict[str, str]:
         """Return the fingerprint of the model; weights are read again if they have changed."""
         model = self._passes.runner.model
 
@@ -228,4 +254,60 @@ class PrefixFiles:
                 known = self._digests[wanted] = state, weights_digest(view)
             return known[1]
 
-        return Fingerprint.of(model, digest(None), digest(adapter), self._passes.cache.pool.layout)
+        return _fingerprint_of(model, digest(None), digest(adapter), self._passes.cache.pool.layout)
+
+
+def weights_digest(model: Any) -> str:
+    """Return a digest of a model's weights, the same on any device and number of threads."""
+    digest = hashlib.sha256(json.dumps(_settings(model)).encode())
+    for tensor in _weights(model):
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
+        if tensor.is_meta or not tensor.numel():  # which is elsewhere while nothing is computed
+            continue
+        # The bits are added up as integers along two dimensions, which is exact and takes the time
+        # of reading the weights once. It is no protection against models made on purpose to be
+        # equal.
+        bits = tensor.detach().contiguous().view(_WIDTHS[tensor.element_size()])
+        table = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
+        for dim in (0, 1):
+            digest.update(table.sum(dim, dtype=torch.int64).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def weights_state(model: Any) -> object:
+    """Return where a model's weights are, how often each was changed, and adapters' settings."""
+    state = [(tensor.data_ptr(), tensor._version) for tensor in _weights(model)]
+    return state, _settings(model)
+
+
+def _weights(model: Any) -> Iterator[torch.Tensor]:
+    """Return the weights that a model computes with, those of idle adapters left out."""
+    idle: set[int] = set()
+    for layer in layers_of_peft(model):
+        for name in layer.adapter_layer_names:
+            parts: Any = getattr(layer, name, None)
+            for adapter in parts.keys() - _active(layer) if hasattr(parts, "keys") else ():
+                part = parts[adapter]
+                is_module = isinstance(part, torch.nn.Module)
+                own = part.state_dict(keep_vars=True).values() if is_module else [part]
+                idle.update(map(id, own))
+    for value in model.state_dict(keep_vars=True).values():
+        if isinstance(value, torch.Tensor) and id(value) not in idle:
+            yield value
+
+
+def _settings(model: Any) -> list[tuple[str, list[Any]]]:
+    """Return the settings of adapters other than their weights, such as their scaling."""
+    found: list[tuple[str, list[Any]]] = []
+    for layer in layers_of_peft(model):
+        active = _active(layer)
+        for name, values in sorted(vars(layer).items()):
+            if isinstance(values, dict) and (own := [values[a] for a in active if a in values]):
+                told = [v if isinstance(v, (int, float, str)) else type(v).__name__ for v in own]
+                found.append((f"{type(layer).__name__}.{name}", told))
+    return found
+
+
+def _active(layer: Any) -> list[str]:
+    """Return the names of the adapters that a layer computes with."""
+    return [] if layer.disable_adapters else list(layer.active_adapters)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from transformers.cache_utils import (
@@ -19,12 +19,15 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
 )
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import TokenChunk
-from genlm_backend.attention.torch.torch_batch_states import empty_layer
+from genlm_backend.attention.forward_batch import (
+    AttentionBackend,
+    AttentionFactory,
+    TokenChunk,
+    pack,
+)
+from genlm_backend.attention.torch.torch_cache import cache_layers
 from genlm_backend.backends.hf.cascade_attention import (
     ATTENTION_FACTORIES,
     GatherAttention,
@@ -32,19 +35,19 @@ from genlm_backend.backends.hf.cascade_attention import (
 )
 from genlm_backend.backends.hf.forward_names import given_cache, parameters_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
-from genlm_backend.backends.hf.model_state import check_output
-from genlm_backend.backends.hf.rows_apart import distance, row_of
 from genlm_backend.backends.hf.trial import (
-    bounds,
-    expected_rows,
-    first_factory,
-    spread_alone,
-    tolerance_of,
+    MOST_ROUNDING,
+    NUM_STATES,
+    difference_of,
+    distance,
+    paths_of,
+    rounding,
+    row_of,
 )
 from genlm_backend.checks import shown
-from genlm_backend.errors import UnsupportedModelError
+from genlm_backend.errors import ModelStateError, UnsupportedModelError
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool, LayerLayout
-from genlm_backend.prefix.state_cache import CacheLayer, StateLayout, StateTensor
+from genlm_backend.prefix.state_cache import CacheLayer, StateLayout, StatePool, StateTensor
 from genlm_backend.runtime.progress import stage
 from genlm_backend.runtime.threads import one_thread
 
@@ -52,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 _PROBE_LENGTH: Final = 24
 _COUNTS_COLUMNS: Final = {"gpt_neo", "imagegpt", "mpt"}
+_SHARE_OF_SPREAD: Final = 0.1
+_SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding flips the next
 _ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # some five seconds on one thread
 
 
@@ -82,7 +87,11 @@ def check_hf_model(model: Any) -> None:
             "model._orig_mod, or compile it in its place by model.compile(); queries compute with "
             "its own code either way"
         )
-    check_output(config)
+    if getattr(config, "return_dict", True) is False:
+        raise ModelStateError(
+            "the model's config has return_dict=False, with which models of transformers do not "
+            "find what their own parts return: set it to True"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder model; a next token is only defined "
@@ -213,10 +222,9 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
     try:
         with tried(runner):
             layout, bare_row = _observe_layout(runner, long[:3], _cache_layers(layers))
-            expected = expected_rows(runner, long, other, vocab_size)
-            tolerance = tolerance_of(runner, layout, expected.spread)
-            factory, difference, several = first_factory(runner, layout, expected, tolerance)
-            alone = spread_alone(runner, layout, factory or ATTENTION_FACTORIES[-1], expected)
+            trial = _SlotTrial(runner, layout, long, other, vocab_size)
+            factory, difference, several = trial.first_factory()
+            alone = trial.spread_alone(factory or ATTENTION_FACTORIES[-1])
     except UnsupportedModelError as error:
         return KVSupport(reason=str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
@@ -224,16 +232,15 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
             "%s runs without key-value reuse", type(runner.model).__name__, exc_info=True
         )
         return KVSupport(reason=f"it does not run on a foreign cache: {error!r}")
-    if distance(expected.third, bare_row) > tolerance:  # its positions, or it looks ahead
-        (alone_row,) = row_of(
-            runner.forward([TokenChunk(long[:3], outputs=(2,))], UncachedAttention())
-        )
-        if distance(alone_row, bare_row) > tolerance:
+    if distance(trial.third_row, bare_row) > trial.tolerance:  # its positions, or it looks ahead
+        chunk = TokenChunk(long[:3], outputs=(2,))
+        (alone_row,) = row_of(runner.forward([chunk], UncachedAttention()))
+        if distance(alone_row, bare_row) > trial.tolerance:
             return KVSupport(reason="it counts positions in a way of its own")
     if factory is None:
         return KVSupport(
             reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
-            f"and by {expected.spread:.2g} between different contexts"
+            f"and by {trial.spread:.2g} between different contexts"
         )
     return KVSupport(
         layout,
@@ -243,6 +250,85 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
         takes_several_tokens=several,
         spread_alone=alone,
     )
+
+
+def bounds(model: Any, dtype: torch.dtype | None = None) -> tuple[float, float]:
+    """Return the largest difference of equal rows, and its share of the spread of others."""
+    if getattr(model, "is_quantized", False):
+        return MOST_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
+    own = next((p.dtype for p in model.parameters()), torch.float32)
+    return rounding(dtype or own), _SHARE_OF_SPREAD
+
+
+@final
+class _SlotTrial:
+    """One context and half of another, computed whole, to be computed from slots as well."""
+
+    def __init__(
+        self, runner: HFRunner, layout: KVLayout, long: list[int], other: list[int], vocab_size: int
+    ) -> None:
+        self._runner, self._layout = runner, layout
+        self._long, self._short = long, other[: len(other) // 2]
+        wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
+        last = (len(long) - 1,)
+        # One pass for all: of one length, so that nothing is padded. What follows the half takes no
+        # part in its row, or the row from slots, where nothing follows, is another one.
+        whole = runner.forward(
+            [
+                TokenChunk(long, outputs=(2, *last)),
+                TokenChunk(wrong, outputs=last),
+                TokenChunk(other, outputs=(len(self._short) - 1,)),
+            ],
+            UncachedAttention(),
+        )
+        self.third_row, self._long_row, wrong_row, self._short_row = row_of(whole)
+        self.spread = distance(wrong_row, self._long_row)
+        self._dtype = (layout.layers or layout.states.tensors)[0].dtype
+        smallest, share = bounds(runner.model, self._dtype)
+        self.tolerance = max(smallest, share * self.spread)
+
+    def first_factory(self) -> tuple[AttentionFactory | None, float, bool]:
+        """Return the first way whose rows are the whole ones, and its findings or the last ones."""
+        difference, takes_several = math.inf, True
+        for factory in ATTENTION_FACTORIES:
+            if factory.uses_interface and not self._layout.layers:
+                continue
+            self._runner.view.name_attention(factory.uses_interface)
+            try:
+                difference, takes_several = self._difference(factory)
+            except Exception as error:  # third-party model code may raise anything
+                if factory is ATTENTION_FACTORIES[-1]:
+                    raise
+                name = type(self._runner.model).__name__
+                logger.debug("%s cannot attend so", name, exc_info=error)
+                continue
+            if difference <= self.tolerance:
+                return factory, difference, takes_several
+        return None, difference, takes_several
+
+    def _difference(self, factory: AttentionFactory) -> tuple[float, bool]:
+        """Return how far rows from slots are from whole ones, and if several tokens go on."""
+        contexts, whole = (self._long, self._short), (self._long_row, self._short_row)
+        pool = KVPool(self._layout, 4 * sum(map(len, contexts)))
+        states = self._layout.states
+        state_pool = StatePool(states, NUM_STATES) if states else None
+        given = self._runner, factory.probing(pool), state_pool
+        return difference_of(*given, contexts, whole, rounding(self._dtype))
+
+    def spread_alone(self, factory: AttentionFactory) -> float:
+        """Return how far the row of a token computed alone is from the whole; 0 in rounding."""
+        # Some kernels of quantised models compute one row in another precision than many; other
+        # models only add sums up in another order.
+        if self._layout.states or not getattr(self._runner.model, "is_quantized", False):
+            return 0.0
+        *before, last = self._long
+        attention = factory.probing(KVPool(self._layout, len(self._long)))
+        slots = range(1, len(self._long) + 1)
+        self._runner.forward([TokenChunk(before, slots[:-1])], attention)
+        batch = pack([TokenChunk([last], slots[-1:], (0,))], paths_of([slots[:-1]]))
+        (row,) = row_of(self._runner.forward(batch, attention))
+        spread = distance(row, self._long_row)
+        return spread if spread > rounding(self._dtype) else 0.0
 
 
 def tried(runner: HFRunner) -> AbstractContextManager[None]:
@@ -271,37 +357,33 @@ def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
     return held if any(layer.num_states or layer.is_empty for layer in held) else ()
 
 
-def _fresh_cache(cache_layers: Sequence[CacheLayer]) -> Cache:
+def _fresh_cache(contents: Sequence[CacheLayer]) -> Cache:
     """A cache of transformers' own that holds nothing yet."""
-    layers: list[Any] = []
-    for held in cache_layers:
-        if held.num_states:
-            kind = LinearAttentionAndFullAttentionLayer if held.attends else LinearAttentionLayer
-            layers.append(kind(number_of_states=held.num_states))
-        elif held.is_empty:
-            layers.append(empty_layer())
-        else:
-            layers.append(DynamicLayer())
+
+    def attending(num_states: int) -> Any:
+        if num_states:
+            return LinearAttentionAndFullAttentionLayer(number_of_states=num_states)
+        return DynamicLayer()
+
+    layers = cache_layers(contents, attending)
     return Cache(layers=layers) if layers else DynamicCache()
 
 
 @torch.inference_mode()
 def _observe_layout(
-    runner: HFRunner, token_ids: list[int], cache_layers: tuple[CacheLayer, ...]
+    runner: HFRunner, token_ids: list[int], contents: tuple[CacheLayer, ...]
 ) -> tuple[KVLayout, torch.Tensor]:
     """The shapes of keys, values and states, and the last row of the model without positions."""
-    cache = _fresh_cache(cache_layers)
+    cache = _fresh_cache(contents)
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
     given = given_cache(runner.model, cache)
     logits = runner.view.module(input_ids=ids, **given, use_cache=True).logits
-    if cache_layers:  # to which one adds that goes through some of its layers several times
-        cache_layers = _cache_layers(cache.layers)
-    states = (
-        StateLayout(_state_tensors(cache.layers), cache_layers) if cache_layers else StateLayout()
-    )
+    if contents:  # to which one adds that goes through some of its layers several times
+        contents = _cache_layers(cache.layers)
+    states = StateLayout(_state_tensors(cache.layers), contents) if contents else StateLayout()
     layers = []
     for number, layer in enumerate(cache.layers):
-        if cache_layers and not cache_layers[number].attends:
+        if contents and not contents[number].attends:
             continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.shape[2] != len(token_ids):

@@ -1,129 +1,158 @@
-"""Trial: two short contexts computed whole and from slots, and how far their rows are apart."""
+"""Trials of a model: passes of contexts in no tree, and how far apart their rows are.
+
+They are those of any library: a runner makes the states of a pass, and a pool keeps them.
+"""
 
 from __future__ import annotations
 
-import logging
 import math
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeAlias, final
 
+import numpy as np
 import torch
 
-from genlm_backend.attention.attention_backend import AttentionFactory
+from genlm_backend.attention.cascade_plan import CachedPrefixes
 from genlm_backend.attention.forward_batch import TokenChunk, pack
-from genlm_backend.backends.hf.cascade_attention import ATTENTION_FACTORIES, UncachedAttention
-from genlm_backend.backends.hf.hf_runner import HFRunner
-from genlm_backend.backends.hf.rows_apart import MOST_ROUNDING, distance, farthest, rounding, row_of
-from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of, rows_from_slots
-from genlm_backend.prefix.kv_pool import KVLayout, KVPool
-from genlm_backend.prefix.state_cache import StatePool
+from genlm_backend.scheduling.forwards import Runner
 
-logger = logging.getLogger(__name__)
+_ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
 
-_SHARE_OF_SPREAD: Final = 0.1
-_SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding flips the next
+MOST_ROUNDING: Final = 0.25
+"""Rounding of bfloat16, and of quantised weights whatever they compute in."""
 
 
-def bounds(model: Any, dtype: torch.dtype | None = None) -> tuple[float, float]:
-    """Return the largest difference of equal rows, and its share of the spread of others."""
-    if getattr(model, "is_quantized", False):
-        return MOST_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
-    own = next((p.dtype for p in model.parameters()), torch.float32)
-    return rounding(dtype or own), _SHARE_OF_SPREAD
+def rounding(dtype: torch.dtype) -> float:
+    """Return the largest difference of rows that are computed in another order."""
+    return _ROUNDING.get(dtype, MOST_ROUNDING)
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Two contexts and their rows, computed whole."""
-
-    long: list[int]
-    short: list[int]
-    long_row: torch.Tensor
-    short_row: torch.Tensor
-    third: torch.Tensor
-    spread: float
+def row_of(logits: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities in float32, on the processor."""
+    return logits.float().log_softmax(-1).cpu()
 
 
-def expected_rows(runner: HFRunner, long: list[int], other: list[int], vocab_size: int) -> Expected:
-    """Compute the rows of one context and of half of another, whole."""
-    short = other[: len(other) // 2]
-    wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
-    last = (len(long) - 1,)
-    # One pass for all: of one length, so that nothing is padded. What follows ``short`` takes no
-    # part in its row, or the row from slots, where nothing follows, is another one.
-    whole = runner.forward(
-        [
-            TokenChunk(long, outputs=(2, *last)),
-            TokenChunk(wrong, outputs=last),
-            TokenChunk(other, outputs=(len(short) - 1,)),
-        ],
-        UncachedAttention(),
-    )
-    third, long_row, wrong_row, short_row = row_of(whole)
-    return Expected(long, short, long_row, short_row, third, distance(wrong_row, long_row))
+def distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the root mean square difference of two rows, or of all of two tables of them."""
+    return float((first - second).square().mean().sqrt())
 
 
-def tolerance_of(runner: HFRunner, layout: KVLayout, spread: float) -> float:
-    """Return the distance up to which two rows are the same one."""
-    smallest, share = bounds(runner.model, dtype_of(layout))
-    return max(smallest, share * spread)
+def farthest(distances: Iterable[float]) -> float:
+    """Return the largest distance; NaN counts as infinite."""
+    return max(math.inf if math.isnan(one) else one for one in distances)
 
 
-def dtype_of(layout: KVLayout) -> torch.dtype:
-    """Return the type of a model's keys, values or states, as it computes them."""
-    return layout.layers[0].dtype if layout.layers else layout.states.tensors[0].dtype
+NUM_STATES: Final = 16
+"""States of a pool that are enough for all passes of a trial."""
+
+_TIMES: Final = 20
+"""Rows so many times farther off than others are computed in another way, beyond rounding."""
+
+
+def paths_of(pasts: Sequence[Sequence[int]]) -> CachedPrefixes:
+    """Return the paths of rows given the slots of what each has cached, of contexts in no tree."""
+    numbers: dict[tuple[int, int], int] = {}  # of nodes, by the one above and the slot
+    parent, depth, slot, ends = [0], [0], [0], list[int]()
+    for past in pasts:
+        node = 0
+        for number, own in enumerate(past, 1):
+            before, node = node, numbers.setdefault((node, own), len(parent))
+            if node == len(parent):
+                parent.append(before)
+                depth.append(number)
+                slot.append(own)
+        ends.append(node)
+    above, depths, slots = (np.array(values, np.int32) for values in (parent, depth, slot))
+    return CachedPrefixes(above, depths, slots, np.array(ends, np.int64))
 
 
 def difference_of(
-    runner: HFRunner, layout: KVLayout, factory: AttentionFactory, expected: Expected
+    runner: Runner,
+    attention: Any,
+    states: Any,
+    contexts: Sequence[list[int]],
+    whole: Sequence[torch.Tensor],
+    rounding: float,
 ) -> tuple[float, bool]:
-    """Return how far rows from slots are from whole ones, and if several tokens go on at once."""
-    long, short = expected.long, expected.short
-    wanted = expected.long_row, expected.short_row, expected.long_row
-    if layout.states:
-        pool = KVPool(layout, 4 * (len(long) + len(short)))
-        states = StatePool(layout.states, NUM_STATES)
-        trial = StateTrial(runner, states, factory.probing(pool))
-        return trial.found(long, short, *wanted[:2], rounding(dtype_of(layout)))
-    pool = KVPool(layout, len(long) + len(short) + 2)
-    rows = rows_from_slots(runner, factory.probing(pool), long, short)
-    return farthest(map(distance, rows, wanted)), True
+    """Return how far rows from what is kept are from whole ones, and if several tokens go on."""
+    (long, short), (long_row, short_row) = contexts, whole
+    if states is not None:
+        trial = _StateTrial(runner, states, attention)
+        return trial.found(long, short, long_row, short_row, rounding)
+    # In two steps, and padded to one batch, with the first context twice.
+    size = len(long) + len(short)
+    long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
+    first = [TokenChunk(long[:-2], long_slots[:-2]), TokenChunk(short[:1], short_slots[:1])]
+    runner.forward(first, attention)
+    second = [
+        TokenChunk(long[-2:], long_slots[-2:], (1,)),
+        TokenChunk(short[1:], short_slots[1:], (len(short) - 2,)),
+        TokenChunk(long[-2:], range(size + 1, size + 3), (1,)),
+    ]
+    past = paths_of([long_slots[:-2], short_slots[:1], long_slots[:-2]])
+    rows = row_of(runner.forward(pack(second, past), attention))
+    return farthest(map(distance, rows, (long_row, short_row, long_row))), True
 
 
-def first_factory(
-    runner: HFRunner, layout: KVLayout, expected: Expected, tolerance: float
-) -> tuple[AttentionFactory | None, float, bool]:
-    """Return the first way whose rows are the expected ones, and its findings or the last ones."""
-    difference, takes_several = math.inf, True
-    for factory in ATTENTION_FACTORIES:
-        if factory.uses_interface and not layout.layers:
-            continue
-        runner.view.name_attention(factory.uses_interface)
-        try:
-            difference, takes_several = difference_of(runner, layout, factory, expected)
-        except Exception as error:  # third-party model code may raise anything
-            if factory is ATTENTION_FACTORIES[-1]:
-                raise
-            logger.debug("%s cannot attend so", type(runner.model).__name__, exc_info=error)
-            continue
-        if difference <= tolerance:
-            return factory, difference, takes_several
-    return None, difference, takes_several
+_Begun: TypeAlias = tuple[tuple[int, ...], int]
+"""Slots of a context's first tokens, and the number of the state after them."""
 
 
-def spread_alone(
-    runner: HFRunner, layout: KVLayout, factory: AttentionFactory, expected: Expected
-) -> float:
-    """Return how far the row of a token computed alone is from the expected one; 0 in rounding."""
-    # Some kernels of quantised models compute one row in another precision than many; other models
-    # only add sums up in another order.
-    if layout.states or not getattr(runner.model, "is_quantized", False):
-        return 0.0
-    *before, last = expected.long
-    attention = factory.probing(KVPool(layout, len(expected.long)))
-    slots = range(1, len(expected.long) + 1)
-    runner.forward([TokenChunk(before, slots[:-1])], attention)
-    batch = pack([TokenChunk([last], slots[-1:], (0,))], paths_of([slots[:-1]]))
-    (row,) = row_of(runner.forward(batch, attention))
-    spread = distance(row, expected.long_row)
-    return spread if spread > rounding(layout.layers[0].dtype) else 0.0
+@final
+class _StateTrial:
+    """Passes of a model with recurrent states, whose rows have as many new tokens each."""
+
+    def __init__(self, runner: Runner, states: Any, attention: Any) -> None:
+        self._runner, self._states, self._attention = runner, states, attention
+        self._num_slots = self._num_states = 0
+
+    def found(
+        self,
+        long: list[int],
+        short: list[int],
+        long_row: torch.Tensor,
+        short_row: torch.Tensor,
+        rounding: float,
+    ) -> tuple[float, bool]:
+        """Return how far rows from states are from whole ones, and if they take several tokens."""
+        ((before,), _), ((shorter,), _) = (self.go_on([None], [c[:-2]]) for c in (long, short))
+        (first,), _ = self.go_on([None], [short[:1]])
+        # Two rows go on from one state, in a batch with another context, by two tokens at once and
+        # one by one; and many tokens go on from one.
+        begun, contexts = (before, shorter, before), (long, short, long)
+        _, many = self.go_on([first], [short[1:]])
+        _, several = self.go_on(begun, [context[-2:] for context in contexts])
+        ends, _ = self.go_on(begun, [context[-2:-1] for context in contexts])
+        _, last = self.go_on(ends, [context[-1:] for context in contexts])
+        wanted = [long_row, short_row, long_row]
+        at_once = farthest(
+            [distance(row_of(many)[0], short_row), *map(distance, row_of(several), wanted)]
+        )
+        one_by_one = farthest(map(distance, row_of(last), wanted))
+        # Some scans begin anew whatever state there is, so that tokens have to come one by one.
+        takes_several = at_once <= max(rounding, _TIMES * one_by_one)
+        difference = max(at_once, one_by_one) if takes_several else one_by_one
+        return difference, takes_several
+
+    def go_on(
+        self, before: Sequence[_Begun | None], tokens: Sequence[list[int]]
+    ) -> tuple[list[_Begun], torch.Tensor]:
+        """Run the next tokens of contexts, all of which begin or none."""
+        spans: list[TokenChunk] = []
+        for ids in tokens:
+            first = self._num_slots + 1
+            self._num_slots += len(ids)
+            spans.append(TokenChunk(ids, range(first, first + len(ids)), (len(ids) - 1,)))
+        pasts = [() if one is None else one[0] for one in before]
+        known = [one[1] for one in before if one is not None]
+        of_rows = self._states.read(np.array(known)) if known else None
+        states = self._runner.running_states(self._states.layout, of_rows)
+        logits = self._runner.forward(pack(spans, paths_of(pasts), states), self._attention)
+        numbers = np.arange(len(spans)) + self._num_states + 1
+        self._num_states += len(spans)
+        self._states.write(numbers, states.behind(np.arange(len(spans))))
+        begun = [
+            ((*past, *span.slots), number)
+            for past, span, number in zip(pasts, spans, numbers.tolist(), strict=True)
+        ]
+        return begun, logits

@@ -12,8 +12,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 import torch
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import ForwardBatch
+from genlm_backend.attention.forward_batch import AttentionBackend, ForwardBatch
 from genlm_backend.backends.llama_cpp.binding import library
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
 from genlm_backend.backends.llama_cpp.llama_context import ContextSize, LlamaContext

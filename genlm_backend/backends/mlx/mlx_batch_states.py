@@ -51,7 +51,6 @@ class MlxBatchStates(BatchStates):
         self._caches: list[ArraysCache] = []
 
     def begin(self, caches: Iterable[Any]) -> None:
-        """Put the states that rows have into fresh caches of a model, which the pass changes."""
         self._caches = state_caches(caches)
         if self._before is None:
             return
@@ -60,7 +59,6 @@ class MlxBatchStates(BatchStates):
         self._before = None
 
     def behind(self, rows: Ints) -> list[mx.array]:
-        """Return the states after the last tokens of rows, ``[len(rows), *shape]`` each."""
         found = [self._caches[array.layer][array.index] for array in self._layout.tensors]
         if all(len(state) == len(rows) for state in found):
             return found

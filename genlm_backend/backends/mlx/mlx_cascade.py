@@ -18,11 +18,9 @@ import torch
 from mlx_lm.models import base
 from numpy.typing import NDArray
 
-from genlm_backend.attention.attention_backend import AttentionBackend, AttentionFactory
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
-from genlm_backend.attention.cascade_plan import FEW_TOKENS, CascadePlan
-from genlm_backend.attention.cascade_run import CascadeRun, LastArrays, new_positions
-from genlm_backend.attention.forward_batch import ForwardBatch
+from genlm_backend.attention.cascade_plan import FEW_TOKENS, CachedPrefixes, CascadePlan
+from genlm_backend.attention.cascade_run import CascadeRun, new_positions
+from genlm_backend.attention.forward_batch import AttentionBackend, AttentionFactory, ForwardBatch
 from genlm_backend.attention.softmax_attention import ArrayOps
 from genlm_backend.backends.mlx.mlx_batch_states import caches_of
 from genlm_backend.backends.mlx.mlx_gather import (
@@ -60,7 +58,6 @@ MLX: Final[ArrayOps[mx.array]] = ArrayOps(
     means_=lambda weights, total, values: weights @ values.astype(mx.float32) / total,
     # MLX's own attention does not tell the sums that blocks are merged by.
     fused=lambda *_: None,
-    fused_causally=lambda *_: None,
 )
 """The operators of MLX, whose sums are in float32 whatever the type of keys and values."""
 
@@ -111,10 +108,11 @@ def _asking(theirs: Any) -> Any:
         mask: Any,
         sinks: Any = None,
     ) -> mx.array:
-        attended = getattr(cache, "attended", None)
-        if attended is not None:
-            return attended(queries, keys, values, scale, mask, sinks)
-        return theirs(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+        run = getattr(cache, "of_pass", None)
+        if not isinstance(run, MlxCascadeRun):
+            return theirs(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+        given = None if isinstance(mask, str) and mask == "causal" else mask
+        return run.attend(queries, keys, values, given, scale, sinks=sinks).astype(queries.dtype)
 
     return scaled_dot_product_attention
 
@@ -129,7 +127,6 @@ class MlxCascadeAttention(AttentionBackend[Caches]):
         self._pool, self._few_tokens, self._makes_arrays = pool, few_tokens, makes_arrays
         self._gathered = MlxGatherAttention(pool)
         self._dispatch: tuple[Any, Dispatch] | None = None
-        self._last: LastArrays | None = None
 
     def plan(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan | None:
         return CascadePlan.of(past, num_new, self._few_tokens) if len(num_new) > 1 else None
@@ -138,22 +135,20 @@ class MlxCascadeAttention(AttentionBackend[Caches]):
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[Caches]:
         """Yield layers that attend by themselves, and have the model's layers call them."""
         plan = batch.plan or self.plan(batch.past, batch.num_new)
-        last, self._last = self._last, None
         if plan is None or not plan.prefixes:
             with self._gathered.forward_context(batch, model) as layers:
                 yield layers
             return
         if self._dispatch is None or self._dispatch[0] is not model:
             self._dispatch = model, Dispatch(model)
-        shared = MlxCascadeRun(self._pool, batch, plan, last, self._makes_arrays)
+        shared = MlxCascadeRun(self._pool, batch, plan, self._makes_arrays)
         offset = offset_of(batch)
-        own = [_SharedLayer(self._pool, i, offset, shared) for i in range(len(self._pool.shapes))]
+        own = [MlxSlotLayer(self._pool, i, offset, shared) for i in range(len(self._pool.shapes))]
         states: Any = batch.states
         with self._dispatch[1].in_place():
             yield caches_of(model, own, states)
         if not shared.is_complete(len(own)):
             raise mlx_attends_otherwise("not every layer has called mlx-lm's attention function")
-        self._last = shared.for_later()
 
 
 @final
@@ -164,14 +159,9 @@ class MlxCascadeRun(CascadeRun[mx.array]):
     attends_otherwise = staticmethod(mlx_attends_otherwise)
 
     def __init__(
-        self,
-        pool: MlxKVPool,
-        batch: ForwardBatch,
-        plan: CascadePlan,
-        last: LastArrays | None,
-        makes_arrays: bool = False,
+        self, pool: MlxKVPool, batch: ForwardBatch, plan: CascadePlan, makes_arrays: bool = False
     ) -> None:
-        super().__init__(pool, batch, plan, last)
+        super().__init__(pool, batch, plan)
         self._makes_arrays = makes_arrays
         self._given: dict[int | None, mx.array] = {}
         self._numbers: set[int] = set()  # of the layers whose keys and values have come
@@ -199,26 +189,6 @@ class MlxCascadeRun(CascadeRun[mx.array]):
             raise mlx_attends_otherwise("a layer has more than one set of keys and values")
         self._numbers.add(number)
         return super().take_kv(number, keys, values)
-
-
-@final
-class _SharedLayer(MlxSlotLayer):
-    """One layer, which attends by itself."""
-
-    def attended(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-    ) -> mx.array:
-        """Return the outputs of attention: ``[B, heads, Q, value_dim]``."""
-        assert isinstance(self.of_pass, MlxCascadeRun)
-        given = None if isinstance(mask, str) and mask == "causal" else mask
-        found = self.of_pass.attend(queries, keys, values, given, scale, sinks=sinks)
-        return found.astype(queries.dtype)
 
 
 GATHERED: Final = AttentionFactory(MlxGatherAttention, MlxGatherAttention)

@@ -158,7 +158,7 @@ def mlx_prefix_cache(
     runner: MlxRunner, support: MlxSupport, kv_bytes: int | None, state_bytes: int | None
 ) -> PrefixCache | None:
     """Return room for contexts; ``None`` if every context is run whole."""
-    kept, name = support.kept, type(runner.model).__name__
+    name = type(runner.model).__name__
     if support.reason:
         if state_bytes is not None:
             raise OptionError(
@@ -169,12 +169,12 @@ def mlx_prefix_cache(
     budget = _default_budget() if kv_bytes is None else kv_bytes
     if budget == 0 and state_bytes is None:
         return None
-    size = kept.states.bytes_per_state
-    per_slot = sum(shape.bytes_per_slot for shape in kept.shapes)
+    size = support.states.bytes_per_state
+    per_slot = sum(shape.bytes_per_slot for shape in support.shapes)
     of_states = state_budget(state_bytes, budget, size, name, attends=per_slot > 0)
     num_slots = max(0, (budget - of_states) // per_slot - 1) if per_slot else FREE_SLOTS
-    pool: Any = MlxKVPool(kept.shapes, num_slots)
-    states: Any = MlxStatePool(kept.states, of_states // size) if kept.states else None
+    pool: Any = MlxKVPool(support.shapes, num_slots)
+    states: Any = MlxStatePool(support.states, of_states // size) if support.states else None
     attention: Any = support.factory.over(pool)
     budgets = Budgets(budget, states=of_states)
     return PrefixCache(runner, attention, pool, num_slots, states=states, budgets=budgets)

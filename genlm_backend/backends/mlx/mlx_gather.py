@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from genlm_backend.attention.attention_backend import AttentionBackend
-from genlm_backend.attention.forward_batch import ForwardBatch
+from genlm_backend.attention.forward_batch import AttentionBackend, ForwardBatch
 from genlm_backend.backends.mlx.mlx_batch_states import caches_of, leaves
 from genlm_backend.backends.mlx.mlx_kv_pool import MlxKVPool
 
@@ -25,6 +24,7 @@ MlxAttention: TypeAlias = AttentionBackend[Caches]
 """A way for the new tokens of a forward pass of MLX to attend to those before them."""
 
 
+@final
 class MlxSlotLayer:
     """A stand-in for one of a model's caches, for one forward pass."""
 
@@ -118,11 +118,8 @@ class _Past:
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
         """Return the mask: bool ``[B, 1, Q, P + Q]``, ``"causal"``, or ``None`` for no mask."""
         key = num_new, window, is_array
-        if key not in self._masks:
-            self._masks[key] = self._mask(*key)
-        return self._masks[key]
-
-    def _mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
+        if key in self._masks:
+            return self._masks[key]
         num_columns = self._longest + num_new
         is_within = window is None or num_columns <= window
         if is_within and not is_array and not self._num_padding.any():
@@ -132,7 +129,8 @@ class _Past:
         seen = (distance >= 0) & (distance < (window or num_columns))
         seen = seen & (columns >= self._num_padding[:, None])[:, None]  # [B, Q, P + Q]
         visible: Any = np.expand_dims(seen, (1, 2) if self._by_group else 1)
-        return mx.array(visible)
+        self._masks[key] = mx.array(visible)
+        return self._masks[key]
 
     def take_kv(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the keys and values of cached and new tokens: ``[B, heads, P + Q, dim]``."""

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, cast, final
+from typing import Any, Final, TypeAlias, cast, final
 
 import mlx.core as mx
 import numpy as np
@@ -14,10 +14,14 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from genlm_backend.attention.attention_backend import AttentionFactory
-from genlm_backend.attention.forward_batch import TokenChunk
-from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
-from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, rows_from_slots
+from genlm_backend.attention.forward_batch import AttentionFactory, TokenChunk
+from genlm_backend.backends.hf.trial import (
+    NUM_STATES,
+    difference_of,
+    distance,
+    farthest,
+    row_of,
+)
 from genlm_backend.backends.mlx.mlx_batch_states import caches_of, leaves, state_caches
 from genlm_backend.backends.mlx.mlx_cascade import GATHERED, MLX_ATTENTION_FACTORIES
 from genlm_backend.backends.mlx.mlx_gather import MlxAttention, MlxUncachedAttention
@@ -35,13 +39,8 @@ _ROUNDING: Final = {mx.float32: 1e-4}
 _DEFAULT_ROUNDING: Final = 0.05
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class KeptLayout:
-    """Shapes of cached keys, values and states; none of a model that runs contexts whole."""
-
-    shapes: tuple[LayerShape, ...] = ()
-    states: StateLayout = field(default_factory=StateLayout)
+_Kept: TypeAlias = tuple[tuple[LayerShape, ...], StateLayout]
+"""Shapes of cached keys and values by layer, and those of states."""
 
 
 @final
@@ -50,7 +49,8 @@ class MlxSupport:
     """Abilities of a model."""
 
     vocab_size: int
-    kept: KeptLayout = field(default_factory=KeptLayout)
+    shapes: tuple[LayerShape, ...] = ()
+    states: StateLayout = field(default_factory=StateLayout)
     factory: AttentionFactory = GATHERED
     reason: str = ""
     pads: bool = True
@@ -108,16 +108,17 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     kept, reason = _kept(runner.model)
     if kept is None:
         return MlxSupport(vocab_size, reason=reason, pads=pads)
-    for factory in MLX_ATTENTION_FACTORIES if kept.shapes else [GATHERED]:
+    shapes, states = kept
+    for factory in MLX_ATTENTION_FACTORIES if shapes else [GATHERED]:
         difference, reason, several = _difference(runner, kept, factory, (long, short), whole)
         if not reason and difference <= tolerance:
-            return MlxSupport(vocab_size, kept, factory, pads=pads, takes_several_tokens=several)
+            return MlxSupport(vocab_size, shapes, states, factory, "", pads, several)
         reason = reason or f"rows from what is kept differ by {difference:.2g} from whole ones"
         logger.debug("%s: %s", type(runner.model).__name__, reason)
     # One that has keys and values cannot be told where each row's tokens stand, but counts them
     # itself: mlx-lm's "dynamic" rotary positions go by the columns of a pass once these are more
     # than a limit, which contexts of a few tokens do not show.
-    return MlxSupport(vocab_size, reason=reason, pads=pads and not kept.shapes)
+    return MlxSupport(vocab_size, reason=reason, pads=pads and not shapes)
 
 
 def _length(model: Any) -> int:
@@ -127,7 +128,7 @@ def _length(model: Any) -> int:
     return _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)
 
 
-def _kept(model: Any) -> tuple[KeptLayout | None, str]:
+def _kept(model: Any) -> tuple[_Kept | None, str]:
     """Return the shapes of what can be kept of a model's contexts, or why nothing can."""
     kinds = {type(cache) for cache in leaves(make_prompt_cache(model))}
     others = {kind for kind in kinds if not issubclass(kind, ArraysCache)}
@@ -169,7 +170,7 @@ class _ShapeLayer:
         return keys, values
 
 
-def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
+def _seen(model: Any, token_ids: list[int]) -> _Kept | None:
     """Return the shapes of what a model gives its caches; ``None`` if some are unknown."""
     layers = [_ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
     caches = caches_of(model, layers, None)
@@ -183,29 +184,27 @@ def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
     ]
     if len(shapes) < len(layers) or not (shapes or states):
         return None
-    return KeptLayout(tuple(shapes), StateLayout(cast(Any, tuple(states))))
+    return tuple(shapes), StateLayout(cast(Any, tuple(states)))
 
 
 def _difference(
     runner: MlxRunner,
-    kept: KeptLayout,
+    kept: _Kept,
     factory: AttentionFactory,
     contexts: tuple[list[int], ...],
     whole: Any,
 ) -> tuple[float, str, bool]:
     """Return the distance of cached rows, why there are none, and if states take several tokens."""
-    long, short = contexts
-    attention = factory.probing(MlxKVPool(kept.shapes, 4 * (len(long) + len(short))))
+    (long, short), (shapes, states) = contexts, kept
+    attention = factory.probing(MlxKVPool(shapes, 4 * (len(long) + len(short))))
+    state_pool = MlxStatePool(states, NUM_STATES) if states else None
+    rounding = _rounding(runner.model)
     try:
-        if kept.states:
-            trial = StateTrial(runner, MlxStatePool(kept.states, NUM_STATES), attention)
-            found = trial.found(long, short, whole[0], whole[1], _rounding(runner.model))
-            return found[0], "", found[1]
-        rows = rows_from_slots(runner, attention, long, short)
+        found = difference_of(runner, attention, state_pool, contexts, whole[:2], rounding)
     except (TypeError, ValueError, AttributeError, IndexError, ModelStateError) as error:
         logger.debug("%s runs on nothing kept", type(runner.model).__name__, exc_info=error)
         return 0.0, f"it does not run on foreign caches: {error!r}", True
-    return farthest(map(distance, rows, (whole[0], whole[1], whole[0]))), "", True
+    return found[0], "", found[1]
 
 
 def _rows(runner: MlxRunner, contexts: list[list[int]], attention: MlxAttention) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from genlm_backend import ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm_backend.attention import cascade_plan as sharing
-from genlm_backend.attention.torch import fused, torch_ops
+from genlm_backend.attention.torch import torch_ops
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.queries.query import RowQuery
 from genlm_backend.readouts.sample_readout import SampleReadout, SamplingFilter
@@ -31,7 +31,7 @@ BATCHES = (
 
 def of_model(name, output=DEVICE, dtype=torch.float32, **options):
     """Return how far rows on the device are from the plain model's, and the waits of a pass."""
-    asked = dict.fromkeys(fused.FUSED_OPERATORS["cuda"], 0)
+    asked = dict.fromkeys(torch_ops.FUSED_OPERATORS["cuda"], 0)
     model, options = families.make(name).to(dtype), {"kv_cache_bytes": 1 << 20, **options}
     expected = [[fresh_row(model, context) for context in batch] for batch in BATCHES]
     if "kv_cache_dtype" in options:
@@ -39,8 +39,10 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
     differences, num_waits = [], []
     with pretending() as mode:
         evaluator = HFEvaluator(moved(model), output_device=output, **options)
-        fused.FUSED_OPERATORS[DEVICE.type] = tuple(counted(operator, asked) for operator in asked)
-        fused.fused_operator.cache_clear()
+        torch_ops.FUSED_OPERATORS[DEVICE.type] = tuple(
+            counted(operator, asked) for operator in asked
+        )
+        torch_ops.fused_operator.cache_clear()
         num_slots = evaluator.open().num_slots
         for batch, wanted in zip(BATCHES, expected, strict=True):
             before, passes = mode.num_waits, evaluator.counts().num_forwards

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from genlm_backend.attention.cached_prefixes import CachedPrefixes
+from genlm_backend.attention.cascade_plan import CachedPrefixes
 
 
 class Tree:
@@ -68,10 +68,11 @@ def read_by_row(plan, num_rows):
         assert (np.diff(part.rows) > 0).all()
         for row in part.rows.tolist():
             found[row] += zip(part.positions.tolist(), part.slots.tolist(), strict=True)
-    rest = plan.suffix
-    assert len(rest.slots) == len(rest.positions) == num_rows
-    assert not rest.slots[rest.positions < 0].any()
-    for row, (positions, slots) in enumerate(zip(rest.positions, rest.slots, strict=True)):
+    all_slots, all_positions = plan.suffix
+    assert len(all_slots) == len(all_positions) == num_rows
+    assert not all_slots[all_positions < 0].any()
+    assert plan.is_padded == (all_positions < 0).any()
+    for row, (positions, slots) in enumerate(zip(all_positions, all_slots, strict=True)):
         is_there = positions >= 0
         assert (np.diff(is_there.astype(int)) >= 0).all()  # padded on the left
         assert (np.diff(positions[is_there]) > 0).all()

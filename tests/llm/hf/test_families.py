@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention import cascade_plan as sharing
 from genlm_backend.backends.hf.cascade_attention import CascadeAttention
-from genlm_backend.backends.hf.hf_cache import CACHED_TYPES
+from genlm_backend.backends.hf.hf_evaluator import CACHED_TYPES
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.scheduling.prefill_plan import CostModel
 from tests.llm import families

@@ -30,7 +30,7 @@ def merging(monkeypatch):
     monkeypatch.setitem(merged_linear.GATE_KERNELS, "cpu", lambda: silu_and_mul)
     monkeypatch.setitem(fused_residuals.RESIDUAL_KERNELS, "cpu", lambda: fused_add_rms_norm)
     monkeypatch.setattr(
-        hf_runner.HFRunner, "merges", property(lambda _: True, lambda *_: None), False
+        hf_runner.HFRunner, "_merges", property(lambda _: True, lambda *_: None), False
     )
 
 

@@ -7,9 +7,13 @@ import torch
 
 from genlm_backend.attention import softmax_attention
 from genlm_backend.attention.softmax_attention import SoftmaxAttention
-from genlm_backend.attention.torch import fused, torch_ops
-from genlm_backend.attention.torch.fused import FUSED_OPERATORS, FusedOperator, fused_operator
-from genlm_backend.attention.torch.torch_ops import TORCH
+from genlm_backend.attention.torch import torch_ops
+from genlm_backend.attention.torch.torch_ops import (
+    FUSED_OPERATORS,
+    TORCH,
+    FusedOperator,
+    fused_operator,
+)
 
 RIGHT = FUSED_OPERATORS["cpu"][0].attend
 DEVICE = torch.device("cpu")
@@ -18,8 +22,8 @@ DEVICE = torch.device("cpu")
 @pytest.mark.parametrize("dim", [8, 20, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_that_of_the_processor_is_right(dtype, dim):
-    blocks = *fused._BLOCKS, *fused._MASKED
-    assert fused._is_right(FUSED_OPERATORS["cpu"][0], blocks, DEVICE, dtype, dim)
+    blocks = *torch_ops._BLOCKS, *torch_ops._MASKED
+    assert torch_ops._is_right(FUSED_OPERATORS["cpu"][0], blocks, DEVICE, dtype, dim)
 
 
 def raising(query, keys, values, scale, is_causal):
@@ -72,7 +76,7 @@ WRONG = (
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_that_is_wrong_is_not_used(wrong, dtype):
-    assert not fused._is_right(FusedOperator(wrong), fused._BLOCKS, DEVICE, dtype, 64)
+    assert not torch_ops._is_right(FusedOperator(wrong), torch_ops._BLOCKS, DEVICE, dtype, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,16 +86,16 @@ def test_one_that_has_no_masks_or_wrong_ones_is_not_given_any(dtype, monkeypatch
 
     for attend_with in (None, ignoring):
         operator = FusedOperator(RIGHT, attend_with)
-        assert not fused._is_right(operator, fused._MASKED, DEVICE, dtype, 64)
+        assert not torch_ops._is_right(operator, torch_ops._MASKED, DEVICE, dtype, 64)
 
 
 def test_the_first_that_is_right_is_taken_and_none_is_where_all_are_wrong(monkeypatch):
     elsewhere = torch.device("meta")
 
     def is_right(operator, blocks, *_):
-        return operator.attend is RIGHT and (blocks is fused._BLOCKS or operator.attend_with)
+        return operator.attend is RIGHT and (blocks is torch_ops._BLOCKS or operator.attend_with)
 
-    monkeypatch.setattr(fused, "_is_right", is_right)
+    monkeypatch.setattr(torch_ops, "_is_right", is_right)
     right = FusedOperator(RIGHT, FUSED_OPERATORS["cpu"][0].attend_with)
     for ops, expected in (
         ((FusedOperator(raising), right, FusedOperator(RIGHT, is_parted=True)), right),

@@ -7,7 +7,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention import cascade_plan as sharing
-from genlm_backend.attention.torch.fused import fused_operator
+from genlm_backend.attention.torch.torch_ops import fused_operator
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
 from genlm_backend.backends.hf.model_view import ModelView
 from tests.llm import families

@@ -10,6 +10,7 @@ from genlm_backend.prefix.slot_allocator import SlotAllocator
 from genlm_backend.queries.context import of_no_model
 from genlm_backend.scheduling.prefill_plan import (
     CostModel,
+    ScheduledQuery,
     Size,
     StatePlan,
     plan_chunks,
@@ -17,7 +18,6 @@ from genlm_backend.scheduling.prefill_plan import (
     plan_uncached,
     plan_waves,
 )
-from genlm_backend.scheduling.scheduled_query import ScheduledQuery
 
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
 
@@ -36,7 +36,7 @@ def tree_of(cached):
     for context in cached:
         node = tree.match(context)
         rest = np.array(context[tree.nodes.depth[node] :], np.int32)
-        tree.insert(tree.append_chain(node, rest, tree.allocate(len(rest))))
+        tree.insert(tree.append(node, rest, tree.allocate(len(rest))))
     return tree
 
 
@@ -206,7 +206,7 @@ def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
     chunks = plan_chunks(jobs, CostModel(per_forward=0.0, max_chunk=size))
     for chunk in chunks:
         ids, slots = chunk.token_ids, tree.allocate(chunk.num_tokens)
-        chunk.nodes = tree.append_chain(chunk.before, np.array(ids, np.int32), slots)
+        chunk.nodes = tree.append(chunk.before, np.array(ids, np.int32), slots)
     nodes = tree.nodes
     for chunk in chunks:
         ids = chunk.job.context

@@ -57,7 +57,7 @@ class ReadingRunner(FakeRunner):
         if is_whole:
             self.num_whole += len(batch.num_new)
         elif (plan := batch.plan) is not None:
-            self.num_steps += plan.advance is not None
+            self.num_steps += plan.suffix.shape[2] > plan.num_columns
             self.plan = plan
             columns = batch.past.columns(max(batch.prefix_lens, default=0))
             for row, read in enumerate(read_by_row(plan, batch.num_rows)):

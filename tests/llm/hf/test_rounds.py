@@ -11,7 +11,7 @@ import torch
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention.cascade_plan import CascadePlan
-from genlm_backend.scheduling.decode_scheduler import DecodeScheduler
+from genlm_backend.scheduling.scheduler import Scheduler
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.histories import History, tokens
@@ -46,7 +46,7 @@ with_and_without = pytest.mark.parametrize("counts", [True, False], indirect=Tru
 def counts(request, monkeypatch):
     """How many rounds have been made, and how many that read as the last one did."""
     found = {"rounds": 0, "advanced": 0}
-    answers, advanced = DecodeScheduler.run, CascadePlan.advanced
+    answers, advanced = Scheduler.decode, CascadePlan.advanced
 
     def counted(self, *given):
         found["rounds"] += 1
@@ -56,10 +56,10 @@ def counts(request, monkeypatch):
         found["advanced"] += 1
         return advanced(self, *given)
 
-    monkeypatch.setattr(DecodeScheduler, "run", counted)
+    monkeypatch.setattr(Scheduler, "decode", counted)
     monkeypatch.setattr(CascadePlan, "advanced", counted_step)
     if not getattr(request, "param", True):
-        monkeypatch.setattr(DecodeScheduler, "accepts", lambda *_: False)
+        monkeypatch.setattr(Scheduler, "is_decode", lambda *_: False)
     return found
 
 

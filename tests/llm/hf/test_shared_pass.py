@@ -31,14 +31,14 @@ class OverTorch:
 
     def __init__(self):
         layer = LayerLayout(NUM_GROUPS, DIM, NUM_GROUPS, DIM, torch.float32, torch.device("cpu"))
-        self.pool, self.last = KVPool(KVLayout((layer,)), NUM_SLOTS), None
+        self.pool = KVPool(KVLayout((layer,)), NUM_SLOTS)
 
     def write(self, slots, keys, values):
         rows = np.concatenate([part.reshape(len(slots), -1) for part in (keys, values)], 1)
         self.pool.write(0, torch.tensor(slots), torch.from_numpy(rows))
 
     def attended(self, batch, plan, query, keys, values, window, softcap, sinks):
-        shared = TorchCascadeRun(self.pool, batch, plan, self.last)
+        shared = TorchCascadeRun(self.pool, batch, plan)
 
         def allows(_, __, new, key):
             return (key <= new) & (key > new - (window or 0))
@@ -49,7 +49,6 @@ class OverTorch:
         sinks = None if sinks is None else torch.from_numpy(sinks)
         found = shared.attend(query, keys, values, mask, SCALE, softcap, sinks)
         assert shared.is_complete(1)
-        self.last = shared.for_later()
         return found.numpy()
 
 
@@ -64,7 +63,6 @@ class OverMlx(OverTorch):
         from genlm_backend.backends.mlx.mlx_kv_pool import LayerShape, MlxKVPool
 
         self.pool = MlxKVPool([LayerShape(NUM_GROUPS, DIM, DIM, mx.float32)], NUM_SLOTS)
-        self.last = None
 
     def write(self, slots, keys, values):
         import mlx.core as mx
@@ -77,7 +75,7 @@ class OverMlx(OverTorch):
 
         from genlm_backend.backends.mlx.mlx_cascade import MlxCascadeRun
 
-        shared = MlxCascadeRun(self.pool, batch, plan, self.last)
+        shared = MlxCascadeRun(self.pool, batch, plan)
         mask = shared.mask(keys.shape[2], window, False)
         query, keys, values = map(mx.array, (query, keys, values))
         shared.take_kv(0, keys, values)
@@ -85,7 +83,6 @@ class OverMlx(OverTorch):
         sinks = None if sinks is None else mx.array(sinks)
         found = shared.attend(query, keys, values, given, SCALE, softcap, sinks)
         assert shared.is_complete(1)
-        self.last = shared.for_later()
         return np.array(found)
 
 

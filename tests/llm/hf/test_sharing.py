@@ -16,7 +16,7 @@ from genlm_backend.attention.torch import torch_ops
 from genlm_backend.attention.torch.torch_ops import TORCH
 from genlm_backend.backends.hf import attention_interface
 from genlm_backend.backends.hf.cascade_attention import CascadeAttention
-from genlm_backend.backends.hf.state_trial import paths_of
+from genlm_backend.backends.hf.trial import paths_of
 from genlm_backend.errors import ModelStateError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -30,15 +30,14 @@ def test_a_prompt_is_one_part_and_what_follows_is_not():
     plan = plan_of([[*range(1, 513), 600 + 7 * i] for i in range(20)], 384)
     (part,) = plan.prefixes
     assert part.rows.tolist() == [*range(20)]
-    assert part.is_consecutive
-    assert plan.suffix.slots.tolist() == [[600 + 7 * i] for i in range(20)]
-    assert plan.suffix.positions.tolist() == [[512]] * 20
+    assert part.slots.tolist() == [*range(1, 513)]
+    assert plan.suffix.tolist() == [[[600 + 7 * i] for i in range(20)], [[512]] * 20]
 
 
 def test_long_stretches_are_read_where_they_lie_and_short_ones_together():
     parts = plan_of([[*range(1, 501), *range(700, 710), *range(1000, 1600)]] * 2, 384).prefixes
     assert [len(part) for part in parts] == [500, 600]
-    assert all(part.is_consecutive for part in parts)
+    assert all((np.diff(part.slots) == 1).all() for part in parts)
 
 
 # -------------------------------------------------------------------- the model's own attention

@@ -78,7 +78,7 @@ class Steps:
         slots = tree.allocate(sum(map(len, missing)), ends)
         own = np.split(slots, np.cumsum([*map(len, missing)])[:-1])
         new = [
-            tree.append_chain(end, np.array(ids, np.int32), part)
+            tree.append(end, np.array(ids, np.int32), part)
             for end, ids, part in zip(ends, missing, own, strict=True)
         ]
         self.sequences.release(slots)
