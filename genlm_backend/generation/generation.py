@@ -32,7 +32,8 @@ Prompts: TypeAlias = "Sequence[str] | Sequence[Chat] | Sequence[Sequence[int]] |
 """Several prompts: a list of texts, of chats, or of token ids."""
 
 _shows_fields = shows_options(
-    GenerationFields, {field.name: field.default for field in dataclasses.fields(GenerationConfig)}
+    GenerationFields,
+    **{field.name: field.default for field in dataclasses.fields(GenerationConfig)},
 )
 
 

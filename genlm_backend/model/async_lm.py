@@ -27,7 +27,6 @@ from genlm_backend.queries.context import Context, ContextFactory, listed_contex
 from genlm_backend.queries.query import NO_QUERY, UNKNOWN_ADAPTER, RowQuery, TokenIds
 from genlm_backend.readouts.draw import Allowed, AnyRow, Draw, Mask, RandomGenerator, draw
 from genlm_backend.readouts.sample_readout import (
-    DRAW_DEFAULTS,
     DrawOptions,
     drawing_of,
     drawings_of,
@@ -536,7 +535,7 @@ class AsyncLM(Closing):
         """
         return draw(row, len(self.byte_vocab), generator, temperature)
 
-    @shows_options(DrawOptions, DRAW_DEFAULTS)
+    @shows_options(DrawOptions)
     async def draw_next_token(
         self,
         token_ids: TokenIds,
@@ -584,7 +583,7 @@ class AsyncLM(Closing):
 
     draw_next_token_sync = blocking(draw_next_token, "draw")
 
-    @shows_options(DrawOptions, DRAW_DEFAULTS)
+    @shows_options(DrawOptions)
     async def draw_next_tokens(
         self,
         token_ids: TokenIds,
@@ -624,7 +623,7 @@ class AsyncLM(Closing):
 
     draw_next_tokens_sync = blocking(draw_next_tokens, "draws")
 
-    @shows_options(DrawOptions, DRAW_DEFAULTS)
+    @shows_options(DrawOptions)
     async def batch_draw_next_token(
         self,
         token_ids_list: Sequence[TokenIds],

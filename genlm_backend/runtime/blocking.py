@@ -65,6 +65,12 @@ def is_blocking() -> Generator[None, bool | None, bool]:
     return answer is True
 
 
+async def in_form(lm: S) -> S:
+    """Return a model by its forms that block if ``result_of`` runs the coroutine, or as it is."""
+    blocks: Any = _Blocking(lm)
+    return blocks if await is_blocking() else lm
+
+
 def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine that never waits, such as one of forms that block."""
     answer = None
