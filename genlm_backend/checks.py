@@ -57,24 +57,21 @@ def check_names(
             raise error(f"{name} is no {of}{near}{hint}")
 
 
-def check_option_names(kind: type, given: Iterable[str], library_opts: str = "") -> None:
-    """Raise an ``OptionTypeError`` unless every name is an option of a class's constructor."""
+def check_option_names(
+    kind: type, given: Iterable[str], library_opts: str = "", is_loading: bool = False
+) -> None:
+    """Raise an ``OptionTypeError`` unless a class has every option, or what loads it by name."""
     hint = f" Options of the library itself go into {library_opts}" if library_opts else ""
-    known, also = [*_option_names(kind)], _loading_names(kind)
-    check_names(given, known, f"option of {kind.__name__}", also=also, hint=hint)
+    known = loading_option_names(kind) if is_loading else [*_option_names(kind)]
+    check_names(given, known, f"option of {kind.__name__}", hint=hint)
 
 
-def loading_option_names(kind: type) -> set[str]:
-    return {*_option_names(kind), *_loading_names(kind)}
-
-
-def _loading_names(kind: type) -> list[str]:
-    """Return the options that loading by a name takes in addition to the constructor's."""
+def loading_option_names(kind: type) -> list[str]:
+    """Return the options of a constructor, and those of loading by a name."""
     from_name = getattr(kind, "from_name", None)
-    if from_name is None:
-        return []
-    parameters = inspect.signature(from_name).parameters.values()
-    return [p.name for p in parameters if p.default is not p.empty]
+    parameters = inspect.signature(from_name).parameters.values() if from_name else ()
+    named = (p.name for p in parameters if p.default is not p.empty)
+    return [*dict.fromkeys([*_option_names(kind), *named])]
 
 
 def _option_names(kind: type) -> Iterator[str]:
@@ -104,6 +101,10 @@ def options_of(kind: type) -> Mapping[str, Option]:
 
 def checks_of(kind: type) -> dict[str, Check[Any]]:
     return {name: option.check for name, option in options_of(kind).items()}
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    return {name: option.default for name, option in options_of(kind).items()}
 
 
 def checked_options(

@@ -12,6 +12,7 @@ import torch
 from genlm_backend.checks import (
     MAX_VOCAB,
     Check,
+    check_option_names,
     checked,
     integer,
     listed,
@@ -19,7 +20,6 @@ from genlm_backend.checks import (
     shows_options,
     switch,
 )
-from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.prefix.budgets import TierName
@@ -163,13 +163,13 @@ class AsyncLM(Closing):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check options of the constructor, before a model is loaded for it.
+        """Check options of the constructor and of ``from_name``, before a model is loaded.
 
         Raises:
             OptionTypeError: (``TypeError``) If there is none of a name, or one is of a wrong type.
             OptionError: (``ValueError``) If one is out of its bounds.
         """
-        check_names(cls, options, cls.library_opts)
+        check_option_names(cls, options, cls.library_opts, is_loading=True)
         checked(cls.option_checks, options)
 
     def context(

@@ -10,20 +10,27 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import torch
 
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.checks import (
     Check,
+    Option,
     absolute_path,
     byte_count,
+    check_option_names,
     checked,
+    checks_of,
+    defaults_of,
     instance,
     integer,
     number,
     optional,
+    options_of,
+    shows_options,
+    switch,
 )
 from genlm_backend.checks import device as check_device
 from genlm_backend.errors import (
@@ -60,10 +67,21 @@ from genlm_backend.runtime.blocking import blocking
 from genlm_backend.runtime.forks import OfOneProcess
 
 T = TypeVar("T")
-DEFAULT_ROW_CACHE_BYTES = 256 << 20
 
-_OPTIONS: Final = ("batch_size", "timeout", "row_cache_bytes", "output_device", "self_check")
-"""Options of ``BatchedLM`` that constructors of backends hand on."""
+
+class RowOptions(TypedDict, total=False):
+    """Options of every model that its constructor takes by name; ``BatchedLM`` explains them."""
+
+    row_cache_bytes: Annotated[int, Option(256 << 20, byte_count)]
+    output_device: Annotated[str | torch.device, Option("cpu", check_device)]
+    self_check: Annotated[bool, Option(True, switch)]
+
+
+class LMOptions(RowOptions, total=False):
+    """Options of every model; ``BatchedLM`` explains them."""
+
+    batch_size: Annotated[int, Option(20, integer(1))]
+    timeout: Annotated[float, Option(0.02, number(0, is_finite=False))]
 
 
 class PictureReading(Protocol):
@@ -104,32 +122,24 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
         **AsyncLM.option_checks,
+        **checks_of(LMOptions),
         "max_length": optional(integer(1)),
-        "batch_size": integer(1),
         "max_batch_size": optional(integer(1)),
-        "timeout": number(0, is_finite=False),
-        "row_cache_bytes": byte_count,
         "row_cache": optional(instance(RowCache, "a RowCache")),
-        "output_device": check_device,
     }
 
     _pictures: PictureReading | None = None
 
+    @shows_options(LMOptions)
     def __init__(
         self,
         tokenizer: Any,
         evaluator: Evaluator,
         *,
-        batch_size: int = 20,
-        timeout: float = 0.02,
-        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
         row_cache: RowCache[Row] | None = None,
-        output_device: str | torch.device = "cpu",
-        self_check: bool = True,
+        **options: Unpack[LMOptions],
     ) -> None:
-        bounds: dict[str, Any] = {"batch_size": batch_size, "timeout": timeout}
-        rows = {"row_cache_bytes": row_cache_bytes, "row_cache": row_cache}
-        given = checked(self.option_checks, {**bounds, **rows, "output_device": output_device})
+        given, _ = self._parted(locals())
         self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
         if "check_cancelled" in vars(evaluator):  # which is put there below
             raise OptionError("the evaluator is another model's, whose thread calls it")
@@ -139,14 +149,15 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._answering = ResultCollector(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
         self._last_counts: EvaluatorCounts | None = None  # of an evaluator that is closed
-        self._batcher: Batcher[Query, Any] = self._asking(BatchPolicy(timeout=timeout))
+        self._batcher: Batcher[Query, Any] = self._asking(BatchPolicy(timeout=given["timeout"]))
         evaluator.check_cancelled = self._batcher.check_cancelled
         try:
             info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
             self._info = instance(EvaluatorInfo, "an EvaluatorInfo")("info", info)
             self._batcher.set_policy(max_batch_size=self._bounded(given["batch_size"]))
             self._answering.set_abilities(self._info)
-            super().__init__(tokenizer, vocab_size=self._info.vocab_size, self_check=self_check)
+            vocab_size, self_check = self._info.vocab_size, given["self_check"]
+            super().__init__(tokenizer, vocab_size=vocab_size, self_check=self_check)
         except BaseException:
             self._batcher.close()  # or its thread would stay as long as the traceback
             evaluator.close()
@@ -164,8 +175,13 @@ class BatchedLM(OfOneProcess, AsyncLM):
     @classmethod
     def _parted(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Check the options among a constructor's variables; return those for here, and others."""
-        given = checked(cls.option_checks, {n: values[n] for n in cls.option_checks if n in values})
-        return {n: given.pop(n) for n in _OPTIONS if n in given}, given
+        check_option_names(cls, values["options"], cls.library_opts)
+        all_values = {**defaults_of(LMOptions), **values, **values["options"]}
+        given = checked(
+            cls.option_checks, {n: v for n, v in all_values.items() if n in cls.option_checks}
+        )
+        names = (*options_of(LMOptions), "row_cache")
+        return {n: given.pop(n) for n in names if n in given}, given
 
     def __repr__(self) -> str:
         name, size = type(self).__name__, len(getattr(self, "byte_vocab", ()))

@@ -56,10 +56,12 @@ def hf_prefix_cache(
 ) -> PrefixCache | None:
     """Return room for contexts; ``None`` if every context is run whole."""
     name = type(runner.model).__name__
-    if wanted.kv_cache_bytes == 0:
+    kv_bytes, host = wanted.get("kv_cache_bytes"), wanted.get("host_cache_bytes", 0)
+    state_bytes = wanted.get("state_cache_bytes")
+    if kv_bytes == 0:
         return None
     if support.reason:
-        _check_nothing_wanted(wanted, name, support.reason)
+        _check_nothing_wanted(host, state_bytes, name, support.reason)
         logger.info("%s runs every context whole: %s", name, support.reason)
         kind = runner.model.config.get_text_config(decoder=True).model_type
         if kind in CACHED_TYPES and not support.reason.endswith("too short to tell"):
@@ -70,10 +72,9 @@ def hf_prefix_cache(
                 stacklevel=2,
             )
         return None
-    budget = default_kv_budget(layout) if wanted.kv_cache_bytes is None else wanted.kv_cache_bytes
-    size, host = layout.states.bytes_per_state, wanted.host_cache_bytes
-    attends = bool(layout.layers)
-    of_states = state_budget(wanted.state_cache_bytes, budget, size, name, attends=attends)
+    budget = default_kv_budget(layout) if kv_bytes is None else kv_bytes
+    size, attends = layout.states.bytes_per_state, bool(layout.layers)
+    of_states = state_budget(state_bytes, budget, size, name, attends=attends)
     num_slots = layout.num_slots(budget - of_states)
     if of_states and not num_slots:
         raise OptionError(
@@ -89,7 +90,7 @@ def hf_prefix_cache(
     if of_states:
         with _fits("state_cache_bytes", of_states):
             states = StatePool(layout.states, of_states // size)
-    with _fits("kv_cache_bytes", wanted.kv_cache_bytes):
+    with _fits("kv_cache_bytes", kv_bytes):
         pool = KVPool(layout, num_slots)
     if host and layout.devices == {"cpu"}:
         warnings.warn(
@@ -118,10 +119,10 @@ def hf_prefix_cache(
     )
 
 
-def _check_nothing_wanted(wanted: HFOptions, name: str, reason: str) -> None:
+def _check_nothing_wanted(host: int, state_bytes: int | None, name: str, reason: str) -> None:
     for option, value, kind in (
-        ("host_cache_bytes", wanted.host_cache_bytes or None, "whose keys and values are kept"),
-        ("state_cache_bytes", wanted.state_cache_bytes, "with recurrent states that are kept"),
+        ("host_cache_bytes", host or None, "whose keys and values are kept"),
+        ("state_cache_bytes", state_bytes, "with recurrent states that are kept"),
     ):
         if value is not None:
             raise OptionError(

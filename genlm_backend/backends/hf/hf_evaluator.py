@@ -18,7 +18,7 @@ from genlm_backend.backends.hf.cuda_graph_runner import CudaGraphRunner
 from genlm_backend.backends.hf.hf_cache import hf_prefix_cache, layout_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.model_picture_rules import examine_pictures, image_token_id
-from genlm_backend.backends.hf.options import HFOptions
+from genlm_backend.backends.hf.options import hf_options
 from genlm_backend.backends.hf.prefix_file import PrefixFiles
 from genlm_backend.backends.hf.support import (
     check_hf_model,
@@ -44,17 +44,17 @@ class HFEvaluator(LocalEvaluator):
         self, model: Any, *, output_device: torch.device | None = None, **options: Any
     ) -> None:
         """Take the options of ``HFOptions``."""
-        self._options = HFOptions(**options)
+        self._options = hf_options(options)
         check_hf_model(model)
         model.eval()
         self._runner = runner = HFRunner(model)
         runner.check_cancelled = lambda: self.check_cancelled()
-        runner.merges = self._options.packs_weights
+        runner.merges = self._options.get("packs_weights", False)
         super().__init__(runner, runner.device.type, UncachedAttention(), output_device)
-        has_bytes = self._options.kv_cache_bytes != 0
+        has_bytes = self._options.get("kv_cache_bytes") != 0
         self._files = PrefixFiles(self.scheduler, runner, has_bytes=has_bytes)
         self.scheduler.max_cacheable_len = rotary_limit(model)
-        max_length = self._options.max_length
+        max_length = self._options.get("max_length")
         self._max_length = longest_context(model) if max_length is None else max_length
 
     # ---------------------------------------------------------------- getting ready
@@ -63,9 +63,9 @@ class HFEvaluator(LocalEvaluator):
         """Find out what the model can do by a few tiny passes, and make room for its cache."""
         runner = self._runner
         width = vocab_width(runner.model)
-        if self._options.num_threads is not None:
-            use_num_threads(self._options.num_threads)
-        if self._options.packs_weights:
+        if num_threads := self._options.get("num_threads"):
+            use_num_threads(num_threads)
+        if self._options.get("packs_weights", False):
             runner.packed.pack(runner.model)
         with tried(runner):
             tokens = [[i % width for i in (5, 6, 7)]]
@@ -75,7 +75,7 @@ class HFEvaluator(LocalEvaluator):
         check_predicts(runner, width)
         support = hf_probe(runner, width, self._max_length)
         longest = min(longest_context(runner.model) or math.inf, self.scheduler.max_cacheable_len)
-        layout = layout_of(runner, support, self._options.kv_cache_dtype, width, longest)
+        layout = layout_of(runner, support, self._options.get("kv_cache_dtype"), width, longest)
         if support.spread_alone:
             warnings.warn(
                 f"rows of this {type(runner.model).__name__} depend on what they are computed "
@@ -105,7 +105,7 @@ class HFEvaluator(LocalEvaluator):
             num_slots=self.scheduler.tree.num_slots if self.scheduler.cache.keeps else None,
             num_states=self.scheduler.cache.state_pool.num_states or None,
             num_host_slots=self.scheduler.tree.host_slots.num_slots or None,
-            kv_cache_dtype=self._options.kv_cache_dtype,
+            kv_cache_dtype=self._options.get("kv_cache_dtype"),
             device=str(runner.device),
             takes_adapters=True,
             uses_openmp=runner.device.type == "cpu",
