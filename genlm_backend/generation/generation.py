@@ -24,7 +24,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
-from genlm_backend.runtime.blocking import blocking_form, is_blocking, warn_caller
+from genlm_backend.runtime.blocking import blocking, is_blocking, warn_caller
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 
@@ -102,11 +102,7 @@ async def generate(
     return found
 
 
-generate_sync = blocking_form(generate)
-"""Return the same texts as ``generate``, blocking the calling thread.
-
-Works in a notebook too, whose event loop waits for it.
-"""
+generate_sync = blocking(generate, "texts")
 
 
 @_shows_fields

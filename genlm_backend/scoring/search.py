@@ -29,7 +29,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import TokenIds
 from genlm_backend.readouts.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
-from genlm_backend.runtime.blocking import blocking_form, in_form
+from genlm_backend.runtime.blocking import blocking, in_form
 from genlm_backend.scoring.words import (
     BLANKS,
     NOT_BLANK,
@@ -165,8 +165,7 @@ async def continuations(
     return explored.best(num_words)
 
 
-continuations_sync = blocking_form(continuations)
-"""Return the same words as ``continuations``, blocking the calling thread."""
+continuations_sync = blocking(continuations, "words")
 
 
 _MAX_REST: Final = 0.01
@@ -282,8 +281,7 @@ async def prefix_logprob(
         best[-1] = found
 
 
-prefix_logprob_sync = blocking_form(prefix_logprob)
-"""Return the same log-probability as ``prefix_logprob``, blocking the calling thread."""
+prefix_logprob_sync = blocking(prefix_logprob, "log-probability")
 
 
 def _checked(lm: Any, options: SearchOptions) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from genlm_backend.errors import ContextError, MissingExtraError, OptionError, O
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.queries.query import TokenIds
 from genlm_backend.readouts.score_query import TokenScores
-from genlm_backend.runtime.blocking import blocking_form, in_form
+from genlm_backend.runtime.blocking import blocking, in_form
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.scoring.words import (
     NOT_BLANK,
@@ -271,11 +271,7 @@ async def surprisal(
     return told_of_all if many else told_of_all[0]
 
 
-surprisal_sync = blocking_form(surprisal)
-"""Return the same surprisals as ``surprisal``, blocking the calling thread.
-
-Works in a notebook too, whose event loop waits for it.
-"""
+surprisal_sync = blocking(surprisal, "surprisals")
 
 _AT_ONCE: Final = 200
 """Texts that a blocking thread scores at once, between two updates of its progress."""

@@ -12,10 +12,9 @@ from genlm_backend.backends.hf.picture_reader import PictureReader, check_proces
 from genlm_backend.backends.loading import explained
 from genlm_backend.checks import Check, Option, checks_of, shows_options, switch
 from genlm_backend.errors import OptionError
-from genlm_backend.model.batched_lm import BatchedLM, LMOptions, RowOptions
+from genlm_backend.model.batched_lm import BatchedLM, LMOptions, ProcessLM, RowOptions
 from genlm_backend.readouts.sampling import ends_of_model
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
-from genlm_backend.remote.process_lm import ProcessLM
 
 
 class TransformerOptions(HFOptions, RowOptions, total=False):

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Self, TypeAlias, final, get_args
 
 import torch
 
-from genlm_backend.backends.bundled import is_bundled
+from genlm_backend.backends.bundled import BUNDLED
 from genlm_backend.backends.hf.architecture import check_architecture, check_complete
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.backends.hf.options import (
@@ -81,7 +81,7 @@ class HFLoader:
         from transformers.models.auto import modeling_auto
 
         # What ships as a package is wherever the process is that loads it.
-        path = resolve_name(self.name) if is_bundled(self.name) else self.path
+        path = resolve_name(self.name) if self.name in BUNDLED else self.path
         config, _ = PretrainedConfig.get_config_dict(path, **self._shared)
         check_architecture(self.name, config)
         seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

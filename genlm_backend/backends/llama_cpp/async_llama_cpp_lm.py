@@ -21,9 +21,8 @@ from genlm_backend.checks import (
     switch,
     text,
 )
-from genlm_backend.model.batched_lm import BatchedLM, RowOptions
+from genlm_backend.model.batched_lm import BatchedLM, ProcessLM, RowOptions
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
-from genlm_backend.remote.process_lm import ProcessLM
 
 if TYPE_CHECKING:
     from genlm_backend.backends.llama_cpp.llama_evaluator import LlamaEvaluator

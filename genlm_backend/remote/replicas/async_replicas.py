@@ -92,8 +92,8 @@ class AsyncReplicas(BatchedLM):
         given = [is_evaluator("evaluators", one) for one in listed("evaluators", evaluators)]
         self._set = ReplicaSet(given)
         super().__init__(tokenizer, self._set, **own)
-        for replica in self._set.replicas:
-            replica.answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
+        for replica, info in zip(self._set.replicas, self._set.infos, strict=True):
+            replica.answering.opened(info, len(self.byte_vocab), self.undefined_ids)
         self._distributor.opened(self._set.infos, more["per_forward"])
         token_id = self._info.image_token_id
         self._pictures = PictureReader(more["processor"], self.contexts, token_id, self._asker())
