@@ -7,6 +7,8 @@ number, and a ``float`` is no integer, whatever its value.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import math
 import operator
@@ -16,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from genlm_backend.errors import DeviceError, OptionError, OptionTypeError
 
@@ -55,24 +57,21 @@ def check_names(
             raise error(f"{name} is no {of}{near}{hint}")
 
 
-def check_option_names(kind: type, given: Iterable[str], library_opts: str = "") -> None:
-    """Raise an ``OptionTypeError`` unless every name is an option of a class's constructor."""
+def check_option_names(
+    kind: type, given: Iterable[str], library_opts: str = "", is_loading: bool = False
+) -> None:
+    """Raise an ``OptionTypeError`` unless a class has every option, or what loads it by name."""
     hint = f" Options of the library itself go into {library_opts}" if library_opts else ""
-    known, also = [*_option_names(kind)], _loading_names(kind)
-    check_names(given, known, f"option of {kind.__name__}", also=also, hint=hint)
+    known = loading_option_names(kind) if is_loading else [*_option_names(kind)]
+    check_names(given, known, f"option of {kind.__name__}", hint=hint)
 
 
-def loading_option_names(kind: type) -> set[str]:
-    return {*_option_names(kind), *_loading_names(kind)}
-
-
-def _loading_names(kind: type) -> list[str]:
-    """Return the options that loading by a name takes in addition to the constructor's."""
+def loading_option_names(kind: type) -> list[str]:
+    """Return the options of a constructor, and those of loading by a name."""
     from_name = getattr(kind, "from_name", None)
-    if from_name is None:
-        return []
-    parameters = inspect.signature(from_name).parameters.values()
-    return [p.name for p in parameters if p.default is not p.empty]
+    parameters = inspect.signature(from_name).parameters.values() if from_name else ()
+    named = (p.name for p in parameters if p.default is not p.empty)
+    return [*dict.fromkeys([*_option_names(kind), *named])]
 
 
 def _option_names(kind: type) -> Iterator[str]:
@@ -86,8 +85,43 @@ def _option_names(kind: type) -> Iterator[str]:
             return
 
 
-def shows_options(options: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
-    """Return a decorator that makes ``help`` show the options of a function with ``**options``."""
+class Option(NamedTuple):
+    """Default and check of an option, in its ``Annotated`` type in a ``TypedDict``."""
+
+    default: Any = None
+    check: Check[Any] = lambda _, value: value
+
+
+@functools.cache
+def options_of(kind: type) -> Mapping[str, Option]:
+    """Return the options of a ``TypedDict`` by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def checks_of(kind: type) -> dict[str, Check[Any]]:
+    return {name: option.check for name, option in options_of(kind).items()}
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    return {name: option.default for name, option in options_of(kind).items()}
+
+
+def checked_options(
+    kind: type, given: Mapping[str, Any], of: str, also: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return all options of a ``TypedDict``, checked; raise an error for any other name."""
+    check_names(given, options_of(kind), of, also=also)
+    return {n: own.check(n, given.get(n, own.default)) for n, own in options_of(kind).items()}
+
+
+def shows_options(kind: type, **defaults: Any) -> Callable[[F], F]:
+    """Return a decorator that makes ``help`` show the options of a function with ``**options``.
+
+    Args:
+        kind: The ``TypedDict`` of the options, whose types are ``Annotated`` with an ``Option``.
+        **defaults: Defaults of this function, in place of those.
+    """
 
     def shown_by_help(function: F) -> F:
         signature = inspect.signature(function)
@@ -96,15 +130,22 @@ def shows_options(options: type, defaults: Mapping[str, Any]) -> Callable[[F], F
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=defaults[name],
-                annotation=hint.__forward_arg__,
+                default=defaults[name] if name in defaults else options_of(kind)[name].default,
+                annotation=_annotation(hint.__forward_arg__),
             )
-            for name, hint in options.__annotations__.items()
+            for name, hint in kind.__annotations__.items()
         ]
         function.__signature__ = signature.replace(parameters=[*others, *own])
         return function
 
     return shown_by_help
+
+
+def _annotation(source: str) -> str:
+    """Return the source of a type without what it is annotated with."""
+    tree: Any = ast.parse(source, mode="eval").body
+    is_annotated = source.startswith("Annotated[")
+    return ast.unparse(tree.slice.elts[0]) if is_annotated else source
 
 
 def near_names(name: object, known: Iterable[str], quoted: bool = False) -> str:

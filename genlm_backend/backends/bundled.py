@@ -25,11 +25,6 @@ BOS_TOKEN: Final = "<|endoftext|>"
 """Separates texts in training; the package names ``<|im_start|>``, which begins turns of chats."""
 
 
-def is_bundled(name: str) -> bool:
-    """Whether ``name`` is the short name of a model that ships as a package."""
-    return name in BUNDLED
-
-
 def bundled_file(name: str) -> Path:
     """Return the file of the bundled model's quantised weights, which stays as it came."""
     module, distribution, filename = BUNDLED[name]

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from genlm_backend.backends.bundled import BUNDLED, bundled_directory, is_bundled
+from genlm_backend.backends.bundled import BUNDLED, bundled_directory
 from genlm_backend.checks import (
     byte_count,
     check_names,
@@ -38,7 +38,7 @@ def resolve_name(name: str) -> str:
     name = check_name(name)
     if Path(name).is_dir():
         return name
-    return str(bundled_directory(name)) if is_bundled(name) else name
+    return str(bundled_directory(name)) if name in BUNDLED else name
 
 
 def check_name(name: Any) -> str:

@@ -6,16 +6,16 @@ import dataclasses
 import hashlib
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, Self, Unpack, final
 
 import numpy as np
 import torch
 
-from genlm_backend.checks import Check, integer, optional, sequence
-from genlm_backend.model.batched_lm import BatchedLM
+from genlm_backend.checks import Check, integer, optional, sequence, shows_options
+from genlm_backend.model.batched_lm import BatchedLM, LMOptions
 from genlm_backend.queries.evaluator import StatelessEvaluator
 from genlm_backend.queries.query import RowQuery
-from genlm_backend.queries.row import Row, rows_of_logits
+from genlm_backend.queries.row import Row, RowCache, rows_of_logits
 from genlm_backend.tokenization import decode_vocab
 
 
@@ -32,7 +32,8 @@ class MockAsyncLM(BatchedLM):
         max_length: Longest context to accept, in tokens.
         max_batch_size: Number of contexts that can be evaluated at once, where that is bounded.
         eos_token_ids: The ids that end a text where a caller names none. Default: the tokenizer's.
-        **kwargs: Options of ``BatchedLM``: ``batch_size``, ``timeout``, ``row_cache_bytes``, …
+        row_cache: As for ``BatchedLM``.
+        **options: Options of ``BatchedLM``: ``batch_size``, ``timeout``, ``row_cache_bytes``, …
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -40,6 +41,7 @@ class MockAsyncLM(BatchedLM):
         "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
     }
 
+    @shows_options(LMOptions)
     def __init__(
         self,
         tokenizer: Any,
@@ -48,13 +50,14 @@ class MockAsyncLM(BatchedLM):
         max_length: int | None = None,
         max_batch_size: int | None = None,
         eos_token_ids: Collection[int] | None = None,
-        **kwargs: Any,
+        row_cache: RowCache[Row] | None = None,
+        **options: Unpack[LMOptions],
     ) -> None:
-        _, given = self._parted(locals())
+        own, given = self._parted(locals())
         size: int | None = given.pop("vocab_size")
         if size is None:
             size = len(decode_vocab(tokenizer, self_check=False).byte_vocab)
-        super().__init__(tokenizer, MockEvaluator(size, **given), **kwargs)
+        super().__init__(tokenizer, MockEvaluator(size, **given), **own)
 
     @classmethod
     def from_name(cls, model_name: str, **kwargs: Any) -> Self:
@@ -68,7 +71,8 @@ class MockAsyncLM(BatchedLM):
 
         cls.check_options(kwargs)
         tokenizer = load_tokenizer(model_name)
-        return cls(tokenizer, **{"eos_token_ids": named_ends(model_name), **kwargs})
+        given: dict[str, Any] = {"eos_token_ids": named_ends(model_name), **kwargs}
+        return cls(tokenizer, **given)
 
 
 @final

@@ -143,10 +143,10 @@ def check_loading(
     module, class_name = found
     backend_class = getattr(importlib.import_module(module), class_name)
     if chosen in BACKENDS:
-        of_name, *own = inspect.signature(backend_class.from_name).parameters
+        of_name = next(iter(inspect.signature(backend_class.from_name).parameters))
         if of_name in options:
             raise OptionTypeError(f"llm_opts must not name the model again: it has {of_name!r}")
-        backend_class.check_options({n: v for n, v in options.items() if n not in own})
+        backend_class.check_options(options)
     return backend_class, options
 
 

@@ -24,7 +24,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
-from genlm_backend.runtime.blocking import blocking_form, is_blocking, warn_caller
+from genlm_backend.runtime.blocking import blocking, is_blocking, warn_caller
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 
@@ -32,7 +32,8 @@ Prompts: TypeAlias = "Sequence[str] | Sequence[Chat] | Sequence[Sequence[int]] |
 """Several prompts: a list of texts, of chats, or of token ids."""
 
 _shows_fields = shows_options(
-    GenerationFields, {field.name: field.default for field in dataclasses.fields(GenerationConfig)}
+    GenerationFields,
+    **{field.name: field.default for field in dataclasses.fields(GenerationConfig)},
 )
 
 
@@ -101,11 +102,7 @@ async def generate(
     return found
 
 
-generate_sync = blocking_form(generate)
-"""Return the same texts as ``generate``, blocking the calling thread.
-
-Works in a notebook too, whose event loop waits for it.
-"""
+generate_sync = blocking(generate, "texts")
 
 
 @_shows_fields

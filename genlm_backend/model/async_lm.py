@@ -12,22 +12,22 @@ import torch
 from genlm_backend.checks import (
     MAX_VOCAB,
     Check,
+    check_option_names,
     checked,
+    checked_options,
     integer,
     listed,
     optional,
     shows_options,
     switch,
 )
-from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.context import Context, ContextFactory, listed_contexts
-from genlm_backend.queries.query import NO_QUERY, UNKNOWN_ADAPTER, RowQuery, TokenIds
+from genlm_backend.queries.query import NO_QUERY, UNKNOWN_ADAPTER, Adapter, RowQuery, TokenIds
 from genlm_backend.readouts.draw import Allowed, AnyRow, Draw, Mask, RandomGenerator, draw
 from genlm_backend.readouts.sample_readout import (
-    DRAW_DEFAULTS,
     DrawOptions,
     drawing_of,
     drawings_of,
@@ -42,11 +42,14 @@ from genlm_backend.readouts.sampling import (
 from genlm_backend.readouts.score_query import (
     NO_EXTRAS,
     ScoreExtras,
+    ScoreOptions,
     ScoreQuery,
     TokenScores,
     beginnings_of,
     beside_of,
     check_scorings,
+    distinct,
+    own_scores,
     scores_of_rows,
 )
 from genlm_backend.readouts.token_readouts import (
@@ -163,13 +166,13 @@ class AsyncLM(Closing):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check options of the constructor, before a model is loaded for it.
+        """Check options of the constructor and of ``from_name``, before a model is loaded.
 
         Raises:
             OptionTypeError: (``TypeError``) If there is none of a name, or one is of a wrong type.
             OptionError: (``ValueError``) If one is out of its bounds.
         """
-        check_names(cls, options, cls.library_opts)
+        check_option_names(cls, options, cls.library_opts, is_loading=True)
         checked(cls.option_checks, options)
 
     def context(
@@ -433,17 +436,14 @@ class AsyncLM(Closing):
 
     batch_score_sync = blocking(batch_score, "scores")
 
+    @shows_options(ScoreOptions)
     async def score_with(
         self,
         prompt: TokenIds,
         continuation: TokenIds,
         *,
-        entropy: bool = False,
-        rank: bool = False,
-        top: int = 0,
-        groups: Sequence[Allowed] = (),
-        beginnings: bool = False,
         lora_name: str | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> TokenScores:
         """Return more of each token of a continuation than its log-probability; see ``score``.
 
@@ -454,13 +454,13 @@ class AsyncLM(Closing):
         Args:
             prompt: What comes before the continuation, at least one token.
             continuation: The tokens that are scored.
-            entropy: Whether to tell the entropy of what could come, in nats.
-            rank: Whether to tell how many tokens were more probable.
-            top: Number of the most probable tokens to tell; 0 for none.
-            groups: Groups of tokens whose masses are told, as ``next_token_log_masses`` has them.
-            beginnings: Whether to tell how probable all tokens together were that begin with the
-                first byte of the token, its first two, and so on, as ``alphabet`` has them.
             lora_name: The adapter to read the text with.
+            **options: ``entropy``, whether to tell the entropy of what could come, in nats;
+                ``rank``, whether to tell how many tokens were more probable; ``top``, the number of
+                the most probable tokens to tell; ``groups``, groups of tokens whose masses are
+                told, as ``next_token_log_masses`` has them; ``beginnings``, whether to tell how
+                probable all tokens together were that begin with the first byte of the token, its
+                first two, and so on, as ``alphabet`` has them.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is of a wrong type.
@@ -468,28 +468,23 @@ class AsyncLM(Closing):
                 or a group is of another vocabulary.
             Exception: What ``score`` raises.
         """
-        options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top, "groups": groups}
-        options["beginnings"] = beginnings
         prompts = [self.contexts.of(prompt, "prompt")]
         return (await self.batch_score_with(prompts, [continuation], lora_name, **options))[0]
 
     score_with_sync = blocking(score_with, "scores")
 
+    @shows_options(ScoreOptions)
     async def batch_score_with(
         self,
         prompts: Sequence[TokenIds] | TokenIds,
         continuations: Sequence[TokenIds],
         lora_name: str | None = None,
-        *,
-        entropy: bool = False,
-        rank: bool = False,
-        top: int = 0,
-        groups: Sequence[Allowed] = (),
-        beginnings: bool = False,
+        **options: Unpack[ScoreOptions],
     ) -> list[TokenScores]:
         """Return the scores of many continuations; see ``score_with`` and ``batch_score``."""
-        beside = beside_of(entropy, rank, top, groups, len(self.byte_vocab))
-        if switch("beginnings", beginnings):
+        given = checked_options(ScoreOptions, options, "option of scores", also=("lora_name",))
+        beside = beside_of(given, len(self.byte_vocab))
+        if given["beginnings"]:
             texts = listed("continuations", continuations)
             ids = [array("i", self.contexts.packed(own, name="continuation")) for own in texts]
             own_beginnings = beginnings_of(self.alphabet, (i for own in ids for i in own))
@@ -502,20 +497,26 @@ class AsyncLM(Closing):
     async def _scores(
         self, prompts: Any, continuations: Any, lora_name: str | None, beside: ScoreExtras
     ) -> list[torch.Tensor]:
+        adapter = self._adapter(lora_name)
+        scorings = check_scorings(
+            self.contexts, prompts, continuations, self.max_length, adapter, beside
+        )
+        asked = distinct(scorings)
+        found = await self._scored(asked, lora_name)
+        return own_scores(scorings, dict(zip(asked, found, strict=True)), self.device)
+
+    _scores_sync = blocking(_scores)
+
+    async def _scored(self, asked: list[ScoreQuery], lora_name: str | None) -> list[torch.Tensor]:
+        """Return the answers to distinct scorings."""
+
         def ask(queries: list[RowQuery]) -> Awaitable[torch.Tensor]:
             contexts = [_listed(query.context) for query in queries]
             return self.batch_next_token_logprobs(contexts, lora_name=lora_name)
 
-        scorings = self._scorings(prompts, continuations, lora_name, beside)
-        return await scores_of_rows(scorings, ask, self.batch_size)
+        return await scores_of_rows(asked, ask, self.batch_size)
 
-    _scores_sync = blocking(_scores)
-
-    def _scorings(
-        self, prompts: Any, continuations: Any, lora_name: str | None, beside: ScoreExtras
-    ) -> list[ScoreQuery]:
-        self.check_adapter(lora_name)
-        return check_scorings(self.contexts, prompts, continuations, self.max_length, beside=beside)
+    _scored_sync = blocking(_scored)
 
     # ---------------------------------------------------------------- draws and samples
 
@@ -535,7 +536,7 @@ class AsyncLM(Closing):
         """
         return draw(row, len(self.byte_vocab), generator, temperature)
 
-    @shows_options(DrawOptions, DRAW_DEFAULTS)
+    @shows_options(DrawOptions)
     async def draw_next_token(
         self,
         token_ids: TokenIds,
@@ -584,7 +585,7 @@ class AsyncLM(Closing):
 
     draw_next_token_sync = blocking(draw_next_token, "draw")
 
-    @shows_options(DrawOptions, DRAW_DEFAULTS)
+    @shows_options(DrawOptions)
     async def draw_next_tokens(
         self,
         token_ids: TokenIds,
@@ -624,7 +625,7 @@ class AsyncLM(Closing):
 
     draw_next_tokens_sync = blocking(draw_next_tokens, "draws")
 
-    @shows_options(DrawOptions, DRAW_DEFAULTS)
+    @shows_options(DrawOptions)
     async def batch_draw_next_token(
         self,
         token_ids_list: Sequence[TokenIds],
@@ -701,10 +702,9 @@ class AsyncLM(Closing):
             Exception: What ``next_token_logprobs`` raises.
         """
         check_no_others("sample", others)
-        prompt = self.contexts.check_context(prompt_token_ids)
-        options = self._check_sampling(max_tokens, eos_token_ids, temperature, seed, False)
-        (found,) = await self._samples([prompt], lora_name, **options)
-        return found
+        prompts = [self.contexts.check_context(prompt_token_ids)]
+        options = eos_token_ids, temperature, seed, lora_name
+        return (await self.batch_sample(prompts, max_tokens, *options))[0]
 
     async def batch_sample(
         self,
@@ -726,7 +726,14 @@ class AsyncLM(Closing):
         check_no_others("batch_sample", others)
         contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
         prompts = [self.contexts.check_context(context) for context in contexts]
-        options = self._check_sampling(max_tokens, eos_token_ids, temperature, seed, progress)
+        options = check_sampling(
+            len(self.byte_vocab),
+            max_tokens=max_tokens,
+            eos_token_ids=self.eos_token_ids if eos_token_ids is None else eos_token_ids,
+            temperature=temperature,
+            seed=seed,
+            progress=progress,
+        )
         return await self._samples(prompts, lora_name, **options)
 
     async def _samples(
@@ -766,14 +773,6 @@ class AsyncLM(Closing):
                 break
             context = context.extend(drawn.token_id)
         return Sampled(context.packed(len(prompt)), reason)
-
-    def _check_sampling(
-        self, max_tokens: Any, eos_token_ids: Any, temperature: Any, seed: Any, progress: Any
-    ) -> dict[str, Any]:
-        """Return checked options of ``sample``, the ends of this model by default."""
-        ends = self.eos_token_ids if eos_token_ids is None else eos_token_ids
-        given = {"max_tokens": max_tokens, "eos_token_ids": ends, "temperature": temperature}
-        return check_sampling(len(self.byte_vocab), **given, seed=seed, progress=progress)
 
     # ---------------------------------------------------------------- keys and values
 
@@ -838,6 +837,10 @@ class AsyncLM(Closing):
             raise UnknownAdapterError(
                 f"{UNKNOWN_ADAPTER.format(lora_name)}; {type(self).__name__} has none"
             )
+
+    def _adapter(self, lora_name: str | None) -> Adapter | None:
+        """Return a checked adapter as queries have it; ``None`` if they go by its name."""
+        self.check_adapter(lora_name)
 
     def _normalize(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits ``[..., n]`` as float32 rows, cut or filled up to the vocabulary."""

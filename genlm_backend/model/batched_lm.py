@@ -10,60 +10,72 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import torch
 
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.checks import (
     Check,
+    Option,
     absolute_path,
     byte_count,
+    check_option_names,
     checked,
+    checks_of,
+    defaults_of,
     instance,
     integer,
     number,
     optional,
+    options_of,
+    shows_options,
+    switch,
 )
 from genlm_backend.checks import device as check_device
 from genlm_backend.errors import (
     AdapterError,
     BatcherClosedError,
     CacheError,
+    ModelStateError,
     OptionError,
     PictureError,
+    UnknownAdapterError,
 )
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.lm_statistics import LMStatistics
-from genlm_backend.model.result_collector import (
-    ADAPTER_CHECKS,
-    AdapterNames,
-    ResultCollector,
-    check_adapter_name,
-)
+from genlm_backend.model.result_collector import ADAPTER_CHECKS, AdapterNames, ResultCollector
 from genlm_backend.prefix.budgets import TierName, check_tier
 from genlm_backend.queries.context import Context, listed_contexts
-from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.queries.evaluator import (
+    Evaluator,
+    EvaluatorCounts,
+    EvaluatorInfo,
+    RestartableEvaluator,
+)
 from genlm_backend.queries.query import Adapter, Query, RowQuery, TokenIds
 from genlm_backend.queries.row import Row, RowCache, table_of
-from genlm_backend.readouts.score_query import (
-    NO_EXTRAS,
-    ScoreExtras,
-    ScoreQuery,
-    check_scorings,
-    distinct,
-    own_scores,
-    scores_of_rows,
-)
+from genlm_backend.readouts.score_query import ScoreQuery, scores_of_rows
 from genlm_backend.readouts.token_readouts import ReadoutOf, readout_of, readouts_of
 from genlm_backend.runtime.blocking import blocking
 from genlm_backend.runtime.forks import OfOneProcess
 
 T = TypeVar("T")
-DEFAULT_ROW_CACHE_BYTES = 256 << 20
 
-_OPTIONS: Final = ("batch_size", "timeout", "row_cache_bytes", "output_device", "self_check")
-"""Options of ``BatchedLM`` that constructors of backends hand on."""
+
+class RowOptions(TypedDict, total=False):
+    """Options of every model that its constructor takes by name; ``BatchedLM`` explains them."""
+
+    row_cache_bytes: Annotated[int, Option(256 << 20, byte_count)]
+    output_device: Annotated[str | torch.device, Option("cpu", check_device)]
+    self_check: Annotated[bool, Option(True, switch)]
+
+
+class LMOptions(RowOptions, total=False):
+    """Options of every model; ``BatchedLM`` explains them."""
+
+    batch_size: Annotated[int, Option(20, integer(1))]
+    timeout: Annotated[float, Option(0.02, number(0, is_finite=False))]
 
 
 class PictureReading(Protocol):
@@ -104,32 +116,24 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
         **AsyncLM.option_checks,
+        **checks_of(LMOptions),
         "max_length": optional(integer(1)),
-        "batch_size": integer(1),
         "max_batch_size": optional(integer(1)),
-        "timeout": number(0, is_finite=False),
-        "row_cache_bytes": byte_count,
         "row_cache": optional(instance(RowCache, "a RowCache")),
-        "output_device": check_device,
     }
 
     _pictures: PictureReading | None = None
 
+    @shows_options(LMOptions)
     def __init__(
         self,
         tokenizer: Any,
         evaluator: Evaluator,
         *,
-        batch_size: int = 20,
-        timeout: float = 0.02,
-        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
         row_cache: RowCache[Row] | None = None,
-        output_device: str | torch.device = "cpu",
-        self_check: bool = True,
+        **options: Unpack[LMOptions],
     ) -> None:
-        bounds: dict[str, Any] = {"batch_size": batch_size, "timeout": timeout}
-        rows = {"row_cache_bytes": row_cache_bytes, "row_cache": row_cache}
-        given = checked(self.option_checks, {**bounds, **rows, "output_device": output_device})
+        given, _ = self._parted(locals())
         self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
         if "check_cancelled" in vars(evaluator):  # which is put there below
             raise OptionError("the evaluator is another model's, whose thread calls it")
@@ -139,14 +143,15 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._answering = ResultCollector(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
         self._last_counts: EvaluatorCounts | None = None  # of an evaluator that is closed
-        self._batcher: Batcher[Query, Any] = self._asking(BatchPolicy(timeout=timeout))
+        self._batcher: Batcher[Query, Any] = self._asking(BatchPolicy(timeout=given["timeout"]))
+        self._submit, self._submit_all = self._batcher.submit, self._batcher.submit_all
         evaluator.check_cancelled = self._batcher.check_cancelled
         try:
             info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
             self._info = instance(EvaluatorInfo, "an EvaluatorInfo")("info", info)
             self._batcher.set_policy(max_batch_size=self._bounded(given["batch_size"]))
-            self._answering.set_abilities(self._info)
-            super().__init__(tokenizer, vocab_size=self._info.vocab_size, self_check=self_check)
+            vocab_size, self_check = self._info.vocab_size, given["self_check"]
+            super().__init__(tokenizer, vocab_size=vocab_size, self_check=self_check)
         except BaseException:
             self._batcher.close()  # or its thread would stay as long as the traceback
             evaluator.close()
@@ -157,15 +162,18 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self.has_host_tier = self._info.num_host_slots is not None
         self.device = self.output_device
         self.model_device = None if self._info.device is None else torch.device(self._info.device)
-        self._answering.set_vocabulary(
-            len(self.byte_vocab), self.undefined_ids, are_omitted=self._info.omits_undefined
-        )
+        self._answering.opened(self._info, len(self.byte_vocab), self.undefined_ids)
 
     @classmethod
     def _parted(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Check the options among a constructor's variables; return those for here, and others."""
-        given = checked(cls.option_checks, {n: values[n] for n in cls.option_checks if n in values})
-        return {n: given.pop(n) for n in _OPTIONS if n in given}, given
+        check_option_names(cls, values["options"], cls.library_opts)
+        all_values = {**defaults_of(LMOptions), **values, **values["options"]}
+        given = checked(
+            cls.option_checks, {n: v for n, v in all_values.items() if n in cls.option_checks}
+        )
+        names = (*options_of(LMOptions), "row_cache")
+        return {n: given.pop(n) for n in names if n in given}, given
 
     def __repr__(self) -> str:
         name, size = type(self).__name__, len(getattr(self, "byte_vocab", ()))
@@ -188,7 +196,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
     async def next_token_logprobs(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``."""
         query = self._query(token_ids, lora_name)
         row = self._rows.get(query)
         if row is None:  # here, since one coroutine more takes two per cent of a row's time
@@ -199,10 +206,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
     async def next_token_logits(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the logits of the token after ``token_ids``: float32 ``[vocab]``.
-
-        Log-probabilities where the evaluator does not know its model's logits.
-        """
         query = self._query(token_ids, lora_name)
         row = self._rows.get(query)
         if row is None:
@@ -213,7 +216,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the same row as ``next_token_logprobs``, blocking the calling thread."""
         query = self._query(token_ids, lora_name)
         row = self._rows.get(query)
         if row is None:
@@ -224,13 +226,14 @@ class BatchedLM(OfOneProcess, AsyncLM):
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``."""
         return await self._rows_of(self._queries(token_ids_list, lora_name))
 
     batch_next_token_logprobs_sync = blocking(batch_next_token_logprobs, "rows")
 
     async def _rows_of(self, queries: list[RowQuery]) -> torch.Tensor:
-        rows, missing = self._known(queries)
+        distinct = dict.fromkeys(queries)
+        rows = {q: row for q in distinct if (row := self._rows.get(q)) is not None}
+        missing = [query for query in distinct if query not in rows]
         if missing:
             self._before_wait()
             rows.update(zip(missing, await self._submit_all(missing), strict=True))
@@ -242,8 +245,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     _rows_of_sync = blocking(_rows_of)
 
-    async def _submit_all(self, queries: Sequence[Query]) -> list[Any]:
-        return await self._batcher.submit_all(queries)
+    def _submit_sync(self, query: Query) -> Any:
+        return self._batcher.submit_sync([query])[0]
 
     def _submit_all_sync(self, queries: Sequence[Query]) -> list[Any]:
         return self._batcher.submit_sync(queries)
@@ -260,62 +263,31 @@ class BatchedLM(OfOneProcess, AsyncLM):
         check, max_length = self.contexts.check_context, self.max_length
         return [RowQuery(check(token_ids, max_length), adapter) for token_ids in contexts]
 
-    def _known(self, queries: Sequence[RowQuery]) -> tuple[dict[RowQuery, Row], list[RowQuery]]:
-        """Return the cached rows, and the distinct queries that have none."""
-        distinct = dict.fromkeys(queries)
-        rows = {q: row for q in distinct if (row := self._rows.get(q)) is not None}
-        return rows, [query for query in distinct if query not in rows]
-
-    async def _scores(
-        self, prompts: Any, continuations: Any, lora_name: str | None, beside: ScoreExtras
-    ) -> list[torch.Tensor]:
-        scorings = self._scorings(prompts, continuations, lora_name, beside)
-        asked = distinct(scorings)
-        # The evaluator may answer scorings, and not with these numbers.
-        if self._info.scores and (beside == NO_EXTRAS or self._info.reads_out):
-            found = await self._submit_all(asked)
-        else:
-            found = await scores_of_rows(asked, self._rows_of, self.batch_size)
-        return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
-
-    _scores_sync = blocking(_scores)
-
-    def _scorings(
-        self, prompts: Any, continuations: Any, lora_name: str | None, beside: ScoreExtras
-    ) -> list[ScoreQuery]:
+    async def _scored(self, asked: list[ScoreQuery], lora_name: str | None) -> list[torch.Tensor]:
         self._batcher.check_open()
-        adapter = self._adapter(lora_name)
-        found = check_scorings(
-            self.contexts, prompts, continuations, self.max_length, adapter, beside
-        )
         self._before_wait()
-        return found
+        # The evaluator may answer scorings, and not with these numbers.
+        if self._info.scores and (self._info.reads_out or not any(q.needs_row for q in asked)):
+            return await self._submit_all(asked)
+        return await scores_of_rows(asked, self._rows_of, self.batch_size)
+
+    _scored_sync = blocking(_scored)
 
     async def read(
         self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None = None
     ) -> Any:
-        """Return the answer to a readout of any kind, read off where the model is.
+        query = self._query(token_ids, lora_name)
+        asked, row = readout_of(readout, query), self._rows.get(query)
+        if row is not None:
+            return asked.of_row(row)
+        self._before_wait()
+        return await self._submit(asked)
 
-        Args:
-            token_ids: The context.
-            readout: A function from a ``RowQuery`` to the ``Readout`` of it, such as a class of
-                readouts that are made of a query alone, or ``lambda query: Margin(query, 3)``.
-            lora_name: The adapter to read the context with.
-        """
-        asked, row = self._asked(token_ids, readout, lora_name)
-        return await self._batcher.submit(asked) if row is None else asked.of_row(row)
-
-    def read_sync(
-        self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None = None
-    ) -> Any:
-        """Return the same answer as ``read``, blocking the calling thread."""
-        asked, row = self._asked(token_ids, readout, lora_name)
-        return self._batcher.submit_sync([asked])[0] if row is None else asked.of_row(row)
+    read_sync = blocking(read, "answer")
 
     async def batch_read(
         self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
     ) -> list[Any]:
-        """Return the answers to a readout behind each of many contexts, in order."""
         queries = self._queries(token_ids_list, lora_name)
         asked, answers = readouts_of(readout, queries), dict[int, Any]()
         if len(self._rows):
@@ -332,16 +304,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     batch_read_sync = blocking(batch_read, "answers")
 
-    def _asked(
-        self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None
-    ) -> tuple[Any, Row | None]:
-        """Return the readout of a query, and its row if it is cached."""
-        query = self._query(token_ids, lora_name)
-        asked, row = readout_of(readout, query), self._rows.get(query)
-        if row is None:
-            self._before_wait()
-        return asked, row
-
     # ------------------------------------------------------- the worker thread and its queue
 
     def _call(self, method: Callable[[], T]) -> T:
@@ -352,7 +314,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """Run ``method`` as ``_call`` does, if the adapter of its query is still there by then."""
 
         def run() -> T:
-            self._adapters.check_adapter(query)
+            if error := self._adapters.error_of(query):
+                raise error
             return method()
 
         self._before_wait()
@@ -402,7 +365,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     @property
     def kv_capacity(self) -> int | None:
-        """Number of tokens whose keys and values fit at once; ``None`` where none are kept."""
         return self._info.kv_capacity(self.batch_size)
 
     async def num_cached_tokens(
@@ -564,14 +526,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
         Queries with it that have not ended get an ``UnknownAdapterError``, and no others.
         """
-        check_adapter_name(lora_name)
-
-        def remove() -> None:
-            adapter = self._adapter(lora_name)
-            assert adapter is not None
-            self._remove(adapter)
-
-        self._call(remove)
+        self._call(lambda: self._remove(self._named(lora_name)))
 
     def _drain(self, adapter: Adapter) -> None:
         """Block until everything asked with an adapter so far is answered."""
@@ -583,13 +538,13 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._rows.clear()
 
     def check_adapter(self, lora_name: str | None) -> None:
-        """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
         self._adapter(lora_name)
 
     def _adapter(self, lora_name: str | None) -> Adapter | None:
-        if lora_name is None:
-            return None
-        check_adapter_name(lora_name)
+        return None if lora_name is None else self._named(lora_name)
+
+    def _named(self, lora_name: str) -> Adapter:
+        checked(ADAPTER_CHECKS, {"lora_name": lora_name}, UnknownAdapterError)
         if not self._info.takes_adapters:
             super().check_adapter(lora_name)
         return self._adapters.get(lora_name)
@@ -614,7 +569,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
             self._call(clear)
 
     def statistics(self) -> LMStatistics:
-        """Return the statistics of batching and caching."""
         counts = self._evaluator.counts() if self._last_counts is None else self._last_counts
         return LMStatistics.of(self._batcher.statistics(), counts, self._rows)
 
@@ -659,3 +613,26 @@ class WholeLM(BatchedLM):
         query, evaluator = self._query(token_ids, lora_name), cast(Any, self._evaluator)
         row = self._call_for(query, lambda: evaluator.evaluate_whole(query))
         return self._answering.defined(row).copy_logprobs(self.output_device)
+
+
+class ProcessLM(WholeLM):
+    """A model that may live in a process of its own."""
+
+    @property
+    def process_id(self) -> int | None:
+        """Number of the process that the model lives in; ``None`` where it is this one."""
+        return getattr(self._evaluator, "process_id", None)
+
+    def restart(self) -> None:
+        """End the process that the model lives in, and load the model and its adapters again.
+
+        Comes after the batch that is being evaluated, and blocks the thread. Rows that are cached
+        stay, keys and values have gone, and counts begin anew.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If the model lives in this process.
+            Exception: What loading raises; it may be tried again.
+        """
+        if not isinstance(self._evaluator, RestartableEvaluator):
+            raise ModelStateError("only a model of a process of its own can be restarted")
+        self._info = self._call(self._evaluator.restart)

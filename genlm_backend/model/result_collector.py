@@ -11,7 +11,7 @@ from typing import Any, Final, cast, final
 import torch
 
 from genlm_backend.batching.pending_batch import presentable
-from genlm_backend.checks import checked, instance, shown, text
+from genlm_backend.checks import instance, shown, text
 from genlm_backend.errors import EvaluationError, UnknownAdapterError
 from genlm_backend.queries.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.queries.query import UNKNOWN_ADAPTER, Adapter, Query, Result
@@ -19,11 +19,6 @@ from genlm_backend.queries.row import Row, RowCache, alone, are_rows_of, rows_wi
 from genlm_backend.readouts.readout import answers_by_rows, is_own
 
 ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
-
-
-def check_adapter_name(lora_name: Any) -> None:
-    """Raise an ``UnknownAdapterError`` unless ``lora_name`` is a name, of whatever adapter."""
-    checked(ADAPTER_CHECKS, {"lora_name": lora_name}, UnknownAdapterError)
 
 
 @final
@@ -62,11 +57,6 @@ class AdapterNames:
             )
         return named[name]
 
-    def check_adapter(self, query: Query) -> None:
-        error = self.error_of(query)
-        if error is not None:
-            raise error
-
     def error_of(self, query: Query) -> UnknownAdapterError | None:
         """Return the error of a query whose adapter has gone since it was made, or ``None``."""
         adapter = query.adapter
@@ -82,22 +72,13 @@ class ResultCollector:
     """Calls the evaluator on a batch, checks its answers and caches rows without undefined ids."""
 
     def __init__(self, evaluator: Evaluator, rows: RowCache[Row], adapters: AdapterNames) -> None:
-        self._is_bounded, self._reads_out = True, False
         self._evaluator, self._rows, self._adapters = evaluator, rows, adapters
-        self._vocab_size = 0
-        self._undefined = torch.empty(0, dtype=torch.int64)
-        self._is_to_exclude = False
 
-    def set_abilities(self, info: EvaluatorInfo) -> None:
-        """Note the evaluator's abilities, before the first query."""
+    def opened(self, info: EvaluatorInfo, vocab_size: int, undefined_ids: Collection[int]) -> None:
+        """Note the evaluator's abilities and the ids that no token has, before the first query."""
         self._is_bounded, self._reads_out = info.max_batch_size is not None, info.reads_out
-
-    def set_vocabulary(
-        self, vocab_size: int, undefined_ids: Collection[int], *, are_omitted: bool = False
-    ) -> None:
-        """Set the width of rows and the ids that no token has, before the first query."""
         self._evaluator.undefined_ids = tuple(sorted(undefined_ids))
-        self._is_to_exclude = bool(undefined_ids) and not are_omitted
+        self._is_to_exclude = bool(undefined_ids) and not info.omits_undefined
         self._vocab_size = vocab_size
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 

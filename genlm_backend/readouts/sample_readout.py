@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, TypedDict, final
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, TypedDict, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import check_names, checked, integer, listed, number, one_of, switch
+from genlm_backend.checks import Option, checked_options, integer, listed, number, one_of, switch
 from genlm_backend.errors import EvaluationError, OptionError
 from genlm_backend.queries.query import RowQuery
 from genlm_backend.queries.row import moved, spare_memory
@@ -476,27 +476,12 @@ Impossible: TypeAlias = Literal["raise", "return"]
 class DrawOptions(TypedDict, total=False):
     """The options that draws have in common; ``draw_next_token`` says what they mean."""
 
-    generator: RandomGenerator | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    impossible: Impossible
-
-
-DRAW_DEFAULTS: Final = {
-    "temperature": 1.0,
-    "impossible": "raise",
-    **SamplingFilter()._asdict(),
-    "generator": None,
-}
-_CHECKS: Final = {
-    "temperature": TEMPERATURE,
-    "impossible": one_of("raise", "return"),
-    "top_k": integer(0),
-    "top_p": number(0, 1, is_open=True),
-    "min_p": number(0, 1),
-}
+    generator: Annotated[RandomGenerator | None, Option()]
+    temperature: Annotated[float, Option(1.0, TEMPERATURE)]
+    top_k: Annotated[int, Option(0, integer(0))]
+    top_p: Annotated[float, Option(1.0, number(0, 1, is_open=True))]
+    min_p: Annotated[float, Option(0.0, number(0, 1))]
+    impossible: Annotated[Impossible, Option("raise", one_of("raise", "return"))]
 
 
 def drawing_of(
@@ -547,10 +532,9 @@ def _drawn_alike(
     vocab_size: int, allowed: Any, options: DrawOptions
 ) -> tuple[Callable[[], float], dict[str, Any]]:
     """Return the source of random numbers, and the checked options of a readout of draws."""
-    check_names(options, DRAW_DEFAULTS, "option of draws", also=("allowed", "lora_name"))
-    given: dict[str, Any] = {**DRAW_DEFAULTS, **options}
-    number_of = uniform_of(given.pop("generator"))
-    divisor, impossible, *cuts = checked(_CHECKS, given).values()
+    given = checked_options(DrawOptions, options, "option of draws", ("allowed", "lora_name"))
+    generator, divisor, *cuts, impossible = given.values()
+    number_of = uniform_of(generator)
     bounds, may_fail = SamplingFilter(*cuts), impossible == "return"
     mask = packed_mask(allowed, vocab_size, may_fail)
     return number_of if divisor else lambda: 0.0, {

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Annotated, Any, Final, NamedTuple, TypedDict, final
 
 import numpy as np
 import torch
 
-from genlm_backend.checks import integer, listed, switch
+from genlm_backend.checks import Option, integer, listed, switch
 from genlm_backend.errors import OptionError
 from genlm_backend.queries.context import Context, ContextFactory, is_one_context
 from genlm_backend.queries.query import Adapter, Query, RowQuery
+from genlm_backend.readouts.draw import Allowed
 from genlm_backend.readouts.token_readouts import Entropy, Masses, Top, log_sums, packed_groups
 from genlm_backend.tokenization import Alphabet
 
@@ -143,9 +144,20 @@ NO_EXTRAS: Final = ScoreExtras()
 """A log-probability alone."""
 
 
-def beside_of(entropy: Any, rank: Any, top: Any, groups: Any, vocab_size: int) -> ScoreExtras:
-    most, masks = integer(0, vocab_size)("top", top), packed_groups(groups, vocab_size)
-    return ScoreExtras(switch("entropy", entropy), switch("rank", rank), most, masks)
+class ScoreOptions(TypedDict, total=False):
+    """What is told of each token of a text; ``score_with`` says what the options mean."""
+
+    entropy: Annotated[bool, Option(False, switch)]
+    rank: Annotated[bool, Option(False, switch)]
+    top: Annotated[int, Option(0, integer(0))]
+    groups: Annotated[Sequence[Allowed], Option(())]
+    beginnings: Annotated[bool, Option(False, switch)]
+
+
+def beside_of(options: Mapping[str, Any], vocab_size: int) -> ScoreExtras:
+    top = integer(0, vocab_size)("top", options["top"])
+    masks = packed_groups(options["groups"], vocab_size)
+    return ScoreExtras(options["entropy"], options["rank"], top, masks)
 
 
 TOKENS_PER_ROW: Final = 200
@@ -263,7 +275,9 @@ def distinct(scorings: Sequence[ScoreQuery]) -> list[ScoreQuery]:
 
 
 def own_scores(
-    scorings: Sequence[ScoreQuery], found: Mapping[ScoreQuery, torch.Tensor], device: torch.device
+    scorings: Sequence[ScoreQuery],
+    found: Mapping[ScoreQuery, torch.Tensor],
+    device: torch.device | None,
 ) -> list[torch.Tensor]:
     """Return the scores of each text on ``device``, copied for a caller to modify."""
     return [

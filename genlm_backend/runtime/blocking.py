@@ -3,51 +3,38 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 import warnings
 from collections.abc import Callable, Coroutine, Generator, Iterable
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, ParamSpec, TypeVar, final
 
 S = TypeVar("S")
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def blocking(
-    verb: Callable[Concatenate[S, P], Coroutine[Any, Any, T]], answer: str = "answer"
-) -> Callable[Concatenate[S, P], T]:
-    """Return the form of a model's verb that blocks the calling thread, named ``<verb>_sync``.
+def blocking(verb: Callable[P, Coroutine[Any, Any, T]], answer: str = "answer") -> Callable[P, T]:
+    """Return the form of a coroutine function that blocks, named ``<verb>_sync``.
 
-    It runs the same body, whose ``self`` is the model by its forms that block. So the body never
-    waits, no event loop is needed, and an override of what it calls counts in both forms.
+    It runs the same body in the calling thread, so that the body never waits and no event loop is
+    needed. The ``self`` of a model's verb is then the model by its forms that block: an override of
+    what the verb calls counts in both forms. A function asks whether it ``is_blocking``, or for a
+    model ``in_form``.
 
     Args:
-        verb: A coroutine function that awaits verbs of its model alone.
+        verb: A coroutine function that awaits nothing else.
         answer: Its answer in a word, for ``help``.
     """
+    is_method = next(iter(inspect.signature(verb).parameters)) == "self"
 
     @functools.wraps(verb)
-    def call(lm: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        return result_of(verb(_Blocking(lm), *args, **kwargs))  # pyright: ignore[reportArgumentType]
-
-    return _named(call, verb, answer)
-
-
-def blocking_form(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """Return ``<verb>_sync`` of a coroutine function that asks whether it ``is_blocking``.
-
-    It runs in the calling thread, in a notebook's too: no thread or loop is made for a call.
-    """
-
-    @functools.wraps(verb)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call(*args: Any, **kwargs: Any) -> T:
+        if is_method:
+            args = (_Blocking(args[0]), *args[1:])
         return result_of(verb(*args, **kwargs))
 
-    return _named(call, verb, "answer")
-
-
-def _named(call: Callable[P, T], verb: Callable[..., Any], answer: str) -> Callable[P, T]:
     call.__name__, call.__qualname__ = f"{verb.__name__}_sync", f"{verb.__qualname__}_sync"
     call.__doc__ = (
         f"Return the same {answer} as ``{verb.__name__}``, blocking the calling thread.\n\n"
@@ -63,6 +50,12 @@ def is_blocking() -> Generator[None, bool | None, bool]:
     # has to say it, which a signal could leave behind.
     answer = yield
     return answer is True
+
+
+async def in_form(lm: S) -> S:
+    """Return a model by its forms that block if ``result_of`` runs the coroutine, or as it is."""
+    blocks: Any = _Blocking(lm)
+    return blocks if await is_blocking() else lm
 
 
 def result_of(coroutine: Coroutine[Any, Any, T]) -> T:

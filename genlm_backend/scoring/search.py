@@ -9,25 +9,33 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypedDict, Unpack, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.checks import checked, instance, integer, number, shown, switch
+from genlm_backend.checks import (
+    Option,
+    checked_options,
+    instance,
+    integer,
+    number,
+    shown,
+    shows_options,
+    switch,
+)
 from genlm_backend.errors import ContextError, OptionError, OptionTypeError
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.queries.context import Context
-from genlm_backend.queries.query import RowQuery, TokenIds
-from genlm_backend.readouts.readout import Readout
+from genlm_backend.queries.query import TokenIds
 from genlm_backend.readouts.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
-from genlm_backend.runtime.blocking import blocking_form, is_blocking
+from genlm_backend.runtime.blocking import blocking, in_form
 from genlm_backend.scoring.words import (
     BLANKS,
     NOT_BLANK,
+    WORDS,
     Span,
     Words,
-    check_words,
     context_ids,
     ends_blank,
     is_between_words,
@@ -90,15 +98,21 @@ class Continuations(list[Continuation]):
         return f"Continuations({', '.join(parts)}{more}; {self.explored:.1%} explored)"
 
 
+class SearchOptions(TypedDict, total=False):
+    """The options of ``continuations`` and ``prefix_logprob``, which say what they mean."""
+
+    words: Annotated[Words, WORDS]
+    max_rest: Annotated[float, Option(0.05, number(0, 1))]
+    max_contexts: Annotated[int, Option(200, integer(1))]
+    lora_name: Annotated[str | None, Option()]
+
+
+@shows_options(SearchOptions)
 async def continuations(
     lm: AsyncLM,
     context: str | TokenIds | None,
     n: int = 10,
-    *,
-    words: Words = NOT_BLANK,
-    max_rest: float = 0.05,
-    max_contexts: int = 200,
-    lora_name: str | None = None,
+    **options: Unpack[SearchOptions],
 ) -> Continuations:
     """Return the most probable words behind a context, as a cloze task asks for them.
 
@@ -118,13 +132,13 @@ async def continuations(
             unless it spells a special token first; token ids are taken as they are. A text that
             words follow ends without a blank, which belongs to the word's token.
         n: Number of words.
-        words: What a word is: a regular expression or a function from a text to the spans of its
-            words, by default what blanks separate. With words of your own, the first one in what
-            comes behind the context is meant, whether or not the context ends within a word; it
-            has ended as soon as a character follows it.
-        max_rest: The probability that may be left unexplored, from 0 to 1; at it the search ends.
-        max_contexts: Number of contexts to ask about at most; at it the search ends, too.
-        lora_name: The adapter to read with.
+        **options: ``words``, what a word is: a regular expression or a function from a text to the
+            spans of its words, by default what blanks separate. With words of your own, the first
+            one in what comes behind the context is meant, whether or not the context ends within a
+            word; it has ended as soon as a character follows it. ``max_rest``, the probability that
+            may be left unexplored, from 0 to 1; at it the search ends. ``max_contexts``, the number
+            of contexts to ask about at most; at it the search ends, too. ``lora_name``, the adapter
+            to read with.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument is of a wrong type.
@@ -133,26 +147,29 @@ async def continuations(
         ContextError: (``ValueError``) If ``context`` cannot be read.
         Exception: What ``next_token_logprobs`` raises.
     """
-    given = _checked(lm, n=n, words=words, max_rest=max_rest, max_contexts=max_contexts)
+    num_words, given = integer(1)("n", n), _checked(lm, options)
     begin = lm.contexts.check_context(context_ids(lm, context), lm.max_length, name="context")
-    is_between, blocks = context is None or is_between_words(lm, begin), await is_blocking()
+    is_between, asked = context is None or is_between_words(lm, begin), await in_form(lm)
     explored = _Explored(lm, given["words"], begin, is_between)
     wave, left = [explored.begin], given["max_contexts"]
     while wave:
         num_tokens = min(max(left, _FEWEST), len(lm.byte_vocab))
         questions = [own for node in wave for own in explored.questions(node, num_tokens)]
-        answers = await _answered(lm, questions, lora_name, blocks)
+        answers = await _answered(asked, questions, given["lora_name"])
         for node in wave:
             explored.read(node, answers)
         left -= len(wave)
         is_enough = not left or explored.rest <= given["max_rest"]
         wave = [] if is_enough else explored.follow(min(left, lm.batch_size))
     explored.follow(math.inf, _LEAST)
-    return explored.best(given["n"])
+    return explored.best(num_words)
 
 
-continuations_sync = blocking_form(continuations)
-"""Return the same words as ``continuations``, blocking the calling thread."""
+continuations_sync = blocking(continuations, "words")
+
+
+_MAX_REST: Final = 0.01
+"""The part of the log-probability of a prefix that may be missing, by default."""
 
 
 @final
@@ -178,16 +195,14 @@ class PrefixLogprob(NamedTuple):
         return f"PrefixLogprob({bounds}, upper={self.upper:.6g})"
 
 
+@shows_options(SearchOptions, max_rest=_MAX_REST)
 async def prefix_logprob(
     lm: AsyncLM,
     context: str | TokenIds | None,
     text: str | bytes,
     *,
     word_ends: bool = False,
-    words: Words = NOT_BLANK,
-    max_rest: float = 0.01,
-    max_contexts: int = 200,
-    lora_name: str | None = None,
+    **options: Unpack[SearchOptions],
 ) -> PrefixLogprob:
     """Return the log-probability that what comes behind a context begins with a text.
 
@@ -213,13 +228,12 @@ async def prefix_logprob(
             blank comes behind a context that ends within a word, the answer is given that this word
             ends, as there. So ``" cat"`` has the probability of the word ``"cat"`` behind one
             blank, and that of ``" category"`` is not within it.
-        words: What a word is if ``word_ends=True``, as of ``continuations``. With words of your
-            own, the last word has ended as soon as a character follows that is none of it, and
-            the context may end within a word.
-        max_rest: The part of the answer that may be missing, from 0 on; at it the search ends.
-        max_contexts: Number of contexts to ask about at most; at it the search ends, too. A text
-            takes one for each of its tokens at least, or nothing is found.
-        lora_name: The adapter to read with.
+        **options: ``words``, what a word is if ``word_ends=True``, as of ``continuations``. With
+            words of your own, the last word has ended as soon as a character follows that is none
+            of it, and the context may end within a word. ``max_rest``, the part of the answer that
+            may be missing, from 0 on; at it the search ends. ``max_contexts``, the number of
+            contexts to ask about at most; at it the search ends, too. A text takes one for each of
+            its tokens at least, or nothing is found. ``lora_name``, the adapter to read with.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument is of a wrong type.
@@ -229,10 +243,9 @@ async def prefix_logprob(
             not end with a word where its last word has to end.
         Exception: What ``next_token_logprobs`` raises.
     """
-    given = _checked(
-        lm, word_ends=word_ends, words=words, max_rest=max_rest, max_contexts=max_contexts
-    )
-    words, word_ends = given["words"], given["word_ends"]
+    word_ends = switch("word_ends", word_ends)
+    given = _checked(lm, {"max_rest": _MAX_REST, **options})
+    words: Words = given["words"]
     if words != NOT_BLANK and not word_ends:
         raise OptionError("words is for word_ends=True")
     data = _bytes_of(text, word_ends and words == NOT_BLANK)
@@ -240,7 +253,7 @@ async def prefix_logprob(
     log_share = math.log(given["max_rest"]) if given["max_rest"] else -math.inf
     if not data and not word_ends:
         return PrefixLogprob(0.0, -math.inf)
-    is_between, blocks = context is None or is_between_words(lm, begin), await is_blocking()
+    is_between, asked = context is None or is_between_words(lm, begin), await in_form(lm)
     ways = _Ways(lm, data, word_ends, words, not is_between)
     best = np.full(ways.longest + 1, -np.inf)  # the most probable path of those that end at a byte
     found, paths = -math.inf, [_Path(0.0, b"", begin)]
@@ -254,7 +267,7 @@ async def prefix_logprob(
         wave, paths = _most_promising(paths, best, log_share, min(left, lm.batch_size))
         left -= len(wave)
         questions = [question for path in wave for question in ways.questions(path)]
-        answers = await _answered(lm, questions, lora_name, blocks)
+        answers = await _answered(asked, questions, given["lora_name"])
         for path in wave:
             mass, children = ways.followed(path, answers)
             found = float(np.logaddexp(found, mass))
@@ -268,36 +281,20 @@ async def prefix_logprob(
         best[-1] = found
 
 
-prefix_logprob_sync = blocking_form(prefix_logprob)
-"""Return the same log-probability as ``prefix_logprob``, blocking the calling thread."""
+prefix_logprob_sync = blocking(prefix_logprob, "log-probability")
 
 
-_CHECKS: Final = {
-    "n": integer(1),
-    "words": lambda _, words: check_words(words),
-    "word_ends": switch,
-    "max_rest": number(0, 1),
-    "max_contexts": integer(1),
-}
-
-
-def _checked(lm: Any, **options: Any) -> dict[str, Any]:
+def _checked(lm: Any, options: SearchOptions) -> dict[str, Any]:
     instance(AsyncLM, "an AsyncLM")("lm", lm)
-    return checked(_CHECKS, options)
+    return checked_options(SearchOptions, options, "option of searches")
 
 
 async def _answered(
-    lm: AsyncLM, questions: Sequence[ContextReadout], lora_name: str | None, blocks: bool
+    lm: AsyncLM, questions: Sequence[ContextReadout], lora_name: str | None
 ) -> Iterator[Any]:
     """Return the answers to a wave of questions, each a context with the readout of its row."""
     contexts, makers = [context for context, _ in questions], iter([make for _, make in questions])
-
-    def readout(query: RowQuery) -> Readout:
-        return next(makers)(query)
-
-    if blocks:
-        return iter(lm.batch_read_sync(contexts, readout, lora_name))
-    return iter(await lm.batch_read(contexts, readout, lora_name))
+    return iter(await lm.batch_read(contexts, lambda query: next(makers)(query), lora_name))
 
 
 def _decoded(data: bytes, is_all: bool) -> str:

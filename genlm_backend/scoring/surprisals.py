@@ -6,15 +6,25 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, cast, final, overload
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    TypeAlias,
+    TypedDict,
+    Unpack,
+    cast,
+    final,
+    overload,
+)
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.checks import (
-    Check,
-    check_names,
-    checked,
+    Option,
+    checked_options,
     instance,
     integer,
     listed,
@@ -28,15 +38,14 @@ from genlm_backend.errors import ContextError, MissingExtraError, OptionError, O
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.queries.query import TokenIds
 from genlm_backend.readouts.score_query import TokenScores
-from genlm_backend.runtime.blocking import blocking_form, is_blocking
+from genlm_backend.runtime.blocking import blocking, in_form
 from genlm_backend.runtime.progress import progress_bar
-from genlm_backend.runtime.together import together
 from genlm_backend.scoring.words import (
     NOT_BLANK,
+    WORDS,
     Region,
     Spelling,
     Words,
-    check_words,
     context_ids,
     is_between_words,
     word_begins,
@@ -169,35 +178,17 @@ Unit: TypeAlias = Literal["bits", "nats"]
 class SurprisalOptions(TypedDict, total=False):
     """The options of ``surprisal``, which says what they mean."""
 
-    by: By
-    unit: Unit
-    words: Words
-    word_ends: bool | None
-    context: str | TokenIds | None
-    contexts: Sequence[str | TokenIds] | None
-    entropy: bool
-    rank: bool
-    stride: int | None
-    lora_name: str | None
-    progress: bool
-
-
-_OPTIONS: Final[dict[str, tuple[Any, Check[Any] | None]]] = {
-    "by": ("word", one_of("word", "token", "character")),
-    "unit": ("bits", one_of("bits", "nats")),
-    "words": (NOT_BLANK, lambda _, words: check_words(words)),
-    "word_ends": (None, optional(switch)),
-    "context": (None, None),
-    "contexts": (None, None),
-    "entropy": (False, switch),
-    "rank": (False, switch),
-    "stride": (None, optional(integer(1))),
-    "lora_name": (None, None),
-    "progress": (False, switch),
-}
-"""Options, each with its default and its check, unless what reads it checks it."""
-
-_DEFAULTS: Final = {name: default for name, (default, _) in _OPTIONS.items()}
+    by: Annotated[By, Option("word", one_of("word", "token", "character"))]
+    unit: Annotated[Unit, Option("bits", one_of("bits", "nats"))]
+    words: Annotated[Words, WORDS]
+    word_ends: Annotated[bool | None, Option(None, optional(switch))]
+    context: Annotated[str | TokenIds | None, Option()]
+    contexts: Annotated[Sequence[str | TokenIds] | None, Option()]
+    entropy: Annotated[bool, Option(False, switch)]
+    rank: Annotated[bool, Option(False, switch)]
+    stride: Annotated[int | None, Option(None, optional(integer(1)))]
+    lora_name: Annotated[str | None, Option()]
+    progress: Annotated[bool, Option(False, switch)]
 
 
 @overload
@@ -210,7 +201,7 @@ async def surprisal(
 ) -> SurprisalsOfTexts: ...
 
 
-@shows_options(SurprisalOptions, _DEFAULTS)
+@shows_options(SurprisalOptions)
 async def surprisal(
     lm: AsyncLM, texts: str | Sequence[str], **options: Unpack[SurprisalOptions]
 ) -> Surprisals | SurprisalsOfTexts:
@@ -258,34 +249,29 @@ async def surprisal(
     """
     asked = _Asked(lm, options)
     many, read = asked.read(texts)
-    blocks = await is_blocking()
-    size = _AT_ONCE if blocks else 1
+    asker = await in_form(lm)
+    size = 1 if asker is lm else _AT_ONCE
     with progress_bar(len(read), asked.progress, "scoring") as bar:
 
         async def told(some: list[_Text]) -> list[Surprisals]:
             prompts = [prompt for text in some for prompt in text.parts[0]]
             parts = [part for text in some for part in text.parts[1]]
-            if blocks:
-                found = lm.batch_score_with_sync(prompts, parts, asked.lora_name, **asked.beside)
-            else:
-                found = await lm.batch_score_with(prompts, parts, asked.lora_name, **asked.beside)
-            surprisals, scores = list[Surprisals](), iter(found)
+            scores = iter(
+                await asker.batch_score_with(prompts, parts, asked.lora_name, **asked.beside)
+            )
+            surprisals = list[Surprisals]()
             for text in some:
                 surprisals.append(text.surprisals(itertools.islice(scores, len(text.parts[0]))))
                 bar.update()
             return surprisals
 
         asking = (told(read[start : start + size]) for start in range(0, len(read), size))
-        found = [await some for some in asking] if blocks else await together(asking)
+        found = await asker._together(asking)
     told_of_all = SurprisalsOfTexts(own for some in found for own in some)
     return told_of_all if many else told_of_all[0]
 
 
-surprisal_sync = blocking_form(surprisal)
-"""Return the same surprisals as ``surprisal``, blocking the calling thread.
-
-Works in a notebook too, whose event loop waits for it.
-"""
+surprisal_sync = blocking(surprisal, "surprisals")
 
 _AT_ONCE: Final = 200
 """Texts that a blocking thread scores at once, between two updates of its progress."""
@@ -297,9 +283,7 @@ class _Asked:
 
     def __init__(self, lm: AsyncLM, options: SurprisalOptions) -> None:
         instance(AsyncLM, "an AsyncLM")("lm", lm)
-        check_names(options, _DEFAULTS, "option of surprisal")
-        checks = {name: check for name, (_, check) in _OPTIONS.items() if check}
-        given = checked(checks, {**_DEFAULTS, **options})
+        given = checked_options(SurprisalOptions, options, "option of surprisal")
         self.lm, self.by, self.progress = lm, given["by"], given["progress"]
         self.words: Words = given["words"]
         if self.by != "word" and "words" in options:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast, final
 
 import numpy as np
 
-from genlm_backend.checks import shown
+from genlm_backend.checks import Option, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionError, OptionTypeError
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.queries.query import TokenIds
@@ -146,24 +146,28 @@ def _spells(spelt: Sequence[bytes], data: bytes) -> bool:
     return joined in (data, b" " + data)
 
 
-def check_words(words: Words) -> re.Pattern[str] | Callable[[str], Iterable[Span]]:
+def check_words(name: str, words: Words) -> re.Pattern[str] | Callable[[str], Iterable[Span]]:
     """Return the checked expression or function that finds words."""
     if isinstance(words, str):
         try:
             return re.compile(words)
         except re.error as error:
-            raise OptionError(f"words must be a regular expression: {error}") from error
+            raise OptionError(f"{name} must be a regular expression: {error}") from error
     is_pattern = isinstance(words, re.Pattern) and isinstance(words.pattern, str)
     if not is_pattern and not callable(words):
         raise OptionTypeError(
-            f"words must be a regular expression or a function of a text, got {shown(words)}"
+            f"{name} must be a regular expression or a function of a text, got {shown(words)}"
         )
     return words
 
 
+WORDS: Final = Option(NOT_BLANK, check_words)
+"""The option that says what a word is."""
+
+
 def spans_of(words: Words, text: str) -> list[Span]:
     """Return the spans of a text's words, checked; see ``Spelling.words``."""
-    words = check_words(words)
+    words = check_words("words", words)
     if isinstance(words, re.Pattern):
         return [match.span() for match in words.finditer(text) if match.group()]
     try:

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, models
 
 from genlm_backend import AsyncGLM, AsyncMlxLM, AsyncTransformer, MockAsyncLM
 from genlm_backend.backends.hf.hf_loader import HFLoader
-from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.mlx import present
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation import Constraint, Engine, GenerationConfig, generate, stream
@@ -150,9 +149,8 @@ def of_a_process(saved):
 
 
 def of_replicas(saved):
-    loader = HFLoader.of_name(
-        saved, None, None, None, HFOptions(kv_cache_bytes=1 << 20), AsyncReplicas
-    )
+    options = {"kv_cache_bytes": 1 << 20}
+    loader, _ = HFLoader.of_name(saved, None, None, None, options, AsyncReplicas)
     return AsyncReplicas(loader.tokenizer(), [ProcessEvaluator(loader)])
 
 

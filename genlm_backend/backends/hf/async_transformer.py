@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, ClassVar, Self
-
-import torch
+from typing import Annotated, Any, ClassVar, Self, Unpack
 
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.backends.hf.hf_loader import HFLoader, WeightFormat
 from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.picture_reader import PictureReader, check_processor
 from genlm_backend.backends.loading import explained
-from genlm_backend.checks import Check, switch
+from genlm_backend.checks import Check, Option, checks_of, shows_options, switch
 from genlm_backend.errors import OptionError
-from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.prefix.codecs import KVCacheDtype
+from genlm_backend.model.batched_lm import BatchedLM, LMOptions, ProcessLM, RowOptions
 from genlm_backend.readouts.sampling import ends_of_model
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
-from genlm_backend.remote.process_lm import ProcessLM
+
+
+class TransformerOptions(HFOptions, RowOptions, total=False):
+    """Options of ``AsyncTransformer``, which explains them, that are given by name."""
+
+    processor: Annotated[Any, Option(None, check_processor)]
+
+
+class _OptionsByName(TransformerOptions, LMOptions):
+    pass
 
 
 class AsyncTransformer(ProcessLM):
@@ -89,12 +94,13 @@ class AsyncTransformer(ProcessLM):
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
         **BatchedLM.option_checks,
-        **HFOptions.CHECKS,
+        **checks_of(TransformerOptions),
         "process": switch,
     }
 
     library_opts: ClassVar[str] = "hf_opts"
 
+    @shows_options(TransformerOptions)
     def __init__(
         self,
         hf_model: Any,
@@ -102,39 +108,30 @@ class AsyncTransformer(ProcessLM):
         batch_size: int = 20,
         timeout: float = 0.02,
         *,
-        kv_cache_bytes: int | None = None,
-        kv_cache_dtype: KVCacheDtype | None = None,
-        host_cache_bytes: int = 0,
-        state_cache_bytes: int | None = None,
-        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
-        output_device: str | torch.device = "cpu",
-        num_threads: int | None = None,
-        max_length: int | None = None,
-        packs_weights: bool = False,
         process: bool = False,
-        self_check: bool = True,
-        processor: Any = None,
+        **options: Unpack[TransformerOptions],
     ) -> None:
-        own, options = self._parted(locals())
-        check_processor(processor)
-        if options.pop("process"):
+        own, given = self._parted(locals())
+        processor = given.pop("processor", None)
+        if given.pop("process"):
             raise OptionError(
                 "process=True is for a model that is loaded by name, since an object lives where "
                 f"it has been made: {type(self).__name__}.from_name(name, process=True)"
             )
         self._hf: HFEvaluator | ProcessEvaluator
         if isinstance(hf_model, ProcessEvaluator):
-            for name, value in options.items():
+            for name, value in given.items():
                 if value not in (None, False, 0):
                     raise OptionError(f"{name} is for what makes the evaluator over there")
             self._hf = hf_model
         else:
-            self._hf = HFEvaluator(hf_model, output_device=own["output_device"], **options)
+            self._hf = HFEvaluator(hf_model, output_device=own["output_device"], **given)
         super().__init__(hf_tokenizer, self._hf, **own)
         token_id = self._info.image_token_id
         self._pictures = PictureReader(processor, self.contexts, token_id, self._asker())
 
     @classmethod
+    @shows_options(_OptionsByName, packs_weights=True)
     def from_name(
         cls,
         model_id: str,
@@ -143,7 +140,7 @@ class AsyncTransformer(ProcessLM):
         *,
         weights: WeightFormat | None = None,
         process: bool = False,
-        **kwargs: Any,
+        **options: Unpack[_OptionsByName],
     ) -> Self:
         """Load a model and its tokenizer.
 
@@ -163,7 +160,7 @@ class AsyncTransformer(ProcessLM):
                 where it ends before, queries are an ``EngineDiedError`` until ``restart()``.
                 ``num_threads`` and devices are those over there. The first tokens of a model take
                 a few seconds longer to come.
-            **kwargs: For the constructor; ``packs_weights`` is ``True`` unless it is given.
+            **options: For the constructor; ``packs_weights`` is ``True`` unless it is given.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
@@ -173,21 +170,16 @@ class AsyncTransformer(ProcessLM):
             ModelNotFoundError: (``OSError``) If there is no such model.
             MissingExtraError: (``ImportError``) If an extra is needed and absent.
         """
-        cls.check_options(kwargs)
         is_elsewhere = switch("process", process)
-        own = {name: kwargs.pop(name) for name in HFOptions.CHECKS if name in kwargs}
-        options = HFOptions(**{"packs_weights": True, **own})
-        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
+        loader, own = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
         if is_elsewhere:
             loader.check_portable()
         with explained(model_id):
             tokenizer = loader.tokenizer()
             if is_elsewhere:  # where it is loaded when it is asked what it is able to do
-                evaluator = ProcessEvaluator(loader)
-                return cls(evaluator, tokenizer, processor=loader.processor, **kwargs)
+                return cls(ProcessEvaluator(loader), tokenizer, **own)
             model = loader.model()
-        given = {"processor": loader.processor, **asdict(options), **kwargs}
-        return cls(model, tokenizer, **given)
+        return cls(model, tokenizer, **own, **loader.evaluator)
 
     # ---------------------------------------------------------------- keys and values
 

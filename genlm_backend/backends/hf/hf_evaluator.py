@@ -19,7 +19,7 @@ from genlm_backend.backends.hf.cascade_attention import UncachedAttention
 from genlm_backend.backends.hf.cuda_graph_runner import CudaGraphRunner
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.model_picture_rules import examine_pictures, image_token_id
-from genlm_backend.backends.hf.options import HFOptions
+from genlm_backend.backends.hf.options import HFOptions, hf_options
 from genlm_backend.backends.hf.prefix_file import PrefixFiles
 from genlm_backend.backends.hf.support import (
     KVSupport,
@@ -56,16 +56,16 @@ class HFEvaluator(LocalEvaluator):
         self, model: Any, *, output_device: torch.device | None = None, **options: Any
     ) -> None:
         """Take the options of ``HFOptions``."""
-        self._options = HFOptions(**options)
+        self._options = hf_options(options)
         check_hf_model(model)
         model.eval()
-        merges, check_cancelled = self._options.packs_weights, lambda: self.check_cancelled()
-        self._runner = runner = HFRunner(model, merges, check_cancelled)
+        merges = self._options.get("packs_weights", False)
+        self._runner = runner = HFRunner(model, merges, lambda: self.check_cancelled())
         super().__init__(runner, runner.device.type, UncachedAttention(), output_device)
-        has_bytes = self._options.kv_cache_bytes != 0
+        has_bytes = self._options.get("kv_cache_bytes") != 0
         self._files = PrefixFiles(self.scheduler, runner, has_bytes=has_bytes)
         self.scheduler.max_cacheable_len = rotary_limit(model)
-        max_length = self._options.max_length
+        max_length = self._options.get("max_length")
         self._max_length = longest_context(model) if max_length is None else max_length
 
     # ---------------------------------------------------------------- getting ready
@@ -74,9 +74,9 @@ class HFEvaluator(LocalEvaluator):
         """Find out what the model can do by a few tiny passes, and make room for its cache."""
         runner = self._runner
         width = vocab_width(runner.model)
-        if self._options.num_threads is not None:
-            use_num_threads(self._options.num_threads)
-        if self._options.packs_weights:
+        if num_threads := self._options.get("num_threads"):
+            use_num_threads(num_threads)
+        if self._options.get("packs_weights", False):
             runner.packed.pack(runner.model)
         with tried(runner):
             tokens = [[i % width for i in (5, 6, 7)]]
@@ -86,7 +86,7 @@ class HFEvaluator(LocalEvaluator):
         check_predicts(runner, width)
         support = hf_probe(runner, width, self._max_length)
         longest = min(longest_context(runner.model) or math.inf, self.scheduler.max_cacheable_len)
-        layout = layout_of(runner, support, self._options.kv_cache_dtype, width, longest)
+        layout = layout_of(runner, support, self._options.get("kv_cache_dtype"), width, longest)
         if support.spread_alone:
             warnings.warn(
                 f"rows of this {type(runner.model).__name__} depend on what they are computed "
@@ -116,7 +116,7 @@ class HFEvaluator(LocalEvaluator):
             num_slots=self.scheduler.tree.num_slots if self.scheduler.cache.keeps else None,
             num_states=self.scheduler.cache.state_pool.num_states or None,
             num_host_slots=self.scheduler.tree.host_slots.num_slots or None,
-            kv_cache_dtype=self._options.kv_cache_dtype,
+            kv_cache_dtype=self._options.get("kv_cache_dtype"),
             device=str(runner.device),
             takes_adapters=True,
             uses_openmp=runner.device.type == "cpu",
@@ -228,10 +228,12 @@ def hf_prefix_cache(
 ) -> PrefixCache | None:
     """Return room for contexts; ``None`` if every context is run whole."""
     name = type(runner.model).__name__
-    if wanted.kv_cache_bytes == 0:
+    kv_bytes, host = wanted.get("kv_cache_bytes"), wanted.get("host_cache_bytes", 0)
+    state_bytes = wanted.get("state_cache_bytes")
+    if kv_bytes == 0:
         return None
     if support.reason:
-        _check_nothing_wanted(wanted, name, support.reason)
+        _check_nothing_wanted(host, state_bytes, name, support.reason)
         logger.info("%s runs every context whole: %s", name, support.reason)
         kind = runner.model.config.get_text_config(decoder=True).model_type
         if kind in CACHED_TYPES and not support.reason.endswith("too short to tell"):
@@ -242,10 +244,10 @@ def hf_prefix_cache(
                 stacklevel=2,
             )
         return None
-    budget = default_kv_budget(layout) if wanted.kv_cache_bytes is None else wanted.kv_cache_bytes
-    size, host = layout.states.bytes_per_state, wanted.host_cache_bytes
+    budget = default_kv_budget(layout) if kv_bytes is None else kv_bytes
+    size = layout.states.bytes_per_state
     attends = bool(layout.layers)
-    of_states = state_budget(wanted.state_cache_bytes, budget, size, name, attends=attends)
+    of_states = state_budget(state_bytes, budget, size, name, attends=attends)
     num_slots = layout.num_slots(budget - of_states)
     if of_states and not num_slots:
         raise OptionError(
@@ -261,7 +263,7 @@ def hf_prefix_cache(
     if of_states:
         with _fits("state_cache_bytes", of_states):
             states = StatePool(layout.states, of_states // size)
-    with _fits("kv_cache_bytes", wanted.kv_cache_bytes):
+    with _fits("kv_cache_bytes", kv_bytes):
         pool = KVPool(layout, num_slots)
     if host and layout.devices == {"cpu"}:
         warnings.warn(
@@ -290,10 +292,10 @@ def hf_prefix_cache(
     )
 
 
-def _check_nothing_wanted(wanted: HFOptions, name: str, reason: str) -> None:
+def _check_nothing_wanted(host: int, state_bytes: int | None, name: str, reason: str) -> None:
     for option, value, kind in (
-        ("host_cache_bytes", wanted.host_cache_bytes or None, "whose keys and values are kept"),
-        ("state_cache_bytes", wanted.state_cache_bytes, "with recurrent states that are kept"),
+        ("host_cache_bytes", host or None, "whose keys and values are kept"),
+        ("state_cache_bytes", state_bytes, "with recurrent states that are kept"),
     ):
         if value is not None:
             raise OptionError(

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, final, get_args
 
 import torch
 
-from genlm_backend.backends.bundled import is_bundled
+from genlm_backend.backends.bundled import BUNDLED
 from genlm_backend.backends.hf.architecture import check_architecture, check_complete
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
-from genlm_backend.backends.hf.options import HFOptions, explained_options, loading_options
+from genlm_backend.backends.hf.options import (
+    HFOptions,
+    explained_options,
+    hf_options,
+    loading_options,
+)
 from genlm_backend.backends.loading import (
     check_has_tokenizer,
     check_holds,
     hub_options,
     resolve_name,
 )
-from genlm_backend.checks import Check, one_of, shown
+from genlm_backend.checks import Check, one_of, options_of, shown
 from genlm_backend.errors import OptionError, OptionTypeError, PictureError
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.remote.process_evaluator import pickled
@@ -76,7 +81,7 @@ class HFLoader:
         from transformers.models.auto import modeling_auto
 
         # What ships as a package is wherever the process is that loads it.
-        path = resolve_name(self.name) if is_bundled(self.name) else self.path
+        path = resolve_name(self.name) if self.name in BUNDLED else self.path
         config, _ = PretrainedConfig.get_config_dict(path, **self._shared)
         check_architecture(self.name, config)
         seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -97,7 +102,7 @@ class HFLoader:
         """Load the model; return an evaluator of it whose rows are on the CPU."""
         with bars_where_seen():
             model = self.model()
-        return HFEvaluator(model, output_device=torch.device("cpu"), **asdict(self.evaluator))
+        return HFEvaluator(model, output_device=torch.device("cpu"), **self.evaluator)
 
     @classmethod
     def of_name(
@@ -106,11 +111,14 @@ class HFLoader:
         bitsandbytes_opts: dict[str, Any] | None,
         hf_opts: dict[str, Any] | None,
         weights: Any,
-        evaluator: HFOptions,
+        own: Mapping[str, Any],
         owner: type[AsyncLM],
-    ) -> Self:
+    ) -> tuple[Self, dict[str, Any]]:
+        """Check the options of a ``from_name``; return the loader, and those for ``owner``."""
+        owner.check_options(own)
+        evaluator = hf_options({"packs_weights": True, **own})
         options = loading_options(bitsandbytes_opts, hf_opts)
-        for name in options.keys() & {*owner.option_checks, *evaluator.CHECKS}:
+        for name in options.keys() & {*owner.option_checks, *options_of(HFOptions)}:
             raise OptionTypeError(f"{name} is an option of {owner.__name__}, not one of hf_opts")
         wanted = check_weight_format("weights", weights)
         if wanted is not None:
@@ -118,7 +126,9 @@ class HFLoader:
         path = resolve_name(model_id)
         if Path(path).is_dir():  # from wherever it is loaded
             path = str(Path(path).absolute())
-        return cls(str(model_id), path, {**hub_options(path), **options}, evaluator, wanted)
+        loader = cls(str(model_id), path, {**hub_options(path), **options}, evaluator, wanted)
+        others = {name: value for name, value in own.items() if name not in evaluator}
+        return loader, {"processor": loader.processor, **others}
 
     def check_portable(self) -> None:
         """Check that the options can be given to another process."""

@@ -7,16 +7,16 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self, final
+from typing import Annotated, Any, TypedDict
 
 import torch
 
 from genlm_backend.checks import (
-    Check,
+    Option,
     byte_count,
     check_names,
     checked,
+    checks_of,
     device,
     integer,
     mapping,
@@ -32,39 +32,28 @@ from genlm_backend.prefix.budgets import check_budgets
 from genlm_backend.prefix.codecs import KV_CACHE_DTYPES, KVCacheDtype
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HFOptions:
-    """Options of ``HFEvaluator``, with the names and meanings of ``AsyncTransformer``'s."""
+class HFOptions(TypedDict, total=False):
+    """Options of ``HFEvaluator``, which ``AsyncTransformer`` explains."""
 
-    kv_cache_bytes: int | None = None
-    kv_cache_dtype: KVCacheDtype | None = None
-    host_cache_bytes: int = 0
-    state_cache_bytes: int | None = None
-    max_length: int | None = None
-    num_threads: int | None = None
-    packs_weights: bool = False
+    kv_cache_bytes: Annotated[int | None, Option(None, optional(byte_count))]
+    kv_cache_dtype: Annotated[KVCacheDtype | None, Option(None, one_of(None, *KV_CACHE_DTYPES))]
+    host_cache_bytes: Annotated[int, Option(0, byte_count)]
+    state_cache_bytes: Annotated[int | None, Option(None, optional(byte_count))]
+    max_length: Annotated[int | None, Option(None, optional(integer(1)))]
+    num_threads: Annotated[int | None, Option(None, optional(thread_count))]
+    packs_weights: Annotated[bool, Option(False, switch)]
 
-    CHECKS: ClassVar[Mapping[str, Check[Any]]] = {
-        "kv_cache_bytes": optional(byte_count),
-        "kv_cache_dtype": one_of(None, *KV_CACHE_DTYPES),
-        "host_cache_bytes": byte_count,
-        "state_cache_bytes": optional(byte_count),
-        "max_length": optional(integer(1)),
-        "num_threads": optional(thread_count),
-        "packs_weights": switch,
-    }
-    """Checks of the options by name; what they return is what the option becomes."""
 
-    def __post_init__(self) -> None:
-        for name, value in checked(self.CHECKS, asdict(self)).items():
-            object.__setattr__(self, name, value)
-        check_budgets(self.kv_cache_bytes, self.host_cache_bytes, self.state_cache_bytes)
-
-    @classmethod
-    def among(cls, values: Mapping[str, Any]) -> Self:
-        """Return the options among other values by their names, as a caller's ``locals()``."""
-        return cls(**{name: values[name] for name in cls.CHECKS})
+def hf_options(values: Mapping[str, Any]) -> HFOptions:
+    """Return checked options of ``HFEvaluator`` among other values by their names."""
+    checks = checks_of(HFOptions)
+    options: Any = checked(checks, {name: values[name] for name in checks if name in values})
+    check_budgets(
+        options.get("kv_cache_bytes"),
+        options.get("host_cache_bytes", 0),
+        options.get("state_cache_bytes"),
+    )
+    return options
 
 
 _FREQUENT = (

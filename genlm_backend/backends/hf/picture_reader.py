@@ -40,13 +40,14 @@ class _Read(NamedTuple):
     inputs: dict[str, torch.Tensor]
 
 
-def check_processor(processor: Any) -> None:
+def check_processor(name: str, processor: Any) -> Any:
     """Refuse an object that neither is a processor nor loads one."""
     if processor is not None and not callable(processor):
         raise OptionTypeError(
-            "processor must be one of transformers, as AutoProcessor.from_pretrained(…) loads it, "
+            f"{name} must be one of transformers, as AutoProcessor.from_pretrained(…) loads it, "
             f"got {shown(processor)}"
         )
+    return processor
 
 
 @final

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, final
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, final
 
 from genlm_backend.backends.bundled import BOS_TOKEN, BUNDLED
 from genlm_backend.backends.llama_cpp.binding import library
@@ -19,12 +17,12 @@ from genlm_backend.checks import (
     one_of,
     optional,
     sequence,
+    shows_options,
     switch,
     text,
 )
-from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.model.batched_lm import BatchedLM, ProcessLM, RowOptions
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
-from genlm_backend.remote.process_lm import ProcessLM
 
 if TYPE_CHECKING:
     from genlm_backend.backends.llama_cpp.llama_evaluator import LlamaEvaluator
@@ -53,8 +51,6 @@ class AsyncLlamaCppLM(ProcessLM):
             of 16,384 tokens, or as many as a quarter of the machine's free memory and 4 GiB hold;
             and 1 GiB of states, at most.
         kv_cache_dtype: Number format of keys and values: "float32" or "float16" (the default).
-        row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
-        output_device: Where rows are returned: "cpu", "cuda:0", …
         max_length: The longest context to accept. Default: what the model was trained on, or three
             quarters of what there is room for, so that prompts can be kept beside it.
         num_threads: Number of threads of a pass, which wait for one another; fewer are faster where
@@ -65,9 +61,9 @@ class AsyncLlamaCppLM(ProcessLM):
             callers do not wait for each other, and an assertion of llama.cpp that fails ends that
             process alone: queries are an ``EngineDiedError`` then, until ``restart()``. Its
             vocabulary is loaded here too.
-        self_check: Compare a few probe texts with the bytes of their tokens.
         eos_token_ids: The ids that end a text where a caller names none. Default: those that the
             file says, for texts and for turns of a chat.
+        **options: ``row_cache_bytes``, ``output_device`` and ``self_check``, as of ``BatchedLM``.
 
     Raises:
         MissingExtraError: (``ImportError``) Without llama-cpp-python.
@@ -89,6 +85,7 @@ class AsyncLlamaCppLM(ProcessLM):
         "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
     }
 
+    @shows_options(RowOptions)
     def __init__(
         self,
         model_path: str | Path,
@@ -97,17 +94,15 @@ class AsyncLlamaCppLM(ProcessLM):
         *,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: str | None = None,
-        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
-        output_device: str | torch.device = "cpu",
         max_length: int | None = None,
         num_threads: int | None = None,
         num_gpu_layers: int = 0,
         process: bool = False,
-        self_check: bool = True,
         eos_token_ids: Collection[int] | None = None,
+        **options: Unpack[RowOptions],
     ) -> None:
-        own, options = self._parted(locals())
-        num_layers, is_elsewhere = options.pop("num_gpu_layers"), options.pop("process")
+        own, given = self._parted(locals())
+        num_layers, is_elsewhere = given.pop("num_gpu_layers"), given.pop("process")
         path = text("model_path", str(model_path) if isinstance(model_path, Path) else model_path)
         library()
         from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
@@ -121,9 +116,9 @@ class AsyncLlamaCppLM(ProcessLM):
                 (tokenizer.bos_token_id,) = tokenizer.encode(BOS_TOKEN, add_special_tokens=False)
             self._llama: LlamaEvaluator | ProcessEvaluator
             if is_elsewhere:
-                self._llama = ProcessEvaluator(partial(load_evaluator, path, num_layers, options))
+                self._llama = ProcessEvaluator(partial(load_evaluator, path, num_layers, given))
             else:
-                self._llama = LlamaEvaluator(model, **options)
+                self._llama = LlamaEvaluator(model, **given)
         except BaseException:
             model.close()
             raise

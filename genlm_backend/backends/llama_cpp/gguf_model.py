@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Final, final
 
-from genlm_backend.backends.bundled import BUNDLED, bundled_file, is_bundled
+from genlm_backend.backends.bundled import BUNDLED, bundled_file
 from genlm_backend.backends.llama_cpp.binding import library, log_caught
 from genlm_backend.backends.loading import check_name
 from genlm_backend.checks import near_names, shown
@@ -208,7 +208,7 @@ def resolve_file(name: str | Path) -> str:
             if files
             else f"the directory {named!r} holds no GGUF file"
         )
-    if is_bundled(named):
+    if named in BUNDLED:
         return str(bundled_file(named))
     others = [str(file) for file in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
     raise ModelNotFoundError(

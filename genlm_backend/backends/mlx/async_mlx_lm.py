@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, final
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, final
 
 from genlm_backend.backends.loading import cache_opts as check_cache_opts
 from genlm_backend.backends.loading import explained, row_cache
 from genlm_backend.backends.mlx.present import check_present
-from genlm_backend.checks import Check, byte_count, integer, optional, sequence, switch, text
-from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM, WholeLM
+from genlm_backend.checks import (
+    Check,
+    byte_count,
+    integer,
+    optional,
+    sequence,
+    shows_options,
+    switch,
+    text,
+)
+from genlm_backend.model.batched_lm import BatchedLM, RowOptions, WholeLM
 
 if TYPE_CHECKING:
     from genlm_backend.backends.mlx.mlx_evaluator import MlxEvaluator
@@ -44,12 +51,10 @@ class AsyncMlxLM(WholeLM):
         state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep recurrent states in, of a
             model that has such layers (Mamba, Gated DeltaNet, …). Default: half of them, or all
             where no layer attends.
-        row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
-        output_device: Where rows are returned: "cpu", "mps", …
         max_length: The longest context to accept. Default: what the model's arguments say.
-        self_check: Compare a few probe texts with the bytes of their tokens.
         eos_token_ids: The ids that end a text where a caller names none. Default: those that the
             tokenizer says; what ``mlx_lm.load`` returns says the model's.
+        **options: ``row_cache_bytes``, ``output_device`` and ``self_check``, as of ``BatchedLM``.
 
     Raises:
         MissingExtraError: (``ImportError``) Without MLX.
@@ -69,6 +74,7 @@ class AsyncMlxLM(WholeLM):
         "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
     }
 
+    @shows_options(RowOptions)
     def __init__(
         self,
         mlx_lm_model: Any,
@@ -81,23 +87,21 @@ class AsyncMlxLM(WholeLM):
         batch_size: int = 20,
         kv_cache_bytes: int | None = None,
         state_cache_bytes: int | None = None,
-        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
-        output_device: str | torch.device = "cpu",
         max_length: int | None = None,
-        self_check: bool = True,
         eos_token_ids: Collection[int] | None = None,
+        **options: Unpack[RowOptions],
     ) -> None:
         check_present()
         from genlm_backend.backends.mlx.mlx_evaluator import MlxEvaluator
 
-        own, options = self._parted(locals())
-        most_rows, opts = options.pop("cache_size"), options.pop("cache_opts") or {}
+        own, given = self._parted(locals())
+        most_rows, opts = given.pop("cache_size"), given.pop("cache_opts") or {}
         rows = row_cache(most_rows, own["row_cache_bytes"], **opts)
         if type(tokenizer).__name__ == "TokenizerWrapper":  # of mlx-lm
             if eos_token_ids is None:
-                options["eos_token_ids"] = tokenizer.eos_token_ids
+                given["eos_token_ids"] = tokenizer.eos_token_ids
             tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
-        self._mlx: MlxEvaluator = MlxEvaluator(mlx_lm_model, **options)
+        self._mlx: MlxEvaluator = MlxEvaluator(mlx_lm_model, **given)
         super().__init__(tokenizer, self._mlx, row_cache=rows, **own)
 
     @classmethod
@@ -142,7 +146,8 @@ class AsyncMlxLM(WholeLM):
         tokenizer = loader.tokenizer()
         with explained(model_name):
             model = loader.model()
-        return cls(model, tokenizer, **{"eos_token_ids": loader.ends(), **kwargs})
+        given: dict[str, Any] = {"eos_token_ids": loader.ends(), **kwargs}
+        return cls(model, tokenizer, **given)
 
     # ---------------------------------------------------------------- keys and values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, final
 
 import torch
 
@@ -21,9 +21,9 @@ from genlm_backend.backends.vllm.completion import LEAST_TEMPERATURE, Completion
 from genlm_backend.backends.vllm.release import check_release
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator, compare_rows
 from genlm_backend.backends.vllm.vllm_picture_reader import VLLMPictureReader
-from genlm_backend.checks import Check, integer, mapping, optional, switch, text
+from genlm_backend.checks import Check, integer, mapping, optional, shows_options, switch, text
 from genlm_backend.errors import BatcherClosedError, OptionError
-from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.model.batched_lm import BatchedLM, LMOptions
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import Adapter
 from genlm_backend.readouts.sampling import Sampled
@@ -53,13 +53,10 @@ class AsyncVirtualLM(BatchedLM):
         cache_size: Rows to keep, at most; 0 bounds them by bytes only.
         cache_opts: ``max_bytes`` of the rows kept, in place of ``row_cache_bytes``, and
             ``move_to_cpu``: whether to keep them in main memory, wherever they are returned.
-        batch_size: Distinct contexts evaluated at once, at most.
-        timeout: Seconds that the first query of a batch may wait for others.
-        row_cache_bytes: Bytes of rows to keep; 0 keeps none.
-        output_device: Where rows are returned: "cpu", "cuda:0", …
         max_length: The longest context to take, where it is less than vLLM's
             ``max_model_len - 1`` (one place is for a token that vLLM samples).
-        self_check: Compare a few probe texts with the bytes of their tokens.
+        **options: ``batch_size``, ``timeout``, ``row_cache_bytes``, ``output_device`` and
+            ``self_check``, as of ``BatchedLM``.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of a wrong type, or ``cache_opts`` has
@@ -76,22 +73,19 @@ class AsyncVirtualLM(BatchedLM):
 
     library_opts: ClassVar[str] = "engine_opts"
 
+    @shows_options(LMOptions)
     def __init__(
         self,
         engine: VLLMEngine,
         cache_size: int = 0,
         cache_opts: Mapping[str, Any] | None = None,
         *,
-        batch_size: int = 20,
-        timeout: float = 0.02,
-        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
-        output_device: str | torch.device = "cpu",
         max_length: int | None = None,
-        self_check: bool = True,
+        **options: Unpack[LMOptions],
     ) -> None:
-        own, options = self._parted(locals())
-        self._vllm = VLLMEvaluator(engine, own["output_device"], options["max_length"])
-        most_rows, opts = options["cache_size"], options["cache_opts"] or {}
+        own, given = self._parted(locals())
+        self._vllm = VLLMEvaluator(engine, own["output_device"], given["max_length"])
+        most_rows, opts = given["cache_size"], given["cache_opts"] or {}
         rows = row_cache(most_rows, own["row_cache_bytes"], **opts)
         super().__init__(engine.tokenizer, self._vllm, row_cache=rows, **own)
         self._pictures = VLLMPictureReader(engine, self.contexts)

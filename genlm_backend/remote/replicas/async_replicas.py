@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self, final
+from typing import Annotated, Any, ClassVar, Self, Unpack, final
 
 import torch
 
@@ -14,15 +14,35 @@ from genlm_backend.backends.hf.options import HFOptions
 from genlm_backend.backends.hf.picture_reader import PictureReader, check_processor
 from genlm_backend.backends.loading import explained
 from genlm_backend.batching import BatchPolicy
-from genlm_backend.checks import Check, instance, integer, listed, number
-from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.prefix.codecs import KVCacheDtype
+from genlm_backend.checks import (
+    Check,
+    Option,
+    checks_of,
+    defaults_of,
+    instance,
+    integer,
+    listed,
+    number,
+    shows_options,
+)
+from genlm_backend.model.batched_lm import BatchedLM, LMOptions
 from genlm_backend.queries.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.queries.query import RowQuery
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
 from genlm_backend.remote.ray_evaluator import RayEvaluator, connect
 from genlm_backend.remote.replicas.replica_batcher import ReplicaBatcher
 from genlm_backend.remote.replicas.replica_set import ReplicaSet
+
+
+class ReplicaOptions(LMOptions, total=False):
+    """Options of ``AsyncReplicas``, which explains them."""
+
+    per_forward: Annotated[float, Option(8.0, number(0))]
+    processor: Annotated[Any, Option(None, check_processor)]
+
+
+class _OptionsByName(HFOptions, ReplicaOptions):
+    pass
 
 
 @final
@@ -58,35 +78,25 @@ class AsyncReplicas(BatchedLM):
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
         **BatchedLM.option_checks,
-        "per_forward": number(0),
+        **checks_of(_OptionsByName),
     }
 
     library_opts: ClassVar[str] = "hf_opts"
 
+    @shows_options(ReplicaOptions)
     def __init__(
-        self,
-        tokenizer: Any,
-        evaluators: Sequence[Evaluator],
-        *,
-        batch_size: int = 20,
-        timeout: float = 0.02,
-        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
-        output_device: str | torch.device = "cpu",
-        per_forward: float = 8.0,
-        self_check: bool = True,
-        processor: Any = None,
+        self, tokenizer: Any, evaluators: Sequence[Evaluator], **options: Unpack[ReplicaOptions]
     ) -> None:
-        own, options = self._parted(locals())
-        check_processor(processor)
+        own, more = self._parted({**defaults_of(ReplicaOptions), "options": options})
         is_evaluator = instance(Evaluator, "an Evaluator")
         given = [is_evaluator("evaluators", one) for one in listed("evaluators", evaluators)]
         self._set = ReplicaSet(given)
         super().__init__(tokenizer, self._set, **own)
-        for replica in self._set.replicas:
-            replica.answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
-        self._distributor.opened(self._set.infos, options["per_forward"])
+        for replica, info in zip(self._set.replicas, self._set.infos, strict=True):
+            replica.answering.opened(info, len(self.byte_vocab), self.undefined_ids)
+        self._distributor.opened(self._set.infos, more["per_forward"])
         token_id = self._info.image_token_id
-        self._pictures = PictureReader(processor, self.contexts, token_id, self._asker())
+        self._pictures = PictureReader(more["processor"], self.contexts, token_id, self._asker())
 
     def _asking(self, policy: BatchPolicy) -> ReplicaBatcher:
         """Make the replicas and the batcher that sends queries to them."""
@@ -100,6 +110,7 @@ class AsyncReplicas(BatchedLM):
         self._info = self._set.info_of_all()
 
     @classmethod
+    @shows_options(_OptionsByName, packs_weights=True)
     def from_name(
         cls,
         model_id: str,
@@ -108,14 +119,7 @@ class AsyncReplicas(BatchedLM):
         hf_opts: dict[str, Any] | None = None,
         *,
         weights: WeightFormat | None = None,
-        kv_cache_bytes: int | None = None,
-        kv_cache_dtype: KVCacheDtype | None = None,
-        host_cache_bytes: int = 0,
-        state_cache_bytes: int | None = None,
-        num_threads: int | None = None,
-        max_length: int | None = None,
-        packs_weights: bool = True,
-        **kwargs: Any,
+        **options: Unpack[_OptionsByName],
     ) -> Self:
         """Load a model of transformers several times, each in a process of its own.
 
@@ -128,14 +132,8 @@ class AsyncReplicas(BatchedLM):
             bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
             hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
             weights: Number format of the weights, as there.
-            kv_cache_bytes: Bytes of keys and values that each replica keeps.
-            kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
-            host_cache_bytes: Bytes that each replica keeps on its host, as there.
-            state_cache_bytes: Bytes of recurrent states that each replica keeps, as there.
-            num_threads: Threads of each replica's forward passes on the CPU.
-            max_length: The longest context to accept. Default: what the model's config says.
-            packs_weights: Whether weights are packed where that is faster, on the CPU.
-            **kwargs: For the constructor.
+            **options: For the constructor, and for the model of each replica, as for
+                ``AsyncTransformer``; ``packs_weights`` is ``True`` unless it is given.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
@@ -144,16 +142,15 @@ class AsyncReplicas(BatchedLM):
             ModelNotFoundError: (``OSError``) If there is no such model.
         """
         count = integer(1)("replicas", replicas)
-        cls.check_options(kwargs)
-        options = HFOptions.among(locals())
-        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
+        loader, own = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
         loader.check_portable()
         with explained(model_id):
             tokenizer = loader.tokenizer()
             made = [ProcessEvaluator(maker) for maker in _placed(loader, count, hf_opts or {})]
-            return cls(tokenizer, made, processor=loader.processor, **kwargs)
+            return cls(tokenizer, made, **own)
 
     @classmethod
+    @shows_options(_OptionsByName, packs_weights=True)
     def on_ray(
         cls,
         model_id: str,
@@ -166,14 +163,7 @@ class AsyncReplicas(BatchedLM):
         bitsandbytes_opts: dict[str, Any] | None = None,
         hf_opts: dict[str, Any] | None = None,
         weights: WeightFormat | None = None,
-        kv_cache_bytes: int | None = None,
-        kv_cache_dtype: KVCacheDtype | None = None,
-        host_cache_bytes: int = 0,
-        state_cache_bytes: int | None = None,
-        num_threads: int | None = None,
-        max_length: int | None = None,
-        packs_weights: bool = True,
-        **kwargs: Any,
+        **options: Unpack[_OptionsByName],
     ) -> Self:
         """Load a model of transformers several times, each in an actor of a Ray cluster.
 
@@ -189,7 +179,7 @@ class AsyncReplicas(BatchedLM):
             num_cpus: Cores that Ray reserves for each, its threads unless ``num_threads`` is given.
             num_gpus: Number of GPUs that Ray reserves for each, which may be a fraction.
             max_restarts: Number of times that Ray starts an actor again; -1 for any number.
-            **kwargs: For the constructor.
+            **options: As for ``from_name``.
 
         Raises:
             OptionError: (``ValueError``) If an option is out of its bounds, or no cluster answers.
@@ -197,18 +187,16 @@ class AsyncReplicas(BatchedLM):
             Exception: What ``from_name`` raises.
         """
         count = integer(1)("num_replicas", num_replicas)
-        cls.check_options(kwargs)
-        if num_threads is None:
-            num_threads = max(1, int(number(0)("num_cpus", num_cpus)))
-        options = HFOptions.among(locals())
-        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
+        if options.get("num_threads") is None:
+            options["num_threads"] = max(1, int(number(0)("num_cpus", num_cpus)))
+        loader, own = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
         loader.check_portable()
         reserved = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
         made = [RayEvaluator(loader, **reserved) for _ in range(count)]
         with explained(model_id):
             tokenizer = loader.tokenizer()
             connect(address)
-            return cls(tokenizer, made, processor=loader.processor, **kwargs)
+            return cls(tokenizer, made, **own)
 
     # ---------------------------------------------------------------- replicas
 
@@ -250,7 +238,7 @@ def _placed(loader: HFLoader, count: int, hf_opts: Mapping[str, Any]) -> list[HF
     if num_devices and "device_map" not in hf_opts and loader.weights is None:
         places = [{"device_map": f"cuda:{index % num_devices}"} for index in range(count)]
         return [replace(loader, options={**loader.options, **place}) for place in places]
-    if loader.evaluator.num_threads is None:
-        own = replace(loader.evaluator, num_threads=max(1, (os.cpu_count() or 1) // count))
-        loader = replace(loader, evaluator=own)
+    if loader.evaluator.get("num_threads") is None:
+        num_threads = max(1, (os.cpu_count() or 1) // count)
+        loader = replace(loader, evaluator={**loader.evaluator, "num_threads": num_threads})
     return [loader] * count

@@ -67,8 +67,6 @@ class ReplicaSet(Evaluator):
         widths = [info.vocab_size for info in self.infos]
         if len(set(widths)) > 1:
             raise OptionError(f"replicas must be of one model, got vocabularies of {widths} ids")
-        for replica, info in zip(self.replicas, self.infos, strict=True):
-            replica.answering.set_abilities(info)
         return self.info_of_all()
 
     def info_of_all(self) -> EvaluatorInfo:
