@@ -226,8 +226,12 @@ class AsyncGLM(OfOneProcess):
             task = self._task(task_id)
             if not (task.result.done() or self._is_shut_down):
                 self._check_started(f"task {task_id} has not begun")
-        with contextlib.suppress(CancelledError):
+        try:
             task.result.exception(timeout)  # waits
+        except TimeoutError:
+            raise TimeoutError(f"task {task_id} is not complete after {timeout} s") from None
+        except CancelledError:
+            pass
         with self._lock.here:
             if self._tasks.pop(task_id, None) is None:
                 raise UnknownTaskError(f"the result of task {task_id} has been collected")

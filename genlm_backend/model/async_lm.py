@@ -651,11 +651,8 @@ class AsyncLM(Closing):
             Exception: What ``draw_next_token`` raises, of the first that raises it; ``OptionError``
                 (``ValueError``) as well if there are not as many of ``allowed`` as of contexts.
         """
-        listed_ids = listed_contexts("token_ids_list", token_ids_list)
         self.check_adapter(lora_name)
-        contexts = [
-            self.contexts.check_context(token_ids, self.max_length) for token_ids in listed_ids
-        ]
+        contexts = self.contexts.check_contexts("token_ids_list", token_ids_list, self.max_length)
         drawing = drawings_of(len(self.byte_vocab), allowed, options, len(contexts))
         return [draw for (draw,) in await self.batch_read(contexts, drawing, lora_name)]
 
@@ -724,8 +721,7 @@ class AsyncLM(Closing):
         shows a bar of the continuations that are complete, on a terminal or in a notebook.
         """
         check_no_others("batch_sample", others)
-        contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
-        prompts = [self.contexts.check_context(context) for context in contexts]
+        prompts = self.contexts.check_contexts("prompt_token_ids_list", prompt_token_ids_list)
         options = check_sampling(
             len(self.byte_vocab),
             max_tokens=max_tokens,

@@ -46,7 +46,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.result_collector import ADAPTER_CHECKS, AdapterNames, ResultCollector
 from genlm_backend.prefix.budgets import TierName, check_tier
-from genlm_backend.queries.context import Context, listed_contexts
+from genlm_backend.queries.context import Context
 from genlm_backend.queries.evaluator import (
     Evaluator,
     EvaluatorCounts,
@@ -257,11 +257,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return RowQuery(self.contexts.check_context(token_ids, self.max_length), adapter)
 
     def _queries(self, token_ids_list: Sequence[TokenIds], lora_name: str | None) -> list[RowQuery]:
-        contexts = listed_contexts("token_ids_list", token_ids_list)
         self._batcher.check_open()
         adapter = None if lora_name is None else self._adapter(lora_name)
-        check, max_length = self.contexts.check_context, self.max_length
-        return [RowQuery(check(token_ids, max_length), adapter) for token_ids in contexts]
+        contexts = self.contexts.check_contexts("token_ids_list", token_ids_list, self.max_length)
+        return [RowQuery(context, adapter) for context in contexts]
 
     async def _scored(self, asked: list[ScoreQuery], lora_name: str | None) -> list[torch.Tensor]:
         self._batcher.check_open()

@@ -369,6 +369,16 @@ class ContextFactory:
             )
         return context
 
+    def check_contexts(self, name: str, value: Any, max_length: int | None = None) -> list[Context]:
+        """Return an iterable of contexts as ``check_context`` returns each of them."""
+        checked = list[Context]()
+        try:
+            for token_ids in listed_contexts(name, value):
+                checked.append(self.check_context(token_ids, max_length))
+        except (ContextError, ContextTypeError) as error:
+            raise type(error)(f"{name}[{len(checked)}]: {error}") from None
+        return checked
+
     def check_id(self, token_id: Any) -> int:
         if type(token_id) is not int:
             token_id = _to_int(token_id)

@@ -50,7 +50,7 @@ def test_a_full_queue_blocks_times_out_and_goes_on():
         with pytest.raises(queue.Full):
             glm.submit([9], timeout=0.05)
         assert time.monotonic() - begin >= 0.05
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"task 0 is not complete after 0\.01 s"):
             glm.get_result(ids[0], timeout=0.01)
         assert not glm.is_ready(ids[0])
         threading.Timer(0.05, lm.let).start()
