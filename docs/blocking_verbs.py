@@ -57,7 +57,7 @@ def _show_options(owner: Any) -> None:
 
 def _replace_options(function: griffe.Function, kind: Any, *own: Any) -> None:
     defaults = {keyword.name: str(keyword.value) for keyword in own}
-    parameters = [p for p in function.parameters if p.kind != griffe.ParameterKind.var_keyword]
+    *parameters, options = function.parameters
     for name, annotation in _options_of(function.modules_collection[kind.canonical_path]).items():
         shown, option = annotation.slice.elements
         default = f"{option}.default"
@@ -70,7 +70,7 @@ def _replace_options(function: griffe.Function, kind: Any, *own: Any) -> None:
             default=defaults.get(name, default),
         )
         parameters.append(parameter)
-    function.parameters = griffe.Parameters(*parameters)
+    function.parameters = griffe.Parameters(*parameters, options)  # which the docstring explains
 
 
 def _options_of(kind: Any) -> dict[str, Any]:

@@ -167,7 +167,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
     @classmethod
     def _parted(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Check the options among a constructor's variables; return those for here, and others."""
-        check_option_names(cls, values["options"], cls.library_opts)
+        # Python's name for the class of the constructor, of which a program's may be a subclass.
+        check_option_names(values["__class__"], values["options"], cls.library_opts)
         all_values = {**defaults_of(LMOptions), **values, **values["options"]}
         given = checked(
             cls.option_checks, {n: v for n, v in all_values.items() if n in cls.option_checks}

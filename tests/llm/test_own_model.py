@@ -302,6 +302,17 @@ async def test_not_one_answer_for_each_query_is_an_error_and_nothing_is_kept(ans
             assert int((await lm.next_token_logprobs([i])).argmax()) == i
 
 
+def test_a_subclass_may_have_options_of_its_own():
+    class Mine(MockAsyncLM):
+        def __init__(self, size):
+            super().__init__(word_tokenizer(size), batch_size=3)
+
+    with Mine(5) as lm:
+        assert (len(lm.byte_vocab), lm.batch_size) == (5, 3)
+        with pytest.raises(OptionTypeError, match=r"batchsize is no option of MockAsyncLM.*batch_s"):
+            MockAsyncLM(word_tokenizer(5), batchsize=3)
+
+
 WRONG = {
     "a tensor": lambda row: row.logprobs,
     "None": lambda row: None,

@@ -87,7 +87,7 @@ class AsyncReplicas(BatchedLM):
     def __init__(
         self, tokenizer: Any, evaluators: Sequence[Evaluator], **options: Unpack[ReplicaOptions]
     ) -> None:
-        own, more = self._parted({**defaults_of(ReplicaOptions), "options": options})
+        own, more = self._parted({**defaults_of(ReplicaOptions), **locals()})
         is_evaluator = instance(Evaluator, "an Evaluator")
         given = [is_evaluator("evaluators", one) for one in listed("evaluators", evaluators)]
         self._set = ReplicaSet(given)
