@@ -154,6 +154,9 @@ class AsyncGLM(OfOneProcess):
         """
         timeout = check_timeout("timeout", timeout)
         checked(_CHECKS, {"generation_kwargs": generation_kwargs}, GenerationConfigError)
+        # First: torch aborts if Python, as it exits, collects a tensor that has views.
+        with self._lock.here:
+            self._check_open()
         own = generation_kwargs or {}
         kwargs = {**self._defaults, **own}
         for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
