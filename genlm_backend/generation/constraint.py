@@ -414,7 +414,7 @@ class Constraint:
             if error.startswith("NoExtensionBias"):
                 raise ConstraintError(
                     "the text cannot go on: no token of the vocabulary begins what has to follow "
-                    f"the {len(self.token_ids)} that there are"
+                    f"the {len(self.token_ids)} that there are, or nothing can match what follows"
                 )
             raise ConstraintError(f"the constraint broke down: {error}")
 
