@@ -137,12 +137,6 @@ SUBJECTS: dict[str, Subject] = {
     "AsyncReplicas.from_name": Subject(
         AsyncReplicas.from_name,
         {"model_id": "/no/such/model"},
-        names=tuple(
-            name
-            for method in (AsyncReplicas.from_name, AsyncReplicas.__init__)
-            for name in inspect.signature(method).parameters
-            if name not in ("self", "tokenizer", "evaluators", "kwargs")
-        ),
         accepting=(ModelNotFoundError,),
     ),
     "AsyncVirtualLM": Subject(

@@ -309,7 +309,9 @@ def test_a_subclass_may_have_options_of_its_own():
 
     with Mine(5) as lm:
         assert (len(lm.byte_vocab), lm.batch_size) == (5, 3)
-        with pytest.raises(OptionTypeError, match=r"batchsize is no option of MockAsyncLM.*batch_s"):
+        with pytest.raises(
+            OptionTypeError, match=r"batchsize is no option of MockAsyncLM.*batch_s"
+        ):
             MockAsyncLM(word_tokenizer(5), batchsize=3)
 
 
