@@ -68,10 +68,15 @@ def check_option_names(
 
 def loading_option_names(kind: type) -> list[str]:
     """Return the options of a constructor, and those of loading by a name."""
-    from_name = getattr(kind, "from_name", None)
-    parameters = inspect.signature(from_name).parameters.values() if from_name else ()
-    named = (p.name for p in parameters if p.default is not p.empty)
-    return [*dict.fromkeys([*_option_names(kind), *named])]
+    own = [*_option_names(kind)]
+    owner = next((base for base in kind.__mro__ if "from_name" in vars(base)), None)
+    if owner is None:
+        return own
+    parameters = inspect.signature(vars(owner)["from_name"].__get__(None, kind)).parameters.values()
+    # A subclass may take fewer options than the constructor that it calls.
+    refused = {*_option_names(owner)} - {*own}
+    named = (p.name for p in parameters if p.default is not p.empty and p.name not in refused)
+    return [*dict.fromkeys([*own, *named])]
 
 
 def _option_names(kind: type) -> Iterator[str]:

@@ -40,7 +40,7 @@ class CheckedConfig(abc.ABC):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     _error: ClassVar[type[Exception]]
 
-    def __new__(cls, **fields: Any) -> Self:
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
         """Refuse unknown names and suggest near ones, which ``__init__`` would not."""
         cls._check_names(fields)
         return super().__new__(cls)
@@ -98,6 +98,7 @@ _ONE_TEXT = (
     "1, or at most num_beams, unless tokens are drawn, as by a temperature: texts would be equal"
 )
 _BEAMS = "unless num_beams > 1"
+_MAX_BEAMS = 1 << 16
 _NO_SEARCH = "1 with a temperature or response_format"
 _EARLY_STOPPING = "what transformers calls so, how a beam search ends, is beam_early_stopping"
 
@@ -227,7 +228,7 @@ class GenerationConfig(CheckedConfig):
     response_format: Mapping[str, Any] | type[Any] | None = checked_field(
         None, optional(_response_format)
     )
-    num_beams: int = checked_field(1, integer(1))
+    num_beams: int = checked_field(1, integer(1, _MAX_BEAMS))
     length_penalty: float = checked_field(1.0, number())
     beam_early_stopping: bool | Literal["never"] = checked_field(
         False, one_of(True, False, "never")

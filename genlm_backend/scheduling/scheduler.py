@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan
 from genlm_backend.attention.forward_batch import AttentionBackend, pack_decode
 from genlm_backend.errors import ContextError, QueryDroppedError
+from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.queries.query import Query, Result, RowQuery
 from genlm_backend.queries.row import Row
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
@@ -61,7 +62,7 @@ class Scheduler:
 
     def use_cache(self, cache: PrefixCache) -> None:
         """Keep contexts in a cache from now on; in an empty one, run every context whole."""
-        self.cache, self.tree = cache, cache.tree
+        self.cache = cache
         if cache.most_rows is not None:
             self.cost = replace(self.cost, max_rows=cache.most_rows)
         # If all contexts of a decode step go on from those of one earlier step, its plan is that
@@ -72,6 +73,10 @@ class Scheduler:
         )
         self._valid_for: tuple[object, ...] = ()  # what these depend on beside their nodes
         self.openings = MultimodalPrefixes(self.forwards, cache)
+
+    @property
+    def tree(self) -> PrefixTree:
+        return self.cache.tree
 
     def evaluate(self, queries: list[Query]) -> list[Result]:
         """Return one answer to each query; out of memory, halve the batch and try again."""

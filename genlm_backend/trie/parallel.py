@@ -86,7 +86,8 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
     @torch.no_grad()
     def _evaluate(self, operation: Operation, batch: Weights) -> Tensor:
         if len(batch) == 0:
-            return torch.empty(0, self.num_nodes, dtype=torch.float32, device=self.device)
+            like = torch.empty(0) if isinstance(batch, list) else self._to_device(batch)
+            return like.new_empty(0, self.num_nodes, device=self.device)
         if isinstance(batch, list):
             rows = [self._to_device(weights) for weights in batch]
             dtype = torch.float64 if any(r.dtype == torch.float64 for r in rows) else torch.float32

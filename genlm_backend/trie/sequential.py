@@ -64,8 +64,9 @@ class TokenCharacterTrie(VocabularyTrie):
         self._spare = SpareMemory(spare_bytes)
 
     def evaluate_batch(self, operation: Operation, batch: Weights) -> NDArray[np.floating]:
-        rows = [*map(to_numpy, batch)] if isinstance(batch, list) else [*to_numpy(batch)]
-        dtype = np.result_type(np.float32, *{row.dtype for row in rows})
+        rows = [*map(to_numpy, batch)] if isinstance(batch, list) else to_numpy(batch)
+        dtypes = {row.dtype for row in rows} if isinstance(rows, list) else {rows.dtype}
+        dtype = np.result_type(np.float32, *dtypes)
         out = self._spare.take_array((len(rows), self.num_nodes), dtype.type)
         self._sweep(operation, [row.astype(dtype, copy=False) for row in rows], out)
         return out

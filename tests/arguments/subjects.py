@@ -202,7 +202,7 @@ SUBJECTS: dict[str, Subject] = {
     "continuations_sync": Subject(
         continuations_sync, {"lm": LM, "context": [1], "max_contexts": 2}
     ),
-    "stream": Subject(stream, {"lm": LM, "prompt": [1], "max_new_tokens": 1}),
+    "stream": Subject(stream, GENERATED),
     "AsyncGLM": Subject(AsyncGLM, {"model": MODEL}),
     "AsyncGLM over an AsyncLM": Subject(AsyncGLM, {"model": LM}),
     "AsyncGLM.submit": Subject(
@@ -235,7 +235,12 @@ for _name in ("start_request_ids", "start_request_text", "generate", "stream"):
     _prompt = [p for p in inspect.signature(_declared).parameters if p != "self"][1]
     SUBJECTS[f"Engine.{_name}"] = Subject(
         engine_method(_name),
-        {"model_name": "m", _prompt: [[1]] if _prompt == "text" else [1], "max_new_tokens": 1},
+        {
+            "model_name": "m",
+            _prompt: [[1]] if _prompt == "text" else [1],
+            "max_new_tokens": 1,
+            "eos_token_id": [*EOS],
+        },
         (_declared,),
     )
 for _name, _given in {

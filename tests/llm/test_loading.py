@@ -205,6 +205,13 @@ def test_a_subclass_may_have_an_option_of_such_a_name(hub):
     with pytest.raises(OptionTypeError, match="hf_opts"):
         Typed.check_options({"dtype": "x", "torch_dtype": "x"})
 
+    class Narrow(AsyncTransformer):
+        def __init__(self, hf_model, hf_tokenizer, packs_weights=False):
+            super().__init__(hf_model, hf_tokenizer, packs_weights=packs_weights)
+
+    with pytest.raises(OptionTypeError, match="batch_size is no option of Narrow: there are packs"):
+        Narrow.from_name("no-such-model", batch_size=3)
+
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize(

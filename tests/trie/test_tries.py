@@ -264,7 +264,8 @@ def test_a_batch_may_be_a_list_of_anything(make):
     assert found[:, trie.root].tolist() == [3, 7, 11]
     assert found.dtype == np.float64
     assert trie.batch_weight_max([]).shape == (0, trie.num_nodes)
-    assert trie.batch_weight_sum(np.empty((0, 2))).shape == (0, trie.num_nodes)
+    nothing = trie.batch_weight_sum(np.empty((0, 2)))
+    assert (nothing.shape, nothing.dtype) == ((0, trie.num_nodes), np.float64)
 
 
 def test_a_rows_precision_is_its_own_whatever_is_beside_it(make):
