@@ -192,7 +192,10 @@ class Sample(TextSequence):
         assert drawn is not None
         self._drawn = None
         if drawn.token_id < 0:
-            raise ConstraintError(f"no token may follow the {len(context)} that there are")
+            raise ConstraintError(
+                f"no token may follow the {len(context)} that there are: a constraint, "
+                "bad_words_ids, no_repeat_ngram_size, min_length or min_new_tokens forbids each"
+            )
         token_id = drawn.token_id
         context.append(token_id)
         if self._constraint is not None:

@@ -60,7 +60,6 @@ WORDS = {
     "inputs": "input|token",
     "lora_name": "lora_name|adapter",
     "lora_path": "lora_path|adapter",
-    "min_length": "min_length|no token may follow",  # of those that all end the text
     "model_id": "model|name",
     "model": "model|name",
     "prompt": "prompt|token|input_ids|chat",

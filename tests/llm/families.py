@@ -137,6 +137,9 @@ PER_TOKEN = {
 }
 """Families whose keys and values are kept token by token."""
 
+IN_FLOAT64 = {"gemma4-shared"}
+"""Families whose float32 rows are 3e-5 from their float64 ones, the plain model's too."""
+
 if hasattr(tf, "Gemma4TextConfig"):
     PER_TOKEN["gemma4-shared"] = lambda: _config(  # two layers read the keys of two others
         "Gemma4TextConfig",

@@ -99,22 +99,22 @@ def transformers_cache(
         return Cache(layers=[*slot_layers])
     slots = iter(slot_layers)
 
-    def attending(num_states: int) -> Any:
+    def attention_layer(num_states: int) -> Any:
         layer = next(slots)
         return _AttendingStateLayer(layer, num_states) if num_states else layer
 
-    layers = cache_layers(layout.layers, attending)
+    layers = cache_layers(layout.layers, attention_layer)
     if states is not None:
         states.begin(layers)
     return Cache(layers=layers)
 
 
-def cache_layers(layers: Iterable[CacheLayer], attending: Callable[[int], Any]) -> list[Any]:
+def cache_layers(layers: Iterable[CacheLayer], attention_layer: Callable[[int], Any]) -> list[Any]:
     """Return layers of a cache; those that attend are made for a number of recurrent states."""
     found: list[Any] = []
     for layer in layers:
         if layer.attends:
-            found.append(attending(layer.num_states))
+            found.append(attention_layer(layer.num_states))
         elif layer.num_states:
             found.append(LinearAttentionLayer(number_of_states=layer.num_states))
         else:

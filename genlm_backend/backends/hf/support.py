@@ -360,12 +360,12 @@ def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
 def _fresh_cache(contents: Sequence[CacheLayer]) -> Cache:
     """A cache of transformers' own that holds nothing yet."""
 
-    def attending(num_states: int) -> Any:
+    def attention_layer(num_states: int) -> Any:
         if num_states:
             return LinearAttentionAndFullAttentionLayer(number_of_states=num_states)
         return DynamicLayer()
 
-    layers = cache_layers(contents, attending)
+    layers = cache_layers(contents, attention_layer)
     return Cache(layers=layers) if layers else DynamicCache()
 
 

@@ -147,6 +147,8 @@ def main():
     warnings.simplefilter("ignore")
     sharing.FEW_TOKENS = 4  # or contexts of this size would share nothing
     runs = {name: lambda name=name: of_model(name) for name in families.PER_TOKEN}
+    for name in families.IN_FLOAT64 & runs.keys():
+        runs[name] = lambda name=name: of_model(name, dtype=torch.float64)
     runs["rows on the processor"] = lambda: of_model("llama", torch.device("cpu"))
     for kept in ("bfloat16", "int8", "uint4"):
         runs[f"kept as {kept}"] = lambda kept=kept: of_model("llama", kv_cache_dtype=kept)

@@ -40,7 +40,6 @@ def test_forks_that_begin_with_other_keys_and_values_are_refused(evaluator, monk
 
 
 @pytest.mark.slow  # compiling the model takes a minute
-@pytest.mark.timeout(600)
 @pytest.mark.real
 def test_a_compiled_model_in_16_bits_is_taken():
     with load_model_by_name("smollm2", backend="vllm") as lm:
