@@ -91,7 +91,7 @@ DEFAULT_MAX_NEW_TOKENS: Final = 20
 """Tokens of a text whose length nobody has named, as of ``model.generate`` of transformers."""
 
 _BOUNDS = ("top_k", "top_p", "min_p")
-"""The bounds on draws, which say that tokens are drawn where one is given."""
+"""The bounds on draws; one that is given says that tokens are drawn."""
 
 _LEFT_OUT = "left out with do_sample=False"
 _ONE_TEXT = (

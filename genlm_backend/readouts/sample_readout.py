@@ -82,8 +82,8 @@ class SampleReadout(Readout):
     exponentials on a device, and equal readouts have equal answers. If the draws are to be
     distinct, one is drawn after another from the tokens that are left, which is the distribution of
     the largest of log-probabilities with Gumbel noise (Kool et al., 2019, arXiv:1903.06059);
-    ``log_allowed`` and ``log_proposal`` are those among the tokens that were left. It ends where
-    none is left.
+    ``log_allowed`` and ``log_proposal`` are those among the tokens that were left. The tuple ends
+    if none is left.
 
     Attributes:
         query: The context, and the adapter to read it with.
@@ -91,7 +91,7 @@ class SampleReadout(Readout):
         uniforms: A number from 0 up to, and not including, 1 for each draw.
         allowed: A bit for each token, set where it may be drawn, as ``packed_mask`` packs them;
             ``None`` where all may be.
-        may_fail: Whether draws where no token is possible are ``NO_DRAW``, and no error.
+        may_fail: Whether draws are ``NO_DRAW``, and no error, if no token is possible.
         cuts: Bounds on the tokens that are drawn from; ``None`` for none.
         are_distinct: Whether no token is drawn twice.
     """
@@ -108,7 +108,7 @@ class SampleReadout(Readout):
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
-        """Return draws from each row, or the error where no token is possible."""
+        """Return draws from each row, or an error if no token is possible."""
         # Torch has no float64 on "mps".
         is_device = not rows.is_cpu and rows.device.type != "mps"
         if is_device and all(len(readout.uniforms) == 1 for readout in readouts):
