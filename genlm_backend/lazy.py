@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 _PUBLIC: Final = {
-    "backends.absent": "AsyncSGLTransformer",
     "backends.bundled": "bundled_directory",
     "backends.hf.async_transformer": "AsyncTransformer",
     "backends.llama_cpp.async_llama_cpp_lm": "AsyncLlamaCppLM",
@@ -19,8 +18,9 @@ _PUBLIC: Final = {
     "compat.draw": "DRAW_METHODS draw_from gumbel_max inverse_cdf logp_at logsumexp_from "
     "multinomial set_draw_method temper",
     "compat.output_cache": "OutputCache",
-    "compat.replaced": "BackendScheduler HAS_MLX HAS_SGL HAS_VLLM Query TokenTrie bytes_to_strs "
-    "check_byte_decoder get_byte_tokens_from_byte_decoder get_byte_tokens_from_sp get_byte_vocab",
+    "compat.replaced": "AsyncSGLTransformer BackendScheduler HAS_MLX HAS_SGL HAS_VLLM Query "
+    "TokenTrie bytes_to_strs check_byte_decoder get_byte_tokens_from_byte_decoder "
+    "get_byte_tokens_from_sp get_byte_vocab",
     "errors": "BatchAbandoned=QueryDroppedError ByteDecoderError=TokenizerDecodeError "
     "ByteVocabError=TokenizerDecodeError",
     "generation.async_glm": "AsyncGLM",

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.backends.absent import AsyncSGLTransformer
     from genlm_backend.backends.bundled import bundled_directory
     from genlm_backend.backends.hf.async_transformer import AsyncTransformer
     from genlm_backend.backends.llama_cpp.async_llama_cpp_lm import AsyncLlamaCppLM
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from genlm_backend.backends.mock import MockAsyncLM, MockEvaluator
     from genlm_backend.backends.registry import load_model_by_name
     from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM, VLLMLoader
+    from genlm_backend.compat.replaced import AsyncSGLTransformer
     from genlm_backend.model.async_lm import AsyncLM
     from genlm_backend.model.batched_lm import BatchedLM
     from genlm_backend.model.lm_statistics import LMStatistics

@@ -7,20 +7,20 @@ import concurrent.futures
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Generic, TypeVar, cast, final
+from typing import Any, Final, Generic, TypeVar, final
 
-from genlm_backend.batching.pending_batch import (
+from genlm_backend.batching.pending_query import (
     Answers,
     Caller,
     Loop,
     MultiWaiter,
-    PendingBatch,
+    PendingQuery,
+    answers_of,
     as_weight,
     deliver,
     evaluated,
-    has_errors,
     is_error,
     leave,
     presentable,
@@ -98,16 +98,13 @@ class Batcher(Generic[Q, R]):
         self._name = text("name", name)
         self._worker, self._lock = Worker(f"genlm-{name}"), ProcessLock()
         self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
-        self._sleepers: Set[Loop] = frozenset()  # loops of those who wait for it
         self._last_wake = 0.0
         self._given_up: QueryDroppedError | None = None  # what has ended it
         self._is_closed = False
         self._fences: dict[_Call[Any], int] = {}  # calls that are queued: the query after each
-        self._waiting, self._running = (
-            PendingBatch(0),
-            PendingBatch(0),
-        )  # the queue, and what is evaluated
-        self._numbers: dict[Hashable, int] = {}  # of the queries of both, by key
+        self._waiting: dict[Hashable, PendingQuery] = {}  # the queue, oldest first
+        self._running: dict[Hashable, PendingQuery] = {}  # what is evaluated
+        self._loops: set[Loop] = set()  # of the callers of both, and maybe of some that have gone
         self._quiet_detectors: dict[asyncio.AbstractEventLoop, QuietDetector] = {}
         self._is_busy = self._flush_requested = False
         self._num_arrived = 0
@@ -126,12 +123,12 @@ class Batcher(Generic[Q, R]):
             Exception: What ``evaluate`` raised for this query's batch.
         """
         loop = asyncio.get_running_loop()
-        future, numbers = loop.create_future(), None
+        future, asked = loop.create_future(), None
         try:
-            numbers = self._ask(future, loop, (query,))
+            asked = self._ask(future, loop, (query,))
             return await future
         except BaseException as error:
-            self._leave(future, numbers, error)
+            self._leave(future, asked, error)
             raise
 
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
@@ -140,12 +137,12 @@ class Batcher(Generic[Q, R]):
         What is still waiting of them then, and is nobody else's, is not evaluated. Raises what
         ``submit`` does.
         """
-        caller, numbers = MultiWaiter(asyncio.get_running_loop()), None
+        waiter = MultiWaiter(asyncio.get_running_loop())
         try:
-            numbers = self._ask(caller, caller.loop, queries)
-            return await caller.future if numbers else []
+            asked = self._ask(waiter, waiter.loop, queries)
+            return await waiter.future if asked else []
         except BaseException as error:
-            self._leave(caller, numbers, error)
+            self._leave(waiter, waiter.queries, error)
             raise
 
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
@@ -160,13 +157,13 @@ class Batcher(Generic[Q, R]):
         """
         if self._worker.is_current_thread():
             raise RuntimeError("evaluate() cannot wait for its own batcher")
-        caller, numbers = MultiWaiter(None), None
+        waiter = MultiWaiter(None)
         try:
-            numbers = self._ask(caller, None, queries)
-            return caller.future.result() if numbers else []
+            asked = self._ask(waiter, None, queries)
+            return waiter.future.result() if asked else []
         except BaseException as error:
-            caller.future.cancel()
-            self._leave(caller, numbers, error)
+            waiter.future.cancel()
+            self._leave(waiter, waiter.queries, error)
             raise
 
     def flush(self) -> None:
@@ -179,8 +176,13 @@ class Batcher(Generic[Q, R]):
     def drain(self) -> None:
         """Block until everything that has been asked so far is answered."""
         with self._lock.here:
-            stop = self._waiting.stop
-        while not self.call(lambda: self._waiting.first >= stop or not self._waiting):
+            stop = self._num_arrived
+
+        def is_done() -> bool:
+            with self._lock.here:
+                return next((q.number for q in self._waiting.values()), stop) >= stop
+
+        while not self.call(is_done):
             self.flush()
 
     def set_policy(self, **fields: Any) -> None:
@@ -204,10 +206,9 @@ class Batcher(Generic[Q, R]):
         """
         error = reason if isinstance(reason, Exception) else QueryDroppedError(reason)
         with self._lock.here:
-            begun = () if error is reason else (self._running,)
-            answers = self._refused(error, begun)
+            answers = self._refused(error, () if error is reason else self._running.values())
         deliver(answers)
-        return sum(len(futures) for _, futures, _ in answers)
+        return sum(map(len, answers.values()))
 
     def close(self) -> None:
         """Drop everybody and stop the worker thread; again has no effect.
@@ -225,7 +226,7 @@ class Batcher(Generic[Q, R]):
     def statistics(self) -> BatcherStatistics:
         """Return the counts so far."""
         with self._lock.here:
-            self._prune(self._waiting.gone())
+            self._prune([query for query in self._waiting.values() if not query.is_wanted()])
             return BatcherStatistics(
                 num_submitted=self._num_submitted,
                 num_joined=self._num_joined,
@@ -234,7 +235,7 @@ class Batcher(Generic[Q, R]):
                 num_batches=sum(self._batch_sizes.values()),
                 batch_sizes=dict(sorted(self._batch_sizes.items())),
                 num_pending=len(self._waiting),
-                num_in_flight=len(self._running.evaluated),
+                num_in_flight=len(self._running),
             )
 
     # ---------------------------------------------------------------- functions
@@ -269,7 +270,7 @@ class Batcher(Generic[Q, R]):
             self.check_open()
             self._worker.put(lambda: self._run_call(call))
             # Last: after an interrupt, a fence without its call would hold queries up for ever.
-            self._fences[call] = self._waiting.stop
+            self._fences[call] = self._num_arrived
         return call
 
     def check_open(self) -> None:
@@ -300,19 +301,19 @@ class Batcher(Generic[Q, R]):
         with self._lock.here:
             is_given_up = self._is_ending()
             is_given_up = is_given_up or (self._is_wanted is not None and not self._is_wanted())
-            self._wake_sleepers(is_given_up)
+            self._wake_loops(is_given_up)
             if is_given_up:
                 is_exit = self._worker.is_stopped and not self._is_closed
                 why = ": the interpreter exits" if is_exit else ""
                 self._given_up = QueryDroppedError(f"ended before the query was answered{why}")
                 raise self._given_up
 
-    def _wake_sleepers(self, is_given_up: bool) -> None:
+    def _wake_loops(self, is_given_up: bool) -> None:
         """Wake the loops of waiting callers from time to time."""
         now = time.monotonic()
         if is_given_up or now - self._last_wake >= _WAKE_SECONDS:
             self._last_wake = now
-            for loop in [*self._sleepers]:
+            for loop in self._loops:
                 if loop is not None:
                     call_threadsafe(loop, _nothing)
 
@@ -342,90 +343,69 @@ class Batcher(Generic[Q, R]):
 
     # ---------------------------------------------------------------- coming and going
 
-    def _ask(self, caller: Caller, loop: Loop, queries: Iterable[Q]) -> Sequence[int]:
-        """Enter a caller's queries; return their numbers."""
+    def _ask(self, caller: Caller, loop: Loop, queries: Iterable[Q]) -> list[PendingQuery]:
+        """Have a caller wait for queries; return them."""
         queries = tuple(queries)  # an iterable of its caller's may take long, or ask us
-        numbers: Sequence[int] = ()
+        asked = caller.queries if type(caller) is MultiWaiter else []
         with self._lock.here:
             if self._is_closed or self._worker.is_stopped:
                 self.check_open()
-            if len(queries) > 1:
-                numbers = self._enter_all(caller, loop, queries)
-            numbers = numbers or [self._enter(caller, loop, query) for query in queries]
-            self._num_submitted += len(numbers)
-            if type(caller) is MultiWaiter:
-                caller.wait_for(numbers)
+            for query in queries:
+                asked.append(self._enter(caller, query))
+            self._num_submitted += len(queries)
+            self._loops.add(loop)
             if loop is None:
                 # Nothing to hurry where all of them joined what is under evaluation.
                 self._flush_requested = bool(self._waiting)
                 self._advance(None)
-            elif numbers and max(numbers) >= self._waiting.first and not self._is_busy:
+            elif queries and not self._is_busy:
                 # While the loop's next turn is coming, that decides, but for a full batch.
                 detector = self._quiet_detectors.get(loop)
                 is_full = len(self._waiting) >= self.policy.max_batch_size
                 if detector is None or is_full or self._flush_requested or not detector.is_coming:
                     self._advance(loop)
-        return numbers
+        return asked
 
-    def _enter_all(self, caller: Caller, loop: Loop, queries: tuple[Q, ...]) -> Sequence[int]:
-        """Enter many queries at once; return no numbers if one of them is not new."""
-        key, weight = self._key, self._weight
-        keys = cast(list[Hashable], [*queries] if key is None else [key(q) for q in queries])
-        if len(set(keys)) < len(keys) or not self._numbers.keys().isdisjoint(keys):
-            return ()
-        weights = () if weight is None else [weight(query) for query in queries]
-        if self._waiting.weights or not all(type(w) is float and w == 1.0 for w in weights):
-            return ()
-        waiting = self._waiting
-        waiting.loops.add(loop)
-        numbers = waiting.add_all(keys, queries, caller)
-        self._numbers.update(zip(keys, numbers, strict=True))
-        self._num_arrived += len(numbers)
-        return numbers
-
-    def _enter(self, caller: Caller, loop: Loop, query: Q) -> int:
+    def _enter(self, caller: Caller, query: Q) -> PendingQuery:
+        """Have a caller wait for the pending query that equals one, or for a new one."""
         key: Any = query if self._key is None else self._key(query)
-        number = self._numbers.get(key)
-        if number is not None and (joined := self._batch_of(number)) is not None:
-            joined.loops.add(loop)
-            joined.join(number, caller)
-            self._num_joined += 1
-            return number
-        weight = 1.0 if self._weight is None else self._weight(query)
-        if type(weight) is not float or not weight >= 0:
-            weight = as_weight(weight)
-        waiting = self._waiting
-        waiting.loops.add(loop)
-        number = self._numbers[key] = waiting.add(key, query, weight, caller)
-        self._num_arrived += 1
-        return number
+        pending = self._running.get(key) if self._running else None
+        if pending is None:
+            weight = 1.0 if self._weight is None else self._weight(query)
+            if type(weight) is not float or not weight >= 0:
+                weight = as_weight(weight)
+            new = PendingQuery(key, query, weight, self._num_arrived, caller)
+            pending = self._waiting.setdefault(key, new)
+            if pending is new:
+                self._num_arrived += 1
+                if type(caller) is MultiWaiter:
+                    caller.num_missing += 1
+                return new
+        self._num_joined += 1
+        if pending.join(caller) and type(caller) is MultiWaiter:
+            caller.num_missing += 1
+        return pending
 
-    def _batch_of(self, number: int) -> PendingBatch | None:
-        """Return the round that a query is in; ``None`` for one that has been answered."""
-        waiting, running = self._waiting, self._running
-        if waiting.first <= number < waiting.stop:
-            return waiting
-        return running if number - running.first in running.evaluated else None
-
-    def _leave(self, caller: Caller, numbers: Iterable[int] | None, error: BaseException) -> None:
-        """Take a caller off its queries, and those that it was the last caller of off the queue."""
+    def _leave(
+        self, caller: Caller, queries: list[PendingQuery] | None, error: BaseException
+    ) -> None:
+        """Take a caller off its queries, and those that nobody else waits for off the queue."""
         leave(caller.future if type(caller) is MultiWaiter else caller)
         if isinstance(error, GeneratorExit):
             return  # the garbage collector's, maybe where its thread holds the lock
         with self._lock.here:
-            for number in numbers or ():
-                left = self._batch_of(number)
-                if left is not None and left.leave(number, caller) and left is self._waiting:
-                    self._prune((number,))
+            for query in queries or ():
+                if query.leave(caller) and self._waiting.get(query.key) is query:
+                    self._prune([query])
+            if queries:
+                queries.clear()  # or the error's traceback would keep their results
             self._flush_requested = self._flush_requested and bool(self._waiting)
 
-    def _prune(self, numbers: Iterable[int]) -> None:
+    def _prune(self, queries: Iterable[PendingQuery]) -> None:
         """Take queries that no caller waits for off the queue."""
-        for number in numbers:
-            self._numbers.pop(self._waiting.forget(number), None)
+        for query in queries:
+            del self._waiting[query.key]
             self._num_skipped += 1
-        if not self._waiting:
-            self._waiting = PendingBatch(self._waiting.stop)
 
     def _advance(self, loop: Loop) -> None:
         """Decide what becomes of the queue after a change that ``loop`` (or a thread) made."""
@@ -478,30 +458,45 @@ class Batcher(Generic[Q, R]):
         else:
             self._is_busy = True
 
-    def _refused(self, error: BaseException, begun: Iterable[PendingBatch] = ()) -> list[Answers]:
+    def _refused(self, error: BaseException, running: Iterable[PendingQuery] = ()) -> Answers:
         """Empty the queue; return who gets the error, callers of a batch that has begun too."""
-        queue, self._waiting, self._flush_requested = (
-            self._waiting,
-            PendingBatch(self._waiting.stop),
-            False,
-        )
-        for key in queue.keys:
-            self._numbers.pop(key, None)
-        return [answers for batch in (queue, *begun) for answers in batch.refused(error)]
+        waiting, self._waiting, self._flush_requested = self._waiting, {}, False
+        return answers_of((query, error) for query in (*waiting.values(), *running))
 
-    def _take(self) -> PendingBatch:
-        while gone := self._waiting.gone(size := self._size()):
+    def _take(self) -> dict[Hashable, PendingQuery]:
+        """Take the next batch off the queue: of the oldest queries, none behind a queued call."""
+        queries = self._oldest()
+        while gone := [query for query in queries if not query.is_wanted()]:
             self._prune(gone)
-        batch = self._running = self._waiting.cut(size)
+            queries = self._oldest()
+        if len(queries) == len(self._waiting):
+            batch, self._waiting = self._waiting, {}
+        else:
+            batch = {query.key: self._waiting.pop(query.key) for query in queries}
+        self._running = batch
         self._flush_requested = self._flush_requested and bool(self._waiting)
-        self._batch_sizes.update([len(batch)] if len(batch) else [])
+        self._batch_sizes.update([len(batch)] if batch else [])
         return batch
 
-    def _size(self) -> int:
-        """Return how many of the oldest queries go: none that came after a queued call."""
-        size = self._waiting.size(self.policy.max_batch_size, self._forward_key)
-        fence = next(iter(self._fences.values()), None)  # the first is the lowest
-        return size if fence is None else min(size, max(0, fence - self._waiting.first))
+    def _oldest(self) -> list[PendingQuery]:
+        """Return as many of the oldest queries as make a batch."""
+        most, waiting = self.policy.max_batch_size, self._waiting.values()
+        fence = next(iter(self._fences.values()), self._num_arrived)  # the first is the lowest
+        are_few = fence == self._num_arrived and len(waiting) <= most
+        if are_few and sum([query.weight for query in waiting]) <= most:
+            return [*waiting]
+        total, forwards, queries = 0.0, set[Hashable](), list[PendingQuery]()
+        for query in waiting:
+            if query.number >= fence:
+                break
+            forward = query.number if self._forward_key is None else self._forward_key(query.query)
+            if forward not in forwards:
+                total += query.weight
+                if forwards and total > most:
+                    break
+                forwards.add(forward)
+            queries.append(query)
+        return queries
 
     # ---------------------------------------------------------------- on the worker thread
 
@@ -510,60 +505,43 @@ class Batcher(Generic[Q, R]):
             with self._lock.here:
                 self._is_busy = True
                 batch = self._take()
-            self._is_wanted, self._sleepers = batch.is_wanted, batch.loops
-            self._settle(batch, *evaluated(self._evaluate, batch.wanted_queries))
+            self._is_wanted = lambda: any(query.is_wanted() for query in batch.values())
+            queries = [pending.query for pending in batch.values()]
+            self._settle(batch, *evaluated(self._evaluate, queries))
         except BaseException as raised:  # of a key that has changed, say: nobody waits for ever
-            self._fail(presentable(raised))
+            with self._lock.here:
+                answers = self._refused(presentable(raised), self._running.values())
+                self._is_wanted, self._given_up, self._running = None, None, {}
+                self._is_busy = False
+            deliver(answers)
 
-    def _settle(self, batch: PendingBatch, results: list[R], error: BaseException | None) -> None:
+    def _settle(
+        self, batch: dict[Hashable, PendingQuery], results: list[R], error: BaseException | None
+    ) -> None:
         with self._lock.here:
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
-            self._is_wanted, self._given_up, self._sleepers = None, None, frozenset()
-            self._running = PendingBatch(batch.stop)
-            if is_given_up:
-                self._put_back(batch)
-                answers = []
+            self._is_wanted, self._given_up, self._running = None, None, {}
+            answers: Answers = {}
+            if is_given_up:  # callers that have come since have it evaluated again, at once
+                joined = {key: query for key, query in batch.items() if query.callers}
+                self._waiting = joined | self._waiting
+                self._flush_requested = self._flush_requested or bool(joined)
             else:
-                self._forget(batch)
-                given = results if error is None else [error] * len(batch.evaluated)
-                if has_errors(given):
+                given = results if error is None else [error] * len(batch)
+                if any(issubclass(kind, Exception) for kind in set(map(type, given))):
                     self._num_failed += sum(map(is_error, given))
-                answers = batch.answered(given)
+                answers = answers_of(zip(batch.values(), given, strict=True))
             self._is_busy = False
             # A full or urgent batch goes from here; the rest once its loop has gone quiet, so
             # that the callers answered now can still join it.
             self._advance(None)
-            wake = [] if self._is_busy or not self._waiting else list(self._waiting.loops)
+            wake = [] if self._is_busy or not self._waiting else [*self._loops]
+            if not self._waiting:
+                self._loops = set()
         deliver(answers)
         for loop in wake:
             if loop is not None:
                 call_threadsafe(loop, self._wake, loop)
-
-    def _forget(self, batch: PendingBatch) -> None:
-        """Let queries that equal those of a batch be evaluated anew."""
-        if not self._waiting:
-            self._numbers.clear()
-            return
-        for number, key in enumerate(batch.keys, batch.first):
-            if self._numbers.get(key) == number:
-                self._numbers.pop(key, None)
-
-    def _put_back(self, batch: PendingBatch) -> None:
-        """Return an abandoned batch to the queue, for callers that have come since."""
-        self._forget(batch)
-        for number, key in enumerate(batch.keys, batch.first):
-            if batch.callers[number - batch.first] is not None:
-                self._numbers[key] = number
-                self._flush_requested = True
-        self._waiting.put_back(batch)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock.here:
-            answers = self._refused(error, (self._running,))
-            self._is_wanted, self._given_up, self._sleepers = None, None, frozenset()
-            self._numbers, self._is_busy = {}, False
-            self._running = PendingBatch(self._waiting.first)
-        deliver(answers)
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:

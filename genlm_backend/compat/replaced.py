@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NoReturn, final
 
 from genlm_backend.backends.mlx.present import is_present
 from genlm_backend.backends.vllm.release import installed_release, is_supported
-from genlm_backend.errors import ReplacedNameError
+from genlm_backend.errors import MissingExtraError, ReplacedNameError
 from genlm_backend.tokenization import decode_vocab
 
 HAS_VLLM = is_supported(installed_release())
@@ -85,3 +85,20 @@ _DECODE_VOCAB = "decode_vocab(tokenizer) reads and checks the bytes of any token
 
 def _refuse(name: str, instead: str) -> NoReturn:
     raise ReplacedNameError(f"{name} is part of genlm-backend 0.3.1 and not needed here: {instead}")
+
+
+@final
+class AsyncSGLTransformer:
+    """A model evaluated by SGLang. Not available; using it raises an ``ImportError``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise MissingExtraError(
+            "AsyncSGLTransformer is not available: this release has no SGLang backend. "
+            "AsyncTransformer (backend 'hf') runs the same programs."
+        )
+
+    @classmethod
+    def from_name(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise an ``ImportError``: the backend is not available."""
+        cls()
+        raise AssertionError

@@ -10,7 +10,7 @@ from typing import Any, Final, cast, final
 
 import torch
 
-from genlm_backend.batching.pending_batch import presentable
+from genlm_backend.batching.pending_query import presentable
 from genlm_backend.checks import instance, shown, text
 from genlm_backend.errors import EvaluationError, UnknownAdapterError
 from genlm_backend.queries.evaluator import Evaluator, EvaluatorInfo

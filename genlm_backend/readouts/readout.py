@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, NamedTuple, cast, final
 
 import torch
 
-from genlm_backend.batching.pending_batch import presentable
+from genlm_backend.batching.pending_query import presentable
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.queries.context import Context

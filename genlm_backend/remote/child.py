@@ -31,9 +31,7 @@ class Server:
 
     def __init__(self, channel: Channel, rows: SharedRows, parent: int) -> None:
         self._channel, self._rows, self._parent = channel, rows, parent
-        self._end = EvaluatorServer(
-            self._put, BaseException
-        )  # whatever is raised, the parent is told
+        self._end = EvaluatorServer(self._put, BaseException)  # whatever is raised, it is told
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def serve(self) -> None:

@@ -25,7 +25,7 @@ from genlm_backend.runtime.threads import frequent_switches
 from genlm_backend.scheduling.forwards import Forwards, Runner
 from genlm_backend.scheduling.prefill_plan import CostModel
 from genlm_backend.scheduling.prefix_cache import PrefixCache
-from genlm_backend.scheduling.scheduler import Scheduler
+from genlm_backend.scheduling.scheduler import ALL, Capabilities, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +36,23 @@ class LocalEvaluator(Evaluator):
     def __init__(
         self,
         runner: Runner,
-        device_type: str,
+        cost: CostModel,
         uncached_attention: AttentionBackend,
         output_device: torch.device | None = None,
     ) -> None:
         self._output_device = self._row_device = output_device
         self._is_room_short = False
-        forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_cancelled())
-        self.scheduler = Scheduler(forwards, CostModel.on(device_type), uncached_attention)
+        self._forwards = Forwards(
+            runner, self._finished, self._scored, lambda: self.check_cancelled()
+        )
+        self._cost = cost
+        self._schedule(PrefixCache(runner, uncached_attention), uncached_attention)
+
+    def _schedule(
+        self, cache: PrefixCache, uncached_attention: AttentionBackend, can: Capabilities = ALL
+    ) -> None:
+        """Make passes by a cache from now on."""
+        self.scheduler = Scheduler(self._forwards, self._cost, cache, uncached_attention, can)
 
     @torch.inference_mode()  # where its logits come from, which are overwritten
     def _finished(self, logits: torch.Tensor) -> list[Row]:
@@ -148,7 +157,7 @@ class LocalEvaluator(Evaluator):
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens need not be computed again."""
-        if len(query.context) > self.scheduler.max_cacheable_len:
+        if len(query.context) > self.scheduler.can.max_cacheable_len:
             return 0
         # The last token always goes through the model: its logits are the answer.
         passes, ids = self.scheduler, query.context.packed()
@@ -186,7 +195,8 @@ class LocalEvaluator(Evaluator):
     def _let_go(self) -> None:
         """Let go of the model and of the slots, and give their memory back."""
         runner: Any = self.scheduler.runner
-        self.scheduler.use_cache(PrefixCache(runner, self.scheduler.uncached_attention))
+        uncached_attention = self.scheduler.uncached_attention
+        self._schedule(PrefixCache(runner, uncached_attention), uncached_attention)
         runner.model = None
         release_cached_memory()
 

@@ -45,13 +45,15 @@ class PrefixCache:
         host_states: StatePool | None = None,
         budgets: Budgets = NO_BUDGETS,
         may_pin: Callable[[int], bool] = lambda node: True,
+        layout: KVLayout | None = None,  # of keys and values that are not kept
     ) -> None:
         none = StatePool(StateLayout(), 0)
         self._runner, self.attention, self.keeps = runner, attention, pool is not None
         self.pool = KVPool(KVLayout(), 0) if pool is None else pool
+        self.layout = layout or self.pool.layout
         self.state_pool = none if states is None else states
         self.host_state_pool = none if host_states is None else host_states
-        self.layout, self.budgets, self._may_pin = self.pool.layout, budgets, may_pin
+        self.budgets, self._may_pin = budgets, may_pin
         moves = None if host_pool is None else TierCopier(self.pool.codes, host_pool.codes)
         self.tree = PrefixTree(
             SlotAllocator(num_slots), SlotAllocator(num_host_slots), moves, self._states_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final, cast, final
@@ -44,27 +44,38 @@ NUM_REMEMBERED: Final = 8
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Passes that are possible, as a trial of the model has shown."""
+
+    pads: bool = True  # contexts of several lengths in one uncached pass
+    needs_equal_lengths: bool = False  # of the contexts in a cached pass
+    takes_several_tokens: bool = True  # at once, from a recurrent state
+    max_cacheable_len: float = math.inf  # longer contexts run uncached
+
+
+ALL: Final = Capabilities()
+
+
+@final
 class Scheduler:
     """Forward passes for contexts of one adapter at a time, and the cache of their prefixes."""
 
     # Contexts of a batch share prefixes with each other and with earlier ones: match, plan,
     # allocate, run, link. If each has one new token, it is a decode step, which needs no plan.
-    # Without slots, every context is run whole.
+    # Without slots, every context is run uncached.
     def __init__(
-        self, forwards: Forwards, cost: CostModel, uncached_attention: AttentionBackend
+        self,
+        forwards: Forwards,
+        cost: CostModel,
+        cache: PrefixCache,
+        uncached_attention: AttentionBackend,
+        can: Capabilities = ALL,
     ) -> None:
-        self.forwards, self.cost, self.uncached_attention = forwards, cost, uncached_attention
-        self.runner = forwards.runner
-        self.pads = self.takes_several_tokens = True
-        self.needs_equal_lengths = False
-        self.max_cacheable_len, self.tokens_reused, self.tokens_without_room = math.inf, 0, 0
-        self.use_cache(PrefixCache(forwards.runner, uncached_attention))
-
-    def use_cache(self, cache: PrefixCache) -> None:
-        """Keep contexts in a cache from now on; in an empty one, run every context whole."""
-        self.cache = cache
-        if cache.most_rows is not None:
-            self.cost = replace(self.cost, max_rows=cache.most_rows)
+        self.forwards, self.runner, self.cache, self.can = forwards, forwards.runner, cache, can
+        self.cost = cost if cache.most_rows is None else replace(cost, max_rows=cache.most_rows)
+        self.uncached_attention = uncached_attention
+        self.tokens_reused = self.tokens_without_room = 0
         # If all contexts of a decode step go on from those of one earlier step, its plan is that
         # one's, its rows permuted, with a column more; otherwise it is made anew. Each has the
         # sorted uses of the nodes that its rows came to, and the order of the rows.
@@ -97,8 +108,8 @@ class Scheduler:
     def _run_unshared(self, queries: Sequence[Query]) -> dict[Query, Result]:
         """Return the answers to queries that share no pass: of long contexts, and of pictures."""
         apart: dict[Query, Result] = {}
-        if self.max_cacheable_len < math.inf:
-            long = [q for q in queries if len(q.context) > self.max_cacheable_len]
+        if self.can.max_cacheable_len < math.inf:
+            long = [q for q in queries if len(q.context) > self.can.max_cacheable_len]
             apart = {query: self._answer_of_long(query) for query in long}
         if self.cache.keeps and any(map(PICTURES, queries)):
             apart.update(self.openings.begin([q for q in queries if q not in apart]))
@@ -108,7 +119,7 @@ class Scheduler:
         """Return the row of a context that is run whole and alone, without the cache."""
         # A model whose rotary frequencies grow keeps those of its longest context until a short one
         # comes.
-        if len(query.context) > self.max_cacheable_len:
+        if len(query.context) > self.can.max_cacheable_len:
             self.run_uncached([RowQuery([0], query.adapter)])
         (row,) = self.run_uncached([query])
         return cast(Row, row)
@@ -117,7 +128,7 @@ class Scheduler:
         """Return the row of a context of more tokens than contexts may share."""
         if not query.num_targets:
             return self.row_alone(RowQuery(query.context, query.adapter))
-        limit = int(self.max_cacheable_len)
+        limit = int(self.can.max_cacheable_len)
         return ContextError(
             f"a text of {len(query.context) + 1} tokens is scored at once up to {limit + 1}: "
             f"beyond {limit} tokens, this model reads all positions otherwise, so that each score "
@@ -135,7 +146,7 @@ class Scheduler:
         # A text with more outputs than a pass may have is run again, from its beginning, for the
         # rest.
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
-        padded = self._run_from_start(wanted, pads and self.pads)
+        padded = self._run_from_start(wanted, pads and self.can.pads)
         # NaN that padding may have made is computed again alone. Scores before a token that
         # overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
         again = [(job, part) for job, part in wanted if (job, part[0]) in padded]
@@ -172,7 +183,7 @@ class Scheduler:
             return
         self.tree.states.release(before)
         # Tokens that go on one by one take a pass each, of all chunks that are as long.
-        is_one_by_one = not self.takes_several_tokens
+        is_one_by_one = not self.can.takes_several_tokens
         pieces = [each.by_token() if is_one_by_one and each.start else [each] for each in chunks]
         num_passes = np.array([*map(len, pieces)])
         last = np.array([*map(self._end, chunks)], np.int32)
@@ -246,7 +257,7 @@ class Scheduler:
     def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return where contexts go on: the last node with a recurrent state, or the root."""
         nodes = self.tree.states.last(nodes)
-        if not self.takes_several_tokens:  # a pass for each may cost more than whole contexts
+        if not self.can.takes_several_tokens:  # a pass for each may cost more than whole contexts
             num_passes = lengths - self.tree.nodes.depth[nodes]
             is_far = (num_passes - 1) * self.cost.per_forward > lengths.sum()
             nodes[is_far] = self.tree.nodes.root[nodes[is_far]]
@@ -339,7 +350,7 @@ class Scheduler:
             len(queries) <= min(self.cost.max_tokens, self.cost.max_rows)
             and bool((depths == sizes).all())
             and (not self.cache.state_pool.num_states or least > 0 or deepest == 0)
-            and (deepest == least if self.needs_equal_lengths else deepest <= 2 * least + 64)
+            and (deepest == least if self.can.needs_equal_lengths else deepest <= 2 * least + 64)
             and not any(map(PICTURES, queries))
         )
 
@@ -416,19 +427,19 @@ class Scheduler:
         num_states = self.cache.state_pool.num_states
         if not num_states:
             return plan_chunks(jobs, self.cost)
-        states = StatePlan(self.takes_several_tokens, is_short=num_states < 2 * len(jobs))
+        states = StatePlan(self.can.takes_several_tokens, is_short=num_states < 2 * len(jobs))
         return plan_chunks(jobs, self.cost, states)
 
     def _passes(self, chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
         has_states, passes = self.cache.state_pool.num_states > 0, list[list[PrefillChunk]]()
         for wave in plan_waves(chunks):
             sizes = [chunk.size for chunk in wave]
-            if not self.takes_several_tokens:  # those that go on one by one do so side by side
+            if not self.can.takes_several_tokens:  # those that go on one by one do so side by side
                 sizes = [size._replace(num_new=1) if size.prefix_len else size for size in sizes]
             groups = plan_groups(
                 sizes,
                 self.cost,
-                needs_equal_lengths=self.needs_equal_lengths,
+                needs_equal_lengths=self.can.needs_equal_lengths,
                 has_states=has_states,
             )
             passes += [[wave[i] for i in group] for group in groups]

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 
-from genlm_backend.batching import Batcher, BatchPolicy, batcher, pending_batch, worker
+from genlm_backend.batching import Batcher, BatchPolicy, batcher, pending_query, worker
 
-FILES = {module.__file__ for module in (batcher, pending_batch, worker)}
+FILES = {module.__file__ for module in (batcher, pending_query, worker)}
 PATIENT = BatchPolicy(timeout=1000.0)
 
 
@@ -67,7 +67,7 @@ def test_an_interrupt_at_any_line_leaves_the_batcher_answering(is_started, how):
             elif how == "call":
                 interrupted = partial(asked.call, int)
             else:
-                waiting = pending_batch.MultiWaiter(loop)
+                waiting = pending_query.MultiWaiter(loop)
                 asked._ask(waiting, loop, [1])
                 interrupted = asked.flush
             is_whole = interrupted_at(number, interrupted)

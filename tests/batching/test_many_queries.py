@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from genlm_backend.batching import Batcher, BatchPolicy, pending_batch, policy
+from genlm_backend.batching import Batcher, BatchPolicy, pending_query, policy
 from genlm_backend.errors import EvaluationError, OptionError, QueryDroppedError
 from tests.batching.test_cancellation import PATIENT, passes, until_held
 
@@ -75,9 +75,9 @@ async def test_an_answer_may_be_there_before_its_caller_waits(monkeypatch):
     ask = batcher._ask
 
     def ask_and_be_answered(caller, loop, queries):
-        numbers = ask(caller, loop, queries)
+        asked = ask(caller, loop, queries)
         batcher.call(lambda: None)  # the worker has come this far
-        return numbers
+        return asked
 
     monkeypatch.setattr(batcher, "_ask", ask_and_be_answered)
     assert await batcher.submit_all([1, 2, 3]) == [2, 4, 6]
@@ -194,7 +194,7 @@ async def test_an_interrupt_while_callers_are_told_leaves_none_untold():
     futures = [loop.create_future() for _ in range(5)]
     futures[2] = Interrupting(loop=loop)
     with pytest.raises(KeyboardInterrupt):
-        pending_batch._settle_here(loop, futures, [[i] for i in range(5)])
+        pending_query.settle_here(loop, [(future, [i]) for i, future in enumerate(futures)])
     found = await asyncio.gather(*futures)
     assert found == [[i] for i in range(5)]
 

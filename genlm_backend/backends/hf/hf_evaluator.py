@@ -43,7 +43,9 @@ from genlm_backend.readouts.sampling import ends_of_model
 from genlm_backend.runtime.memory import is_out_of_memory
 from genlm_backend.runtime.threads import use_num_threads
 from genlm_backend.scheduling.local_evaluator import LocalEvaluator
+from genlm_backend.scheduling.prefill_plan import CostModel
 from genlm_backend.scheduling.prefix_cache import PrefixCache
+from genlm_backend.scheduling.scheduler import Capabilities
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +63,8 @@ class HFEvaluator(LocalEvaluator):
         model.eval()
         merges = self._options.get("packs_weights", False)
         self._runner = runner = HFRunner(model, merges, lambda: self.check_cancelled())
-        super().__init__(runner, runner.device.type, UncachedAttention(), output_device)
-        has_bytes = self._options.get("kv_cache_bytes") != 0
-        self._files = PrefixFiles(self.scheduler, runner, has_bytes=has_bytes)
-        self.scheduler.max_cacheable_len = rotary_limit(model)
+        cost = CostModel.on(runner.device.type)
+        super().__init__(runner, cost, UncachedAttention(), output_device)
         max_length = self._options.get("max_length")
         self._max_length = longest_context(model) if max_length is None else max_length
 
@@ -85,7 +85,8 @@ class HFEvaluator(LocalEvaluator):
         self._in_place(None)
         check_predicts(runner, width)
         support = hf_probe(runner, width, self._max_length)
-        longest = min(longest_context(runner.model) or math.inf, self.scheduler.max_cacheable_len)
+        limit = rotary_limit(runner.model)
+        longest = min(longest_context(runner.model) or math.inf, limit)
         layout = layout_of(runner, support, self._options.get("kv_cache_dtype"), width, longest)
         if support.spread_alone:
             warnings.warn(
@@ -95,17 +96,15 @@ class HFEvaluator(LocalEvaluator):
                 "have kernels of several precisions on this processor",
                 stacklevel=2,
             )
-        self.scheduler.pads = support.pads
-        self.scheduler.needs_equal_lengths = support.needs_equal_lengths
-        self.scheduler.takes_several_tokens = support.takes_several_tokens
-        self.scheduler.uncached_attention, self.scheduler.cache.layout = (
-            UncachedAttention(layout),
-            layout,
+        can = Capabilities(
+            support.pads, support.needs_equal_lengths, support.takes_several_tokens, limit
         )
         self._attention = support.attention
         cache = hf_prefix_cache(runner, support, layout, self._options)
-        if cache is not None:
-            self.scheduler.use_cache(cache)
+        self._schedule(cache, UncachedAttention(layout), can)
+        has_bytes = self._options.get("kv_cache_bytes") != 0
+        self._files = PrefixFiles(self.scheduler, runner, has_bytes=has_bytes)
+        if cache.keeps:
             given = runner.model, runner.parameters, cache.attention, cache.pool
             if not support.needs_equal_lengths and CudaGraphRunner.can_be(*given):
                 runner.graphs = CudaGraphRunner(cache.pool)
@@ -113,9 +112,9 @@ class HFEvaluator(LocalEvaluator):
         return EvaluatorInfo(
             vocab_size=width,
             max_length=self._max_length,
-            num_slots=self.scheduler.tree.num_slots if self.scheduler.cache.keeps else None,
-            num_states=self.scheduler.cache.state_pool.num_states or None,
-            num_host_slots=self.scheduler.tree.host_slots.num_slots or None,
+            num_slots=cache.tree.num_slots if cache.keeps else None,
+            num_states=cache.state_pool.num_states or None,
+            num_host_slots=cache.tree.host_slots.num_slots or None,
             kv_cache_dtype=self._options.get("kv_cache_dtype"),
             device=str(runner.device),
             takes_adapters=True,
@@ -225,13 +224,14 @@ def layout_of(
 
 def hf_prefix_cache(
     runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: HFOptions
-) -> PrefixCache | None:
-    """Return room for contexts; ``None`` if every context is run whole."""
+) -> PrefixCache:
+    """Return room for contexts; none if every context is run whole."""
     name = type(runner.model).__name__
+    nothing = PrefixCache(runner, UncachedAttention(layout), layout=layout)
     kv_bytes, host = wanted.get("kv_cache_bytes"), wanted.get("host_cache_bytes", 0)
     state_bytes = wanted.get("state_cache_bytes")
     if kv_bytes == 0:
-        return None
+        return nothing
     if support.reason:
         _check_nothing_wanted(host, state_bytes, name, support.reason)
         logger.info("%s runs every context whole: %s", name, support.reason)
@@ -243,7 +243,7 @@ def hf_prefix_cache(
                 "transformers; kv_cache_bytes=0 has it run so without this warning",
                 stacklevel=2,
             )
-        return None
+        return nothing
     budget = default_kv_budget(layout) if kv_bytes is None else kv_bytes
     size = layout.states.bytes_per_state
     attends = bool(layout.layers)

@@ -122,7 +122,8 @@ class PictureReader:
                     "what a processor has made of pictures goes with the input_ids that it "
                     "returned, and not with a text"
                 )
-            return self._of_inputs(self._ids(prompt), images, max_length)
+            ids = list(array("i", self._contexts.packed(prompt)))
+            return self._of_inputs(ids, images, max_length)
         pictures = read_images(images)
         if isinstance(prompt, str):
             prompt = without_bos(self.processor.tokenizer, prompt)  # which the processor adds
@@ -134,13 +135,16 @@ class PictureReader:
                     f"of a whole one is marked by {marker!r}"
                 )
             if not pictures:
-                return self._contexts.of(self._tokenized(prompt))
+                return self._contexts.of(self.processor.tokenizer(prompt)["input_ids"])
             read = self._read(prompt, pictures)
         else:
-            ids = self._ids(prompt)
-            read = self._of_ids(ids, pictures)
-            if read is None:
-                return self._contexts.of(ids)
+            if pictures:
+                raise PictureError(
+                    "pictures go with a text, or with the ids that the processor returned: inputs "
+                    '= lm.processor(text=[text], images=[pictures], return_tensors="pt"); '
+                    'lm.context(inputs["input_ids"][0], images=inputs)'
+                )
+            return self._contexts.of(prompt)
         check_fits(read.token_ids, max_length)
         prints = [fingerprint(picture) for picture in pictures]
         return self._context(read, prints, self._counts(pictures))
@@ -181,68 +185,6 @@ class PictureReader:
         counts = [ids.count(self._image_token_id)]
         return self._context(_Read(ids, given), [digest.digest()], counts)
 
-    # ---------------------------------------------------------------- from prompts to token ids
-
-    def _ids(self, prompt: Any) -> list[int]:
-        return list(array("i", self._contexts.packed(prompt)))
-
-    def _tokenized(self, text: str) -> list[int]:
-        return self.processor.tokenizer(text)["input_ids"]
-
-    def _of_ids(self, ids: list[int], pictures: list[Any]) -> _Read | None:
-        """Return the processor's inputs of pictures, and ids with all parts of them."""
-        marker = self.processor.tokenizer.convert_tokens_to_ids(self._marker)
-        num_parts = ids.count(self._image_token_id)
-        if not pictures:
-            check_num_pictures(self._marker, num_parts or ids.count(marker), 0)
-            return None
-        read = self._read(self._marker * len(pictures), pictures)
-        if num_parts == read.token_ids.count(self._image_token_id) and num_parts != len(pictures):
-            return self._with_ids(read, ids)
-        check_num_pictures(self._marker, ids.count(marker), len(pictures))
-        if num_parts and marker != self._image_token_id:
-            raise PictureError(
-                f"the token ids hold {self._image_token_id}, which stands for a part of a picture, "
-                f"beside {marker}, which marks the place of a whole one"
-            )
-        self._check_expands_in_place(marker)
-        apart = iter([self._expanded(picture, marker) for picture in pictures])
-        whole = [part for i in ids for part in (next(apart) if i == marker else [i])]
-        return self._with_ids(read, whole)
-
-    def _check_expands_in_place(self, marker: int) -> None:
-        """Raise a ``PictureError`` if the processor does more than to expand each place."""
-        text = f"{self._marker} a b"
-        noise = np.zeros((48, 64, 3), np.uint8)
-        one = self._expanded(read_image(noise, 0), marker)
-        plain = self._tokenized(text)
-        wanted = [part for i in plain for part in (one if i == marker else [i])]
-        if self._read(text, [read_image(noise, 0)]).token_ids != wanted:
-            raise PictureError(
-                f"{type(self.processor).__name__} puts text around the pictures of a prompt: pass "
-                "it as a text, or the ids as the processor returns them"
-            )
-
-    def _expanded(self, picture: Any, marker: int) -> list[int]:
-        """Return the ids that one picture's place becomes, without what begins and ends texts."""
-        found = self._read(self._marker, [picture]).token_ids
-        bare = self._tokenized(self._marker)
-        before = bare.index(marker)
-        after = len(bare) - before - 1
-        return found[before : len(found) - after]
-
-    def _with_ids(self, read: _Read, ids: list[int]) -> _Read:
-        """Return the processor's inputs, with an element for each of other token ids."""
-        size, inputs = len(read.token_ids), {}
-        is_part = [token_id == self._image_token_id for token_id in read.token_ids]
-        for name, value in read.inputs.items():
-            if name in self._of_tokens and value.shape == (1, size):
-                kinds = {part: int(of) for part, of in zip(is_part, value[0], strict=True)}
-                made = [kinds.get(token_id == self._image_token_id, 0) for token_id in ids]
-                value = torch.tensor([made], dtype=value.dtype)
-            inputs[name] = value
-        return _Read(ids, inputs)
-
     def _read(self, text: str, pictures: list[Any]) -> _Read:
         try:
             made = self.processor(text=[text], images=[pictures], return_tensors="pt")
@@ -272,9 +214,12 @@ class PictureReader:
         rules, values = self._rules, np.array(ids, np.int32)
         self._contexts.packed([i for i in ids if i != self._image_token_id])
         (parts,) = np.nonzero(values == self._image_token_id)
-        if sum(counts) != len(parts):  # there is one, or what one becomes depends on the others
+        # There is one, or what one becomes depends on the others, or parts of two touch, which may
+        # see each other: then all are one.
+        starts = np.cumsum(counts, dtype=np.int64)[:-1]
+        is_one = sum(counts) != len(parts) or (np.diff(parts)[starts - 1] == 1).any()
+        if is_one:
             prints, counts = [b"".join(prints)], [len(parts)]
-        prints, counts = _joined(prints, counts, parts)
         if rules.is_prompt_one:
             prints = [one + values.tobytes() for one in prints]
         packed = values.copy()
@@ -290,17 +235,3 @@ class PictureReader:
             keeps=rules.keeps,
         )
         return Context.of(self._contexts, packed.tobytes(), pictures=made)
-
-
-def _joined(
-    prints: list[bytes], counts: list[int], parts: np.ndarray[Any, np.dtype[np.int64]]
-) -> tuple[list[bytes], list[int]]:
-    """Return pictures as groups of those whose parts touch, which may see each other."""
-    groups, sizes, place = list[bytes](), list[int](), 0
-    for one, count in zip(prints, counts, strict=True):
-        if sizes and parts[place] == parts[place - 1] + 1:
-            groups[-1], sizes[-1] = groups[-1] + one, sizes[-1] + count
-        else:
-            groups, sizes = [*groups, one], [*sizes, count]
-        place += count
-    return groups, sizes

@@ -192,7 +192,7 @@ class PrefixFiles:
         if not self._passes.cache.keeps:
             why = "it runs contexts whole" if self._has_bytes else "kv_cache_bytes is 0"
             raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
-        limit = self._passes.max_cacheable_len
+        limit = self._passes.can.max_cacheable_len
         if num_tokens > limit:
             raise CacheError(
                 f"contexts of more than {limit} tokens are run whole, and nothing is kept of them"

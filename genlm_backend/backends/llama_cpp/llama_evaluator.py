@@ -29,6 +29,7 @@ from genlm_backend.queries.evaluator import EvaluatorInfo
 from genlm_backend.queries.query import Adapter, RowQuery
 from genlm_backend.runtime.memory import cpu_budget, free_memory
 from genlm_backend.scheduling.local_evaluator import LocalEvaluator
+from genlm_backend.scheduling.prefill_plan import CostModel
 from genlm_backend.scheduling.prefix_cache import PrefixCache
 
 _PROBE_LENGTH: Final = 12
@@ -188,16 +189,16 @@ class LlamaEvaluator(LocalEvaluator):
         self._adapter: Adapter | None = None
         has_cells = support.bytes_per_token > 0
         self._runner = LlamaRunner(self._context, length, self._num_slots, has_cells=has_cells)
-        super().__init__(self._runner, "cpu", LlamaCppAttention(), _CPU)
         # The most contexts of a batch, so that each has a sequence beside those that are pinned.
         self._most_rows = counts.most_rows or counts.num_contexts // (2 if keeps else 1)
-        self.scheduler.cost = replace(
-            self.scheduler.cost,  # rows are not padded
+        cost = replace(
+            CostModel.on("cpu"),  # rows are not padded
             per_forward=_NEVER_SPLIT,
             max_chunk=_MOST_TOKENS // 4,
             max_tokens=min(_MOST_TOKENS, num_cells),
             max_rows=self._most_rows,
         )
+        super().__init__(self._runner, cost, LlamaCppAttention(), _CPU)
 
     def _num_tokens(self, *, keeps: bool) -> int:
         of_token, wanted = self._support.bytes_per_token, self._wanted_length or 0
@@ -262,7 +263,7 @@ class LlamaEvaluator(LocalEvaluator):
 
     def open(self) -> EvaluatorInfo:
         """Make room for the cache, and return the abilities of the model."""
-        num_slots, passes, num_states = self._num_slots, self.scheduler, self._counts.num_states
+        num_slots, num_states = self._num_slots, self._counts.num_states
         of_token, of_state = self._support.bytes_per_token, self._support.bytes_per_state
         if num_slots:
             pool: Any = CellPool(of_token)
@@ -276,18 +277,18 @@ class LlamaEvaluator(LocalEvaluator):
                     context.copy_state,
                 )
             made = num_slots * of_token + self._state_bytes
-            passes.use_cache(
-                PrefixCache(
-                    self._runner,
-                    LlamaCppAttention(),
-                    pool,
-                    num_slots,
-                    states=states,
-                    budgets=Budgets(self._wanted_bytes or made, 0, num_states * of_state),
-                    may_pin=self._may_pin,
-                )
+            attention = LlamaCppAttention()
+            cache = PrefixCache(
+                self._runner,
+                attention,
+                pool,
+                num_slots,
+                states=states,
+                budgets=Budgets(self._wanted_bytes or made, 0, num_states * of_state),
+                may_pin=self._may_pin,
             )
-        self._runner.tree = passes.tree
+            self._schedule(cache, attention)
+        self._runner.tree = self.scheduler.tree
         return EvaluatorInfo(
             vocab_size=self._model.vocab_size,
             max_length=self._length,

@@ -31,7 +31,9 @@ from genlm_backend.queries.evaluator import EvaluatorInfo
 from genlm_backend.queries.query import Adapter
 from genlm_backend.runtime.memory import cpu_budget
 from genlm_backend.scheduling.local_evaluator import LocalEvaluator
+from genlm_backend.scheduling.prefill_plan import CostModel
 from genlm_backend.scheduling.prefix_cache import PrefixCache
+from genlm_backend.scheduling.scheduler import Capabilities
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +66,10 @@ class MlxEvaluator(LocalEvaluator):
         evaluate_all(model)
         self._runner, self._adapters = MlxRunner(model), MlxAdapters(model)
         whole: Any = MlxUncachedAttention()
-        super().__init__(self._runner, "mps" if is_metal else "cpu", whole, _CPU)
+        cost = CostModel.on("mps" if is_metal else "cpu")
         if prefill_step_size is not None:
-            self.scheduler.cost = replace(self.scheduler.cost, max_chunk=prefill_step_size)
+            cost = replace(cost, max_chunk=prefill_step_size)
+        super().__init__(self._runner, cost, whole, _CPU)
         self._max_length = _longest_context(model) if max_length is None else max_length
         self._wanted_bytes, self._ends = kv_cache_bytes, eos_token_ids
         self._wanted_state_bytes = state_cache_bytes
@@ -83,13 +86,12 @@ class MlxEvaluator(LocalEvaluator):
         runner = self._runner
         with _turn:
             support = mlx_probe(runner, self._max_length)
-        self.scheduler.pads = support.pads
-        self.scheduler.takes_several_tokens = support.takes_several_tokens
+        can = Capabilities(support.pads, takes_several_tokens=support.takes_several_tokens)
         if support.reason:
             logger.info("%s runs contexts whole: %s", type(runner.model).__name__, support.reason)
         cache = mlx_prefix_cache(runner, support, self._wanted_bytes, self._wanted_state_bytes)
-        if cache is not None:
-            self.scheduler.use_cache(cache)
+        whole = self.scheduler.uncached_attention
+        self._schedule(cache or PrefixCache(runner, whole), whole, can)
         if not self._is_metal and is_half(runner.model):
             warnings.warn(
                 "MLX computes in half precision slowly on a CPU: wrap a model in float32 (what "

@@ -16,7 +16,7 @@ from genlm_backend.readouts.score_query import ScoreQuery
 from genlm_backend.scheduling.forwards import Forwards
 from genlm_backend.scheduling.prefill_plan import CostModel
 from genlm_backend.scheduling.prefix_cache import PrefixCache
-from genlm_backend.scheduling.scheduler import Scheduler
+from genlm_backend.scheduling.scheduler import ALL, Scheduler
 
 VOCAB = 5
 
@@ -103,18 +103,19 @@ def make(num_slots, runner=None, **cost):
         if wanted and not wanted.pop():
             raise QueryDroppedError("by the test")
 
-    passes = passes_over(runner, check_cancelled, **cost)
+    cache = None
+    if num_slots is not None:
+        cache = PrefixCache(runner, Slotted(), KVPool(KVLayout(), num_slots), num_slots)
+    passes = passes_over(runner, check_cancelled, cache, **cost)
     runner.max_outputs = passes.cost.max_outputs
     passes.wanted = wanted
-    if num_slots is not None:
-        pool = KVPool(KVLayout(), num_slots)
-        passes.use_cache(PrefixCache(runner, Slotted(), pool, num_slots))
     return passes
 
 
-def passes_over(runner, check_cancelled, **cost):
+def passes_over(runner, check_cancelled, cache=None, can=ALL, **cost):
     forwards = Forwards(runner, rows_of_logits, scores_of_logits, check_cancelled)
-    return Scheduler(forwards, CostModel(**cost), UncachedAttention())
+    whole = UncachedAttention()
+    return Scheduler(forwards, CostModel(**cost), cache or PrefixCache(runner, whole), whole, can)
 
 
 class Split(NamedTuple):

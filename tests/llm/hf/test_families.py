@@ -90,7 +90,7 @@ def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
         elif lm.kv_reuse:
             is_shared = isinstance(lm._evaluator.scheduler.cache.attention, CascadeAttention)
             assert is_shared == (name not in GATHERED)
-            assert lm._evaluator.scheduler.needs_equal_lengths == (name == "llama4-tuned")
+            assert lm._evaluator.scheduler.can.needs_equal_lengths == (name == "llama4-tuned")
             assert lm.statistics().tokens_reused > 300
         # The test means something: one wrong token, even early on, shows in the row.
         wrong = list(contexts[-1])

@@ -19,6 +19,7 @@ from genlm_backend.queries.context import of_no_model
 from genlm_backend.queries.query import Adapter, RowQuery
 from genlm_backend.readouts.score_query import ScoreQuery
 from genlm_backend.scheduling.prefix_cache import PrefixCache
+from genlm_backend.scheduling.scheduler import ALL, Capabilities
 from tests.llm.hf.fake_runner import VOCAB, FakeRunner, logprobs_after, passes_over
 from tests.llm.hf.paths_of import read_by_row
 from tests.tree_integrity import check_integrity
@@ -98,7 +99,7 @@ class Spoiling(ReadingRunner):
         ].tolist()
 
 
-def passes_of(num_slots, num_host_slots=0, few_tokens=3, runner=None, **cost):
+def passes_of(num_slots, num_host_slots=0, few_tokens=3, runner=None, can=ALL, **cost):
     """Passes over a runner that knows what slots hold, of two tiers or one."""
     runner, wanted = runner or Spoiling(), []
 
@@ -106,10 +107,10 @@ def passes_of(num_slots, num_host_slots=0, few_tokens=3, runner=None, **cost):
         if wanted and not wanted.pop():
             raise QueryDroppedError("by the test")
 
-    passes = passes_over(runner, check_cancelled, **cost)
-    runner.max_outputs, passes.wanted = passes.cost.max_outputs, wanted
     pool = KVPool(KVLayout(), num_slots)
-    passes.use_cache(PrefixCache(runner, Reads(few_tokens), pool, num_slots))
+    cache = PrefixCache(runner, Reads(few_tokens), pool, num_slots)
+    passes = passes_over(runner, check_cancelled, cache, can, **cost)
+    runner.max_outputs, passes.wanted = passes.cost.max_outputs, wanted
     passes.cache.tree = PrefixTree(SlotAllocator(num_slots), SlotAllocator(num_host_slots), runner)
     passes.cache.pool.is_finite = lambda slots: (
         not any(BAD in runner.written[slot][1] for slot in slots.tolist())
@@ -157,8 +158,8 @@ class Histories(RuleBasedStateMachine):
         needs_equal_lengths=st.booleans(),
     )
     def make(self, num_slots, num_host_slots, few_tokens, needs_equal_lengths, **cost):
-        self.scheduler = passes_of(num_slots, num_host_slots, few_tokens, **cost)
-        self.scheduler.needs_equal_lengths = needs_equal_lengths
+        can = Capabilities(needs_equal_lengths=needs_equal_lengths)
+        self.scheduler = passes_of(num_slots, num_host_slots, few_tokens, can=can, **cost)
         self.particles = [of_no_model([i % 3, i % 2]) for i in range(6)]
         self.seen = list(self.particles)
         self.is_pinned = False

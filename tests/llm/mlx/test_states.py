@@ -241,7 +241,7 @@ def test_tokens_go_on_one_by_one_where_several_forget_the_state(monkeypatch):
 
     monkeypatch.setattr(MambaBlock, "_process_sequence", forgetting)
     with over("mamba", kv_cache_bytes=1 << 20) as lm:
-        assert not lm._mlx.scheduler.takes_several_tokens
+        assert not lm._mlx.scheduler.can.takes_several_tokens
         contexts = [[*range(3, 33)]]
         lm.batch_next_token_logprobs_sync(contexts)
         contexts = [[*contexts[0], *new] for new in ([1], [2, 3], [2, 4, 5])]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncVirtualLM
+from genlm_backend.backends.vllm import release
 from tests.llm.conftest import fresh_row
 from tests.llm.vllm import real
 
@@ -125,4 +126,6 @@ def test_a_fork_beside_a_session_that_finds_its_blocks_again_in_the_same_step(lm
         expected = fresh_row(real.tiny_model(), context)
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
     assert steps[:2] == [0, 2]
-    assert sources[-1] == 128  # behind that of the other session, which was a fork as well
+    # Behind that of the other session, which was a fork as well. vLLM 0.30 begins with the request
+    # that it skipped, before those that were preempted, so that its source has nothing yet.
+    assert sources[-1] == (0 if release.installed_release().startswith("0.30.") else 128)

@@ -1,0 +1,207 @@
+"""PendingQuery: a query without a result yet, and the callers that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Final, TypeAlias, TypeGuard, final
+
+from genlm_backend.checks import shown
+from genlm_backend.errors import EvaluationError, OptionError
+from genlm_backend.runtime.background_loop import call_threadsafe
+
+Loop: TypeAlias = asyncio.AbstractEventLoop | None
+"""An event loop; ``None`` for threads that block."""
+
+
+@final
+class MultiWaiter:
+    """A caller that waits for the results of several queries at once, or blocks a thread."""
+
+    is_settled = False  # its future has a result, or gets one soon
+    num_missing = 0  # distinct queries without a result
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.future: Any = concurrent.futures.Future() if loop is None else loop.create_future()
+        self.queries: list[PendingQuery] = []  # in the order in which it wants the results
+
+    def note(self, result: Any) -> Any:
+        """Note that one of its queries has a result; return its future's, once, or ``NOTHING``."""
+        self.num_missing -= 1
+        if self.is_settled or (self.num_missing and not is_error(result)):
+            return NOTHING
+        self.is_settled = True
+        return result if is_error(result) else [query.result for query in self.queries]
+
+
+NOTHING: Final = object()
+
+Caller: TypeAlias = "asyncio.Future[Any] | MultiWaiter"
+"""A caller of one query is its future, so that no object more is made for a row."""
+
+
+def leave(future: Any) -> None:
+    """Stop waiting for a future: on any thread, at any moment, without a lock."""
+    future.is_gone = True
+
+
+def is_waiting(caller: Caller) -> bool:
+    """Return whether a caller would still see a result."""
+    if type(caller) is MultiWaiter:
+        if caller.is_settled:
+            return False
+        future, loop = caller.future, caller.loop
+    else:
+        future, loop = caller, caller.get_loop()
+    is_over = future.done() or getattr(future, "is_gone", False)
+    return not (is_over or (loop is not None and loop.is_closed()))
+
+
+@final
+class PendingQuery:
+    """A distinct query: first in the queue, then in a batch that is evaluated."""
+
+    __slots__ = ("callers", "key", "number", "query", "result", "weight")
+
+    def __init__(self, key: Hashable, query: Any, weight: float, number: int, caller: Any) -> None:
+        self.key, self.query, self.weight = key, query, weight
+        self.number = number  # of queries that came before it
+        self.callers: Any = caller  # one, a list of several, or ``None``
+
+    def is_wanted(self) -> bool:
+        """Return whether a caller would still see its result."""
+        if type(self.callers) is list:
+            return any(map(is_waiting, self.callers))
+        return self.callers is not None and is_waiting(self.callers)
+
+    def join(self, caller: Caller) -> bool:
+        """Have another caller wait for it; return whether that one did not already."""
+        callers = self.callers
+        last = callers[-1] if type(callers) is list and callers else callers
+        if last is caller:  # which asks it twice
+            return False
+        if type(callers) is list:
+            callers.append(caller)
+        else:
+            self.callers = caller if callers is None else [callers, caller]
+        return True
+
+    def leave(self, caller: Caller) -> bool:
+        """Take a caller off it; return whether none is left."""
+        if type(self.callers) is list:
+            if caller in self.callers:
+                self.callers.remove(caller)
+        elif self.callers is caller:
+            self.callers = None
+        return not self.callers
+
+
+# -------------------------------------------------------------------- answers
+
+Answers: TypeAlias = dict[Loop, list[tuple[Any, Any]]]
+"""For each event loop the futures that live there, and the result or exception of each."""
+
+
+def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
+    """Take the callers off queries; return what each of them gets, once."""
+    answers: Answers = {}
+    for query, result in results:
+        callers, query.callers, query.result = query.callers, None, result
+        for caller in callers if type(callers) is list else (callers,):
+            if type(caller) is MultiWaiter:
+                loop, future, given = caller.loop, caller.future, caller.note(result)
+                if given is NOTHING:
+                    continue
+            elif caller is None:
+                continue
+            else:
+                loop, future, given = caller.get_loop(), caller, result
+            if loop not in answers:
+                answers[loop] = []
+            answers[loop].append((future, given))
+    return answers
+
+
+def deliver(answers: Answers) -> None:
+    """Settle futures on their own loops: one wake-up for each event loop."""
+    for loop, own in answers.items():
+        if loop is None:
+            # A thread may give up waiting just now.
+            begin = concurrent.futures.Future[Any].set_running_or_notify_cancel
+            _settle([pair for pair in own if not pair[0].done() and begin(pair[0])])
+        else:
+            call_threadsafe(loop, settle_here, loop, own)
+
+
+def settle_here(loop: asyncio.AbstractEventLoop, answers: list[tuple[Any, Any]]) -> None:
+    """Settle futures of the loop that runs this; interrupted, have it go on later."""
+    try:
+        _settle(answers)
+    except BaseException:
+        loop.call_soon(settle_here, loop, answers)  # but for those that are done
+        raise
+
+
+def _settle(answers: list[tuple[Any, Any]]) -> None:
+    for future, given in answers:
+        if future.done() or getattr(future, "is_gone", False):
+            continue
+        if not issubclass(type(given), Exception):
+            future.set_result(given)
+        else:
+            future.set_exception(presentable(given))
+
+
+def as_weight(weight: Any) -> float:
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise OptionError(f"weight must return a number, got {shown(weight)}") from error
+    if not number >= 0:
+        raise OptionError(f"weight must return zero or more, got {number}")
+    return number
+
+
+# -------------------------------------------------------------------- what an evaluation came to
+
+
+def evaluated(
+    evaluate: Callable[[list[Any]], Any], queries: list[Any]
+) -> tuple[list[Any], BaseException | None]:
+    """Return the results of a batch, or the error that all of its queries meet."""
+    if not queries:
+        return [], None
+    try:
+        return _results(evaluate(queries), len(queries)), None
+    except BaseException as raised:  # everything must settle the futures, nothing else
+        return [], presentable(raised)
+
+
+def _results(found: Any, num_queries: int) -> list[Any]:
+    is_array = hasattr(found, "__len__") and hasattr(found, "__getitem__")
+    if not is_array or isinstance(found, Mapping):
+        raise EvaluationError(f"evaluate returned {shown(found)}, and no sequence")
+    results = list(found)
+    if len(results) != num_queries:
+        raise EvaluationError(f"evaluate returned {len(results)} results for {num_queries} queries")
+    return results
+
+
+def is_error(result: object) -> TypeGuard[Exception]:
+    """Whether a result is an exception, by its type alone: asking the object may raise."""
+    return issubclass(type(result), Exception)
+
+
+def presentable(raised: BaseException) -> BaseException:
+    """Return an exception that a future takes: none that futures or loops treat specially."""
+    if is_error(raised) and not issubclass(type(raised), StopIteration):
+        return raised
+    try:
+        said = repr(raised)
+    except BaseException:  # of whatever type it is
+        said = type(raised).__name__
+    error = EvaluationError(f"the evaluation ended with {said}")
+    error.__cause__ = raised
+    return error
