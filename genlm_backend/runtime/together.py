@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -26,20 +26,9 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 def in_threads(work: Callable[[slice], object], count: int, num_threads: int) -> None:
     """Call ``work`` with consecutive slices of ``range(count)``, one in each thread."""
     bounds = [count * i // num_threads for i in range(num_threads + 1)]
-    parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-    errors: list[BaseException] = []
-
-    def guarded(part: slice) -> None:
-        try:
-            work(part)
-        except BaseException as error:
-            errors.append(error)
-
-    helpers = [threading.Thread(target=guarded, args=(part,)) for part in parts[1:]]
-    for helper in helpers:
-        helper.start()
-    guarded(parts[0])
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
+    own, *others = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    with ThreadPoolExecutor(max(1, len(others))) as threads:
+        started = [threads.submit(work, part) for part in others]
+        work(own)
+    for one in started:
+        one.result()
