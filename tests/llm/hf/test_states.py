@@ -147,7 +147,7 @@ async def test_rows_of_every_family_are_the_bare_models(name):
         passes = lm._evaluator.scheduler
         assert lm.kv_reuse == (name in KEPT)
         if lm.kv_reuse:
-            assert passes.takes_several_tokens == (name not in ONE_BY_ONE)
+            assert passes.can.takes_several_tokens == (name not in ONE_BY_ONE)
         history = History(lm, generator, lambda context, _: fresh_row(model, context), CLOSE)
         await history.steps(5)
         set_cost(lm, max_chunk=7, max_outputs=5)
