@@ -72,7 +72,10 @@ async def test_a_token_is_that_of_the_row(lm, temperature):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 9}], ids=str)
-async def test_draws_of_a_batch_are_those_of_single_ones(lm, options):
+async def test_draws_of_a_batch_are_those_of_single_ones(lm, backend, options):
+    # As far apart as rows may be: of the bare SmolLM2 in float32, those of a batch of 40 and of one
+    # after another differ by 2e-3.
+    within = max(1e-4, backend.tolerance)
     contexts = [[i % 7, 1 + i % 5, 2] for i in range(40)]
     masks = [list(KINDS.values())[i % len(KINDS)] for i in range(40)]
     one, other, third = (np.random.default_rng(3) for _ in range(3))
@@ -81,7 +84,7 @@ async def test_draws_of_a_batch_are_those_of_single_ones(lm, options):
     for context, mask, drawn, again in zip(contexts, masks, found, blocking, strict=True):
         single = await lm.draw_next_token(context, allowed=mask, generator=other, **options)
         assert drawn.token_id == again.token_id == single.token_id
-        assert list(drawn) == pytest.approx(list(single), abs=1e-4)
+        assert list(drawn) == pytest.approx(list(single), abs=within)
     assert one.random() == other.random() == third.random()
     packed = PackedMask(packed_mask(MASK, VOCAB), VOCAB)
     for mask in (MASK, KINDS["tensor"], KINDS["array of ids"], packed):
@@ -90,7 +93,7 @@ async def test_draws_of_a_batch_are_those_of_single_ones(lm, options):
         given = {"allowed": [mask] * 40, "generator": other, **options}
         expected = lm.batch_draw_next_token_sync(contexts, **given)
         assert [draw.token_id for draw in found] == [draw.token_id for draw in expected]
-        assert list(found[0]) == pytest.approx(list(expected[0]), abs=1e-4)
+        assert list(found[0]) == pytest.approx(list(expected[0]), abs=within)
     assert await lm.batch_draw_next_token([]) == lm.batch_draw_next_token_sync([]) == []
 
 
