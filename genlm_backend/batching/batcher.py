@@ -35,8 +35,8 @@ from genlm_backend.batching.policy import (
 from genlm_backend.batching.worker import Worker
 from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import BatcherClosedError, OptionTypeError, QueryDroppedError
-from genlm_backend.runtime.background_loop import call_threadsafe
 from genlm_backend.runtime.forks import ProcessLock
+from genlm_backend.runtime.threads import call_threadsafe
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -48,28 +48,27 @@ _POLICY = instance(BatchPolicy, "a BatchPolicy")
 class Batcher(Generic[Q, R]):
     """Coalesces concurrent queries into batches and evaluates them on one worker thread.
 
-    ``evaluate`` is an ordinary function from a list of distinct queries to as many results; it
-    knows no futures and is never called twice at once. While it runs, the event loops are free
-    and new queries gather; they go when it returns. Any number of event loops and threads may
-    use one batcher. Equal keys share one result object: whoever hands results on as something
-    to be modified copies them first.
+    ``evaluate`` is an ordinary function from a list of distinct queries to as many results. It is
+    never called twice at once. While it runs, the event loops are free and new queries gather;
+    they go when it returns. Any number of event loops and threads may use one batcher. Queries
+    with equal keys get the same result object: copy it before you modify it.
 
-    A caller that is cancelled disturbs nobody, and its query is not evaluated unless somebody
-    else wants it. An ``evaluate`` that takes long calls ``check_cancelled()`` between its steps,
-    and ends where nobody is left. An exception out of ``evaluate`` reaches the callers of that
-    batch and no one else; one that it returns in place of a result, the callers of that query.
+    Cancelling a caller disturbs no other; its query is not evaluated unless another caller wants
+    it. A long ``evaluate`` calls ``check_cancelled()`` between its steps, which ends it once no
+    caller is left. An exception that ``evaluate`` raises goes to all callers of that batch; one
+    that it returns in place of a result goes to the callers of that query.
 
-    It belongs to the process that first asks it; a fork of that process gets a ``ForkedError``.
+    A batcher belongs to the process that first asks it; in a fork it raises a ``ForkedError``.
 
     Args:
-        evaluate: Called on the worker thread with queries that weigh as much as the policy allows.
-        policy: When a batch goes.
-        key: Queries with equal keys are one query; what it raises refuses one. Default: the query.
-        weight: What a query counts for in a batch, zero or more and 1 by default; what it raises
-            refuses one. One too heavy for any goes alone.
-        forward_key: What the result of a query is computed with: of the queries of a batch with
-            equal values the first alone counts. Default: each counts.
-        name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
+        evaluate: The function that the worker thread calls with each batch.
+        policy: The bounds on the size and the age of a batch.
+        key: Returns the key of a query; an exception refuses the query. Default: the query itself.
+        weight: Returns how much a query counts for in a batch, zero or more; an exception refuses
+            the query. A query above the bound goes alone. Default: 1.
+        forward_key: Returns the key of the computation that answers a query: queries with equal
+            keys count once in a batch. Default: each counts.
+        name: Name in error messages, and of the thread, after ``genlm-``.
 
     Raises:
         OptionTypeError: (``TypeError``) If one of them is of another type.
@@ -97,14 +96,14 @@ class Batcher(Generic[Q, R]):
         self._forward_key = optional(function)("forward_key", forward_key)
         self._name = text("name", name)
         self._worker, self._lock = Worker(f"genlm-{name}"), ProcessLock()
-        self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
+        self._is_wanted: Callable[[], bool] | None = None  # whether the worker's task still is
         self._last_wake = 0.0
-        self._given_up: QueryDroppedError | None = None  # what has ended it
+        self._given_up: QueryDroppedError | None = None  # by ``check_cancelled``
         self._is_closed = False
-        self._fences: dict[_Call[Any], int] = {}  # calls that are queued: the query after each
+        self._fences: dict[_Call[Any], int] = {}  # queued calls, and the first query after each
         self._waiting: dict[Hashable, PendingQuery] = {}  # the queue, oldest first
-        self._running: dict[Hashable, PendingQuery] = {}  # what is evaluated
-        self._loops: set[Loop] = set()  # of the callers of both, and maybe of some that have gone
+        self._running: dict[Hashable, PendingQuery] = {}  # the batch under evaluation
+        self._loops: set[Loop] = set()  # of their callers, and of some that have left
         self._quiet_detectors: dict[asyncio.AbstractEventLoop, QuietDetector] = {}
         self._is_busy = self._flush_requested = False
         self._num_arrived = 0
@@ -114,7 +113,7 @@ class Batcher(Generic[Q, R]):
     # ---------------------------------------------------------------- asking
 
     async def submit(self, query: Q) -> R:
-        """Return the result for ``query``, evaluated together with whatever else is waiting.
+        """Return the result for ``query``, evaluated in a batch with the other waiting queries.
 
         Raises:
             BatcherClosedError: After ``close()``, or when the interpreter has ended the worker.
@@ -132,10 +131,10 @@ class Batcher(Generic[Q, R]):
             raise
 
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
-        """Return the results for ``queries``, in order, or the first error that one of them meets.
+        """Return the results for ``queries``, in order, or raise the first error among them.
 
-        What is still waiting of them then, and is nobody else's, is not evaluated. Raises what
-        ``submit`` does.
+        After an error, those of the queries that still wait and that no other caller wants are not
+        evaluated. The exceptions are those of ``submit``.
         """
         waiter = MultiWaiter(asyncio.get_running_loop())
         try:
@@ -146,10 +145,10 @@ class Batcher(Generic[Q, R]):
             raise
 
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
-        """Return the results for ``queries``, blocking this thread; full batches where they fit.
+        """Return the results for ``queries``, in order, blocking this thread.
 
-        Nothing is waited for: what is pending goes along at once. Safe inside a running event
-        loop, which stands still meanwhile.
+        They go at once, together with the other waiting queries. Inside a running event loop, the
+        loop stands still meanwhile.
 
         Raises:
             RuntimeError: When called from within ``evaluate``, which could never end.
@@ -167,14 +166,14 @@ class Batcher(Generic[Q, R]):
             raise
 
     def flush(self) -> None:
-        """Let everything that waits go now, or as soon as the worker is free."""
+        """Send all waiting queries now, or as soon as the worker is free."""
         with self._lock.here:
             if self._waiting:
                 self._flush_requested = True
                 self._advance(None)
 
     def drain(self) -> None:
-        """Block until everything that has been asked so far is answered."""
+        """Block until all queries submitted so far have results."""
         with self._lock.here:
             stop = self._num_arrived
 
@@ -186,7 +185,7 @@ class Batcher(Generic[Q, R]):
             self.flush()
 
     def set_policy(self, **fields: Any) -> None:
-        """Replace fields of the policy, for the batches to come; from any thread.
+        """Replace fields of the policy for later batches; any thread may call this.
 
         Raises:
             OptionTypeError: (``TypeError``) If a field has a wrong type.
@@ -200,9 +199,9 @@ class Batcher(Generic[Q, R]):
     def drop(self, reason: str | Exception = "the query was dropped before it was answered") -> int:
         """Settle every waiter with a ``QueryDroppedError``; return how many there were.
 
-        A batch that is being evaluated ends at its next ``check_cancelled()``, and the results of
-        one that does not ask are not delivered. Given an error in place of the reason, those who
-        still wait for a batch get that, and no others.
+        A batch under evaluation ends at its next ``check_cancelled()``; without one, its results
+        are not delivered. If ``reason`` is an exception, only the callers whose queries are not
+        under evaluation get it.
         """
         error = reason if isinstance(reason, Exception) else QueryDroppedError(reason)
         with self._lock.here:
@@ -211,10 +210,10 @@ class Batcher(Generic[Q, R]):
         return sum(map(len, answers.values()))
 
     def close(self) -> None:
-        """Drop everybody and stop the worker thread; again has no effect.
+        """Drop all queries and stop the worker thread; a second call has no effect.
 
-        Waits for a batch that is being evaluated to end or to ask whether it is wanted, so that
-        nothing of it is in use afterwards. In a fork it has no effect either.
+        Waits until a batch under evaluation ends or calls ``check_cancelled()``, so that nothing
+        of it is in use afterwards. In a fork it has no effect.
         """
         if self._lock.is_foreign:
             return
@@ -243,15 +242,16 @@ class Batcher(Generic[Q, R]):
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the worker thread, after the batches already sent; block for it.
 
-        What is asked after a call is evaluated after it, unless an equal query goes before. An
-        interrupted thread leaves one that has not begun unrun. Raises what ``check_open`` does.
+        A query submitted after the call is evaluated after it, unless an equal query is already
+        waiting. If the thread is interrupted before the function begins, it does not run. Raises
+        what ``check_open`` does.
         """
         if self._worker.is_current_thread():
             return function()
         call = self._put(function)
         try:
             return call.future.result()
-        except BaseException:  # a thread that is interrupted wants it no more
+        except BaseException:  # an interrupted thread does not want it any more
             call.is_wanted = False
             call.future.cancel()
             raise
@@ -260,7 +260,7 @@ class Batcher(Generic[Q, R]):
         """Run ``function`` on the worker thread, after the batches already sent; see ``call``.
 
         Returns:
-            A future of what it returns or raises. Cancelled before its turn, nothing is run.
+            A future of its result or exception; cancelled in time, the function does not run.
         """
         return self._put(function).future
 
@@ -269,12 +269,12 @@ class Batcher(Generic[Q, R]):
         with self._lock.here:
             self.check_open()
             self._worker.put(lambda: self._run_call(call))
-            # Last: after an interrupt, a fence without its call would hold queries up for ever.
+            # Last: after an interrupt, a fence without its call would stop the queue for ever.
             self._fences[call] = self._num_arrived
         return call
 
     def check_open(self) -> None:
-        """Raise what a query that is asked now would raise at once.
+        """Raise the error that ``submit`` would raise now.
 
         Raises:
             BatcherClosedError: As ``submit``.
@@ -287,11 +287,11 @@ class Batcher(Generic[Q, R]):
             raise BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
 
     def check_cancelled(self) -> None:
-        """Raise if nobody waits any more for what the worker thread is doing.
+        """Raise if no caller waits any more for the worker thread's current task.
 
-        For ``evaluate``, and for what ``call`` runs, between two steps of long work: the error is
-        to be let through. It reaches nobody, but for those who wait while the interpreter exits;
-        whoever has come meanwhile is answered by another batch. On other threads, no effect.
+        ``evaluate``, or a function of ``call``, calls this between two steps of long work and lets
+        the error through. Callers get the error only at interpreter exit; callers that have come
+        meanwhile are answered by another batch. On other threads it has no effect.
 
         Raises:
             QueryDroppedError: If all callers have gone, at ``close()``, and at interpreter exit.
@@ -319,7 +319,7 @@ class Batcher(Generic[Q, R]):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this process is a fork of the one that it belongs to."""
+        """Whether this process is a fork of the batcher's process."""
         return self._lock.is_foreign
 
     @property
@@ -345,7 +345,7 @@ class Batcher(Generic[Q, R]):
 
     def _ask(self, caller: Caller, loop: Loop, queries: Iterable[Q]) -> list[PendingQuery]:
         """Have a caller wait for queries; return them."""
-        queries = tuple(queries)  # an iterable of its caller's may take long, or ask us
+        queries = tuple(queries)  # before the lock: the iterable may take long, or ask us
         asked = caller.queries if type(caller) is MultiWaiter else []
         with self._lock.here:
             if self._is_closed or self._worker.is_stopped:
@@ -355,11 +355,11 @@ class Batcher(Generic[Q, R]):
             self._num_submitted += len(queries)
             self._loops.add(loop)
             if loop is None:
-                # Nothing to hurry where all of them joined what is under evaluation.
+                # False if all queries joined the batch under evaluation.
                 self._flush_requested = bool(self._waiting)
                 self._advance(None)
             elif queries and not self._is_busy:
-                # While the loop's next turn is coming, that decides, but for a full batch.
+                # The loop's next turn decides, unless the batch is full or no turn is coming.
                 detector = self._quiet_detectors.get(loop)
                 is_full = len(self._waiting) >= self.policy.max_batch_size
                 if detector is None or is_full or self._flush_requested or not detector.is_coming:
@@ -392,13 +392,13 @@ class Batcher(Generic[Q, R]):
         """Take a caller off its queries, and those that nobody else waits for off the queue."""
         leave(caller.future if type(caller) is MultiWaiter else caller)
         if isinstance(error, GeneratorExit):
-            return  # the garbage collector's, maybe where its thread holds the lock
+            return  # raised by the garbage collector, whose thread may hold the lock
         with self._lock.here:
             for query in queries or ():
                 if query.leave(caller) and self._waiting.get(query.key) is query:
                     self._prune([query])
             if queries:
-                queries.clear()  # or the error's traceback would keep their results
+                queries.clear()  # the error's traceback would keep their results
             self._flush_requested = self._flush_requested and bool(self._waiting)
 
     def _prune(self, queries: Iterable[PendingQuery]) -> None:
@@ -408,7 +408,7 @@ class Batcher(Generic[Q, R]):
             self._num_skipped += 1
 
     def _advance(self, loop: Loop) -> None:
-        """Decide what becomes of the queue after a change that ``loop`` (or a thread) made."""
+        """Ask the policy after a change of the queue by a caller on ``loop``, or on a thread."""
         state = BatchState(len(self._waiting), self._is_busy, self._flush_requested)
         decision = self.policy.decide(state)
         if decision is Decision.FIRE:
@@ -425,11 +425,11 @@ class Batcher(Generic[Q, R]):
                 detector.is_scheduled = True
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take a turn of ``loop``, while queries of its own or of others wait."""
+        """Ask the policy at a turn of ``loop``, while queries wait."""
         try:
             self._turn(loop)
         except (KeyboardInterrupt, SystemExit):
-            loop.call_soon(self._tick, loop)  # it may be run again
+            loop.call_soon(self._tick, loop)  # a caller may run the loop again
             raise
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -448,23 +448,23 @@ class Batcher(Generic[Q, R]):
 
     def _fire(self) -> None:
         """Have the worker take a batch."""
-        # A thread may be interrupted anywhere in here: the next caller puts a call that is missing,
-        # and one too many finds nothing to do.
+        # A thread may be interrupted anywhere in here. The next caller puts a missing call; a call
+        # too many finds an empty queue.
         try:
-            self.check_open()  # which claims the lock, for the thread is here
+            self.check_open()  # and claim the lock for this process, which has the thread
             self._worker.put(self._run)
-        except RuntimeError as error:  # there is no thread any more, or none to be had
+        except RuntimeError as error:  # the thread has ended, or cannot be started
             deliver(self._refused(error))
         else:
             self._is_busy = True
 
     def _refused(self, error: BaseException, running: Iterable[PendingQuery] = ()) -> Answers:
-        """Empty the queue; return who gets the error, callers of a batch that has begun too."""
+        """Empty the queue; return the error for all callers, those of ``running`` included."""
         waiting, self._waiting, self._flush_requested = self._waiting, {}, False
         return answers_of((query, error) for query in (*waiting.values(), *running))
 
     def _take(self) -> dict[Hashable, PendingQuery]:
-        """Take the next batch off the queue: of the oldest queries, none behind a queued call."""
+        """Move the next batch from the queue to the running queries."""
         queries = self._oldest()
         while gone := [query for query in queries if not query.is_wanted()]:
             self._prune(gone)
@@ -479,9 +479,9 @@ class Batcher(Generic[Q, R]):
         return batch
 
     def _oldest(self) -> list[PendingQuery]:
-        """Return as many of the oldest queries as make a batch."""
+        """Return the oldest queries that make a batch, none of them after a queued call."""
         most, waiting = self.policy.max_batch_size, self._waiting.values()
-        fence = next(iter(self._fences.values()), self._num_arrived)  # the first is the lowest
+        fence = next(iter(self._fences.values()), self._num_arrived)  # fences are in order
         are_few = fence == self._num_arrived and len(waiting) <= most
         if are_few and sum([query.weight for query in waiting]) <= most:
             return [*waiting]
@@ -508,7 +508,7 @@ class Batcher(Generic[Q, R]):
             self._is_wanted = lambda: any(query.is_wanted() for query in batch.values())
             queries = [pending.query for pending in batch.values()]
             self._settle(batch, *evaluated(self._evaluate, queries))
-        except BaseException as raised:  # of a key that has changed, say: nobody waits for ever
+        except BaseException as raised:  # such as a key whose hash has changed
             with self._lock.here:
                 answers = self._refused(presentable(raised), self._running.values())
                 self._is_wanted, self._given_up, self._running = None, None, {}
@@ -522,7 +522,7 @@ class Batcher(Generic[Q, R]):
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
             self._is_wanted, self._given_up, self._running = None, None, {}
             answers: Answers = {}
-            if is_given_up:  # callers that have come since have it evaluated again, at once
+            if is_given_up:  # callers may have joined it since: it goes again at once
                 joined = {key: query for key, query in batch.items() if query.callers}
                 self._waiting = joined | self._waiting
                 self._flush_requested = self._flush_requested or bool(joined)
@@ -532,8 +532,8 @@ class Batcher(Generic[Q, R]):
                     self._num_failed += sum(map(is_error, given))
                 answers = answers_of(zip(batch.values(), given, strict=True))
             self._is_busy = False
-            # A full or urgent batch goes from here; the rest once its loop has gone quiet, so
-            # that the callers answered now can still join it.
+            # A full or urgent batch goes now; the rest when its loop is quiet, so that the callers
+            # that get results now can join it.
             self._advance(None)
             wake = [] if self._is_busy or not self._waiting else [*self._loops]
             if not self._waiting:

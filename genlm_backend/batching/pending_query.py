@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias, TypeGuard, final
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError, OptionError
-from genlm_backend.runtime.background_loop import call_threadsafe
+from genlm_backend.runtime.threads import call_threadsafe
 
 Loop: TypeAlias = asyncio.AbstractEventLoop | None
 """An event loop; ``None`` for threads that block."""
@@ -39,7 +39,7 @@ class MultiWaiter:
 NOTHING: Final = object()
 
 Caller: TypeAlias = "asyncio.Future[Any] | MultiWaiter"
-"""A caller of one query is its future, so that no object more is made for a row."""
+"""A caller of one query is its future, so that a row costs no other object."""
 
 
 def leave(future: Any) -> None:
@@ -67,7 +67,7 @@ class PendingQuery:
 
     def __init__(self, key: Hashable, query: Any, weight: float, number: int, caller: Any) -> None:
         self.key, self.query, self.weight = key, query, weight
-        self.number = number  # of queries that came before it
+        self.number = number  # how many queries came before it
         self.callers: Any = caller  # one, a list of several, or ``None``
 
     def is_wanted(self) -> bool:
@@ -77,10 +77,10 @@ class PendingQuery:
         return self.callers is not None and is_waiting(self.callers)
 
     def join(self, caller: Caller) -> bool:
-        """Have another caller wait for it; return whether that one did not already."""
+        """Add a caller; return whether it was not there already."""
         callers = self.callers
         last = callers[-1] if type(callers) is list and callers else callers
-        if last is caller:  # which asks it twice
+        if last is caller:  # it asks the query twice at once
             return False
         if type(callers) is list:
             callers.append(caller)
@@ -89,7 +89,7 @@ class PendingQuery:
         return True
 
     def leave(self, caller: Caller) -> bool:
-        """Take a caller off it; return whether none is left."""
+        """Remove a caller; return whether none is left."""
         if type(self.callers) is list:
             if caller in self.callers:
                 self.callers.remove(caller)
@@ -101,11 +101,11 @@ class PendingQuery:
 # -------------------------------------------------------------------- answers
 
 Answers: TypeAlias = dict[Loop, list[tuple[Any, Any]]]
-"""For each event loop the futures that live there, and the result or exception of each."""
+"""For each event loop its futures, each with its result or exception."""
 
 
 def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
-    """Take the callers off queries; return what each of them gets, once."""
+    """Remove all callers of queries; return what each of them gets."""
     answers: Answers = {}
     for query, result in results:
         callers, query.callers, query.result = query.callers, None, result
@@ -128,7 +128,7 @@ def deliver(answers: Answers) -> None:
     """Settle futures on their own loops: one wake-up for each event loop."""
     for loop, own in answers.items():
         if loop is None:
-            # A thread may give up waiting just now.
+            # Another thread may cancel one at this moment.
             begin = concurrent.futures.Future[Any].set_running_or_notify_cancel
             _settle([pair for pair in own if not pair[0].done() and begin(pair[0])])
         else:
@@ -136,11 +136,11 @@ def deliver(answers: Answers) -> None:
 
 
 def settle_here(loop: asyncio.AbstractEventLoop, answers: list[tuple[Any, Any]]) -> None:
-    """Settle futures of the loop that runs this; interrupted, have it go on later."""
+    """Settle futures on the loop that runs this; after an interrupt, the loop does the rest."""
     try:
         _settle(answers)
     except BaseException:
-        loop.call_soon(settle_here, loop, answers)  # but for those that are done
+        loop.call_soon(settle_here, loop, answers)  # those that are done are skipped
         raise
 
 
@@ -175,7 +175,7 @@ def evaluated(
         return [], None
     try:
         return _results(evaluate(queries), len(queries)), None
-    except BaseException as raised:  # everything must settle the futures, nothing else
+    except BaseException as raised:  # whatever it is, it goes to the callers
         return [], presentable(raised)
 
 
@@ -195,7 +195,7 @@ def is_error(result: object) -> TypeGuard[Exception]:
 
 
 def presentable(raised: BaseException) -> BaseException:
-    """Return an exception that a future takes: none that futures or loops treat specially."""
+    """Return an exception that futures and event loops do not treat specially."""
     if is_error(raised) and not issubclass(type(raised), StopIteration):
         return raised
     try:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar, final
 
 from genlm_backend.errors import BatcherClosedError
 from genlm_backend.runtime.forks import ProcessLock
+from genlm_backend.runtime.threads import call_threadsafe
 
 T = TypeVar("T")
 
@@ -70,18 +71,6 @@ class BackgroundLoop:
         """End the thread, once what is left has ended or is cancelled; again has no effect."""
         self._is_closed = True
         self._finalizer()
-
-
-def call_threadsafe(
-    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any
-) -> None:
-    """Have ``loop`` call back soon, unless it has been closed."""
-    try:
-        loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-        # A closed loop has nobody left to tell.
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

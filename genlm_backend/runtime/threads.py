@@ -1,7 +1,8 @@
-"""Keep other threads and garbage from slowing down the worker's forward passes."""
+"""Threads: what slows the worker down beside it, and calls from one thread to another's loop."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import functools
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 from genlm_backend.runtime.forks import ProcessLock
 
@@ -135,3 +136,15 @@ def freeze_imports() -> None:
     if gc.isenabled() and not has_model and not is_refused:
         gc.collect()
         gc.freeze()
+
+
+def call_threadsafe(
+    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any
+) -> None:
+    """Have ``loop`` call back soon, unless it has been closed."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        # A closed loop has nobody left to tell.
