@@ -61,7 +61,9 @@ def check_option_names(
     kind: type, given: Iterable[str], library_opts: str = "", is_loading: bool = False
 ) -> None:
     """Raise an ``OptionTypeError`` unless a class has every option, or what loads it by name."""
-    hint = f" Options of the library itself go into {library_opts}" if library_opts else ""
+    libraries = {"hf_opts": "transformers (dtype, device_map, …)", "engine_opts": "vLLM"}
+    owner = libraries.get(library_opts)
+    hint = f" Options of {owner} go into {library_opts}" if owner else ""
     known = loading_option_names(kind) if is_loading else [*_option_names(kind)]
     check_names(given, known, f"option of {kind.__name__}", hint=hint)
 

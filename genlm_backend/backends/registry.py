@@ -28,10 +28,13 @@ BACKENDS: Final = {
 }
 """Backend name → (module, class); imported when a model is loaded."""
 
+_LIBRARIES: Final = {"transformers": "hf", "huggingface": "hf", "mlx-lm": "mlx"}
+"""Names of libraries → the backend that uses them."""
+
 REPLICAS: Final = ("genlm_backend.remote.replicas.async_replicas", "AsyncReplicas")
 """The backend in place of ``"hf"`` if ``replicas`` is among the options."""
 
-ABSENT: Final = {"sgl": ("genlm_backend.backends.absent", "AsyncSGLTransformer")}
+ABSENT: Final = {"sgl": ("genlm_backend.compat.replaced", "AsyncSGLTransformer")}
 """Names of backends that raise an error because they are not available."""
 
 
@@ -121,9 +124,11 @@ def check_loading(
     chosen = default_backend() if backend is None else backend
     found = BACKENDS.get(chosen) or ABSENT.get(chosen)
     if found is None:
+        meant = _LIBRARIES.get(chosen)
+        near = near_names(chosen, BACKENDS, quoted=True)
         raise UnknownBackendError(
             f"unknown backend {backend!r}; known are {', '.join(map(repr, BACKENDS))}"
-            f"{near_names(chosen, BACKENDS, quoted=True)}"
+            f"{f'; did you mean {meant!r}?' if meant else near}"
         )
     if chosen in ("hf", "mlx", "mock") and is_gguf(file):
         raise OptionError(

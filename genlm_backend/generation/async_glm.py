@@ -14,7 +14,7 @@ from typing import Any, Self, final
 import torch
 import transformers
 
-from genlm_backend.checks import checked, integer, mapping, optional, shown, switch
+from genlm_backend.checks import checked, integer, mapping, near_names, optional, shown, switch
 from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.errors import (
     ContextError,
@@ -402,7 +402,8 @@ def _config_of_kwargs(
     for name, value in kwargs.items():
         if name not in HONOURED:
             raise GenerationConfigError(
-                f"{name} is not honoured here; these are: {', '.join(HONOURED)}"
+                f"{name} is not honoured here{near_names(name, HONOURED)}; these are: "
+                f"{', '.join(HONOURED)}"
             )
         if name not in _APART:
             setattr(merged, name, _plain(name, value))

@@ -412,9 +412,10 @@ class Constraint:
         if self._matcher.is_error():
             error = self._matcher.get_error()
             if error.startswith("NoExtensionBias"):
+                where = f"after {len(self.token_ids)} tokens" if self.token_ids else "to begin with"
                 raise ConstraintError(
-                    "the text cannot go on: no token of the vocabulary begins what has to follow "
-                    f"the {len(self.token_ids)} that there are, or nothing can match what follows"
+                    f"no token is possible {where}: nothing matches the constraint from here on, "
+                    "or no token of the vocabulary begins what does"
                 )
             raise ConstraintError(f"the constraint broke down: {error}")
 

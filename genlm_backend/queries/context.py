@@ -13,7 +13,6 @@ from genlm_backend.checks import MAX_VOCAB, integer, listed, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError, PictureError
 from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.prefix.nodes import NO_HINT, CacheHint
-from genlm_backend.tokenization import Token
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -514,7 +513,7 @@ def _to_int(token_id: Any) -> int:
     try:
         return _token_id("token_ids", token_id)
     except OptionTypeError:
-        hint = "; pass its token_id" if isinstance(token_id, Token) else ""
-        if isinstance(token_id, (list, tuple, Context)):
+        hint = "; pass its token_id" if hasattr(token_id, "token_id") else ""
+        if not hint and isinstance(token_id, (list, tuple, Context)):
             hint = "; a context + several makes a longer one"
         raise ContextTypeError(f"token ids must be integers, got {shown(token_id)}{hint}") from None

@@ -315,7 +315,8 @@ class _Asked:
         many = listed("texts", texts)
         for i, text in enumerate(many):
             if not isinstance(text, str):
-                raise OptionTypeError(f"texts[{i}] must be a string, got {shown(text)}")
+                hint = "; lm.score takes token ids" if isinstance(text, (int, list)) else ""
+                raise OptionTypeError(f"texts[{i}] must be a string, got {shown(text)}{hint}")
         begins = [self._begin] * len(many) if self._contexts is None else self._begins(len(many))
         pairs = enumerate(zip(many, begins, strict=True))
         return True, [_Text(self, text, f"texts[{i}]", *begin) for i, (text, begin) in pairs]

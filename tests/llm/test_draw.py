@@ -216,6 +216,15 @@ def test_a_row_of_another_shape_is_refused(lm, row, message):
         lm.draw(row)
 
 
+def test_probabilities_are_no_row():
+    with MockAsyncLM(word_tokenizer()) as lm:
+        row = lm.next_token_logprobs_sync([1])
+        with pytest.raises(OptionError, match=r"row has probabilities: .* row.log\(\)"):
+            lm.draw(row.exp())
+        assert 0 <= lm.draw(row) < len(lm.byte_vocab)
+        assert 0 <= lm.draw(row.exp() * 9) < len(lm.byte_vocab)
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.backends.absent import AsyncSGLTransformer
-    from genlm_backend.compat.replaced import HAS_SGL
+    from genlm_backend.compat.replaced import HAS_SGL, AsyncSGLTransformer
 
 __all__ = ["HAS_SGL", "AsyncSGLTransformer"]
 

@@ -24,6 +24,7 @@ from genlm_backend.backends.hf.prefix_file import PrefixFiles
 from genlm_backend.backends.hf.support import (
     KVSupport,
     check_hf_model,
+    check_length,
     hf_probe,
     longest_context,
     mean_keys,
@@ -66,6 +67,7 @@ class HFEvaluator(LocalEvaluator):
         cost = CostModel.on(runner.device.type)
         super().__init__(runner, cost, UncachedAttention(), output_device)
         max_length = self._options.get("max_length")
+        check_length(model, max_length)
         self._max_length = longest_context(model) if max_length is None else max_length
 
     # ---------------------------------------------------------------- getting ready

@@ -45,7 +45,7 @@ from genlm_backend.backends.hf.trial import (
     row_of,
 )
 from genlm_backend.checks import shown
-from genlm_backend.errors import ModelStateError, UnsupportedModelError
+from genlm_backend.errors import ModelStateError, OptionError, UnsupportedModelError
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool, LayerLayout
 from genlm_backend.prefix.state_cache import CacheLayer, StateLayout, StatePool, StateTensor
 from genlm_backend.runtime.progress import stage
@@ -118,6 +118,20 @@ def longest_context(model: Any) -> int | None:
     config = model.config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     return length if length is None or length > 0 else None
+
+
+def check_length(model: Any, max_length: int | None) -> None:
+    """Refuse a length beyond the positions of a model that cannot compute any others."""
+    most = longest_context(model)
+    if max_length is None or most is None or max_length <= most:
+        return
+    config = model.config.get_text_config(decoder=True)
+    has_rotary = any(hasattr(module, "rope_type") for module in model.modules())
+    if not (has_rotary or getattr(config, "alibi", False)):
+        raise OptionError(
+            f"max_length={max_length} is more than the {most} positions that this "
+            f"{type(model).__name__} has"
+        )
 
 
 def vocab_width(model: Any) -> int:

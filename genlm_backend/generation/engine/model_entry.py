@@ -107,8 +107,10 @@ class ModelEntry:
     def check_state(self, *allowed: ModelState, to: str) -> None:
         if self.state not in allowed:
             wanted = " or ".join(state.value for state in allowed)
+            is_to_start = self.state in (ModelState.INSTALLED, ModelState.STOPPED)
+            hint = f": start_model({self.name!r}) starts it" if is_to_start else ""
             raise ModelStateError(
-                f"model {self.name!r} is {self.state.value}; to {to} it must be {wanted}"
+                f"model {self.name!r} is {self.state.value}; to {to} it must be {wanted}{hint}"
             )
 
     def start(self) -> None:

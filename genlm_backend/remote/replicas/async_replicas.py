@@ -100,10 +100,10 @@ class AsyncReplicas(BatchedLM):
 
     def _asking(self, policy: BatchPolicy) -> ReplicaBatcher:
         """Make the replicas and the batcher that sends queries to them."""
-        replicas = self._set.begin(self._rows, self._adapters, policy)
-        self._distributor = ReplicaBatcher(replicas, policy, type(self).__name__, self._is_back)
-        self._set.cleared = self._distributor.cleared
-        return self._distributor
+        given = self._set.evaluators, self._rows, self._adapters, policy
+        made = self._distributor = ReplicaBatcher(*given, type(self).__name__, self._is_back)
+        self._set.begin(made.replicas, made.cleared)
+        return made
 
     def _is_back(self, index: int, info: EvaluatorInfo) -> None:
         self._set.infos[index] = info

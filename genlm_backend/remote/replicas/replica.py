@@ -39,11 +39,12 @@ class Replica:
         rows: RowCache[Row],
         adapters: AdapterNames,
         policy: BatchPolicy,
+        has_died: Callable[[Replica, EngineDiedError], None],
+        is_back: Callable[[int, EvaluatorInfo], None],
     ) -> None:
         self.number, self.evaluator, self.is_dead = number, evaluator, False
         self.answering = ResultCollector(evaluator, rows, adapters)
-        self.has_died: Callable[[Replica, EngineDiedError], None] = lambda replica, error: None
-        self.is_back: Callable[[int, EvaluatorInfo], None] = lambda number, info: None
+        self._has_died, self._is_back = has_died, is_back
         self._death = ""
         self._hurry = threading.Event()  # that it is to be restarted without a pause
         self._dying = threading.Lock()  # held while it becomes dead or alive
@@ -137,7 +138,7 @@ class Replica:
         """Note its death, on its thread, refuse its waiters, and have it restarted if possible."""
         if self.is_dead:
             return
-        self.has_died(self, error)  # first, or who is refused would be sent here again and again
+        self._has_died(self, error)  # first, or who is refused would be sent here again and again
         with self._dying:
             self._death = f"replica {self.number} had died: {error}"
             self.is_dead = True
@@ -178,7 +179,7 @@ class Replica:
         with self._dying:
             evaluator.load_adapters()  # those that have come meanwhile
             self.is_dead = False
-        self.is_back(self.number, info)
+        self._is_back(self.number, info)
 
     def close(self) -> None:
         """Close the evaluator once its thread has ended."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import EngineDiedError
-from genlm_backend.queries.evaluator import EvaluatorInfo
+from genlm_backend.model.result_collector import AdapterNames
+from genlm_backend.queries.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.queries.query import Query
+from genlm_backend.queries.row import Row, RowCache
 from genlm_backend.remote.replicas.replica import NotAskedError, Replica
 from genlm_backend.remote.replicas.router import Choice, Router
 from genlm_backend.runtime.background_loop import BackgroundLoop
@@ -26,20 +28,24 @@ class ReplicaBatcher(Batcher[Query, Any]):
 
     def __init__(
         self,
-        replicas: list[Replica],
+        evaluators: Sequence[Evaluator],
+        rows: RowCache[Row],
+        adapters: AdapterNames,
         policy: BatchPolicy,
         name: str,
         is_back: Callable[[int, EvaluatorInfo], None],
     ) -> None:
         super().__init__(list, policy, name=name)  # which is asked nothing
-        self._replicas, self._is_back = replicas, is_back
-        self._router = Router([None] * len(replicas), policy.max_batch_size)
+        self.replicas = [
+            Replica(number, evaluator, rows, adapters, policy, self.died, self.back)
+            for number, evaluator in enumerate(evaluators)
+        ]
+        self._is_back = is_back
+        self._router = Router([None] * len(evaluators), policy.max_batch_size)
         self._asked: dict[Query, tuple[Choice, int]] = {}
         self._left: deque[tuple[Query, Choice]] = deque()  # whose callers wait no more
         self._last_death = "no replica is alive"
         self._loop: BackgroundLoop | None = None  # for those who block, once somebody does
-        for replica in replicas:
-            replica.has_died, replica.is_back = self.died, self.back
 
     def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
         """Begin to send queries to replicas, which cache ``info.num_slots`` tokens each."""
@@ -53,7 +59,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
         while True:
             choice = self._send(query)
             try:
-                answer = await self._replicas[choice.replica].batcher.submit(query)
+                answer = await self.replicas[choice.replica].batcher.submit(query)
             except GeneratorExit:  # of the garbage collector, maybe where its thread has the lock
                 self._left.append((query, choice))
                 raise
@@ -144,27 +150,27 @@ class ReplicaBatcher(Batcher[Query, Any]):
 
     def set_policy(self, **fields: Any) -> None:
         policy = replace(self.policy, **fields)
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.batcher.set_policy(**fields)
         with self._lock.here:
             self.policy, self._router.batch_size = policy, policy.max_batch_size
 
     def flush(self) -> None:
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.batcher.flush()
 
     def drain(self) -> None:
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.batcher.drain()
 
     def drop(self, reason: str | Exception = "the query was dropped before it was answered") -> int:
-        return sum(replica.batcher.drop(reason) for replica in self._replicas)
+        return sum(replica.batcher.drop(reason) for replica in self.replicas)
 
     def statistics(self) -> BatcherStatistics:
-        return BatcherStatistics.sum([replica.batcher.statistics() for replica in self._replicas])
+        return BatcherStatistics.sum([replica.batcher.statistics() for replica in self.replicas])
 
     def close(self) -> None:
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.batcher.close()
         with self._lock.here:
             self._is_closed, loop = True, self._loop

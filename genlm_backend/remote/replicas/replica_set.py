@@ -10,9 +10,7 @@ from typing import Any, Final, NoReturn, TypeVar, final
 
 import torch
 
-from genlm_backend.batching import BatchPolicy
 from genlm_backend.errors import EngineDiedError, ModelStateError, OptionError
-from genlm_backend.model.result_collector import AdapterNames
 from genlm_backend.multimodal.pictures import PictureRules
 from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.evaluator import (
@@ -22,7 +20,6 @@ from genlm_backend.queries.evaluator import (
     RestartableEvaluator,
 )
 from genlm_backend.queries.query import Adapter, RowQuery
-from genlm_backend.queries.row import Row, RowCache
 from genlm_backend.remote.replicas.replica import Replica
 
 T = TypeVar("T")
@@ -48,15 +45,9 @@ class ReplicaSet(Evaluator):
         self.infos: list[EvaluatorInfo] = []
         self.cleared: Callable[[], None] = lambda: None
 
-    def begin(
-        self, rows: RowCache[Row], adapters: AdapterNames, policy: BatchPolicy
-    ) -> list[Replica]:
-        """Make the replicas, whose threads begin with their first call."""
-        self.replicas.extend(
-            Replica(number, evaluator, rows, adapters, policy)
-            for number, evaluator in enumerate(self.evaluators)
-        )
-        return self.replicas
+    def begin(self, replicas: list[Replica], cleared: Callable[[], None]) -> None:
+        """Take the replicas of the evaluators, and what is to be called once all are cleared."""
+        self.replicas, self.cleared = replicas, cleared
 
     def open(self) -> EvaluatorInfo:
         """Open all replicas at once, each on its thread; return their common abilities."""

@@ -13,6 +13,7 @@ from genlm_backend.batching import worker
 from genlm_backend.errors import (
     ModelNotFoundError,
     ModelStateError,
+    OptionError,
     UnknownBackendError,
     UnsupportedModelError,
 )
@@ -83,6 +84,8 @@ def test_an_unknown_backend_lists_the_known_ones(folder):
         UnknownBackendError, match=r"'tensorrt'.*'hf', 'vllm', 'mlx', 'llama-cpp', 'mock'"
     ):
         load_model_by_name(folder, backend="tensorrt")
+    with pytest.raises(UnknownBackendError, match="did you mean 'hf'"):
+        load_model_by_name(folder, backend="transformers")
 
 
 def test_an_absent_model_says_what_was_looked_for(monkeypatch):
@@ -177,6 +180,17 @@ def test_the_models_own_maximum_bounds_the_context(tiny_llama):
         assert lm.next_token_logprobs_sync([1] * 256).shape == (96,)
         with pytest.raises(ValueError, match=r"257 tokens.*256"):
             lm.next_token_logprobs_sync([1] * 257)
+
+
+def test_a_context_is_no_longer_than_the_positions_that_a_model_has(tiny_llama):
+    gpt2 = families.make("gpt2")
+    most = gpt2.config.max_position_embeddings
+    with pytest.raises(OptionError, match=f"more than the {most} positions"):
+        AsyncTransformer(gpt2, word_tokenizer(), max_length=most + 1)
+    with AsyncTransformer(gpt2, word_tokenizer(), max_length=most) as lm:
+        assert lm.max_length == most
+    with AsyncTransformer(tiny_llama, word_tokenizer(), max_length=300) as lm:  # rotary ones
+        assert lm.next_token_logprobs_sync([1] * 300).isfinite().all()
 
 
 def test_ids_that_only_the_model_has_are_impossible(tiny_llama):
