@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Generic, TypeVar, final
 
 from genlm_backend.batching.pending_query import (
@@ -18,6 +19,7 @@ from genlm_backend.batching.pending_query import (
     MultiWaiter,
     PendingQuery,
     answers_of,
+    are_wanted,
     as_weight,
     deliver,
     evaluated,
@@ -129,6 +131,8 @@ class Batcher(Generic[Q, R]):
         except BaseException as error:
             self._leave(future, asked, error)
             raise
+        finally:
+            del future, asked  # an error refers to this frame, and they to the error
 
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, or raise the first error among them.
@@ -143,6 +147,8 @@ class Batcher(Generic[Q, R]):
         except BaseException as error:
             self._leave(waiter, waiter.queries, error)
             raise
+        finally:
+            del waiter
 
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, blocking this thread.
@@ -164,6 +170,8 @@ class Batcher(Generic[Q, R]):
             waiter.future.cancel()
             self._leave(waiter, waiter.queries, error)
             raise
+        finally:
+            del waiter
 
     def flush(self) -> None:
         """Send all waiting queries now, or as soon as the worker is free."""
@@ -255,6 +263,8 @@ class Batcher(Generic[Q, R]):
             call.is_wanted = False
             call.future.cancel()
             raise
+        finally:
+            del call
 
     def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Run ``function`` on the worker thread, after the batches already sent; see ``call``.
@@ -268,7 +278,7 @@ class Batcher(Generic[Q, R]):
         call = _Call(function)
         with self._lock.here:
             self.check_open()
-            self._worker.put(lambda: self._run_call(call))
+            self._worker.put(partial(self._run_call, call))
             # Last: after an interrupt, a fence without its call would stop the queue for ever.
             self._fences[call] = self._num_arrived
         return call
@@ -333,13 +343,14 @@ class Batcher(Generic[Q, R]):
     def _run_call(self, call: _Call[Any]) -> None:
         with self._lock.here:
             self._fences.pop(call, None)
-        self._is_wanted = lambda: call.is_wanted
-        if call.future.set_running_or_notify_cancel():  # from here on it cannot be cancelled
-            try:
+        self._is_wanted = partial(getattr, call, "is_wanted")
+        if call.is_wanted and call.future.set_running_or_notify_cancel():
+            try:  # from here on it cannot be cancelled
                 call.future.set_result(call.function())
             except BaseException as raised:
                 call.future.set_exception(presentable(raised))
         self._is_wanted = self._given_up = None
+        del call  # an error refers to this frame
 
     # ---------------------------------------------------------------- coming and going
 
@@ -352,7 +363,7 @@ class Batcher(Generic[Q, R]):
                 self.check_open()
             for query in queries:
                 asked.append(self._enter(caller, query))
-            self._num_submitted += len(queries)
+                self._num_submitted += 1
             self._loops.add(loop)
             if loop is None:
                 # False if all queries joined the batch under evaluation.
@@ -404,7 +415,10 @@ class Batcher(Generic[Q, R]):
     def _prune(self, queries: Iterable[PendingQuery]) -> None:
         """Take queries that no caller waits for off the queue."""
         for query in queries:
-            del self._waiting[query.key]
+            if self._waiting.get(query.key) is query:
+                del self._waiting[query.key]
+            else:  # the hash of its key has changed
+                self._waiting = {k: q for k, q in self._waiting.items() if q is not query}
             self._num_skipped += 1
 
     def _advance(self, loop: Loop) -> None:
@@ -505,9 +519,10 @@ class Batcher(Generic[Q, R]):
             with self._lock.here:
                 self._is_busy = True
                 batch = self._take()
-            self._is_wanted = lambda: any(query.is_wanted() for query in batch.values())
+            self._is_wanted = partial(are_wanted, batch.values())
             queries = [pending.query for pending in batch.values()]
             self._settle(batch, *evaluated(self._evaluate, queries))
+            del batch, queries  # an error refers to this frame
         except BaseException as raised:  # such as a key whose hash has changed
             with self._lock.here:
                 answers = self._refused(presentable(raised), self._running.values())
@@ -535,7 +550,8 @@ class Batcher(Generic[Q, R]):
             # A full or urgent batch goes now; the rest when its loop is quiet, so that the callers
             # that get results now can join it.
             self._advance(None)
-            wake = [] if self._is_busy or not self._waiting else [*self._loops]
+            wake = list[Loop]() if self._is_busy or not self._waiting else [*self._loops]
+            self._loops = {own for own in self._loops if own is not None and not own.is_closed()}
             if not self._waiting:
                 self._loops = set()
         deliver(answers)

@@ -55,7 +55,7 @@ def is_waiting(caller: Caller) -> bool:
         future, loop = caller.future, caller.loop
     else:
         future, loop = caller, caller.get_loop()
-    is_over = future.done() or getattr(future, "is_gone", False)
+    is_over = getattr(future, "is_gone", False) or future.done()
     return not (is_over or (loop is not None and loop.is_closed()))
 
 
@@ -68,34 +68,37 @@ class PendingQuery:
     def __init__(self, key: Hashable, query: Any, weight: float, number: int, caller: Any) -> None:
         self.key, self.query, self.weight = key, query, weight
         self.number = number  # how many queries came before it
-        self.callers: Any = caller  # one, a list of several, or ``None``
+        self.callers: Any = caller  # one, a dictionary of several, or ``None``
 
     def is_wanted(self) -> bool:
         """Return whether a caller would still see its result."""
-        if type(self.callers) is list:
+        if type(self.callers) is dict:
             return any(map(is_waiting, self.callers))
         return self.callers is not None and is_waiting(self.callers)
 
     def join(self, caller: Caller) -> bool:
         """Add a caller; return whether it was not there already."""
         callers = self.callers
-        last = callers[-1] if type(callers) is list and callers else callers
-        if last is caller:  # it asks the query twice at once
-            return False
-        if type(callers) is list:
-            callers.append(caller)
+        if callers is caller or (type(callers) is dict and caller in callers):
+            return False  # it asks the query twice
+        if type(callers) is dict:
+            callers[caller] = None
         else:
-            self.callers = caller if callers is None else [callers, caller]
+            self.callers = caller if callers is None else {callers: None, caller: None}
         return True
 
     def leave(self, caller: Caller) -> bool:
         """Remove a caller; return whether none is left."""
-        if type(self.callers) is list:
-            if caller in self.callers:
-                self.callers.remove(caller)
+        if type(self.callers) is dict:
+            self.callers.pop(caller, None)
         elif self.callers is caller:
             self.callers = None
         return not self.callers
+
+
+def are_wanted(queries: Iterable[PendingQuery]) -> bool:
+    """Return whether a caller would still see the result of one of them."""
+    return any(query.is_wanted() for query in queries)
 
 
 # -------------------------------------------------------------------- answers
@@ -108,8 +111,9 @@ def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
     """Remove all callers of queries; return what each of them gets."""
     answers: Answers = {}
     for query, result in results:
-        callers, query.callers, query.result = query.callers, None, result
-        for caller in callers if type(callers) is list else (callers,):
+        callers, query.callers = query.callers, None
+        query.result = None if is_error(result) else result
+        for caller in callers if type(callers) is dict else (callers,):
             if type(caller) is MultiWaiter:
                 loop, future, given = caller.loop, caller.future, caller.note(result)
                 if given is NOTHING:
@@ -146,7 +150,7 @@ def settle_here(loop: asyncio.AbstractEventLoop, answers: list[tuple[Any, Any]])
 
 def _settle(answers: list[tuple[Any, Any]]) -> None:
     for future, given in answers:
-        if future.done() or getattr(future, "is_gone", False):
+        if getattr(future, "is_gone", False) or future.done():
             continue
         if not issubclass(type(given), Exception):
             future.set_result(given)

@@ -56,6 +56,8 @@ class BackgroundLoop:
         except BaseException:
             future.cancel()
             raise
+        finally:
+            del future  # an error refers to this frame
 
     def _error(self) -> BatcherClosedError:
         if self._is_closed:

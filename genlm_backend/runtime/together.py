@@ -18,9 +18,9 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
         return list(await asyncio.gather(*tasks))
     finally:
         # One failure cancels the others and is raised as it is, not as a group of one.
-        for task in tasks:
-            task.cancel()
+        _ = [task.cancel() for task in tasks]
         await asyncio.gather(*tasks, return_exceptions=True)
+        tasks.clear()  # an error refers to this frame, and its task to the error
 
 
 def in_threads(work: Callable[[slice], object], count: int, num_threads: int) -> None:

@@ -1,6 +1,8 @@
 """A caller who asks many queries at once is one caller, with one answer or one error."""
 
 import asyncio
+import contextlib
+import gc
 import sys
 
 import numpy as np
@@ -179,6 +181,10 @@ def test_a_loop_that_is_interrupted_in_a_pass_and_goes_on_answers_all(number):
     batcher.close()
 
 
+def own_errors(queries):
+    return [ArithmeticError("refused") for _ in queries]
+
+
 class Interrupting(asyncio.Future):
     is_armed = True
 
@@ -197,6 +203,41 @@ async def test_an_interrupt_while_callers_are_told_leaves_none_untold():
         pending_query.settle_here(loop, [(future, [i]) for i, future in enumerate(futures)])
     found = await asyncio.gather(*futures)
     assert found == [[i] for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    "evaluate",
+    [list, own_errors, raising(ArithmeticError), raising(SystemExit, 3)],
+    ids=["answered", "each refused", "all refused", "ended"],
+)
+async def test_callers_leave_nothing_to_the_garbage_collector(evaluate):
+    def made(queries):
+        return evaluate(queries)
+
+    batcher = Batcher(made, PATIENT)
+
+    async def ask():
+        with contextlib.suppress(ArithmeticError, EvaluationError):
+            await batcher.submit(1)
+        with contextlib.suppress(ArithmeticError, EvaluationError):
+            await batcher.submit_all(range(4))
+        with contextlib.suppress(ArithmeticError, EvaluationError):
+            batcher.submit_sync([1, 2])
+        with contextlib.suppress(ArithmeticError, EvaluationError):
+            batcher.call(lambda: made([1]))
+        batcher.call(lambda: None)
+        await passes(2)  # the loop has let go of what woke this
+
+    await ask()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            await ask()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    batcher.close()
 
 
 async def test_thousands_who_wait_for_one_query_may_all_go(recorder):
