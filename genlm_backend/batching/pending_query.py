@@ -1,4 +1,4 @@
-"""PendingQuery: a query without a result yet, and the callers that wait for it."""
+"""PendingQuery: a query, the callers that wait for its result, and how they get it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ResultCollector: the work of a model's worker thread on a batch, and its adapters by name."""
+"""ResultCollector: calls the evaluator with a batch and checks results; names of adapters."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PINNED: Final = np.iinfo(np.int64).max
 """Stamp of a node that is never evicted."""
 
 CacheHint: TypeAlias = tuple[object, int]
-"""A node in one use of it: what all nodes of a tree have until it is cleared, and a number."""
+"""A node in one use: the key of its tree until that is cleared, and the number of node and use."""
 
 NO_HINT: Final[CacheHint] = (None, 0)
 """The hint of a context that has not been found."""

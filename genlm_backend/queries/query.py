@@ -31,7 +31,7 @@ class Adapter(NamedTuple):
 
 
 Result: TypeAlias = Any
-"""The result of a query: a ``Row``, scores of a text, of a readout what its kind says."""
+"""The result of a query: a ``Row``, scores of a text, or the type that a kind of readout has."""
 
 
 class Query(abc.ABC):
@@ -42,13 +42,13 @@ class Query(abc.ABC):
     Attributes:
         context: The tokens that the model has to read.
         adapter: The adapter to read them with; ``None`` for the base model.
-        wanted: The result, as errors say it.
+        wanted: Description of the result, for error messages.
         targets: The tokens of a text whose log-probabilities are wanted.
         num_targets: Their number.
-        beside: What is told of them beside their scores; ``None`` where there are none.
-        needs_row: Whether the result is made of rows, where these are.
+        beside: Further numbers that are wanted of each target; ``None`` without targets.
+        needs_row: Whether the result is computed from rows, on the device of the rows.
         is_cacheable: Whether the result is a row that may be cached.
-        weight: How much it counts for in a batch.
+        weight: How much the query counts for in a batch.
     """
 
     __slots__ = ()

@@ -160,7 +160,7 @@ class HFRunner(Runner):
             fused_residuals.fuse_residuals(view.copies)
         fuse_rotary(view.copies)  # on a device that has the kernel
         view.pick()
-        view.ask_between_layers(self._check_cancelled)
+        view.check_between_layers(self._check_cancelled)
 
     def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
         """Load an adapter in PEFT's format, and try it."""

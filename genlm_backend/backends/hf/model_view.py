@@ -41,7 +41,7 @@ _CAPTURING: Final = "_output_capturing_hooks_installed"
 """Attribute of models of transformers that have hooks which capture hidden states."""
 
 _LONG: Final = 64
-"""Tokens of a pass in which somebody may lose patience."""
+"""Tokens from which on a pass is long."""
 
 AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 """Attribute of compiled code, with the code that it was made of."""
@@ -169,21 +169,21 @@ class ModelView:
             self._picking = partial(self._projected, head.forward)
             vars(head)["forward"] = self._picking
 
-    def ask_between_layers(self, is_wanted: Callable[[], object]) -> None:
-        """Have something called before each layer of a long pass, which may end it by an error."""
+    def check_between_layers(self, check_cancelled: Callable[[], object]) -> None:
+        """Have a long pass call ``check_cancelled`` before each layer."""
         lists = [own for own in self.copies.values() if isinstance(own, nn.ModuleList)]
         # The one with the most in it is that of the layers, which has the lists of experts in it.
         for layer in max(lists, key=lambda own: len([*own.modules()]), default=()):
             forward: Any = layer.forward
-            if getattr(forward, "func", None) != self._asked:
-                vars(layer)["forward"] = partial(self._asked, forward, is_wanted)
+            if getattr(forward, "func", None) != self._checked:
+                vars(layer)["forward"] = partial(self._checked, forward, check_cancelled)
 
-    def _asked(
-        self, forward: Any, is_wanted: Callable[[], object], *args: Any, **options: Any
+    def _checked(
+        self, forward: Any, check_cancelled: Callable[[], object], *args: Any, **options: Any
     ) -> Any:
         batch = self._batch
         if batch is not None and not batch.is_decode and batch.num_new_tokens >= _LONG:
-            is_wanted()
+            check_cancelled()
         return forward(*args, **options)
 
     def _projected(self, forward: Any, *args: Any, **options: Any) -> Any:
