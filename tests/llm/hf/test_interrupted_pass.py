@@ -87,7 +87,7 @@ async def test_a_cancelled_await_ends_its_pass(lm):
             return forward(*args, **options)
 
         vars(layer)["forward"] = slow
-        lm._hf._runner.view_with(None).ask_between_layers(lambda: lm._evaluator.check_cancelled())
+        lm._hf._runner.view_with(None).check_between_layers(lambda: lm._evaluator.check_cancelled())
     task = asyncio.ensure_future(lm.next_token_logprobs(LONG))
     await asyncio.to_thread(began.wait, 10)
     task.cancel()
