@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Self, final, overload
+from typing import Any, Final, Self, final, overload
 
 import numpy as np
 
@@ -231,89 +231,6 @@ class Context(Sequence[int]):
         return f"Context([{self[0]}, … {self[-1]}], {size} ids{begins})"
 
 
-class _Block(NamedTuple):
-    """Checked ids, as many as a block has."""
-
-    ids: list[int]
-    packed: bytes
-    like_bools: tuple[int, ...]
-
-    @classmethod
-    def of(cls, ids: list[int], packed: bytes) -> _Block:
-        return cls(ids, packed, tuple([index for index, i in enumerate(ids) if i < 2]))
-
-
-@final
-class _Beginnings:
-    """Blocks that the next list probably begins with, as those before did; any thread calls it."""
-
-    def __init__(self) -> None:
-        # Comparing ids with known ones costs a fraction of checking and converting them.
-        self._known: tuple[_Block, ...] = ()
-        self._last: tuple[list[Any], tuple[bytes, ...]] = ([], ())
-
-    def find(self, ids: list[Any]) -> tuple[bytes, ...]:
-        """Return the packed blocks that ``ids`` are known to begin with."""
-        if len(ids) < TOKENS_PER_BLOCK:
-            return ()
-        found = _shared(ids, self._known)
-        last, packed = self._last
-        # Known once two lists in a row have had it, so that unrelated lists cost nothing more.
-        if not found and packed and _begin_alike(ids, last):
-            self._known = _blocks(last, packed)
-            found = _shared(ids, self._known)
-        return found
-
-    def keep_blocks(self, num_found: int, ids: list[Any], blocks: tuple[bytes, ...]) -> None:
-        """Remember the packed blocks of checked ids after those that have been found."""
-        if not blocks:
-            return
-        if not num_found:
-            self._last = ids, blocks
-        elif num_found == len(known := self._known):
-            self._known = (*known, *_blocks(ids, blocks))
-
-
-def _begin_alike(ids: list[Any], others: list[Any]) -> bool:
-    first, second = ids[:TOKENS_PER_BLOCK], others[:TOKENS_PER_BLOCK]
-    return _are_integers(first) and _are_integers(second) and first == second
-
-
-def _are_integers(ids: list[Any]) -> bool:
-    """Return whether all values are ints or bools, which ``==`` compares as numbers."""
-    # A tensor of 8 bits equals each integer with the same last bits; no sum with one is an integer.
-    try:
-        return type(sum(ids)) is int
-    except Exception:  # whatever adding raises: who converts the ids says of which
-        return False
-
-
-def _blocks(ids: list[Any], packed: tuple[bytes, ...]) -> tuple[_Block, ...]:
-    """Return blocks of ids, as far as they are plain integers, which do not change."""
-    made: list[_Block] = []
-    for number, part in enumerate(packed):
-        own = ids[number * TOKENS_PER_BLOCK : (number + 1) * TOKENS_PER_BLOCK]
-        if set(map(type, own)) != {int}:
-            break
-        made.append(_Block.of(own, part))
-    return tuple(made)
-
-
-def _shared(ids: list[Any], blocks: tuple[_Block, ...]) -> tuple[bytes, ...]:
-    """Return the packed form of the known blocks that ids begin with."""
-    found: list[bytes] = []
-    start = 0
-    for block in blocks:  # one after another, so that each is read from memory once
-        own = ids[start : start + TOKENS_PER_BLOCK]
-        if not _are_integers(own) or own != block.ids:
-            break
-        if block.like_bools and {type(own[index]) for index in block.like_bools} != {int}:
-            break
-        found.append(block.packed)
-        start += TOKENS_PER_BLOCK
-    return tuple(found)
-
-
 @final
 class ContextFactory:
     """Makes and checks the contexts of one model."""
@@ -322,7 +239,6 @@ class ContextFactory:
         self.vocab_size = vocab_size
         self.image_token_id: int | None = None
         self.image_reader = "transformers"
-        self._beginnings = _Beginnings()
 
     def of(self, token_ids: Any, name: str = "token_ids") -> Context:
         """Return token ids as a ``Context`` of this model; one of its own is not checked again."""
@@ -332,17 +248,13 @@ class ContextFactory:
             self._check_owner(token_ids)
             if (pictures := token_ids.pictures) is not None:
                 return self._with_pictures(token_ids, pictures)
-        ids = _listed(token_ids, name)
-        found = self._beginnings.find(ids)
-        rest = ids[len(found) * TOKENS_PER_BLOCK :]  # a copy, which nobody changes
-        if self.image_token_id is not None and self.image_token_id in rest:
+        ids = [*_listed(token_ids, name)]  # a copy, which no other thread changes
+        if self.image_token_id is not None and self.image_token_id in ids:
             raise PictureError(
                 f"{name} holds {self.image_token_id}, which stands for a part of a picture: "
                 "lm.context(prompt, images=[…]) makes a context of it, and context + [token] more"
             )
-        context = Context.of(self, self._packed(rest), found)
-        self._beginnings.keep_blocks(len(found), rest, context.blocks[len(found) :])
-        return context
+        return Context.of(self, self._packed(ids))
 
     def _with_pictures(self, context: Context, pictures: Pictures) -> Context:
         is_known = pictures.image_token_id == self.image_token_id

@@ -163,7 +163,7 @@ class Scheduler:
             return padded
         for group in plan_groups([chunk.size for chunk in chunks], self.cost, pads=pads):
             run = [chunks[i] for i in group]
-            self._forward(run, self.uncached_attention)
+            self._forward(run, is_cached=False)
             if len({chunk.num_tokens for chunk in run}) > 1:
                 padded.update(
                     (job, position)
@@ -173,10 +173,11 @@ class Scheduler:
                 )
         return padded
 
-    def _forward(self, chunks: Sequence[PrefillChunk], attention: AttentionBackend) -> None:
+    def _forward(self, chunks: Sequence[PrefillChunk], *, is_cached: bool) -> None:
         """Run chunks in one pass, and keep the states that they have come to."""
+        attention = self.cache.attention if is_cached else self.uncached_attention
         before = np.array([chunk.before for chunk in chunks], np.int32)
-        states = self.cache.states_behind(before) if attention is self.cache.attention else None
+        states = self.cache.states_behind(before) if is_cached else None
         if states is None:
             self.forwards.check_cancelled()
             self.forwards.of_chunks(chunks, self.tree.nodes, None, attention)
@@ -322,7 +323,7 @@ class Scheduler:
         computed: list[PrefillChunk] = []
         try:
             for chunks_of_pass in self._passes(chunks):
-                self._forward(chunks_of_pass, self.cache.attention)
+                self._forward(chunks_of_pass, is_cached=True)
                 computed += chunks_of_pass
             if any(job.has_nan(job.outputs) for job in jobs):
                 cut_to_sound(chunks)

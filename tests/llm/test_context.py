@@ -168,11 +168,3 @@ def test_a_list_may_change_once_it_has_been_asked():
         for tensor in tensors:
             tensor.fill_(value)
         assert set(contexts.of(tensors)) == {value}
-
-
-def test_lists_that_begin_alike_share_their_blocks():
-    contexts, prompt = ContextFactory(VOCAB), [i % VOCAB for i in range(1200)]
-    made = [contexts.of([*prompt, i]) for i in range(5)]
-    assert all(own.blocks[1] is made[1].blocks[1] for own in made[2:])
-    longer = [contexts.of([*prompt, *range(90), *range(90), *range(90), *range(90)])] * 2
-    assert longer[1].blocks[0] is made[1].blocks[0]

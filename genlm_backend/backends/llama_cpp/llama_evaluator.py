@@ -277,17 +277,16 @@ class LlamaEvaluator(LocalEvaluator):
                     context.copy_state,
                 )
             made = num_slots * of_token + self._state_bytes
-            attention = LlamaCppAttention()
             cache = PrefixCache(
                 self._runner,
-                attention,
+                self.scheduler.uncached_attention,  # which attends to cells in either case
                 pool,
                 num_slots,
                 states=states,
                 budgets=Budgets(self._wanted_bytes or made, 0, num_states * of_state),
                 may_pin=self._may_pin,
             )
-            self._schedule(cache, attention)
+            self._schedule(cache, self.scheduler.uncached_attention)
         self._runner.tree = self.scheduler.tree
         return EvaluatorInfo(
             vocab_size=self._model.vocab_size,
