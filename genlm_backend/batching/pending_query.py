@@ -84,7 +84,7 @@ class PendingQuery:
         if type(callers) is dict:
             callers[caller] = None
         else:
-            self.callers = caller if callers is None else {callers: None, caller: None}
+            self.callers = caller if callers is None else dict.fromkeys([callers, caller])
         return True
 
     def leave(self, caller: Caller) -> bool:

