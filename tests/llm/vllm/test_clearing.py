@@ -126,5 +126,5 @@ def test_a_fork_beside_a_session_that_finds_its_blocks_again_in_the_same_step(lm
         expected = fresh_row(real.tiny_model(), context)
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
     assert steps[:2] == [0, 2]
-    # vLLM 0.30 begins with the request that it skipped, before preempted ones: no token is there yet.
+    # vLLM 0.30 begins with the skipped request, before the preempted ones: no token is there yet.
     assert sources[-1] == (0 if release.installed_release().startswith("0.30.") else 128)
