@@ -239,6 +239,7 @@ class ContextFactory:
         self.vocab_size = vocab_size
         self.image_token_id: int | None = None
         self.image_reader = "transformers"
+        self._blocks: dict[bytes, bytes] = {}
 
     def of(self, token_ids: Any, name: str = "token_ids") -> Context:
         """Return token ids as a ``Context`` of this model; one of its own is not checked again."""
@@ -254,7 +255,12 @@ class ContextFactory:
                 f"{name} holds {self.image_token_id}, which stands for a part of a picture: "
                 "lm.context(prompt, images=[…]) makes a context of it, and context + [token] more"
             )
-        return Context.of(self, self._packed(ids))
+        context = Context.of(self, self._packed(ids))
+        if context.blocks:  # equal ones are one object, which is kept, compared and sent once
+            if len(self._blocks) > _MAX_BLOCKS:
+                self._blocks.clear()
+            context.blocks = tuple([self._blocks.setdefault(own, own) for own in context.blocks])
+        return context
 
     def _with_pictures(self, context: Context, pictures: Pictures) -> Context:
         is_known = pictures.image_token_id == self.image_token_id
@@ -334,6 +340,7 @@ class ContextFactory:
 
 
 _FEW: Final = 64
+_MAX_BLOCKS: Final = 4096  # of 2 KB
 _NOBODYS: Final = ContextFactory(MAX_VOCAB)
 
 
