@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from genlm_backend import AsyncVirtualLM
-from genlm_backend.backends.vllm import release
 from tests.llm.conftest import fresh_row
 from tests.llm.vllm import real
 
@@ -118,6 +117,9 @@ def test_a_fork_beside_a_session_that_finds_its_blocks_again_in_the_same_step(lm
             sources.append(source.num_computed_tokens)
         return matched(self, request, num_computed_tokens)
 
+    if hasattr(scheduler, "skipped_waiting"):  # vLLM 0.30 would begin with the request it skipped
+        order = lambda: scheduler.waiting or scheduler.skipped_waiting or None  # noqa: E731
+        monkeypatch.setattr(scheduler, "_select_waiting_queue_for_scheduling", order)
     monkeypatch.setattr(scheduler, "schedule", schedule_and_preempt)
     monkeypatch.setattr(ForkConnector, "get_num_new_matched_tokens", matched_later)
     asked = [[*base, 2, 3], [*beside, 1, 2], [*base[:100], 3]]
@@ -126,5 +128,4 @@ def test_a_fork_beside_a_session_that_finds_its_blocks_again_in_the_same_step(lm
         expected = fresh_row(real.tiny_model(), context)
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
     assert steps[:2] == [0, 2]
-    # vLLM 0.30 begins with the skipped request, before the preempted ones: no token is there yet.
-    assert sources[-1] == (0 if release.installed_release().startswith("0.30.") else 128)
+    assert sources[-1] == 128  # behind that of the other session, which was a fork as well
