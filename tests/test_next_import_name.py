@@ -20,13 +20,7 @@ from genlm.backend.batching import (
     join_batch,
     take_batch_stats,
 )
-from genlm.backend.draw import (
-    DRAW_METHODS,
-    draw_from,
-    logp_at,
-    logsumexp_from,
-    set_draw_method,
-)
+from genlm.backend.draw import DRAW_METHODS, draw_from, logp_at, logsumexp_from, set_draw_method
 from genlm.backend.llm import MockAsyncLM, temper
 from tests.llm.conftest import word_tokenizer
 

@@ -26,6 +26,7 @@ from genlm_backend.batching.pending_query import (
     is_error,
     leave,
     presentable,
+    unwanted,
 )
 from genlm_backend.batching.policy import (
     BatcherStatistics,
@@ -233,7 +234,7 @@ class Batcher(Generic[Q, R]):
     def statistics(self) -> BatcherStatistics:
         """Return the counts so far."""
         with self._lock.here:
-            self._prune([query for query in self._waiting.values() if not query.is_wanted()])
+            self._prune(unwanted(self._waiting.values()))
             return BatcherStatistics(
                 num_submitted=self._num_submitted,
                 num_joined=self._num_joined,
@@ -480,7 +481,7 @@ class Batcher(Generic[Q, R]):
     def _take(self) -> dict[Hashable, PendingQuery]:
         """Move the next batch from the queue to the running queries."""
         queries = self._oldest()
-        while gone := [query for query in queries if not query.is_wanted()]:
+        while gone := unwanted(queries):
             self._prune(gone)
             queries = self._oldest()
         if len(queries) == len(self._waiting):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, Final, TypeAlias, TypeGuard, final
+from typing import Any, TypeAlias, TypeGuard, final
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError, OptionError
@@ -27,16 +27,14 @@ class MultiWaiter:
         self.future: Any = concurrent.futures.Future() if loop is None else loop.create_future()
         self.queries: list[PendingQuery] = []  # in the order in which it wants the results
 
-    def note(self, result: Any) -> Any:
-        """Note that one of its queries has a result; return its future's, once, or ``NOTHING``."""
+    def note(self, is_error: bool) -> bool:
+        """Note that one of its queries has a result; return whether its future gets one now."""
         self.num_missing -= 1
-        if self.is_settled or (self.num_missing and not is_error(result)):
-            return NOTHING
+        if self.is_settled or (self.num_missing and not is_error):
+            return False
         self.is_settled = True
-        return result if is_error(result) else [query.result for query in self.queries]
+        return True
 
-
-NOTHING: Final = object()
 
 Caller: TypeAlias = "asyncio.Future[Any] | MultiWaiter"
 """A caller of one query is its future, so that a row costs no other object."""
@@ -96,6 +94,22 @@ class PendingQuery:
         return not self.callers
 
 
+def unwanted(queries: Iterable[PendingQuery]) -> list[PendingQuery]:
+    """Return the queries whose results no caller would see."""
+    gone, last, is_last_waiting = list[PendingQuery](), None, False
+    for query in queries:
+        callers = query.callers
+        if type(callers) is dict:
+            is_wanted = query.is_wanted()
+        else:
+            if callers is not last:  # consecutive queries often have one caller, asked once
+                last, is_last_waiting = callers, is_waiting(callers)
+            is_wanted = is_last_waiting and callers is not None
+        if not is_wanted:
+            gone.append(query)
+    return gone
+
+
 def are_wanted(queries: Iterable[PendingQuery]) -> bool:
     """Return whether a caller would still see the result of one of them."""
     return any(query.is_wanted() for query in queries)
@@ -111,13 +125,15 @@ def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
     """Remove all callers of queries; return what each of them gets."""
     answers: Answers = {}
     for query, result in results:
+        failed = is_error(result)
         callers, query.callers = query.callers, None
-        query.result = None if is_error(result) else result
+        query.result = None if failed else result
         for caller in callers if type(callers) is dict else (callers,):
             if type(caller) is MultiWaiter:
-                loop, future, given = caller.loop, caller.future, caller.note(result)
-                if given is NOTHING:
+                if not caller.note(failed):
                     continue
+                loop, future = caller.loop, caller.future
+                given = result if failed else [query.result for query in caller.queries]
             elif caller is None:
                 continue
             else:

@@ -35,9 +35,6 @@ def draw(
 ) -> int:
     """Return a token id drawn from the softmax of ``row / temperature``, once both are checked."""
     scores, uniform = checked_row(row, vocab_size), uniform_of(generator)
-    are_shares = vocab_size > 10 and 0 < scores.max() <= 1 and scores.min() >= 0
-    if are_shares and abs(scores.sum(dtype=np.float64) - 1) < 1e-3:
-        raise OptionError("row has probabilities: pass their logarithms, row.log()")
     return draw_token(scores, TEMPERATURE("temperature", temperature), uniform)
 
 
@@ -70,6 +67,9 @@ def draw_token(scores: Floats, temperature: float, uniform: Callable[[], float])
     """Return a token id drawn from the softmax of ``scores / temperature``."""
     largest = scores.max()
     check_possible(largest, OptionError)
+    is_share = 0 < largest <= 1 and len(scores) > 10 and scores.min() >= 0
+    if is_share and abs(scores.sum(dtype=np.float64) - 1) < 1e-3:
+        raise OptionError("row has probabilities: pass their logarithms, row.log()")
     if temperature == 0:
         return int(scores.argmax())
     return Inversion(weights_of(scores, largest, temperature)).index(uniform())

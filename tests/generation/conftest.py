@@ -5,9 +5,7 @@ import threading
 import pytest
 
 from genlm_backend import MockAsyncLM
-from genlm_backend.generation import (
-    Engine,
-)
+from genlm_backend.generation import Engine
 from tests.generation import byte_model
 from tests.generation.serving import GatedLM
 from tests.llm import families

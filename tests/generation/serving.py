@@ -3,9 +3,7 @@
 import asyncio
 import threading
 
-from genlm_backend.generation import (
-    generate,
-)
+from genlm_backend.generation import generate
 from tests.llm.conftest import word_tokenizer
 from tests.llm.hooked import HookedMock
 

@@ -10,11 +10,7 @@ import pytest
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import ContextError, ModelStateError, RequestQueueFullError
-from genlm_backend.generation import (
-    GenerationConfig,
-    GenerationStatus,
-    generate,
-)
+from genlm_backend.generation import GenerationConfig, GenerationStatus, generate
 from tests.generation.serving import GatedLM, alone, same, serve
 from tests.llm.conftest import word_tokenizer
 

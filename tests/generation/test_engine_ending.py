@@ -10,12 +10,7 @@ import time
 import pytest
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.generation import (
-    Engine,
-    GenerationConfig,
-    GenerationStatus,
-    generate,
-)
+from genlm_backend.generation import Engine, GenerationConfig, GenerationStatus, generate
 from tests.generation.serving import alone, same, serve
 from tests.llm.conftest import word_tokenizer
 from tests.llm.hooked import HookedMock

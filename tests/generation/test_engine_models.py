@@ -7,15 +7,8 @@ import time
 import pytest
 
 from genlm_backend import MockAsyncLM
-from genlm_backend.errors import (
-    ModelStateError,
-    UnknownModelError,
-)
-from genlm_backend.generation import (
-    Engine,
-    GenerationStatus,
-    ModelState,
-)
+from genlm_backend.errors import ModelStateError, UnknownModelError
+from genlm_backend.generation import Engine, GenerationStatus, ModelState
 from tests.generation.serving import COLD, serve
 from tests.llm.conftest import word_tokenizer
 from tests.llm.hooked import HookedMock

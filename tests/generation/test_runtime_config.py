@@ -3,9 +3,7 @@
 import pytest
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.generation import (
-    RuntimeConfig,
-)
+from genlm_backend.generation import RuntimeConfig
 from tests.generation.serving import COLD
 from tests.llm.conftest import word_tokenizer
 

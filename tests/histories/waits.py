@@ -4,13 +4,7 @@ import asyncio
 import threading
 import time
 
-from genlm_backend import (
-    AsyncGLM,
-    AsyncReplicas,
-    AsyncTokenCharacterTrie,
-    Engine,
-    MockAsyncLM,
-)
+from genlm_backend import AsyncGLM, AsyncReplicas, AsyncTokenCharacterTrie, Engine, MockAsyncLM
 from genlm_backend.llm import ProcessEvaluator
 from genlm_backend.model.batched_lm import BatchedLM
 from genlm_backend.queries.evaluator import StatelessEvaluator

@@ -7,17 +7,9 @@ import sys
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from genlm_backend import (
-    AsyncTransformer,
-    Engine,
-    MockAsyncLM,
-    load_model_by_name,
-)
+from genlm_backend import AsyncTransformer, Engine, MockAsyncLM, load_model_by_name
 from genlm_backend.backends import loading
 from genlm_backend.backends.hf.options import loading_options
 from genlm_backend.errors import (

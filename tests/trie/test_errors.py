@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from genlm_backend import (
-    AsyncTokenCharacterTrie,
-    Token,
-    TokenCharacterTrie,
-)
+from genlm_backend import AsyncTokenCharacterTrie, Token, TokenCharacterTrie
 from genlm_backend.errors import GenlmBackendError
 from tests.trie.test_tries import KINDS
 

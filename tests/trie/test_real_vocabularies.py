@@ -7,11 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from genlm_backend import (
-    AsyncTokenCharacterTrie,
-    ParallelTokenCharacterTrie,
-    TokenCharacterTrie,
-)
+from genlm_backend import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie, TokenCharacterTrie
 from tests.trie import vocabularies
 
 VOCABULARIES = [

@@ -103,6 +103,7 @@ class HFEvaluator(LocalEvaluator):
         )
         self._attention = support.attention
         cache = hf_prefix_cache(runner, support, layout, self._options)
+        cache = cache or PrefixCache(runner, UncachedAttention(layout), layout=layout)
         self._schedule(cache, UncachedAttention(layout), can)
         has_bytes = self._options.get("kv_cache_bytes") != 0
         self._files = PrefixFiles(self.scheduler, runner, has_bytes=has_bytes)
@@ -226,14 +227,13 @@ def layout_of(
 
 def hf_prefix_cache(
     runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: HFOptions
-) -> PrefixCache:
-    """Return room for contexts; none if every context is run whole."""
+) -> PrefixCache | None:
+    """Return room for contexts; ``None`` if every context is run whole."""
     name = type(runner.model).__name__
-    nothing = PrefixCache(runner, UncachedAttention(layout), layout=layout)
     kv_bytes, host = wanted.get("kv_cache_bytes"), wanted.get("host_cache_bytes", 0)
     state_bytes = wanted.get("state_cache_bytes")
     if kv_bytes == 0:
-        return nothing
+        return None
     if support.reason:
         _check_nothing_wanted(host, state_bytes, name, support.reason)
         logger.info("%s runs every context whole: %s", name, support.reason)
@@ -245,7 +245,7 @@ def hf_prefix_cache(
                 "transformers; kv_cache_bytes=0 has it run so without this warning",
                 stacklevel=2,
             )
-        return nothing
+        return None
     budget = default_kv_budget(layout) if kv_bytes is None else kv_bytes
     size = layout.states.bytes_per_state
     attends = bool(layout.layers)

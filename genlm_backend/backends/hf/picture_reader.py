@@ -119,8 +119,8 @@ class PictureReader:
         if isinstance(images, Mapping):
             if isinstance(prompt, str):
                 raise PictureError(
-                    "what a processor has made of pictures goes with the input_ids that it "
-                    "returned, and not with a text"
+                    "outputs of a processor go with the input_ids that it returned, and not with "
+                    "a text"
                 )
             ids = list(array("i", self._contexts.packed(prompt)))
             return self._of_inputs(ids, images, max_length)
@@ -156,7 +156,7 @@ class PictureReader:
         given = {n: value for n, value in inputs.items() if n not in _OF_TEXT}
         if not all(isinstance(value, torch.Tensor) for value in given.values()):
             raise PictureError(
-                "what a processor has made of pictures must be tensors, such as 'pixel_values', "
+                "outputs of a processor must be tensors, such as 'pixel_values', "
                 f"got {shown(dict(inputs))}"
             )
         if self._image_token_id not in ids:
@@ -167,7 +167,7 @@ class PictureReader:
         known = self._probes[0].inputs
         if given.keys() != known.keys():
             raise PictureError(
-                f"what {type(self.processor).__name__} makes of pictures is "
+                f"{type(self.processor).__name__} returns for pictures "
                 f"{', '.join(map(repr, sorted(known)))}, got "
                 f"{', '.join(map(repr, sorted(given))) or 'nothing'}"
             )

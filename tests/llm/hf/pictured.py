@@ -4,9 +4,7 @@ import functools
 
 import torch
 
-from genlm_backend import (
-    AsyncTransformer,
-)
+from genlm_backend import AsyncTransformer
 from tests.llm import families
 from tests.llm.picture_families import FAMILIES, inputs, make, marker, picture
 

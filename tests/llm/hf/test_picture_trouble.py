@@ -7,13 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from genlm_backend import (
-    AsyncTransformer,
-    Engine,
-    GenerationConfig,
-    MultiMediaInfo,
-    generate,
-)
+from genlm_backend import AsyncTransformer, Engine, GenerationConfig, MultiMediaInfo, generate
 from genlm_backend.errors import ContextError, OptionTypeError, PictureError
 from genlm_backend.generation.prompt import Prompt
 from tests.llm.hf.pictured import TOLERANCE, close, family, over, plain_row, prompt_of

@@ -99,6 +99,16 @@ def test_equal_pictures_share_all_and_others_what_is_before_them():
         assert end == places[-1] + 1
 
 
+def test_touching_pictures_are_shared_as_one():
+    with over("llava-next") as lm:
+        for between, is_shared in (("", False), (" cd ", True)):
+            text = "ab " + between.join([marker("llava-next")] * 2) + " ef"
+            first, other = (lm.context(text, images=map(picture, p)) for p in ([1, 2], [1, 3]))
+            lm.next_token_logprobs_sync(first)
+            num_cached = asyncio.run(lm.num_cached_tokens(other))
+            assert (num_cached > first.pictures.num_tokens // 2) == is_shared
+
+
 def test_what_has_to_go_is_computed_again():
     """A budget that holds one context with pictures and little more."""
     name, generator = "smolvlm", random.Random(1)

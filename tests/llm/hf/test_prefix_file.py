@@ -17,11 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import prefix_file
-from genlm_backend.errors import (
-    CacheError,
-    PrefixFileError,
-    UnknownAdapterError,
-)
+from genlm_backend.errors import CacheError, PrefixFileError, UnknownAdapterError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.tree_integrity import check_integrity

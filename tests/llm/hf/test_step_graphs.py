@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from genlm_backend.attention import cascade_plan as sharing
-from genlm_backend.backends.hf import (
-    cuda_graph_run,
-    cuda_graph_runner,
-    decode_ops,
-    decode_tables,
-)
+from genlm_backend.backends.hf import cuda_graph_run, cuda_graph_runner, decode_ops, decode_tables
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.errors import ModelStateError
 from genlm_backend.queries.query import RowQuery

@@ -7,10 +7,7 @@ from genlm_backend import AsyncVirtualLM
 from genlm_backend.backends.mock import MockEvaluator
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
-from genlm_backend.errors import (
-    BatcherClosedError,
-    UnknownAdapterError,
-)
+from genlm_backend.errors import BatcherClosedError, UnknownAdapterError
 from genlm_backend.queries.query import Adapter, RowQuery
 from genlm_backend.queries.row import Row
 from genlm_backend.readouts.score_query import ScoreExtras, ScoreQuery
