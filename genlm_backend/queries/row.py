@@ -285,13 +285,8 @@ def rows_of_logits(
         in_place: Whether the logits may be overwritten, as those may that nobody else has. That
             saves a table of memory, which costs as much as what is computed.
     """
-    if logits.is_cuda:
-        table, of_rows = _log_softmax(logits, undefined_ids, in_place)
-        logsumexps = of_rows.tolist()
-    else:
-        table, largest, logarithms = _normalised(logits, undefined_ids, in_place)
-        logsumexps = (largest + logarithms).flatten().tolist()
-        table = table.sub_(logarithms)
+    table, of_rows = _log_softmax(logits, undefined_ids, in_place)
+    logsumexps = of_rows.tolist()
     if device is None:
         return Row.of_table(table, logsumexps)
     return _rows_moved(table, logsumexps, device)
@@ -345,45 +340,37 @@ def scores_of_logits(
     rows, columns = (
         torch.tensor(ids, dtype=torch.int64, device=logits.device) for ids in (places, targets)
     )
-    if logits.is_cuda:
-        return _log_softmax(logits, undefined_ids)[0][rows, columns]
-    shifted, _, logarithms = _normalised(logits, undefined_ids)
-    return shifted[rows, columns] - logarithms[rows, 0]
+    return _log_softmax(logits, undefined_ids)[0][rows, columns]
 
 
 def _log_softmax(
     logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities, float32, and logsumexps, by as few launches as CUDA takes."""
+    """Return log-probabilities, float32 ``[n, vocab]``, and their logsumexps, ``[n]``."""
+    is_own, logits = in_place, logits.detach()
     if undefined_ids:
         ids = _ids_on(logits.device, tuple(undefined_ids))
         fill = logits.index_fill_ if in_place else logits.index_fill
-        logits = fill(1, ids, -torch.inf)
-    table = torch.log_softmax(logits, -1, dtype=torch.float32)
-    return table, logits.amax(-1) - table.amax(-1)
+        logits, is_own = fill(1, ids, -torch.inf), True
+    if logits.is_cuda:  # by as few launches as it takes
+        table = torch.log_softmax(logits, -1, dtype=torch.float32)
+        return table, logits.amax(-1) - table.amax(-1)
+    given = logits.float()
+    table = given if is_own or given is not logits else torch.empty_like(given)
+    # A few rows at a time, which stay in the processor's cache, and whose exponentials take memory
+    # that is used again: a fresh table of 256 rows of 49,152 would cost 15 ms of page faults.
+    few, logsumexps = max(1, _FEW_NUMBERS // max(1, given.shape[1])), list[torch.Tensor]()
+    exponentials = torch.empty_like(given[:few])
+    for own, found in zip(given.split(few), table.split(few), strict=True):
+        largest = own.amax(-1, keepdim=True)
+        torch.sub(own, largest, out=found)  # sums of large ones would lose the logarithm
+        sums = torch.exp(found, out=exponentials[: len(found)]).sum(-1, keepdim=True).log_()
+        found.sub_(sums)
+        logsumexps.append((largest + sums)[:, 0])
+    return table, torch.cat(logsumexps)
 
 
-def _normalised(
-    logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return float32 logits below their largest, the largest, and the logarithms of the sums."""
-    is_own = in_place or logits.dtype is not torch.float32
-    table = logits.float()
-    if undefined_ids:
-        ids = _ids_on(logits.device, tuple(undefined_ids))
-        fill = table.index_fill_ if is_own else table.index_fill
-        table, is_own = fill(1, ids, -torch.inf), True
-    largest = table.amax(-1, keepdim=True)
-    # Sums of large ones would lose the logarithm.
-    table = table.sub_(largest) if is_own else table - largest
-    # A few rows at a time: all exponentials of 256 rows of 49,152 logits would be 50 MB of fresh
-    # memory, whose page faults take 15 ms of 25.
-    parts = table.split(max(1, _FEW_NUMBERS // max(1, table.shape[1])))
-    sums = [part.exp().sum(-1, keepdim=True) for part in parts]
-    return table, largest, torch.cat(sums).log_()
-
-
-_FEW_NUMBERS: Final = 1 << 20
+_FEW_NUMBERS: Final = 1 << 19
 
 
 @functools.lru_cache(maxsize=32)
