@@ -181,6 +181,33 @@ class AttentionBackend(abc.ABC, Generic[Given]):
         """
 
 
+class Runner(abc.ABC):
+    """Forward passes of one model."""
+
+    model: Any
+    num_forwards: int
+    tokens_computed: int
+
+    @abc.abstractmethod
+    def forward(self, batch: ForwardBatch, attention: Any) -> torch.Tensor:
+        """Return the logits at the outputs of a batch: ``[num_outputs, model_vocab]``.
+
+        Args:
+            batch: The new tokens of each row.
+            attention: The backend of attention.
+        """
+
+    @abc.abstractmethod
+    def running_states(self, layout: Any, before: Sequence[Any] | None) -> BatchStates:
+        """Return the recurrent states of the rows of a pass.
+
+        Args:
+            layout: Their tensors.
+            before: States after the cached tokens, as a pool reads them; ``None`` for rows that
+                begin.
+        """
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class AttentionFactory:

@@ -9,20 +9,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 
-from genlm_backend.attention.forward_batch import AttentionBackend
+from genlm_backend.attention.forward_batch import AttentionBackend, Runner
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.queries.query import Adapter, Query, Result, RowQuery
-from genlm_backend.queries.row import Row, rows_of_logits, rows_on, scores_of_logits
+from genlm_backend.queries.row import Row, rows_on
 from genlm_backend.readouts.readout import answers_by_rows
 from genlm_backend.runtime.memory import release_cached_memory
 from genlm_backend.runtime.threads import frequent_switches
-from genlm_backend.scheduling.forwards import Forwards, Runner
+from genlm_backend.scheduling.output_processor import OutputProcessor
 from genlm_backend.scheduling.prefill_plan import CostModel
 from genlm_backend.scheduling.prefix_cache import PrefixCache
 from genlm_backend.scheduling.scheduler import ALL, Capabilities, Scheduler
@@ -40,26 +40,24 @@ class LocalEvaluator(Evaluator):
         uncached_attention: AttentionBackend,
         output_device: torch.device | None = None,
     ) -> None:
-        self._output_device = self._row_device = output_device
-        self._is_room_short = False
-        self._forwards = Forwards(
-            runner, self._finished, self._scored, lambda: self.check_cancelled()
-        )
-        self._cost = cost
+        self._output_device, self._is_room_short = output_device, False
+        self._outputs = OutputProcessor(lambda: self.undefined_ids, output_device)
+        self._model_runner, self._cost = runner, cost
         self._schedule(PrefixCache(runner, uncached_attention), uncached_attention)
 
     def _schedule(
         self, cache: PrefixCache, uncached_attention: AttentionBackend, can: Capabilities = ALL
     ) -> None:
         """Make passes by a cache from now on."""
-        self.scheduler = Scheduler(self._forwards, self._cost, cache, uncached_attention, can)
-
-    @torch.inference_mode()  # where its logits come from, which are overwritten
-    def _finished(self, logits: torch.Tensor) -> list[Row]:
-        return rows_of_logits(logits, self._row_device, self.undefined_ids, in_place=True)
-
-    def _scored(self, logits: torch.Tensor, indices: list[int], targets: list[int]) -> torch.Tensor:
-        return scores_of_logits(logits, indices, targets, self.undefined_ids)
+        self.scheduler = Scheduler(
+            self._model_runner,
+            self._outputs,
+            self._cost,
+            cache,
+            uncached_attention,
+            lambda: self.check_cancelled(),
+            can,
+        )
 
     @abc.abstractmethod
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
@@ -70,12 +68,12 @@ class LocalEvaluator(Evaluator):
         """Return one answer to each query; readouts are computed on the model's device."""
         with frequent_switches():
             if not any(map(_IS_READ_OFF, queries)):
-                return self._by_adapter(queries)
-            self._row_device = None  # where they are computed, to be read off there
+                return self._answers(queries)
+            self._outputs.device = None  # where they are computed, to be read off there
             try:
-                answers = answers_by_rows(self._by_adapter, queries)
+                answers = answers_by_rows(self._answers, queries)
             finally:
-                self._row_device = self._output_device
+                self._outputs.device = self._output_device
             if self._output_device is not None:
                 rows = {i: answer for i, answer in enumerate(answers) if isinstance(answer, Row)}
                 moved = rows_on([*rows.values()], self._output_device)
@@ -83,19 +81,16 @@ class LocalEvaluator(Evaluator):
                     answers[i] = row
             return answers
 
-    def _by_adapter(self, queries: Sequence[Query]) -> list[Result | Exception]:
-        if len(set(map(_ADAPTER, queries))) == 1:  # as a rule
-            return self._of_adapter(list(queries))
-        indices: defaultdict[Adapter | None, list[int]] = defaultdict(list)
-        for index, query in enumerate(queries):
-            indices[query.adapter].append(index)
-        return self._in_parts(queries, indices.values())
-
-    def _of_adapter(self, queries: list[Query]) -> list[Result | Exception]:
-        """Return the answers to queries of one adapter, or the error that they meet."""
+    def _answers(self, queries: Sequence[Query]) -> list[Result | Exception]:
+        """Return the answers to queries, adapter by adapter, or the errors that they meet."""
+        if len(set(map(_ADAPTER, queries))) > 1:
+            indices: defaultdict[Adapter | None, list[int]] = defaultdict(list)
+            for index, query in enumerate(queries):
+                indices[query.adapter].append(index)
+            return self._in_parts(queries, indices.values())
         try:
             with self._in_place(queries[0].adapter):
-                answers = [*self.scheduler.evaluate(queries)]
+                answers = [*self.scheduler.evaluate(list(queries))]
             if not self._is_room_short:
                 self._tell_if_room_is_short()
             return answers
@@ -138,11 +133,11 @@ class LocalEvaluator(Evaluator):
     def _in_parts(
         self, queries: Sequence[Query], parts: Iterable[list[int]]
     ) -> list[Result | Exception]:
-        """Return the answers to queries of one adapter each, given their indices part by part."""
+        """Return the answers to queries, given the indices of those that are answered together."""
         answers: dict[int, Result | Exception] = {}
         try:
             for part in filter(None, parts):
-                answers.update(zip(part, self._of_adapter([queries[i] for i in part]), strict=True))
+                answers.update(zip(part, self._answers([queries[i] for i in part]), strict=True))
             return [answers[i] for i in range(len(queries))]
         finally:
             answers.clear()  # an error remembers this frame, which must not know it in turn
@@ -194,10 +189,9 @@ class LocalEvaluator(Evaluator):
 
     def _let_go(self) -> None:
         """Let go of the model and of the slots, and give their memory back."""
-        runner: Any = self.scheduler.runner
-        uncached_attention = self.scheduler.uncached_attention
-        self._schedule(PrefixCache(runner, uncached_attention), uncached_attention)
+        runner, uncached_attention = self._model_runner, self.scheduler.uncached_attention
         runner.model = None
+        self._schedule(PrefixCache(runner, uncached_attention), uncached_attention)
         release_cached_memory()
 
 

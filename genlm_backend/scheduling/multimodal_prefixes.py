@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Final, final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from genlm_backend.attention.torch.multimodal_prefill import (
 from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import Query, Result
-from genlm_backend.scheduling.forwards import Forwards
 from genlm_backend.scheduling.prefill_plan import ScheduledQuery, first_output
 from genlm_backend.scheduling.prefix_cache import PrefixCache
 
@@ -30,8 +29,8 @@ FEW_BEHIND: Final = 64
 class MultimodalPrefixes:
     """The pictures that contexts begin with, each of which goes through the model at once."""
 
-    def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
-        self._forwards, self._cache = forwards, cache
+    def __init__(self, model: Any, cache: PrefixCache, run_alone: Callable[..., None]) -> None:
+        self._model, self._cache, self._run_alone = model, cache, run_alone
         self._offsets: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
     def begin(self, queries: Sequence[Query]) -> dict[Query, Result]:
@@ -59,13 +58,13 @@ class MultimodalPrefixes:
         attention = MultimodalPrefillAttention(pictures, self._cache.layout, goes_on=is_apart)
         end, size = pictures.num_tokens, len(query.context)
         if not is_apart:
-            self._forwards.alone(job, _span(job, pictures, size), attention)
+            self._run_alone(job, _span(job, pictures, size), attention)
             return job.answer
-        self._forwards.alone(job, _span(job, pictures, end), attention)
+        self._run_alone(job, _span(job, pictures, end), attention)
         outputs = [position - end for position in job.outputs_in(end, size)]
         offset = end + self.position_offset(query.context)
         behind = TokenChunk(job.context.packed(end), outputs=outputs, position_offset=offset)
-        self._forwards.alone(job, behind, attention, end)
+        self._run_alone(job, behind, attention, end)
         return job.answer
 
     def position_offset(self, context: Context) -> int:
@@ -75,7 +74,7 @@ class MultimodalPrefixes:
             return 0
         if pictures not in self._offsets:
             ids = torch.frombuffer(bytearray(pictures.token_ids), dtype=torch.int32).long()
-            _, offset = positions_of(self._forwards.runner.model, ids[None], pictures)
+            _, offset = positions_of(self._model, ids[None], pictures)
             self._offsets[pictures] = offset
         return self._offsets[pictures]
 
@@ -117,7 +116,7 @@ class MultimodalPrefixes:
                 pictures, cache.layout, pool, slots.tolist(), stop
             )
             token_chunk = _span(job, pictures, stop)
-            self._forwards.alone(job, token_chunk, attention)
+            self._run_alone(job, token_chunk, attention)
             has_nan = any(job.has_nan(range(i, i + 1)) for i in token_chunk.outputs)
             if len(slots) and not has_nan and cache.pool.is_finite(slots):
                 new = tree.insert(new)[:0]

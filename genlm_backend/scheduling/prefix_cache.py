@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.forward_batch import AttentionBackend, BatchStates
+from genlm_backend.attention.forward_batch import AttentionBackend, BatchStates, Runner
 from genlm_backend.prefix.budgets import Budgets, most_rows
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 from genlm_backend.prefix.nodes import Nodes
@@ -19,7 +19,6 @@ from genlm_backend.prefix.state_cache import StateCache, StateLayout, StatePool
 from genlm_backend.prefix.tier_copier import TierCopier
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import Adapter
-from genlm_backend.scheduling.forwards import Runner
 
 NO_BUDGETS: Final = Budgets()
 

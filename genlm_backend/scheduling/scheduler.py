@@ -14,14 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan
-from genlm_backend.attention.forward_batch import AttentionBackend, pack_decode
+from genlm_backend.attention.forward_batch import (
+    AttentionBackend,
+    BatchStates,
+    Runner,
+    TokenChunk,
+    pack,
+    pack_decode,
+)
 from genlm_backend.errors import ContextError, QueryDroppedError
 from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.queries.query import Query, Result, RowQuery
 from genlm_backend.queries.row import Row
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
-from genlm_backend.scheduling.forwards import Forwards
 from genlm_backend.scheduling.multimodal_prefixes import MultimodalPrefixes
+from genlm_backend.scheduling.output_processor import OutputProcessor
 from genlm_backend.scheduling.prefill_plan import (
     PICTURES,
     CostModel,
@@ -66,13 +73,16 @@ class Scheduler:
     # Without slots, every context is run uncached.
     def __init__(
         self,
-        forwards: Forwards,
+        runner: Runner,
+        outputs: OutputProcessor,
         cost: CostModel,
         cache: PrefixCache,
         uncached_attention: AttentionBackend,
+        check_cancelled: Callable[[], None],
         can: Capabilities = ALL,
     ) -> None:
-        self.forwards, self.runner, self.cache, self.can = forwards, forwards.runner, cache, can
+        self.runner, self._outputs, self.cache, self.can = runner, outputs, cache, can
+        self._check_cancelled = check_cancelled
         self.cost = cost if cache.most_rows is None else replace(cost, max_rows=cache.most_rows)
         self.uncached_attention = uncached_attention
         self.tokens_reused = self.tokens_without_room = 0
@@ -83,7 +93,7 @@ class Scheduler:
             maxlen=NUM_REMEMBERED
         )
         self._valid_for: tuple[object, ...] = ()  # what these depend on beside their nodes
-        self.openings = MultimodalPrefixes(self.forwards, cache)
+        self.openings = MultimodalPrefixes(runner.model, cache, self._run_alone)
 
     @property
     def tree(self) -> PrefixTree:
@@ -179,8 +189,7 @@ class Scheduler:
         before = np.array([chunk.before for chunk in chunks], np.int32)
         states = self.cache.states_behind(before) if is_cached else None
         if states is None:
-            self.forwards.check_cancelled()
-            self.forwards.of_chunks(chunks, self.tree.nodes, None, attention)
+            self._run_pass(chunks, None, attention)
             return
         self.tree.states.release(before)
         # Tokens that go on one by one take a pass each, of all chunks that are as long.
@@ -191,16 +200,44 @@ class Scheduler:
         num_behind = np.array([chunk.num_behind for chunk in chunks])
         left = np.arange(len(chunks))
         for i in range(int(num_passes.max())):
-            self.forwards.check_cancelled()
             if i:
                 rows = np.flatnonzero(num_passes[left] > i)
                 layout, left = self.cache.state_pool.layout, left[rows]
                 states = self.runner.running_states(layout, states.behind(rows))
             run = [pieces[k][i] for k in left.tolist()]
-            self.forwards.of_chunks(run, self.tree.nodes, states, attention)
+            self._run_pass(run, states, attention)
             ends = np.where(num_passes[left] == i + 1, last[left], 0)
             if ends.any():
                 self.cache.keep_states(ends, num_behind[left], states)
+
+    def _run_pass(
+        self,
+        chunks: Sequence[PrefillChunk],
+        states: BatchStates | None,
+        attention: AttentionBackend,
+    ) -> None:
+        """Run chunks in one pass, and hand its outputs to the jobs that want them."""
+        self._check_cancelled()
+        nodes = self.tree.nodes
+        token_chunks = [chunk.token_chunk(nodes.slot[chunk.nodes]) for chunk in chunks]
+        before = np.array([chunk.before for chunk in chunks], np.int32)
+        batch = pack(token_chunks, CachedPrefixes.of(nodes, before), states)
+        outputs = [output for chunk in chunks for output in chunk.outputs.items()]
+        wanted = [(i, job, position) for i, (position, jobs) in enumerate(outputs) for job in jobs]
+        self._outputs.hand_out(self.runner.forward(batch, attention), wanted)
+
+    def _run_alone(
+        self,
+        job: ScheduledQuery,
+        token_chunk: TokenChunk,
+        attention: AttentionBackend,
+        start: int = 0,
+    ) -> None:
+        """Run tokens of one context in a pass of their own, and hand the job its outputs."""
+        self._check_cancelled()
+        logits = self.runner.forward(pack([token_chunk]), attention)
+        wanted = [(row, job, start + position) for row, position in enumerate(token_chunk.outputs)]
+        self._outputs.hand_out(logits, wanted)
 
     # ---------------------------------------------------------------- with slots
 
@@ -357,7 +394,7 @@ class Scheduler:
 
     def decode(self, queries: Sequence[Query], nodes: NDArray[np.int32]) -> list[Result] | None:
         """Return the rows after contexts, of a step as arrays; ``None`` if there is no room."""
-        forwards, cache, tree = self.forwards, self.cache, self.tree
+        cache, tree = self.cache, self.tree
         contexts = [query.context for query in queries]
         tokens = np.frombuffer(b"".join([c.last_packed for c in contexts]), np.int32)
         slots = tree.allocate(len(nodes), nodes)
@@ -365,12 +402,12 @@ class Scheduler:
             return None
         new = tree.append(nodes, tokens, slots)
         try:
-            forwards.check_cancelled()
+            self._check_cancelled()
             past = CachedPrefixes.of(tree.nodes, nodes)
             plan = self._decode_plan(nodes, past)
             states = cache.states_behind(nodes)
             batch = pack_decode(tokens.astype(np.int64), slots, past, plan, states)
-            rows = forwards.finish(forwards.runner.forward(batch, cache.attention))
+            rows = self._outputs.rows(self.runner.forward(batch, cache.attention))
             is_sound = ~np.isnan(np.array([row.logsumexp for row in rows], np.float64))
         except BaseException:
             tree.free(new)

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 import torch
 
-from genlm_backend.attention.forward_batch import AttentionBackend, ForwardBatch, TokenChunk, pack
+from genlm_backend.attention.forward_batch import AttentionBackend, ForwardBatch, Runner
 from genlm_backend.attention.torch.torch_cache import TorchBatchStates
 from genlm_backend.backends.hf import fused_residuals
 from genlm_backend.backends.hf.cuda_graph_runner import CudaGraphRunner
@@ -21,7 +21,6 @@ from genlm_backend.backends.hf.packed_weights import PackedWeights
 from genlm_backend.errors import AdapterError
 from genlm_backend.prefix.state_cache import StateLayout
 from genlm_backend.queries.query import Adapter
-from genlm_backend.scheduling.forwards import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +54,8 @@ class HFRunner(Runner):
         self._fuses = self.device.type in fused_residuals.RESIDUAL_KERNELS
 
     @torch.inference_mode()
-    def forward(
-        self, chunks: Sequence[TokenChunk] | ForwardBatch, attention: AttentionBackend
-    ) -> torch.Tensor:
-        """Return the logits at the outputs of each chunk: ``[num_outputs, model_vocab]``."""
-        batch = chunks if isinstance(chunks, ForwardBatch) else pack(chunks)
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """Return the logits at the outputs of a batch: ``[num_outputs, model_vocab]``."""
         graphs, logits = self.graphs, None
         plan = None if graphs is None else graphs.plan(self.view, batch)
         if plan is not None and graphs is not None:

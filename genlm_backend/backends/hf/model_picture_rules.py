@@ -104,7 +104,7 @@ def _whole(runner: HFRunner, layout: KVLayout, pictures: Pictures, ids: list[int
     last = range(len(ids) - _NUM_ROWS, len(ids))
     return row_of(
         runner.forward(
-            [TokenChunk(ids, outputs=last)], MultimodalPrefillAttention(pictures, layout)
+            pack([TokenChunk(ids, outputs=last)]), MultimodalPrefillAttention(pictures, layout)
         )
     )
 
@@ -120,7 +120,8 @@ def _in_steps(
     pool = KVPool(layout, size)
     slots = range(1, stop + 1)
     runner.forward(
-        [TokenChunk(ids[:stop])], MultimodalPrefillAttention(pictures, layout, pool, slots, stop)
+        pack([TokenChunk(ids[:stop])]),
+        MultimodalPrefillAttention(pictures, layout, pool, slots, stop),
     )
     opening = torch.tensor([ids[:stop]], dtype=torch.int64)
     _, shift = positions_of(runner.model, opening, pictures)

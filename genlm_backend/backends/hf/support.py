@@ -195,7 +195,7 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
         for unknown in (set[str](), {"position_ids"}):
             runner.parameters -= unknown
             try:
-                (alone,) = row_of(runner.forward([short], UncachedAttention()))
+                (alone,) = row_of(runner.forward(pack([short]), UncachedAttention()))
             except Exception as error:  # third-party model code may raise anything
                 failure = error
                 continue
@@ -207,7 +207,7 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
                 "without, told positions or not: its passes could not be padded"
             ) from failure
         try:
-            batch = [short, TokenChunk(long, outputs=(length - 1,))]
+            batch = pack([short, TokenChunk(long, outputs=(length - 1,))])
             padded, _ = row_of(runner.forward(batch, UncachedAttention()))
         except Exception as error:  # and it may take contexts of one length
             logger.debug("%s takes no padding", name, exc_info=error)
@@ -248,7 +248,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
         return KVSupport(reason=f"it does not run on a foreign cache: {error!r}")
     if distance(trial.third_row, bare_row) > trial.tolerance:  # its positions, or it looks ahead
         chunk = TokenChunk(long[:3], outputs=(2,))
-        (alone_row,) = row_of(runner.forward([chunk], UncachedAttention()))
+        (alone_row,) = row_of(runner.forward(pack([chunk]), UncachedAttention()))
         if distance(alone_row, bare_row) > trial.tolerance:
             return KVSupport(reason="it counts positions in a way of its own")
     if factory is None:
@@ -288,11 +288,13 @@ class _SlotTrial:
         # One pass for all: of one length, so that nothing is padded. What follows the half takes no
         # part in its row, or the row from slots, where nothing follows, is another one.
         whole = runner.forward(
-            [
-                TokenChunk(long, outputs=(2, *last)),
-                TokenChunk(wrong, outputs=last),
-                TokenChunk(other, outputs=(len(self._short) - 1,)),
-            ],
+            pack(
+                [
+                    TokenChunk(long, outputs=(2, *last)),
+                    TokenChunk(wrong, outputs=last),
+                    TokenChunk(other, outputs=(len(self._short) - 1,)),
+                ]
+            ),
             UncachedAttention(),
         )
         self.third_row, self._long_row, wrong_row, self._short_row = row_of(whole)
@@ -338,7 +340,7 @@ class _SlotTrial:
         *before, last = self._long
         attention = factory.probing(KVPool(self._layout, len(self._long)))
         slots = range(1, len(self._long) + 1)
-        self._runner.forward([TokenChunk(before, slots[:-1])], attention)
+        self._runner.forward(pack([TokenChunk(before, slots[:-1])]), attention)
         batch = pack([TokenChunk([last], slots[-1:], (0,))], paths_of([slots[:-1]]))
         (row,) = row_of(self._runner.forward(batch, attention))
         spread = distance(row, self._long_row)

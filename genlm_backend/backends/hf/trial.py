@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from genlm_backend.attention.cascade_plan import CachedPrefixes
-from genlm_backend.attention.forward_batch import TokenChunk, pack
-from genlm_backend.scheduling.forwards import Runner
+from genlm_backend.attention.forward_batch import Runner, TokenChunk, pack
 
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
 
@@ -83,7 +82,7 @@ def difference_of(
     size = len(long) + len(short)
     long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
     first = [TokenChunk(long[:-2], long_slots[:-2]), TokenChunk(short[:1], short_slots[:1])]
-    runner.forward(first, attention)
+    runner.forward(pack(first), attention)
     second = [
         TokenChunk(long[-2:], long_slots[-2:], (1,)),
         TokenChunk(short[1:], short_slots[1:], (len(short) - 2,)),

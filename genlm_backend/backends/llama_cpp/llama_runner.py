@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.forward_batch import ForwardBatch, TokenChunk, pack
+from genlm_backend.attention.forward_batch import ForwardBatch, Runner
 from genlm_backend.backends.llama_cpp.llama_context import LlamaContext, OutOfCellsError
 from genlm_backend.backends.llama_cpp.sequence_states import SequenceRowStates
 from genlm_backend.backends.llama_cpp.sequences import Sequences
 from genlm_backend.prefix.nodes import Ints
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.scheduling.forwards import Runner
 
 
 class _Tokens(NamedTuple):
@@ -54,9 +53,8 @@ class LlamaRunner(Runner):
         self._has_cells = has_cells
         self._sequences = Sequences(context, length, num_slots, self._compute_again)
 
-    def forward(self, chunks: Sequence[TokenChunk] | ForwardBatch, attention: Any) -> torch.Tensor:
-        """Return the logits at each chunk's outputs: float32 ``[num_outputs, vocab]``."""
-        batch = chunks if isinstance(chunks, ForwardBatch) else pack(chunks)
+    def forward(self, batch: ForwardBatch, attention: Any) -> torch.Tensor:
+        """Return the logits at the outputs of a batch: float32 ``[num_outputs, vocab]``."""
         tokens = _Tokens.of(batch)
         if not len(batch.slot_mapping):
             logits = self._computed_apart(tokens)

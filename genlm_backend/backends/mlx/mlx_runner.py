@@ -10,12 +10,11 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from genlm_backend.attention.forward_batch import ForwardBatch, TokenChunk, pack
+from genlm_backend.attention.forward_batch import ForwardBatch, Runner
 from genlm_backend.backends.mlx.mlx_batch_states import MlxBatchStates
 from genlm_backend.backends.mlx.mlx_gather import MlxAttention, keep_new
 from genlm_backend.errors import ModelStateError
 from genlm_backend.prefix.state_cache import StateLayout
-from genlm_backend.scheduling.forwards import Runner
 
 
 @final
@@ -27,11 +26,8 @@ class MlxRunner(Runner):
         self.num_forwards = 0
         self.tokens_computed = 0
 
-    def forward(
-        self, chunks: Sequence[TokenChunk] | ForwardBatch, attention: MlxAttention
-    ) -> torch.Tensor:
-        """Return the logits at outputs of chunks, on the CPU: float32 ``[num_outputs, vocab]``."""
-        batch = chunks if isinstance(chunks, ForwardBatch) else pack(chunks)
+    def forward(self, batch: ForwardBatch, attention: MlxAttention) -> torch.Tensor:
+        """Return the logits at a batch's outputs, on the CPU: float32 ``[num_outputs, vocab]``."""
         if self.model.training:
             raise ModelStateError(
                 "the model is in training mode, where its rows are drawn at random: call eval() "

@@ -14,7 +14,7 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from genlm_backend.attention.forward_batch import AttentionFactory, TokenChunk
+from genlm_backend.attention.forward_batch import AttentionFactory, TokenChunk, pack
 from genlm_backend.backends.hf.trial import (
     NUM_STATES,
     difference_of,
@@ -85,7 +85,7 @@ def _arrays_in(value: Any) -> Iterator[mx.array]:
 def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     """Find out by a few tiny passes what a model can do."""
     try:
-        logits = runner.forward([TokenChunk([1, 2], outputs=(1,))], MlxUncachedAttention())
+        logits = runner.forward(pack([TokenChunk([1, 2], outputs=(1,))]), MlxUncachedAttention())
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         name = type(runner.model).__name__
         raise UnsupportedModelError(f"{name} does not run on token ids alone: {error}") from error
@@ -209,7 +209,7 @@ def _difference(
 
 def _rows(runner: MlxRunner, contexts: list[list[int]], attention: MlxAttention) -> torch.Tensor:
     spans = [TokenChunk(ids, outputs=(len(ids) - 1,)) for ids in contexts]
-    return row_of(runner.forward(spans, attention))
+    return row_of(runner.forward(pack(spans), attention))
 
 
 def is_half(model: Any) -> bool:

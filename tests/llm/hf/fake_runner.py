@@ -11,9 +11,8 @@ from genlm_backend.errors import QueryDroppedError
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 from genlm_backend.queries.context import of_no_model
 from genlm_backend.queries.query import RowQuery
-from genlm_backend.queries.row import rows_of_logits, scores_of_logits
 from genlm_backend.readouts.score_query import ScoreQuery
-from genlm_backend.scheduling.forwards import Forwards
+from genlm_backend.scheduling.output_processor import OutputProcessor
 from genlm_backend.scheduling.prefill_plan import CostModel
 from genlm_backend.scheduling.prefix_cache import PrefixCache
 from genlm_backend.scheduling.scheduler import ALL, Scheduler
@@ -113,9 +112,9 @@ def make(num_slots, runner=None, **cost):
 
 
 def passes_over(runner, check_cancelled, cache=None, can=ALL, **cost):
-    forwards = Forwards(runner, rows_of_logits, scores_of_logits, check_cancelled)
-    whole = UncachedAttention()
-    return Scheduler(forwards, CostModel(**cost), cache or PrefixCache(runner, whole), whole, can)
+    whole, outputs = UncachedAttention(), OutputProcessor(tuple)
+    cache = cache or PrefixCache(runner, whole)
+    return Scheduler(runner, outputs, CostModel(**cost), cache, whole, check_cancelled, can)
 
 
 class Split(NamedTuple):

@@ -559,17 +559,17 @@ async def test_what_nobody_waits_for_any_more_is_kept_as_far_as_it_came(name):
     with opened(name) as lm:
         set_cost(lm, max_chunk=8)
         passes, left = lm._evaluator.scheduler, [3]
-        wanted = passes.forwards.check_cancelled
+        wanted = passes._check_cancelled
 
         def drop():
             left[0] -= 1
             if left[0] < 0:
                 raise QueryDroppedError("by the test")
 
-        passes.forwards.check_cancelled = drop
+        passes._check_cancelled = drop
         with pytest.raises(QueryDroppedError):
             await lm.next_token_logprobs(context)
-        passes.forwards.check_cancelled = wanted
+        passes._check_cancelled = wanted
         assert await lm.num_cached_tokens(context) == 24
         check_tree(lm)
         await check(lm, name, [context, context[:24], context[:25]])
