@@ -72,7 +72,7 @@ def check_has_tokenizer(path: str) -> None:
     names = [entry.name for entry in Path(path).iterdir()] if Path(path).is_dir() else ["tokenizer"]
     if not any(part in name for name in names for part in _PARTS_OF_TOKENIZER_FILES):
         raise OSError(
-            f"there is no tokenizer among its files {shown(sorted(names))}: save it beside the "
+            f"there is no tokenizer among its files {shown(sorted(names))}: save it with the "
             "model, by tokenizer.save_pretrained"
         )
 

@@ -88,7 +88,7 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
         )
     if num_bytes < size:
         raise OptionError(
-            f"the recurrent state of {name} behind one token takes {size} bytes, and there are "
+            f"the recurrent state of {name} after one token takes {size} bytes, and there are "
             f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes, or "
             "kv_cache_bytes=0 to keep nothing"
         )

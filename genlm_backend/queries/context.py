@@ -335,7 +335,7 @@ class ContextFactory:
         if isinstance(token_ids, Context) and token_ids.contexts not in (self, _NOBODYS):
             raise ContextError(
                 "this Context is of another model, whose ids mean other tokens: "
-                "pass list(context) where they are meant all the same"
+                "pass list(context) if they are meant all the same"
             )
 
 

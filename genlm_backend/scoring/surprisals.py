@@ -368,7 +368,7 @@ class _Text:
         if self._begins is not None and max_length is not None and max_length <= len(begin):
             raise ContextError(
                 f"context has {len(begin)} tokens, of the {max_length} that the model takes, and "
-                "the end of a word comes behind the word: leave room, or ask word_ends=False"
+                "the end of a word comes after the word: leave room, or ask word_ends=False"
             )
         step = stride or max(1, most // 2)
         if step > most and len(ids) > most:

@@ -185,7 +185,7 @@ def spans_of(words: Words, text: str) -> list[Span]:
         if not end <= start < stop <= len(text):
             raise OptionError(
                 f"words must find spans of characters in order, within {len(text)}; got "
-                f"{(start, stop)} behind {end}"
+                f"{(start, stop)} after {end}"
             )
         found.append((start, stop))
         end = stop

@@ -107,7 +107,7 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
         is_of_parts = kind == "Replace" and len(stage["pattern"].get("String", "")) == 1
         if joiner is not None and not (joiner == "Fuse" and is_of_parts):
             raise UnknownDecoderError(
-                f"its decoder has a {kind} stage behind {joiner}, where the tokens are one string "
+                f"its decoder has a {kind} stage after {joiner}, where the tokens are one string "
                 "already, so that what a token contributes depends on its neighbours"
             )
         stages.append(compiled)

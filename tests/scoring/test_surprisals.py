@@ -314,7 +314,7 @@ def test_long_texts_go_by_windows(stride):
             surprisal_sync(lm, text, context=[2] * 9)
         # A text that needs no window needs no stride, and a word room for its end.
         surprisal_sync(lm, [text, "a"], contexts=[[0], [2] * 6], by="token", stride=5)
-        with pytest.raises(ContextError, match="the end of a word comes behind the word"):
+        with pytest.raises(ContextError, match="the end of a word comes after the word"):
             surprisal_sync(lm, "a", context=[2] * 8)
         assert len(surprisal_sync(lm, "a", context=[2] * 8, by="token")) == 1
 

@@ -189,13 +189,13 @@ FUSE = decoders.Fuse()
 @pytest.mark.parametrize(
     ("stages", "part"),
     [
-        ([FUSE, decoders.Replace("th", "TH")], "Replace stage behind Fuse"),
-        ([FUSE, decoders.Replace(Regex("[a-z]+"), "x")], "Replace stage behind Fuse"),
-        ([FUSE, decoders.Metaspace()], "Metaspace stage behind Fuse"),
-        ([FUSE, decoders.WordPiece()], "WordPiece stage behind Fuse"),
-        ([FUSE, decoders.BPEDecoder()], "BPEDecoder stage behind Fuse"),
-        ([FUSE, decoders.ByteFallback()], "ByteFallback stage behind Fuse"),
-        ([decoders.ByteLevel(), decoders.Replace("a", "b")], "Replace stage behind ByteLevel"),
+        ([FUSE, decoders.Replace("th", "TH")], "Replace stage after Fuse"),
+        ([FUSE, decoders.Replace(Regex("[a-z]+"), "x")], "Replace stage after Fuse"),
+        ([FUSE, decoders.Metaspace()], "Metaspace stage after Fuse"),
+        ([FUSE, decoders.WordPiece()], "WordPiece stage after Fuse"),
+        ([FUSE, decoders.BPEDecoder()], "BPEDecoder stage after Fuse"),
+        ([FUSE, decoders.ByteFallback()], "ByteFallback stage after Fuse"),
+        ([decoders.ByteLevel(), decoders.Replace("a", "b")], "Replace stage after ByteLevel"),
     ],
 )
 def test_a_stage_that_sees_all_tokens_as_one_string_is_an_error(stages, part):

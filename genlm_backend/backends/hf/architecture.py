@@ -115,8 +115,8 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
         output = model(input_ids=ids, **runner.caching(True))
     if returned_cache(output) is None:
         raise UnsupportedModelError(
-            f"{name} is an encoder and no causal language model: a later token changes what it "
-            f"says after earlier ones, by {before:.2g}, and it keeps no keys and values to go on "
+            f"{name} is an encoder and no causal language model: a later token changes its "
+            f"rows after earlier ones, by {before:.2g}, and it keeps no keys and values to go on "
             "from (of some, such as BERT, is_decoder=True in the config makes a causal one, if "
             "they were trained so)"
         )

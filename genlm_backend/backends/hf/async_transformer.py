@@ -115,8 +115,8 @@ class AsyncTransformer(ProcessLM):
         processor = given.pop("processor", None)
         if given.pop("process"):
             raise OptionError(
-                "process=True is for a model that is loaded by name, since an object lives where "
-                f"it has been made: {type(self).__name__}.from_name(name, process=True)"
+                "process=True is for a model that is loaded by name, since an object stays in "
+                f"the process that made it: {type(self).__name__}.from_name(name, process=True)"
             )
         self._hf: HFEvaluator | ProcessEvaluator
         if isinstance(hf_model, ProcessEvaluator):

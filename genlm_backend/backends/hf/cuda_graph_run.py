@@ -152,7 +152,7 @@ class CudaGraphRun:
         if is_causal:
             return None
         if window is None or not _is_window(allows, window):
-            raise NotCapturableError("a layer attends to a part of what is before it")
+            raise NotCapturableError("a layer attends to a part of its prefix alone")
         if window > self._max_prefix_len:
             self.most_tokens = min(self.most_tokens, window)
             return None

@@ -92,8 +92,8 @@ class HFEvaluator(LocalEvaluator):
         layout = layout_of(runner, support, self._options.get("kv_cache_dtype"), width, longest)
         if support.spread_alone:
             warnings.warn(
-                f"rows of this {type(runner.model).__name__} depend on what they are computed "
-                f"beside, beyond rounding: alone, one has a root mean square difference of "
+                f"rows of this {type(runner.model).__name__} depend on the other rows of "
+                f"their batch, beyond rounding: alone, one has a root mean square difference of "
                 f"{support.spread_alone:.2g} to the same row among others; its quantised weights "
                 "have kernels of several precisions on this processor",
                 stacklevel=2,
@@ -259,7 +259,7 @@ def hf_prefix_cache(
     if attends and not num_slots:
         raise OptionError(
             f"kv_cache_bytes={budget} has no room for one token, which takes "
-            f"{layout.bytes_per_slot} bytes beside as many that stay free; 0 keeps nothing"
+            f"{layout.bytes_per_slot} bytes and the same again that stays free; 0 keeps nothing"
         )
     states = host_states = host_pool = None
     if of_states:
@@ -311,7 +311,7 @@ def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
     num_bytes = host // 2 if attends else host
     if host and num_bytes < size:
         raise OptionError(
-            f"the recurrent state of {name} behind one token takes {size} bytes, and of "
+            f"the recurrent state of {name} after one token takes {size} bytes, and of "
             f"host_cache_bytes={host} there are {num_bytes} for such"
             f"{' (half of them)' if attends else ''}: give more to it"
         )

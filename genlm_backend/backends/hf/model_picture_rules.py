@@ -93,7 +93,7 @@ def examine_pictures(
         found[rules] = distance(rows, whole)
     if not found:
         raise PictureError(
-            f"{type(runner.model).__name__} does not go on behind pictures in a way that is known "
+            f"{type(runner.model).__name__} does not go on after pictures in a way that is known "
             f"here: {cause}"
         ) from cause
     near = max(_TIMES_THE_LEAST * min(found.values()), _SHARE_OF_SPREAD * spread)

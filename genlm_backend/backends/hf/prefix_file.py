@@ -143,7 +143,7 @@ def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix
     states = [tensors[f"state.{number}"] for number in range(len(layout.states.tensors))]
     num_resumed = int(tensors["num_resumed"]) if states else token_ids.numel()
     if states and not 0 < num_resumed <= token_ids.numel():
-        raise PrefixFileError(f"{path} has a recurrent state behind none of its tokens")
+        raise PrefixFileError(f"{path} has no recurrent state after any of its tokens")
     return Prefix(tuple(token_ids.tolist()), codes, states, num_resumed)
 
 

@@ -136,7 +136,7 @@ class MlxStatePool:
             if new.shape != (len(numbers), *array.shape):  # or it would be made to fit
                 raise ModelStateError(
                     f"the recurrent state of some layer has the shape {new.shape[1:]}, and had "
-                    f"{array.shape} behind other tokens"
+                    f"{array.shape} after other tokens"
                 )
             self._kept[i][places] = new.astype(array.dtype)
         mx.eval(self._kept)

@@ -40,7 +40,7 @@ def check_release() -> None:
         what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"
         raise MissingExtraError(
             f"AsyncVirtualLM needs vLLM {OLDEST[0]}.{OLDEST[1]} or later, and {what}: pip install "
-            "'genlm-backend[vllm]' where there is a CUDA device; the guide to vLLM tells what a "
+            "'genlm-backend[vllm]' on a machine with a CUDA device; the guide to vLLM tells what a "
             "CPU needs. AsyncTransformer (backend 'hf') runs the same programs."
         )
     try:
@@ -53,8 +53,8 @@ def check_release() -> None:
         ) from error
     if _minor(found) not in SEEN:
         warnings.warn(
-            f"nobody has run AsyncVirtualLM with vLLM {found} yet, but releases {_shown(SEEN[0])} "
-            f"to {_shown(SEEN[-1])}: rows of each model are compared when it is loaded",
+            f"AsyncVirtualLM is tested with vLLM {_shown(SEEN[0])} to {_shown(SEEN[-1])}, and not "
+            f"with {found}: rows of each model are compared when it is loaded",
             stacklevel=3,
         )
 

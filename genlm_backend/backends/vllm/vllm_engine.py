@@ -482,7 +482,7 @@ def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
         log.removeHandler(nobody)
     if config.is_hybrid or config.is_attention_free:
         raise UnsupportedModelError(
-            f"{config.architecture} has recurrent states, which vLLM does not keep behind each "
+            f"{config.architecture} has recurrent states, which vLLM does not keep after each "
             "token: its contexts cannot be forked. load_model_by_name(…, backend='hf') runs it"
         )
 

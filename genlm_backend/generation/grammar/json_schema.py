@@ -216,7 +216,7 @@ class SchemaWalk:
         if _is_number(least) and least > num_required + 1 and not is_closed:
             raise ConstraintError(
                 f"no constraint keeps to minProperties {least} at {pointer}, as a key that is not "
-                f"declared may be written twice: at most {num_required + 1} is kept to beside "
+                f"declared may be written twice: at most {num_required + 1} is kept to with "
                 f"{num_required} required; name more keys in 'required', or forbid others by "
                 '"additionalProperties": false'
             )

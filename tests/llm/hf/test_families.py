@@ -297,5 +297,5 @@ def test_kernels_that_compute_a_single_row_otherwise_are_found_out_and_told():
     for name in ("gate_proj", "up_proj", "down_proj"):
         for layer in model.model.layers:
             getattr(layer.mlp, name).__class__ = OtherwiseAlone
-    with pytest.warns(UserWarning, match="depend on what they are computed beside"):
+    with pytest.warns(UserWarning, match="depend on the other rows of their batch"):
         AsyncTransformer(model, word_tokenizer()).close()
