@@ -1,4 +1,22 @@
-"""What the rows of a pass have cached, and which stretches of it they read together; pure."""
+"""Cascade plans: what the rows of a pass have cached, and what of it they read together; pure.
+
+**Why.** Particles share long prefixes. Attention row by row reads such a prefix once for each row;
+cascade attention (Hydragen: Juravsky et al., 2024, arXiv:2402.05099) reads it once for all. A plan
+divides the cached tokens of a pass into *shared prefixes*, each with the rows that have it, and a
+*suffix* for each row, padded to the longest, of which each row gets copies. ``cascade_run.py``
+attends by it.
+
+**Division.** A compiled loop walks the paths of all rows once. In the order of that walk, the rows
+below a node are an interval, so that the time is linear in the distinct tokens and the columns of
+the suffix. A stretch of few tokens goes to the suffix (``FEW_TOKENS``), unless a row has many new
+tokens (``MANY_NEW_TOKENS``). Prefixes whose slots follow one another are read in place, which is
+why the allocator hands out extents.
+
+**Extension.** The plan of a decode step is that of the step that it goes on from, with rows
+permuted and a column more (``advanced``). Tokens that rows have come to share since are copied for
+each. A new plan is made once the suffix is twice as wide, or once as many tokens have been copied
+in vain as making one reads (``is_stale``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,33 @@
-"""Batcher: concurrent queries in, batches out, results back to their event loops."""
+"""Batcher: concurrent queries in, batches out, results back to their event loops.
+
+**Flow.** ``submit`` adds a ``PendingQuery`` to ``_waiting``, a dictionary by key with the oldest
+first, or joins an equal one, there or in ``_running``, the batch under evaluation. The policy says
+when a batch goes. The worker thread moves the oldest queries to ``_running``, evaluates them
+without the lock, and settles the futures of each event loop by one callback.
+
+**Invariants.** One lock guards both dictionaries. A query stays in the queue only while a caller
+waits for it. The thread that decides that a batch goes only puts a call for the worker, which
+makes the batch where no interrupt comes: after a Ctrl-C there may be one call too many, which
+finds an empty queue, or one too few, which the next caller puts. A coroutine that the garbage
+collector closes, on any thread and at any moment, sets a flag and takes no lock. A lock belongs to
+the process that claims it, and raises in a fork, which has no worker thread
+(``runtime/forks.py``).
+
+**Why it waits for quiet.** Four turns of the event loop without a new query (``quiet_turns``) mean
+that all that could ask have asked; an idle turn costs some 20 microseconds. The timeout and a
+bound on the turns are for programs that never go quiet. The callers that a batch has answered get
+the same turns to join the queries that have gathered meanwhile, unless these fill a batch.
+
+**Cancellation.** ``evaluate`` knows no futures. It calls ``check_cancelled`` between two steps,
+which raises once no caller of its batch is left. Callers that join the batch just then are put
+back at the head of the queue and sent at once, since they have waited for an evaluation already.
+Now and then ``check_cancelled`` wakes the loops of waiting callers: a signal's handler may have
+cancelled a task, as the stop button of a notebook does, and nothing else would wake its loop.
+
+**Costs.** The caller of one query is its future and a caller of several is one ``MultiWaiter``: an
+object for each made 1,024 awaits 30 % slower by the garbage collector. A query that comes while
+the worker is busy, or while its loop has a turn to take, does not ask the policy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,32 @@
-"""Scheduler: answers to a batch of queries, from as few tokens through the model as possible."""
+"""Scheduler: answers to a batch of queries, from as few tokens through the model as possible.
+
+**Three ways.** If each context has one token that is not cached, the batch is a *decode step*: a
+row is three integers (the node before it, its token, its slot), and nothing is made for a row but
+its answer. Everything else that can be cached is *planned* into chunks, waves and groups
+(``prefill_plan.py``): prompts, texts to score, rows whose cached lengths are far apart (attention
+pads all of them to the longest; beyond twice the shortest and 64 tokens, most of it would be
+padding). What the cache cannot hold runs *uncached*, from its beginning.
+
+**Nodes come first.** Nodes are appended before a pass, which fills their slots, and inserted after
+it, where matches find them. So a pass reads what an earlier pass of its batch has written by the
+same paths as what was cached, and an error leaves nothing to undo but the nodes of its own batch.
+Without room for all, or if memory runs out, the batch is halved; a single query runs uncached.
+
+**NaN stays with its context.** Attention weighs masked tokens by zero, and 0 × NaN is NaN, so that
+a context that overflows spoils keys and values of its own beginning. A row with NaN is computed
+again, uncached and without padding, and nothing of it is inserted. Scores of a text that overflows
+stay NaN.
+
+**Recurrent states** are behind nodes. A context goes on only from a node with a state; tokens
+between that and the end of its match are computed again. A pass takes copies of its rows' states,
+since the model writes in place, and gives them to the nodes that rows have come to. No state bears
+padding, so rows of a pass have equally many new tokens. Models that go on one by one take a pass
+for each token.
+
+**Limits of models.** Beyond some length, "longrope" and "dynamic" compute other rotary
+frequencies, so that no cached key is theirs: such contexts run whole, each alone. Llama 4 scales
+attention by the number of columns, so that rows of its passes have equally many cached tokens.
+"""
 
 from __future__ import annotations
 
