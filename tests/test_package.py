@@ -114,7 +114,7 @@ def test_a_backend_whose_library_is_absent_or_strange_says_so(found, message, mo
 def test_a_release_of_vllm_that_nobody_has_seen_is_taken_with_a_warning(version, monkeypatch):
     installed(monkeypatch, {"vllm": version})
     monkeypatch.setattr(release.importlib, "import_module", lambda name: None)
-    with pytest.warns(UserWarning, match=f"vLLM {version} yet.*0.30 to 0.33"):
+    with pytest.warns(UserWarning, match=f"vLLM 0.30 to 0.33, and not with {version}"):
         release.check_release()
 
 
@@ -215,7 +215,7 @@ tokenization: checks
 trie: batching checks lazy readable runtime tokenization
 multimodal: checks
 queries: checks multimodal prefix runtime tokenization
-readouts: batching checks queries tokenization
+readouts: batching checks queries runtime tokenization
 model: batching checks prefix queries readable readouts runtime tokenization
 attention: prefix runtime
 attention.torch: attention multimodal prefix

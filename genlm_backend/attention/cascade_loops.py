@@ -19,16 +19,16 @@ from genlm_backend.runtime.compiled import compiled
 def divide(
     parent: Any, depth: Any, slot: Any, nodes: Any, is_long: Any, few_tokens: int, numbers: Any
 ) -> Any:
-    """Divide the tokens of ``B`` rows into parts and a rest, in time linear in both."""
+    """Divide the tokens of ``B`` rows into shared prefixes and suffixes, in time linear in both."""
     found, first, above, last = _climb(parent, depth, nodes, numbers)
     slots, positions = np.empty(len(above), np.int64), np.empty(len(above), np.int64)
     for k in range(1, len(above)):
         slots[k], positions[k] = slot[found[k]], depth[found[k]] - 1
     num_rows, num_long = _count(first, above, last, is_long)
     starts, order = _order(first, above, last, num_rows)
-    is_rest, bounds, shared = _part(first, above, slots, num_rows, num_long, few_tokens)
-    rest = _rest(first, above, last, is_rest, slots, positions)
-    return slots, positions, shared, bounds, starts, num_rows, order, rest
+    in_suffix, bounds, shared = _shared(first, above, slots, num_rows, num_long, few_tokens)
+    suffix = _suffix(first, above, last, in_suffix, slots, positions)
+    return slots, positions, shared, bounds, starts, num_rows, order, suffix
 
 
 @compiled
@@ -93,11 +93,13 @@ def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
 
 
 @compiled
-def _part(first: Any, above: Any, slots: Any, num_rows: Any, num_long: Any, few_tokens: int) -> Any:
+def _shared(
+    first: Any, above: Any, slots: Any, num_rows: Any, num_long: Any, few_tokens: int
+) -> Any:
     """Choose what is read together."""
-    is_rest = np.ones(len(above), np.bool_)
+    in_suffix = np.ones(len(above), np.bool_)
     shared, bounds = np.empty(len(above), np.int64), np.empty(len(above) + 1, np.int64)
-    num_shared = num_parts = 0
+    num_shared = num_prefixes = 0
     for row in range(len(first) - 1):
         top = first[row + 1] - 1
         while top >= first[row]:
@@ -112,48 +114,48 @@ def _part(first: Any, above: Any, slots: Any, num_rows: Any, num_long: Any, few_
                     stop -= 1
                 size = start - stop + 1
                 if size * num_rows[top] >= few_tokens and 2 * size > few_tokens:
-                    bounds[num_parts] = num_shared
-                    num_parts += 1
+                    bounds[num_prefixes] = num_shared
+                    num_prefixes += 1
                     for k in range(start, stop - 1, -1):
-                        shared[num_shared], is_rest[k] = k, False
+                        shared[num_shared], in_suffix[k] = k, False
                         num_shared += 1
                 else:
                     num_others += size
                 start = stop - 1
             num_saved = (num_rows[top] - 1) * num_others  # they are copied once
             if num_others > 0 and (num_saved >= few_tokens or num_long[top] > 0):
-                bounds[num_parts] = num_shared
-                num_parts += 1
+                bounds[num_prefixes] = num_shared
+                num_prefixes += 1
                 for k in range(top, bottom - 1, -1):
-                    if is_rest[k]:
-                        shared[num_shared], is_rest[k] = k, False
+                    if in_suffix[k]:
+                        shared[num_shared], in_suffix[k] = k, False
                         num_shared += 1
             top = bottom - 1
-    bounds[num_parts] = num_shared
-    return is_rest, bounds[: num_parts + 1], shared[:num_shared]
+    bounds[num_prefixes] = num_shared
+    return in_suffix, bounds[: num_prefixes + 1], shared[:num_shared]
 
 
 @compiled
-def _rest(first: Any, above: Any, last: Any, is_rest: Any, slots: Any, positions: Any) -> Any:
+def _suffix(first: Any, above: Any, last: Any, in_suffix: Any, slots: Any, positions: Any) -> Any:
     """Return the slots and positions of what each row reads for itself."""
-    nearest = np.zeros(len(above), np.int64)  # of the rest, at each token or above
+    nearest = np.zeros(len(above), np.int64)  # of the suffix, at each token or above
     sizes = np.zeros(len(above), np.int64)
     for row in range(len(last)):
         for k in range(first[row + 1] - 1, first[row] - 1, -1):
-            nearest[k] = k if is_rest[k] else nearest[above[k]]
-            sizes[k] = sizes[above[k]] + is_rest[k]
+            nearest[k] = k if in_suffix[k] else nearest[above[k]]
+            sizes[k] = sizes[above[k]] + in_suffix[k]
     num_columns = 0
     for row in range(len(last)):
         num_columns = max(num_columns, sizes[last[row]])
-    rest = np.empty((2, len(last), num_columns), np.int64)
-    rest[0], rest[1] = PADDING_SLOT, -1
+    suffix = np.empty((2, len(last), num_columns), np.int64)
+    suffix[0], suffix[1] = PADDING_SLOT, -1
     for row in range(len(last)):
         k, column = nearest[last[row]], num_columns
         while k > 0:
             column -= 1
-            rest[0, row, column], rest[1, row, column] = slots[k], positions[k]
+            suffix[0, row, column], suffix[1, row, column] = slots[k], positions[k]
             k = nearest[above[k]]
-    return rest
+    return suffix
 
 
 @compiled

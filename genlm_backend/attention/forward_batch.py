@@ -1,4 +1,4 @@
-"""From chunks of token ids, or arrays of a step, to the rectangle of one forward pass.
+"""The interfaces of a forward pass: its batch, the attention it uses, the runner that makes it.
 
 New tokens are padded on the **right**, where causality hides the padding from every real token of
 its row. What a row's tokens attend to before them is up to an ``AttentionBackend``.
@@ -185,8 +185,8 @@ class Runner(abc.ABC):
     """Forward passes of one model."""
 
     model: Any
-    num_forwards: int
-    tokens_computed: int
+    num_forwards = 0
+    tokens_computed = 0
 
     @abc.abstractmethod
     def forward(self, batch: ForwardBatch, attention: Any) -> torch.Tensor:

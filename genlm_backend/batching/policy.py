@@ -1,4 +1,4 @@
-"""When does a batch go? A pure decision over what event loops have seen of the queue so far."""
+"""When a batch goes, decided by what event loops have seen of the queue; a batcher's counts."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class BatchPolicy:
     its first query. Only a program that keeps trickling queries in ever meets the last two.
 
     Attributes:
-        max_batch_size: Distinct queries in one batch, at most; at least 1. Where a batcher weighs
-            its queries, so much in one batch, and whoever has come when it goes.
+        max_batch_size: Distinct queries in one batch, at most; at least 1. If a batcher weighs
+            its queries, the largest sum of their weights.
         timeout: Seconds that the first query of a batch may wait for others; zero or more.
             The time for which the worker is busy does not count: nothing could go then.
         quiet_turns: Turns of the event loop without an arrival after which a batch goes.
@@ -142,7 +142,7 @@ class BatcherStatistics(Readable):
 
     Attributes:
         num_submitted: Queries handed in.
-        num_joined: Number of these that an equal query already waiting answered too.
+        num_joined: Number of these that joined an equal query, waiting or under evaluation.
         num_skipped: Distinct queries never evaluated, because every caller had gone.
         num_failed: Distinct queries answered with an exception.
         num_batches: Calls of ``evaluate``.

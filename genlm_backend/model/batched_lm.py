@@ -232,9 +232,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
     batch_next_token_logprobs_sync = blocking(batch_next_token_logprobs, "rows")
 
     async def _rows_of(self, queries: list[RowQuery]) -> torch.Tensor:
-        distinct = dict.fromkeys(queries)
-        rows = {q: row for q in distinct if (row := self._rows.get(q)) is not None}
-        missing = [query for query in distinct if query not in rows]
+        rows = {q: row for q in queries if (row := self._rows.get(q)) is not None}
+        missing = [query for query in queries if query not in rows]
         if missing:
             self._before_wait()
             rows.update(zip(missing, await self._submit_all(missing), strict=True))
@@ -385,8 +384,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
         there are several replicas of a model, each of them keeps the prompt.
 
         Raises:
-            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or its recurrent state,
-                of a model that has such, beside those that are pinned.
+            CacheError: If there is no room for the prompt or its recurrent state, pinned ones
+                counted; if nothing is kept of prompts of its length, or its row is NaN.
         """
         query = self._query(prompt_tokens, lora_name)
         if not self._call_for(query, lambda: self._evaluator.pin(query)) and self.kv_reuse:
@@ -524,7 +523,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def remove_lora(self, lora_name: str) -> None:
         """Remove an adapter, and clear the cache.
 
-        Queries with it that have not ended get an ``UnknownAdapterError``, and no others.
+        Queries with it that have not begun get an ``UnknownAdapterError``, and no others.
         """
         self._call(lambda: self._remove(self._named(lora_name)))
 

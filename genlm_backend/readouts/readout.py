@@ -17,6 +17,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import Adapter, Query, RowQuery
 from genlm_backend.queries.row import Row, rows_without, stacked
+from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
 
 class Readout(Query):
@@ -203,29 +204,36 @@ def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
         size = MANY_ROWS if first.logprobs.is_cpu else MANY_ROWS_OF_DEVICE
         for start in range(0, len(of_kind), size):
             indices = of_kind[start : start + size]
-            first = rows[indices[0]]
-            if all(rows[i] is first for i in indices):  # of one context, without a copy for each
-                table = first.logprobs[None].expand(len(indices), -1)
-            else:
-                table = stacked([rows[i] for i in indices])
-            found = _of_kind(kind, [readouts[i] for i in indices], table)
+            found = _of_kind(kind, [readouts[i] for i in indices], [rows[i] for i in indices])
             for i, answer in zip(indices, found, strict=True):
                 answers[i] = answer
     return answers
 
 
-def _of_kind(kind: type[Readout], readouts: list[Any], table: torch.Tensor) -> Sequence[Any]:
+def _of_kind(kind: type[Readout], readouts: list[Any], rows: list[Row]) -> Sequence[Any]:
+    """Return the answers to readouts of one kind; out of memory, halve and try again."""
+    table: Any = None
     try:
+        if all(row is rows[0] for row in rows):  # of one context, without a copy for each
+            table = rows[0].logprobs[None].expand(len(rows), -1)
+        else:
+            table = stacked(rows)
         found = kind.of_rows(readouts, table.clone() if kind.modifies_rows else table)
         if isinstance(found, Sequence):
             found = [*found]  # which a sequence of a program's own may fail at
             if len(found) == len(readouts):
                 return found
+        many = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
+        said = f"{kind.__name__}.of_rows returned {many} for {len(readouts)} readouts"
+        return [EvaluationError(said)] * len(readouts)
     except (Exception, SystemExit) as error:
-        return [presentable(error)] * len(readouts)
-    many = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
-    said = f"{kind.__name__}.of_rows returned {many} for {len(readouts)} readouts"
-    return [EvaluationError(said)] * len(readouts)
+        if not is_out_of_memory(error) or len(readouts) == 1:
+            return [presentable(error)] * len(readouts)
+    table = None  # outside of the handler, since the traceback holds the tensors
+    release_cached_memory()
+    half = len(readouts) // 2
+    parts = (readouts[:half], rows[:half]), (readouts[half:], rows[half:])
+    return [answer for part in parts for answer in _of_kind(kind, *part)]
 
 
 _PACKAGE: Final = "genlm_backend."

@@ -41,6 +41,9 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def ask(self, method: str, *arguments: Any) -> Any:
+        if method != "open" and self._sent_ids != self.undefined_ids:
+            self._sent_ids = self.undefined_ids
+            self.ask("undefined_ids", self.undefined_ids)
         self._check_alive()
         reply = self._sender.ask(method, arguments, lambda packed: self._reply(method, packed))
         self._counts = reply.counts or self._counts
@@ -103,9 +106,6 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result | Exception]:
-        if self._sent_ids != self.undefined_ids:
-            self.ask("undefined_ids", self.undefined_ids)
-            self._sent_ids = self.undefined_ids
         asked = [query for query in queries if query.adapter not in self._lost]
         found = answers_by_rows(self._answers, asked, self.undefined_ids, is_own) if asked else ()
         if not isinstance(found, Sequence) or len(found) != len(asked):

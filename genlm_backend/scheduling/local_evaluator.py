@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 class LocalEvaluator(Evaluator):
     """Answers queries by forward passes, and keeps keys, values and states in a prefix cache."""
 
+    _runner: Any
+
     def __init__(
         self,
         runner: Runner,
@@ -42,7 +44,7 @@ class LocalEvaluator(Evaluator):
     ) -> None:
         self._output_device, self._is_room_short = output_device, False
         self._outputs = OutputProcessor(lambda: self.undefined_ids, output_device)
-        self._model_runner, self._cost = runner, cost
+        self._runner, self._cost = runner, cost
         self._schedule(PrefixCache(runner, uncached_attention), uncached_attention)
 
     def _schedule(
@@ -50,7 +52,7 @@ class LocalEvaluator(Evaluator):
     ) -> None:
         """Make passes by a cache from now on."""
         self.scheduler = Scheduler(
-            self._model_runner,
+            self._runner,
             self._outputs,
             self._cost,
             cache,
@@ -106,22 +108,22 @@ class LocalEvaluator(Evaluator):
 
     def _tell_if_room_is_short(self) -> None:
         """Warn, once, if half of the computed tokens found no room in the cache, or lost it."""
-        tree, passes = self.scheduler.tree, self.scheduler
-        num_again = tree.num_recomputed + passes.tokens_without_room
-        num_slots = tree.num_slots if passes.cache.pool.bytes_per_slot else 0
+        tree, cache = self.scheduler.tree, self.scheduler.cache
+        num_again = tree.num_recomputed + self.scheduler.tokens_without_room
+        num_slots = tree.num_slots if cache.pool.bytes_per_slot else 0
         if num_again < max(_FEWEST_AGAIN, num_slots):
             return
-        num_computed = passes.runner.tokens_computed
+        num_computed = self._runner.tokens_computed
         if 2 * num_again < num_computed:
             return
         self._is_room_short = True
-        num_states = passes.cache.state_pool.num_states
+        num_states = cache.state_pool.num_states
         rooms = [f"the keys and values of {num_slots} tokens"] if num_slots else []
         rooms += [f"{num_states} recurrent states"] if num_states else []
         said = (
             f"the cache has room for {' and '.join(rooms)}, and the contexts in use need more: "
             f"{num_again} of {num_computed} tokens were computed again, or could not be kept. "
-            f"Raise kv_cache_bytes (now {passes.cache.budgets.kv}), or ask for fewer contexts at "
+            f"Raise kv_cache_bytes (now {cache.budgets.kv}), or ask for fewer contexts at "
             "a time"
         )
         logger.warning(said)
@@ -155,8 +157,8 @@ class LocalEvaluator(Evaluator):
         if len(query.context) > self.scheduler.can.max_cacheable_len:
             return 0
         # The last token always goes through the model: its logits are the answer.
-        passes, ids = self.scheduler, query.context.packed()
-        return passes.tree.num_cached(ids[:-1], query.adapter, tier)
+        tree, ids = self.scheduler.tree, query.context.packed()
+        return tree.num_cached(ids[:-1], query.adapter, tier)
 
     def pin(self, query: RowQuery) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
@@ -165,7 +167,7 @@ class LocalEvaluator(Evaluator):
         return node is not None and self.scheduler.cache.pin(node)
 
     def counts(self) -> EvaluatorCounts:
-        runner, tree, cache = self.scheduler.runner, self.scheduler.tree, self.scheduler.cache
+        runner, tree, cache = self._runner, self.scheduler.tree, self.scheduler.cache
         states, per_state = tree.states, cache.state_pool.layout.bytes_per_state
         per_slot = cache.pool.bytes_per_slot
         return EvaluatorCounts(
@@ -189,7 +191,7 @@ class LocalEvaluator(Evaluator):
 
     def _let_go(self) -> None:
         """Let go of the model and of the slots, and give their memory back."""
-        runner, uncached_attention = self._model_runner, self.scheduler.uncached_attention
+        runner, uncached_attention = self._runner, self.scheduler.uncached_attention
         runner.model = None
         self._schedule(PrefixCache(runner, uncached_attention), uncached_attention)
         release_cached_memory()

@@ -43,7 +43,7 @@ class PrefixCache:
         states: StatePool | None = None,
         host_states: StatePool | None = None,
         budgets: Budgets = NO_BUDGETS,
-        may_pin: Callable[[int], bool] = lambda node: True,
+        check_pin: Callable[[int], object] = lambda node: None,
         layout: KVLayout | None = None,  # of keys and values that are not kept
     ) -> None:
         none = StatePool(StateLayout(), 0)
@@ -52,7 +52,7 @@ class PrefixCache:
         self.layout = layout or self.pool.layout
         self.state_pool = none if states is None else states
         self.host_state_pool = none if host_states is None else host_states
-        self.budgets, self._may_pin = budgets, may_pin
+        self.budgets, self._check_pin = budgets, check_pin
         moves = None if host_pool is None else TierCopier(self.pool.codes, host_pool.codes)
         self.tree = PrefixTree(
             SlotAllocator(num_slots), SlotAllocator(num_host_slots), moves, self._states_of
@@ -77,8 +77,7 @@ class PrefixCache:
     def pin(self, node: int) -> bool:
         """Keep the path to a node until ``clear()``, and the state that contexts go on from."""
         tree = self.tree
-        if not self._may_pin(node):
-            return False
+        self._check_pin(node)
         if tree.states.num_states and not tree.states.pin(self.resumed(node)):
             return False
         tree.pin(node)

@@ -50,7 +50,7 @@ from genlm_backend.attention.forward_batch import (
     pack,
     pack_decode,
 )
-from genlm_backend.errors import ContextError, QueryDroppedError
+from genlm_backend.errors import CacheError, ContextError, QueryDroppedError
 from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.queries.query import Query, Result, RowQuery
 from genlm_backend.queries.row import Row
@@ -97,7 +97,7 @@ class Scheduler:
     """Forward passes for contexts of one adapter at a time, and the cache of their prefixes."""
 
     # Contexts of a batch share prefixes with each other and with earlier ones: match, plan,
-    # allocate, run, link. If each has one new token, it is a decode step, which needs no plan.
+    # allocate, run, link. If each has one new token, it is a decode step, and nothing is cut.
     # Without slots, every context is run uncached.
     def __init__(
         self,
@@ -269,14 +269,26 @@ class Scheduler:
 
     # ---------------------------------------------------------------- with slots
 
+    def check_cacheable(self, num_tokens: int) -> None:
+        """Raise an error for contexts beyond the limit of the model's positions."""
+        if num_tokens > self.can.max_cacheable_len:
+            raise CacheError(
+                f"contexts of more than {self.can.max_cacheable_len} tokens are run whole, and "
+                "nothing is kept of them"
+            )
+
     def computed(self, query: RowQuery) -> int | None:
         """Compute a context, with a state that a later query of it goes on from."""
         tree, size = self.tree, len(query.context)
+        if self.cache.keeps:
+            self.check_cacheable(size)
         if tree.states.num_states and size > 1 and query.context.pictures is None:
             node = self.cache.match(query.context, query.adapter, size - 1)
             if tree.nodes.depth[node] < size - 1 or not tree.nodes.state[node]:
                 self.evaluate([query.prefix(size - 1)])
-        self.evaluate([query])
+        (row,) = self.evaluate([query])
+        if row.is_nan:
+            raise CacheError("the model says NaN after this context, so that it is not kept")
         node = self.cache.match(query.context, query.adapter, size)
         is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
         if is_kept and tree.states.num_states:  # which is on the device from then on

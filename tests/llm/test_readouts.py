@@ -264,6 +264,23 @@ async def test_a_kind_of_ones_own_is_one_class(lm):
     assert await lm.read([3, 4], Largest) == pytest.approx(float(row.max()), abs=5e-5)
 
 
+class Scarce(Largest):
+    """A kind for which memory suffices of two rows at a time."""
+
+    @classmethod
+    def of_rows(cls, readouts, rows):
+        if len(rows) > 2:
+            raise MemoryError
+        return rows.amax(-1).tolist()
+
+
+def test_out_of_memory_readouts_are_computed_in_halves():
+    rows = [Row(torch.full((4,), float(i)), 0.0) for i in range(7)]
+    asked = [Scarce(RowQuery([i])) for i in range(7)]
+    assert read_off(asked, rows) == [float(i) for i in range(7)]
+    assert read_off(asked, rows[:1] * 7) == [0.0] * 7
+
+
 @dataclass(frozen=True, slots=True)
 class Unruly(Largest):
     """A kind that modifies its rows, or fails in one of several ways."""

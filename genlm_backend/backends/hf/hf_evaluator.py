@@ -1,4 +1,4 @@
-"""HFEvaluator: answers of a Hugging Face model, adapter by adapter."""
+"""HFEvaluator: answers of a model of transformers, which is probed when it is opened."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 class HFEvaluator(LocalEvaluator):
     """Answers queries by a causal language model of transformers, without a cache if need be."""
 
+    _runner: HFRunner
+
     def __init__(
         self, model: Any, *, output_device: torch.device | None = None, **options: Any
     ) -> None:
@@ -63,7 +65,7 @@ class HFEvaluator(LocalEvaluator):
         check_hf_model(model)
         model.eval()
         merges = self._options.get("packs_weights", False)
-        self._runner = runner = HFRunner(model, merges, lambda: self.check_cancelled())
+        runner = HFRunner(model, merges, lambda: self.check_cancelled())
         cost = CostModel.on(runner.device.type)
         super().__init__(runner, cost, UncachedAttention(), output_device)
         max_length = self._options.get("max_length")
@@ -139,15 +141,15 @@ class HFEvaluator(LocalEvaluator):
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
     ) -> PictureRules:
         """Find out by a few passes where text goes on after the pictures of a context."""
-        passes, placeholder = self.scheduler, image_token_id(self.scheduler.runner.model)
+        runner, placeholder = self._runner, image_token_id(self._runner.model)
         if placeholder is None:
             return super().picture_rules(token_ids, inputs)
-        before = passes.runner.num_forwards, passes.runner.tokens_computed
-        self._runner.view = self._runner.view_with(None)
+        before = runner.num_forwards, runner.tokens_computed
+        runner.view = runner.view_with(None)
         rules = examine_pictures(
-            self._runner, passes.cache.layout, self._attention, token_ids, inputs, placeholder
+            runner, self.scheduler.cache.layout, self._attention, token_ids, inputs, placeholder
         )
-        passes.runner.num_forwards, passes.runner.tokens_computed = before
+        runner.num_forwards, runner.tokens_computed = before
         return rules
 
     # ---------------------------------------------------------------- files of prefixes

@@ -46,8 +46,6 @@ class HFRunner(Runner):
         self._views: dict[Adapter | None, ModelView] = {None: self.view}
         self.graphs: CudaGraphRunner | None = None
         self._is_unseen = False
-        self.num_forwards = 0
-        self.tokens_computed = 0
         self.num_captured_steps = 0
         self.parameters: frozenset[str] = self.view.parameters
         self.device = input_device(model)

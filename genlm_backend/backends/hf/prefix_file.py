@@ -182,31 +182,27 @@ def _bytes(tensor: torch.Tensor) -> Any:
 class PrefixFiles:
     """Files with the keys and values of a model, whose fingerprints it keeps."""
 
-    def __init__(self, passes: Scheduler, runner: HFRunner, *, has_bytes: bool) -> None:
-        self._passes, self._runner, self._has_bytes = passes, runner, has_bytes
+    def __init__(self, scheduler: Scheduler, runner: HFRunner, *, has_bytes: bool) -> None:
+        self._scheduler, self._runner, self._has_bytes = scheduler, runner, has_bytes
         # What a digest was made of, and the digest.
         self._digests: dict[Adapter | None, tuple[object, str]] = {}
 
     def check_can_keep(self, num_tokens: int) -> None:
         """Check that contexts of so many tokens are kept."""
-        if not self._passes.cache.keeps:
+        if not self._scheduler.cache.keeps:
             why = "it runs contexts whole" if self._has_bytes else "kv_cache_bytes is 0"
             raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
-        limit = self._passes.can.max_cacheable_len
-        if num_tokens > limit:
-            raise CacheError(
-                f"contexts of more than {limit} tokens are run whole, and nothing is kept of them"
-            )
+        self._scheduler.check_cacheable(num_tokens)
 
     def save(self, node: int | None, query: RowQuery, path: Path) -> None:
         """Write the keys, values and state up to the node of a context."""
         if node is None:
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
-                f"{self._passes.tree.num_slots} tokens of kv_cache_bytes that are not pinned, or "
-                "has keys and values that are not finite in this format"
+                f"{self._scheduler.tree.num_slots} tokens of kv_cache_bytes that are not pinned, "
+                "or has keys and values that are not finite in this format"
             )
-        cache, nodes = self._passes.cache, self._passes.tree.nodes
+        cache, nodes = self._scheduler.cache, self._scheduler.tree.nodes
         resumed = cache.resumed(node)
         states = [state.cpu() for state in cache.state_pool.read(nodes.state[[resumed]])]
         num_resumed = int(nodes.depth[resumed])
@@ -217,9 +213,9 @@ class PrefixFiles:
     def load(self, path: str, adapter: Adapter | None, max_length: int | None) -> Sequence[int]:
         """Put the keys and values of a file into the cache; return its tokens."""
         self.check_can_keep(0)
-        cache = self._passes.cache
+        cache = self._scheduler.cache
         prefix = load(Path(path), self._fingerprint(adapter), cache.pool.layout)
-        ids, width = prefix.token_ids, vocab_width(self._passes.runner.model)
+        ids, width = prefix.token_ids, vocab_width(self._scheduler.runner.model)
         if not ids or not 0 <= min(ids) <= max(ids) < width:
             raise PrefixFileError(f"{path} has no tokens, or such as the model has not")
         self.check_can_keep(len(ids))
@@ -245,7 +241,7 @@ class PrefixFiles:
 
     def _fingerprint(self, adapter: Adapter | None) -> dict[str, str]:
         """Return the fingerprint of the model; weights are read again if they have changed."""
-        model = self._passes.runner.model
+        model = self._scheduler.runner.model
 
         def digest(wanted: Adapter | None) -> str:
             view = self._runner.view_with(wanted).module
@@ -254,7 +250,9 @@ class PrefixFiles:
                 known = self._digests[wanted] = state, weights_digest(view)
             return known[1]
 
-        return _fingerprint_of(model, digest(None), digest(adapter), self._passes.cache.pool.layout)
+        return _fingerprint_of(
+            model, digest(None), digest(adapter), self._scheduler.cache.pool.layout
+        )
 
 
 def weights_digest(model: Any) -> str:

@@ -158,6 +158,8 @@ def load_evaluator(path: str, num_gpu_layers: int, options: Mapping[str, Any]) -
 class LlamaEvaluator(LocalEvaluator):
     """Answers queries by a GGUF model, in llama.cpp's unified cache."""
 
+    _runner: LlamaRunner
+
     def __init__(
         self,
         model: GGUFModel,
@@ -188,7 +190,7 @@ class LlamaEvaluator(LocalEvaluator):
         self._adapters: dict[Adapter, Any] = {}
         self._adapter: Adapter | None = None
         has_cells = support.bytes_per_token > 0
-        self._runner = LlamaRunner(self._context, length, self._num_slots, has_cells=has_cells)
+        runner = LlamaRunner(self._context, length, self._num_slots, has_cells=has_cells)
         # The most contexts of a batch, so that each has a sequence beside those that are pinned.
         self._most_rows = counts.most_rows or counts.num_contexts // (2 if keeps else 1)
         cost = replace(
@@ -198,7 +200,7 @@ class LlamaEvaluator(LocalEvaluator):
             max_tokens=min(_MOST_TOKENS, num_cells),
             max_rows=self._most_rows,
         )
-        super().__init__(self._runner, cost, LlamaCppAttention(), _CPU)
+        super().__init__(runner, cost, LlamaCppAttention(), _CPU)
 
     def _num_tokens(self, *, keeps: bool) -> int:
         of_token, wanted = self._support.bytes_per_token, self._wanted_length or 0
@@ -284,7 +286,7 @@ class LlamaEvaluator(LocalEvaluator):
                 num_slots,
                 states=states,
                 budgets=Budgets(self._wanted_bytes or made, 0, num_states * of_state),
-                may_pin=self._may_pin,
+                check_pin=self._check_pin,
             )
             self._schedule(cache, self.scheduler.uncached_attention)
         self._runner.tree = self.scheduler.tree
@@ -304,8 +306,8 @@ class LlamaEvaluator(LocalEvaluator):
             eos_token_ids=self._ends,
         )
 
-    def _may_pin(self, node: int) -> bool:
-        """Return ``True``: there is room for a batch in addition to pinned prompts."""
+    def _check_pin(self, node: int) -> None:
+        """Raise an error unless there is room for a batch in addition to pinned prompts."""
         tree = self.scheduler.tree
         num_pins, num_tokens = tree.pinned_with(node)
         if num_tokens + self._length > tree.num_slots:
@@ -319,7 +321,6 @@ class LlamaEvaluator(LocalEvaluator):
                 f"{self._most_rows} prompts are pinned, and others would leave too few of "
                 "llama.cpp's sequences for a batch"
             )
-        return True
 
     def pin(self, query: RowQuery) -> bool:
         """Compute a context and keep it until ``clear()``; return whether there was room."""

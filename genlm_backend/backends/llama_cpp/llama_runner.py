@@ -40,7 +40,7 @@ class _Tokens(NamedTuple):
 
 @final
 class LlamaRunner(Runner):
-    """Forward passes of one model: chunks in, logits at the wanted positions out."""
+    """Forward passes of one model: a batch in, logits at its outputs out."""
 
     tree: PrefixTree
     has_nan = False
@@ -49,7 +49,6 @@ class LlamaRunner(Runner):
         self, context: LlamaContext, length: int, num_slots: int, *, has_cells: bool
     ) -> None:
         self.model = self._context = context
-        self.num_forwards = self.tokens_computed = 0
         self._has_cells = has_cells
         self._sequences = Sequences(context, length, num_slots, self._compute_again)
 

@@ -48,6 +48,8 @@ evaluators may be over one model."""
 class MlxEvaluator(LocalEvaluator):
     """Answers queries by a model of mlx-lm, on MLX's default device, without a cache if need be."""
 
+    _runner: MlxRunner
+
     def __init__(
         self,
         model: Any,
@@ -64,12 +66,12 @@ class MlxEvaluator(LocalEvaluator):
         if not is_metal:  # it would take a compiler, and write files beside the program
             mx.disable_compile()
         evaluate_all(model)
-        self._runner, self._adapters = MlxRunner(model), MlxAdapters(model)
+        self._adapters = MlxAdapters(model)
         whole: Any = MlxUncachedAttention()
         cost = CostModel.on("mps" if is_metal else "cpu")
         if prefill_step_size is not None:
             cost = replace(cost, max_chunk=prefill_step_size)
-        super().__init__(self._runner, cost, whole, _CPU)
+        super().__init__(MlxRunner(model), cost, whole, _CPU)
         self._max_length = _longest_context(model) if max_length is None else max_length
         self._wanted_bytes, self._ends = kv_cache_bytes, eos_token_ids
         self._wanted_state_bytes = state_cache_bytes

@@ -19,12 +19,10 @@ from genlm_backend.prefix.state_cache import StateLayout
 
 @final
 class MlxRunner(Runner):
-    """Forward passes of one model: chunks in, logits at the wanted positions out."""
+    """Forward passes of one model: a batch in, logits at its outputs out."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.num_forwards = 0
-        self.tokens_computed = 0
 
     def forward(self, batch: ForwardBatch, attention: MlxAttention) -> torch.Tensor:
         """Return the logits at a batch's outputs, on the CPU: float32 ``[num_outputs, vocab]``."""

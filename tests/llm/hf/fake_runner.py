@@ -65,6 +65,8 @@ class FakeRunner:
         failing: What the next passes raise, the last one first; ``None`` for a pass that is made.
     """
 
+    model = None
+
     def __init__(self):
         self.written, self.adapter, self.failing = {}, None, []
         self.max_outputs = 512

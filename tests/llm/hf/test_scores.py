@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
-from genlm_backend.errors import ContextError
+from genlm_backend.errors import CacheError, ContextError
 from genlm_backend.llm import BatchedLM
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -215,6 +215,10 @@ async def test_positions_that_depend_on_the_length_of_the_context(make, options)
             check(scores, expected[1:])
             assert type(refused) is ContextError
             assert f"max_length={limit}, and surprisal scores" in str(refused)
+        lm.cache_kv(text[:limit])  # does nothing if nothing is kept
+        if lm.kv_reuse:
+            with pytest.raises(CacheError, match=f"more than {limit} tokens are run whole"):
+                lm.cache_kv(text[: limit + 1])
     with AsyncTransformer(model, word_tokenizer(), max_length=limit) as lm:
         check((await lm.score(text[:1], text[1 : limit + 1])), expected)
 
