@@ -1,1 +1,1 @@
-"""Ways for the new tokens of a forward pass to attend, and plans of the cached ones."""
+"""Attention of a forward pass's new tokens, and plans that share the cached ones."""

@@ -1,8 +1,8 @@
-"""Compiled loops that divide what the rows of a pass have cached; see ``CascadePlan``.
+"""Compiled loops that find the prefixes that several rows share; see ``CascadePlan``.
 
-Tokens are numbered from 1, as each row in turn meets them on its way up; 0 stands for all roots.
-So a token's ancestors have larger numbers of the same row, or numbers of an earlier row. In the
-order of a walk through the tree, the rows that have a token are consecutive.
+Each row in turn walks up from its node and numbers the tokens that it is first to meet, from 1; 0
+stands for all roots. So a token's ancestors have larger numbers of the same row, or numbers of an
+earlier row. In the order of a tree walk, the rows that have a token are consecutive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from genlm_backend.runtime.compiled import compiled
 def divide(
     parent: Any, depth: Any, slot: Any, nodes: Any, is_long: Any, few_tokens: int, numbers: Any
 ) -> Any:
-    """Divide the tokens of ``B`` rows into shared prefixes and suffixes, in time linear in both."""
+    """Divide the cached tokens of ``B`` rows into shared prefixes and suffixes, in linear time."""
     found, first, above, last = _climb(parent, depth, nodes, numbers)
     slots, positions = np.empty(len(above), np.int64), np.empty(len(above), np.int64)
     for k in range(1, len(above)):
@@ -59,7 +59,7 @@ def _climb(parent: Any, depth: Any, nodes: Any, numbers: Any) -> Any:
 
 @compiled
 def _count(first: Any, above: Any, last: Any, is_long: Any) -> Any:
-    """Return how many rows have each token, and how many of these are long."""
+    """Return how many rows have each token, and how many of these have many new tokens."""
     num_rows, num_long = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
     for row in range(len(last)):
         num_rows[last[row]] += 1
@@ -73,9 +73,9 @@ def _count(first: Any, above: Any, last: Any, is_long: Any) -> Any:
 
 @compiled
 def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
-    """Return where the rows of each token start in the order of a walk, and that order."""
+    """Return each token's first index in the order of rows by a tree walk, and that order."""
     starts, num_placed = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
-    stops = np.zeros(len(above), np.int64)  # of the rows that are placed by now
+    stops = np.zeros(len(above), np.int64)  # end of the rows placed so far
     num_last = np.zeros(len(above), np.int64)
     for row in range(len(last)):
         num_last[last[row]] += 1
@@ -96,20 +96,20 @@ def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
 def _shared(
     first: Any, above: Any, slots: Any, num_rows: Any, num_long: Any, few_tokens: int
 ) -> Any:
-    """Choose what is read together."""
+    """Choose the tokens of shared prefixes; the others stay in the suffixes."""
     in_suffix = np.ones(len(above), np.bool_)
     shared, bounds = np.empty(len(above), np.int64), np.empty(len(above) + 1, np.int64)
     num_shared = num_prefixes = 0
     for row in range(len(first) - 1):
         top = first[row + 1] - 1
         while top >= first[row]:
-            # The tokens from the top down that the same rows have.
+            # From ``top`` to ``bottom``, the same rows have all tokens.
             bottom = top
             while bottom > first[row] and num_rows[bottom - 1] == num_rows[top]:
                 bottom -= 1
             num_others, start = 0, top
             while start >= bottom:
-                stop = start  # of a stretch that can be read where it lies
+                stop = start  # of a run of consecutive slots, read in place
                 while stop > bottom and slots[stop - 1] == slots[stop] + 1:
                     stop -= 1
                 size = start - stop + 1
@@ -122,7 +122,7 @@ def _shared(
                 else:
                     num_others += size
                 start = stop - 1
-            num_saved = (num_rows[top] - 1) * num_others  # they are copied once
+            num_saved = (num_rows[top] - 1) * num_others  # they are gathered once
             if num_others > 0 and (num_saved >= few_tokens or num_long[top] > 0):
                 bounds[num_prefixes] = num_shared
                 num_prefixes += 1
@@ -137,8 +137,8 @@ def _shared(
 
 @compiled
 def _suffix(first: Any, above: Any, last: Any, in_suffix: Any, slots: Any, positions: Any) -> Any:
-    """Return the slots and positions of what each row reads for itself."""
-    nearest = np.zeros(len(above), np.int64)  # of the suffix, at each token or above
+    """Return slots and positions of each row's suffix, padded on the left: ``[2, B, P]``."""
+    nearest = np.zeros(len(above), np.int64)  # nearest suffix token, this or an ancestor
     sizes = np.zeros(len(above), np.int64)
     for row in range(len(last)):
         for k in range(first[row + 1] - 1, first[row] - 1, -1):

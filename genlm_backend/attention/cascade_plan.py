@@ -1,21 +1,21 @@
-"""Cascade plans: what the rows of a pass have cached, and what of it they read together; pure.
+"""Cascade plans: which cached tokens the rows of a pass read together. The module is pure.
 
-**Why.** Particles share long prefixes. Attention row by row reads such a prefix once for each row;
-cascade attention (Hydragen: Juravsky et al., 2024, arXiv:2402.05099) reads it once for all. A plan
-divides the cached tokens of a pass into *shared prefixes*, each with the rows that have it, and a
-*suffix* for each row, padded to the longest, of which each row gets copies. ``cascade_run.py``
-attends by it.
+**Why.** Particles share long prefixes. Attention row by row reads such a prefix once per row;
+cascade attention (Hydragen: Juravsky et al., 2024, arXiv:2402.05099) reads it once in all. A plan
+divides the cached tokens of a pass into *shared prefixes*, each with the rows that have it, and one
+*suffix* per row, padded to the longest. Suffixes are gathered for each row. ``cascade_run.py``
+executes the plan.
 
 **Division.** A compiled loop walks the paths of all rows once. In the order of that walk, the rows
 below a node are an interval, so that the time is linear in the distinct tokens and the columns of
-the suffix. A stretch of few tokens goes to the suffix (``FEW_TOKENS``), unless a row has many new
-tokens (``MANY_NEW_TOKENS``). Prefixes whose slots follow one another are read in place, which is
-why the allocator hands out extents.
+the suffix. A run of few tokens goes to the suffix (``FEW_TOKENS``), unless a row has many new
+tokens (``MANY_NEW_TOKENS``). A prefix with consecutive slots is read in place, which is why the
+allocator prefers consecutive slots.
 
-**Extension.** The plan of a decode step is that of the step that it goes on from, with rows
-permuted and a column more (``advanced``). Tokens that rows have come to share since are copied for
-each. A new plan is made once the suffix is twice as wide, or once as many tokens have been copied
-in vain as making one reads (``is_stale``).
+**Extension.** A decode step takes the plan of the step before, permutes its rows and adds a column
+to the suffix (``advanced``). Tokens that rows have come to share since are gathered for each row.
+``is_stale`` asks for a new plan once the suffix is twice as wide, or once more tokens have been
+gathered repeatedly than a new plan reads.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FEW_TOKENS = 384
-"""Cached tokens, times the rows that read them, that cost as much as a product of their own."""
-# Below, the small operators of a product and of merging it take longer than copying the tokens.
+"""Cached tokens times the rows that read them, from which a product of their own pays off."""
+# Below, the small operators of a product and its merge take longer than gathering the tokens.
 
 MANY_NEW_TOKENS: Final = 16
-"""New tokens of a row from which on whatever it has cached is worth a product of its own."""
-# Copied next to the new ones, cached tokens would need a mask as high as there are new tokens.
+"""New tokens of a row from which any number of its cached tokens gets a product of its own."""
+# In the suffix, each cached token would add a column to a mask with one row per new token.
 
 MIN_ADDED: Final = 64
-"""Columns that a suffix may get at least before it is made anew."""
+"""Columns that a suffix may grow by at least before its plan is stale."""
 
 
 @final
@@ -50,7 +50,7 @@ MIN_ADDED: Final = 64
 class CachedPrefixes:
     """The cached tokens of ``B`` rows, each a path from a node of a prefix tree up to its root."""
 
-    # The arrays of the tree, by node; they are valid until the tree changes.
+    # The tree's own arrays, indexed by node; valid until the tree changes.
     parent: NDArray[np.int32]
     depth: NDArray[np.int32]
     slot: NDArray[np.int32]
@@ -71,7 +71,7 @@ class CachedPrefixes:
         return self.depth[self.nodes].astype(np.int64)
 
     def columns(self, num_columns: int) -> NDArray[np.int64]:
-        """Return the slots of every row, padded on the left: int64 ``[B, num_columns]``."""
+        """Return the last slots of every row, padded on the left: int64 ``[B, num_columns]``."""
         slots = np.full((len(self.nodes), num_columns), PADDING_SLOT, np.int64)
         self.write_last(slots[:, ::-1])
         return slots
@@ -84,7 +84,7 @@ class CachedPrefixes:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefix:
-    """Cached tokens, and the rows whose contexts all have them."""
+    """A run of cached tokens, and the rows whose contexts all contain it."""
 
     rows: NDArray[np.int64]  # [G] int64
     positions: NDArray[np.int64]  # [n] int64
@@ -97,13 +97,13 @@ class SharedPrefix:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class CascadePlan:
-    """How a pass reads what is cached: prefixes that rows share, and a suffix of each row."""
+    """How a pass reads its cached tokens: by shared prefixes, and one suffix per row."""
 
     prefixes: tuple[SharedPrefix, ...]
     # Slots and their positions, padded on the left; padding is slot 0 at position -1.
     suffix: NDArray[np.int64]  # [2, B, P] int64
     prefix_lens: NDArray[np.int64]  # [B] int64
-    # How far it is from one that would be made anew: what was read to make it, and its rows then.
+    # For ``is_stale``: suffix width, tokens read and row numbers when the plan was made.
     num_columns: int
     num_tokens: int
     origins: NDArray[np.int64]  # [B] int64
@@ -111,8 +111,8 @@ class CascadePlan:
 
     @classmethod
     def of(cls, past: CachedPrefixes, num_new: NDArray[np.int64], few_tokens: int) -> Self:
-        """Divide what the rows of a pass have cached, in time linear in the distinct tokens."""
-        # A tree may be large, and most of it is not touched: fresh zeros cost what is written.
+        """Find the prefixes that several rows share, in time linear in the distinct tokens."""
+        # A large tree costs little: the OS zeroes only the pages that the walk touches.
         numbers = np.zeros(len(past.parent), np.int32)
         is_long = num_new >= MANY_NEW_TOKENS
         tree = past.parent, past.depth, past.slot
@@ -132,24 +132,24 @@ class CascadePlan:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the suffixes of some rows are shorter than others."""
+        """Whether some rows have shorter suffixes than others."""
         return bool((self.suffix[1, :, :1] < 0).any())
 
     @property
     def is_stale(self) -> bool:
         """Whether the next step should make a new plan instead of advancing this one."""
-        # Tokens that rows have come to share since are copied for each row. A new one pays once the
-        # suffix is twice as wide, or once as many tokens were copied in vain as making one takes.
+        # Tokens that rows have come to share since are gathered for each row. A new plan pays once
+        # the suffix is twice as wide, or more tokens were gathered repeatedly than it has to read.
         num_added = self.suffix.shape[2] - self.num_columns
         return num_added > max(MIN_ADDED, self.num_columns) or self.num_repeated > self.num_tokens
 
     def advanced(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> CascadePlan:
-        """Return the plan of the next decode step, each of whose rows has a token more."""
+        """Return the plan of the next decode step, in which each of ``rows`` has one more token."""
         prefixes: list[SharedPrefix] = []
         everybody = np.arange(len(rows))
         for prefix in self.prefixes:
             if len(prefix.rows) == len(self.prefix_lens) == len(rows):
-                prefixes.append(prefix)  # the same object, for which tables may have been made
+                prefixes.append(prefix)  # the same object: ``_extents_of`` caches by it
                 continue
             own = everybody
             if len(prefix.rows) < len(self.prefix_lens):

@@ -1,8 +1,8 @@
-"""Attention of one forward pass in which what several rows have cached is read once for all.
+"""Cascade attention of one forward pass: cached tokens that several rows share are read once.
 
-The queries of all rows that share a stretch of tokens go to it in one product, those of a row go
-to the rest of its past and to its new tokens in another, and the two are merged by the logarithms
-of their sums (Hydragen: Juravsky et al., 2024, arXiv:2402.05099)::
+One product takes the queries of all rows that share a prefix to its keys. Another takes each row's
+queries to the rest of its cached tokens and to its new ones. The two are merged by the logsumexps
+of their scores (Hydragen: Juravsky et al., 2024, arXiv:2402.05099)::
 
     rows 0 1 2 ──▶ ┌ shared: 4,096 tokens, read once ┐ ──▶ ┌ rest 0 ┬ new 0 ┐
                    └─────────────────────────────────┘     ├ rest 1 ┼ new 1 ┤
@@ -30,28 +30,28 @@ from genlm_backend.attention.softmax_attention import (
 )
 
 LONG_COPY: Final = 4096
-"""Tokens of a block, about, whose keys and values are decoded at once if they are in codes."""
+"""About how many tokens of a block are decoded at once, if the pool stores codes."""
 
 
 class AnyKVPool(Protocol[A]):
-    """A store of keys and values, of any library."""
+    """A pool of keys and values in the arrays of any library."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether what is read is what was written."""
+        """Whether reads return exactly the keys and values that were written."""
         ...
 
     def read_by_head(self, layer: int, slots: A | slice) -> tuple[A, A]:
-        """Return keys and values of some slots: ``[B, heads, n, dim]`` each."""
+        """Return keys and values of slots in one layer: ``[B, heads, n, dim]`` each."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Block(Generic[A]):
-    """Keys in slots, in layers of one kind: the rows that attend to them, and to which of them."""
+    """Cached keys that one product reads, the rows that attend to them, and the mask."""
 
-    # Heads of a group are queries of their own, the first head's ``Q`` before the second's.
+    # The heads of a GQA group become extra queries: the first head's ``Q``, then the second's.
     rows: A | None  # [G]; ``None`` for all
     slots: A | slice  # [1, n], or [B, P] of suffixes
     num_tokens: int
@@ -65,41 +65,41 @@ class Block(Generic[A]):
 
 
 def new_positions(batch: ForwardBatch) -> torch.Tensor:
-    """Return where the columns of new tokens stand in their contexts: int64 ``[B, Q]``."""
+    """Return the positions of the new tokens' columns in their contexts: int64 ``[B, Q]``."""
     first = torch.from_numpy(batch.prefix_lens)
     return first[:, None] + torch.arange(batch.input_ids.shape[1], dtype=torch.int64)
 
 
 def _grouped(mask: torch.Tensor, group_size: int) -> torch.Tensor:
-    """From ``[B, 1, Q, n]`` to ``[B, 1, group * Q, n]``."""
+    """Repeat a mask for each head of a group: ``[B, 1, Q, n]`` to ``[B, 1, group * Q, n]``."""
     num_rows, _, num_new, num_keys = mask.shape
     grouped = mask.expand(-1, group_size, -1, -1)
     return grouped.reshape(num_rows, 1, group_size * num_new, num_keys)
 
 
 class CascadeRun(Generic[A]):
-    """The attention of the layers of one forward pass, one after another."""
+    """The attention of one forward pass, which its layers call in turn."""
 
     ops: ArrayOps[A]
     attends_otherwise: Callable[[str], Exception]
-    """Makes the error of a model that attends in a way that ours cannot stand for."""
+    """Makes the error for a model whose layers attend in an unsupported way."""
 
     def __init__(self, pool: AnyKVPool[A], batch: ForwardBatch, plan: CascadePlan) -> None:
         self._pool, self._batch, self._plan = pool, batch, plan
         self.max_prefix_len = int(batch.prefix_lens.max())
         self._blocks: dict[tuple[object, ...], tuple[Block[A], list[Block[A]]]] = {}
-        # What layers have been given for a mask, by identity, and who it says may see what.
+        # The mask objects that layers get, by identity, and their bool masks.
         self._allowed: dict[int, tuple[object, torch.Tensor | None]] = {}
-        # The layer whose new keys and values have come, and no query yet, and these.
+        # The layer that has called ``take_kv`` but not ``attend`` yet, its keys and its values.
         self._new: tuple[int, A, A] | None = None
         self.num_attended = 0
 
     def is_complete(self, num_layers: int) -> bool:
-        """Whether so many layers have attended, and none has yet to."""
+        """Return whether ``num_layers`` layers have attended, and none is pending."""
         return self._new is None and self.num_attended == num_layers
 
     def take_kv(self, layer: int, keys: A, values: A) -> tuple[A, A]:
-        """Take and return new keys and values of a layer, ``[B, key_heads, Q, dim]``."""
+        """Take a layer's new keys and values, ``[B, key_heads, Q, dim]``, and return them."""
         if self._new is not None:
             raise self.attends_otherwise("a layer has attended elsewhere")
         self._new = layer, keys, values
@@ -115,7 +115,7 @@ class CascadeRun(Generic[A]):
         softcap: float | None = None,
         sinks: A | None = None,
     ) -> A:
-        """Attend to prefixes and suffixes, and merge: ``[B, heads, Q, value_dim]``."""
+        """Attend to prefixes and suffixes; return the merged ``[B, heads, Q, value_dim]``."""
         if self._new is None or self._new[1] is not keys or self._new[2] is not values:
             raise self.attends_otherwise("to keys or values that are others than the kept ones")
         if given is not None and id(given) not in self._allowed:
@@ -150,7 +150,7 @@ class CascadeRun(Generic[A]):
         found = total.values.reshape(*by_head, -1)
         if sinks is None:
             return found
-        # A sink is one more score for each query, which has no value.
+        # A sink adds one score per query to the softmax, without a value.
         sums = total.logsumexp.reshape(*by_head)
         share = ops.lib.sigmoid(sums - ops.as_type_of(sinks[:, None], sums))[..., None]
         return found * ops.as_type_of(share, found)
@@ -158,7 +158,7 @@ class CascadeRun(Generic[A]):
     def _in_block(
         self, softmax: SoftmaxAttention[A], query: A, layer: int, block: Block[A]
     ) -> AttentionState[A]:
-        """Attend to a block: at once if it is read in place, or else stretch by stretch."""
+        """Attend to a block: at once if the pool is exact, else by parts of about ``LONG_COPY``."""
         mask, size = block.mask, block.num_tokens
         attend = softmax.attend if mask is None else softmax.attend_if_any
         num_extents = 1 if self._pool.is_exact else max(1, round(size / LONG_COPY))
@@ -177,13 +177,12 @@ class CascadeRun(Generic[A]):
     def _blocks_of(
         self, allowed: torch.Tensor | None, group_size: int, device: Any
     ) -> tuple[Block[A], list[Block[A]]]:
-        """Return the suffixes, and those prefixes that may be attended to, of layers of one kind.
+        """Return the suffix block, and the prefix blocks that the mask of a kind of layer allows.
 
         Args:
-            allowed: What each token may attend to, bool ``[B, 1, Q, positions]``; ``None`` for all
-                before it.
-            group_size: Number of heads that share a head of keys.
-            device: Where the layers are.
+            allowed: The mask, bool ``[B, 1, Q, positions]``; ``None`` for a causal one.
+            group_size: Number of query heads per key head.
+            device: The device of the layers.
         """
         plan = self._plan
 

@@ -1,7 +1,7 @@
-"""The interfaces of a forward pass: its batch, the attention it uses, the runner that makes it.
+"""The interfaces of a forward pass: its batch, its attention backend, and the runner.
 
-New tokens are padded on the **right**, where causality hides the padding from every real token of
-its row. What a row's tokens attend to before them is up to an ``AttentionBackend``.
+New tokens are padded on the **right**, where the causal mask hides the padding from all real tokens
+of the row. An ``AttentionBackend`` supplies the keys and values of the tokens before them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class TokenChunk:
 
 
 class BatchStates(abc.ABC):
-    """The recurrent states of the rows of one pass: before it and, once it is made, after it."""
+    """The recurrent states of the rows of one pass, before it and after it."""
 
     @abc.abstractmethod
     def begin(self, layers: list[Any]) -> None:
-        """Put the states that rows have into fresh layers of a cache, which the pass changes."""
+        """Put the rows' states into new cache layers, which the pass updates."""
 
     @abc.abstractmethod
     def behind(self, rows: NDArray[np.int64]) -> list[Any]:
@@ -95,7 +95,7 @@ def pack(
     past: CachedPrefixes | None = None,
     states: BatchStates | None = None,
 ) -> ForwardBatch:
-    """Pad chunks to one rectangle."""
+    """Return the batch of chunks, padded to the length of the longest."""
     num_new = np.array([len(chunk.token_ids) for chunk in chunks])
     past = CachedPrefixes.none(len(chunks)) if past is None else past
     prefix_lens = past.num_tokens
@@ -131,7 +131,7 @@ def pack_decode(
     plan: CascadePlan | None,
     states: BatchStates | None = None,
 ) -> ForwardBatch:
-    """Pack a decode step: one new token of each row, and the output after it."""
+    """Return the batch of a decode step: one new token per row, with its logits as output."""
     prefix_lens, (rows, columns, ones) = past.num_tokens, _of_step(len(token_ids))
     return ForwardBatch(
         input_ids=torch.from_numpy(token_ids)[:, None],
@@ -151,8 +151,8 @@ def pack_decode(
 
 @functools.lru_cache(maxsize=64)
 def _of_step(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-    """Return the outputs' rows and columns of a step, and the numbers of new tokens."""
-    with torch.inference_mode(False):  # or they could not be used in another mode
+    """Return a decode step's output rows, output columns and numbers of new tokens, cached."""
+    with torch.inference_mode(False):  # inference tensors fail in autograd
         rows = torch.arange(num_rows, dtype=torch.int64)
         return rows, torch.zeros_like(rows), np.ones(num_rows, np.int64)
 
@@ -162,27 +162,27 @@ def _joined(sequences: Iterable[Sequence[int] | NDArray[Any]]) -> NDArray[np.int
 
 
 class AttentionBackend(abc.ABC, Generic[Given]):
-    """A way for the new tokens of a forward pass to attend to those before them."""
+    """How the new tokens of a forward pass attend to the cached tokens before them."""
 
     def plan(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan | None:
-        """Return a new plan for a batch to carry; a pass without one makes it when it begins."""
+        """Return a plan for a batch to carry; without one, ``forward_context`` makes it."""
         return None
 
     @abc.abstractmethod
     def forward_context(self, batch: ForwardBatch, model: Any) -> AbstractContextManager[Given]:
-        """Prepare one forward pass, which is made within the context.
+        """Return a context manager within which the runner makes one forward pass.
 
-        With the pass, or after it, the keys and values of the batch's new tokens go to the slots
-        that it names.
+        During the pass, or at the exit, the backend writes the keys and values of the new tokens to
+        the slots of the batch.
 
         Returns:
-            A context of what the model takes beside token ids and positions: of transformers a
-            dictionary, of mlx-lm a list of caches or ``None`` for its own.
+            It yields the model's arguments other than token ids and positions: a dictionary for
+            transformers; for mlx-lm a list of caches, or ``None`` for the model's own.
         """
 
 
 class Runner(abc.ABC):
-    """Forward passes of one model."""
+    """Makes the forward passes of one model, and counts them."""
 
     model: Any
     num_forwards = 0
@@ -190,11 +190,11 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, batch: ForwardBatch, attention: Any) -> torch.Tensor:
-        """Return the logits at the outputs of a batch: ``[num_outputs, model_vocab]``.
+        """Return the logits at the batch's output positions: ``[num_outputs, model_vocab]``.
 
         Args:
             batch: The new tokens of each row.
-            attention: The backend of attention.
+            attention: The attention backend.
         """
 
     @abc.abstractmethod
@@ -202,16 +202,16 @@ class Runner(abc.ABC):
         """Return the recurrent states of the rows of a pass.
 
         Args:
-            layout: Their tensors.
-            before: States after the cached tokens, as a pool reads them; ``None`` for rows that
-                begin.
+            layout: The shapes of their tensors.
+            before: States after the cached tokens, from ``StatePool.read``; ``None`` if no row has
+                cached tokens.
         """
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class AttentionFactory:
-    """A maker of an ``AttentionBackend`` over a pool of keys and values."""
+    """Makes an ``AttentionBackend`` over a pool of keys and values, for use or for a probe."""
 
     over: Callable[[Any], AttentionBackend[Any]]
     probing: Callable[[Any], AttentionBackend[Any]]

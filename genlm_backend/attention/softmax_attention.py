@@ -1,7 +1,7 @@
-"""SoftmaxAttention: attention to some keys and values, with the logsumexp of the scores.
+"""SoftmaxAttention: attention to one block of keys, with the logsumexp of the scores.
 
-Blocks that are attended to one by one are merged by these logarithms (Milakov and Gimelshein,
-2018, arXiv:1805.02867; Hydragen: Juravsky et al., 2024, arXiv:2402.05099).
+The logsumexps serve to merge the results of several blocks (Milakov and Gimelshein, 2018,
+arXiv:1805.02867; Hydragen: Juravsky et al., 2024, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 A = TypeVar("A", bound=Any)
-"""An array of some library: ``torch.Tensor`` or ``mx.array``, indexed and reshaped alike."""
+"""``torch.Tensor`` or ``mx.array``, which share indexing and reshaping."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ArrayOps(Generic[A]):
-    """The operators of one library; those that end in ``_`` may overwrite their first argument."""
+    """The operators of one library; names that end in ``_`` may overwrite the first argument."""
 
     lib: Any  # has ``concatenate``, ``log``, ``logaddexp``, ``sigmoid`` and ``zeros_like``
     put: Callable[[torch.Tensor, Any], A]
@@ -36,12 +36,12 @@ class ArrayOps(Generic[A]):
     total: Callable[[A], A]
     products: Callable[[A, A, float], A]
     means_: Callable[[A, A, A], A]
-    # The last: heads of a group, if each of ``Q`` tokens attends to those up to itself; 0 if all.
+    # The last argument is the group size if the mask is causal over the ``Q`` tokens, else 0.
     fused: Callable[[A, A, A, float, A | None, int], tuple[A, A] | None]
 
 
 MAX_SCORES: Final = 4 << 20
-"""Number of scores that are held at once, at most; more queries go one stretch after another."""
+"""Most scores in memory at once; queries beyond that are processed in further parts."""
 
 _SMALLEST: Final = float(np.finfo(np.float32).min)
 _TINIEST: Final = float(np.finfo(np.float32).tiny)
@@ -50,19 +50,19 @@ _TINIEST: Final = float(np.finfo(np.float32).tiny)
 @final
 @dataclass(slots=True, eq=False)
 class AttentionState(Generic[A]):
-    """Partial attention of some queries."""
+    """The attention of queries to a part of their keys; ``merge_state`` adds other keys."""
 
     ops: ArrayOps[A]
     values: A  # [N, heads, M, value_dim]
     logsumexp: A  # [N, heads, M] float32
 
     def merge_state(self, other: AttentionState[A], rows: A | None) -> None:
-        """Add what the queries of some rows have attended to in another block."""
+        """Merge in the attention of ``rows``, ``None`` for all, to another block of keys."""
         ops, values, logsumexp = self.ops, self.values, self.logsumexp
         if rows is not None:
             values, logsumexp = values[rows], logsumexp[rows]
         share = ops.lib.sigmoid(other.logsumexp - logsumexp)
-        # A query that attends to nothing in either block would have a share of NaN.
+        # If a query attends to no key of either block, the difference of -inf and -inf is NaN.
         share = ops.fill_(share, other.logsumexp == -math.inf, 0)[..., None]
         values = ops.lerp(values, other.values, ops.as_type_of(share, values))
         logsumexp = ops.lib.logaddexp(logsumexp, other.logsumexp)
@@ -72,7 +72,7 @@ class AttentionState(Generic[A]):
             self.values[rows], self.logsumexp[rows] = values, logsumexp
 
     def split_rows(self, num_rows: int) -> AttentionState[A]:
-        """Return that of ``[1, heads, G * M, …]`` as one of ``[G, heads, M, …]``."""
+        """Return the state reshaped from ``[1, heads, G * M, …]`` to ``[G, heads, M, …]``."""
         _, num_heads, _, dim = self.values.shape
         return AttentionState(
             self.ops,
@@ -82,7 +82,7 @@ class AttentionState(Generic[A]):
 
 
 def join_rows(queries: A) -> A:
-    """From ``[G, heads, M, dim]`` to ``[1, heads, G * M, dim]``."""
+    """Return queries reshaped from ``[G, heads, M, dim]`` to ``[1, heads, G * M, dim]``."""
     num_rows, num_heads, num_queries, dim = queries.shape
     return queries.swapaxes(0, 1).reshape(1, num_heads, num_rows * num_queries, dim)
 
@@ -90,7 +90,7 @@ def join_rows(queries: A) -> A:
 @final
 @dataclass(frozen=True, slots=True)
 class SoftmaxAttention(Generic[A]):
-    """How scores are made of the products of queries and keys."""
+    """Attention with one scale and softcap of the scores."""
 
     ops: ArrayOps[A]
     scaling: float
@@ -99,7 +99,7 @@ class SoftmaxAttention(Generic[A]):
     def attend(
         self, query: A, keys: A, values: A, mask: A | None, causal_group: int = 0
     ) -> AttentionState[A]:
-        """Attend as a mask says, which may be one of causality among groups of some size."""
+        """Attend, by a fused operator if it can; ``causal_group`` > 0 says ``mask`` is causal."""
         if self.softcap is None:
             found = self.ops.fused(query, keys, values, self.scaling, mask, causal_group)
             if found is not None:
@@ -107,7 +107,7 @@ class SoftmaxAttention(Generic[A]):
         return self.attend_if_any(query, keys, values, mask)
 
     def attend_if_any(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
-        """Attend like ``attend``, by the formula, if some queries may attend to nothing."""
+        """Attend by the formula, which handles queries that the mask leaves no key."""
         num_queries = query.shape[2]
         size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
         if num_queries <= size:
@@ -134,7 +134,7 @@ class SoftmaxAttention(Generic[A]):
         if mask is not None:
             scores += mask
         largest = ops.largest(scores)
-        if mask is not None:  # or the weights of a query that attends to nothing would be NaN
+        if mask is not None:  # or fully masked queries would get NaN weights
             largest = ops.at_least_(largest, _SMALLEST)
         scores -= largest
         weights = ops.exp_(scores)

@@ -1,32 +1,31 @@
-"""Batcher: concurrent queries in, batches out, results back to their event loops.
+"""Batcher: groups concurrent queries into batches and returns results to their event loops.
 
 **Flow.** ``submit`` adds a ``PendingQuery`` to ``_waiting``, a dictionary by key with the oldest
-first, or joins an equal one, there or in ``_running``, the batch under evaluation. The policy says
-when a batch goes. The worker thread moves the oldest queries to ``_running``, evaluates them
-without the lock, and settles the futures of each event loop by one callback.
+first, or joins an equal one there or in ``_running``, the batch under evaluation. The policy
+decides when a batch goes. The worker thread moves the oldest queries to ``_running``, evaluates
+them without the lock, and settles the futures of each event loop by one callback.
 
 **Invariants.** One lock guards both dictionaries. A query stays in the queue only while a caller
-waits for it. The thread that decides that a batch goes only puts a call for the worker, which
-makes the batch where no interrupt comes: after a Ctrl-C there may be one call too many, which
-finds an empty queue, or one too few, which the next caller puts. A coroutine that the garbage
-collector closes, on any thread and at any moment, sets a flag and takes no lock. A lock belongs to
-the process that claims it, and raises in a fork, which has no worker thread
-(``runtime/forks.py``).
+waits for it. The thread that sends a batch only queues a call for the worker, and the worker, which
+Ctrl-C never interrupts, makes the batch. After a Ctrl-C there may be one call too many, which finds
+an empty queue, or one too few, which the next caller makes up for. The garbage collector may close
+a coroutine on any thread at any moment: that sets a flag and takes no lock. A lock belongs to the
+process that claims it, and raises in a fork, which has no worker thread (``runtime/forks.py``).
 
-**Why it waits for quiet.** Four turns of the event loop without a new query (``quiet_turns``) mean
-that all that could ask have asked; an idle turn costs some 20 microseconds. The timeout and a
-bound on the turns are for programs that never go quiet. The callers that a batch has answered get
-the same turns to join the queries that have gathered meanwhile, unless these fill a batch.
+**Why it waits for quiet.** After four turns of the event loop without a new query
+(``quiet_turns``), all runnable tasks have submitted theirs; an idle turn costs some 20
+microseconds. The timeout and ``max_turns`` are for programs that never go quiet. After a batch, its
+callers get the same turns to join the queries that arrived meanwhile, unless these fill a batch.
 
 **Cancellation.** ``evaluate`` knows no futures. It calls ``check_cancelled`` between two steps,
-which raises once no caller of its batch is left. Callers that join the batch just then are put
-back at the head of the queue and sent at once, since they have waited for an evaluation already.
-Now and then ``check_cancelled`` wakes the loops of waiting callers: a signal's handler may have
-cancelled a task, as the stop button of a notebook does, and nothing else would wake its loop.
+which raises once no caller of its batch is left. Queries that callers join just then go back to
+the head of the queue and are sent at once: these callers have waited for an evaluation already.
+At most every 0.1 s ``check_cancelled`` wakes the loops of waiting callers: a signal handler may
+have cancelled a task (the stop button of a notebook), and nothing else would wake its loop.
 
-**Costs.** The caller of one query is its future and a caller of several is one ``MultiWaiter``: an
-object for each made 1,024 awaits 30 % slower by the garbage collector. A query that comes while
-the worker is busy, or while its loop has a turn to take, does not ask the policy.
+**Costs.** A caller of one query is its future, and a caller of several is one ``MultiWaiter``: with
+an object per query, garbage collection made 1,024 awaits 30 % slower. A query that arrives while
+the worker is busy, or while its loop has a turn scheduled, does not consult the policy.
 """
 
 from __future__ import annotations
@@ -80,30 +79,30 @@ _POLICY = instance(BatchPolicy, "a BatchPolicy")
 class Batcher(Generic[Q, R]):
     """Coalesces concurrent queries into batches and evaluates them on one worker thread.
 
-    ``evaluate`` is an ordinary function from a list of distinct queries to as many results. It is
-    never called twice at once. While it runs, the event loops are free and new queries gather;
-    they go when it returns. Any number of event loops and threads may use one batcher. Queries
-    with equal keys get the same result object: copy it before you modify it.
+    ``evaluate`` is an ordinary function that returns one result per query of a list of distinct
+    queries. Calls of it never overlap. While it runs, the event loops are free and new queries
+    wait; they go when it returns. Any number of event loops and threads may share a batcher.
+    Queries with equal keys get the same result object: copy it before you modify it.
 
-    Cancelling a caller disturbs no other; its query is not evaluated unless another caller wants
-    it. A long ``evaluate`` calls ``check_cancelled()`` between its steps, which ends it once no
-    caller is left. An exception that ``evaluate`` raises goes to all callers of that batch; one
-    that it returns in place of a result goes to the callers of that query.
+    Cancelling a caller does not affect the others; its query is evaluated only if another caller
+    waits for it. A long ``evaluate`` calls ``check_cancelled()`` between its steps, which raises
+    once no caller is left. An exception that ``evaluate`` raises goes to all callers of the batch;
+    one that it returns in place of a result goes to the callers of that query.
 
-    A batcher belongs to the process that first asks it; in a fork it raises a ``ForkedError``.
+    A batcher belongs to the process that first uses it; in a fork it raises a ``ForkedError``.
 
     Args:
         evaluate: The function that the worker thread calls with each batch.
         policy: The bounds on the size and the age of a batch.
-        key: Returns the key of a query; an exception refuses the query. Default: the query itself.
-        weight: Returns how much a query counts for in a batch, zero or more; an exception refuses
-            the query. A query above the bound goes alone. Default: 1.
+        key: Returns a query's key; its exceptions go to the caller. Default: the query itself.
+        weight: Returns how much a query counts toward ``max_batch_size``, zero or more; its
+            exceptions go to the caller. A query above the bound goes alone. Default: 1.
         forward_key: Returns the key of the computation that answers a query: queries with equal
             keys count once in a batch. Default: each counts.
         name: Name in error messages, and of the thread, after ``genlm-``.
 
     Raises:
-        OptionTypeError: (``TypeError``) If one of them is of another type.
+        OptionTypeError: (``TypeError``) If an argument has another type.
     """
 
     def __init__(
@@ -128,30 +127,30 @@ class Batcher(Generic[Q, R]):
         self._forward_key = optional(function)("forward_key", forward_key)
         self._name = text("name", name)
         self._worker, self._lock = Worker(f"genlm-{name}"), ProcessLock()
-        self._is_wanted: Callable[[], bool] | None = None  # whether the worker's task still is
+        self._is_wanted: Callable[[], bool] | None = None  # whether callers wait for the task
         self._last_wake = 0.0
-        self._given_up: QueryDroppedError | None = None  # by ``check_cancelled``
+        self._given_up: QueryDroppedError | None = None  # set by ``check_cancelled``
         self._is_closed = False
         self._fences: dict[_Call[Any], int] = {}  # queued calls, and the first query after each
         self._waiting: dict[Hashable, PendingQuery] = {}  # the queue, oldest first
         self._running: dict[Hashable, PendingQuery] = {}  # the batch under evaluation
-        self._loops: set[Loop] = set()  # of their callers, and of some that have left
+        self._loops: set[Loop] = set()  # loops of the callers, perhaps of some that have left
         self._quiet_detectors: dict[asyncio.AbstractEventLoop, QuietDetector] = {}
         self._is_busy = self._flush_requested = False
         self._num_arrived = 0
         self._num_submitted = self._num_joined = self._num_skipped = self._num_failed = 0
         self._batch_sizes: Counter[int] = Counter()
 
-    # ---------------------------------------------------------------- asking
+    # ---------------------------------------------------------------- submitting
 
     async def submit(self, query: Q) -> R:
         """Return the result for ``query``, evaluated in a batch with the other waiting queries.
 
         Raises:
             BatcherClosedError: After ``close()``, or when the interpreter has ended the worker.
-            ForkedError: In a fork of the process that it belongs to.
+            ForkedError: In a fork of the batcher's process.
             QueryDroppedError: If ``drop()`` or ``close()`` came first.
-            Exception: What ``evaluate`` raised for this query's batch.
+            Exception: Any error that ``evaluate`` raised for this query's batch.
         """
         loop = asyncio.get_running_loop()
         future, asked = loop.create_future(), None
@@ -162,13 +161,13 @@ class Batcher(Generic[Q, R]):
             self._leave(future, asked, error)
             raise
         finally:
-            del future, asked  # an error refers to this frame, and they to the error
+            del future, asked  # or they and the error's frame would form a reference cycle
 
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, or raise the first error among them.
 
-        After an error, those of the queries that still wait and that no other caller wants are not
-        evaluated. The exceptions are those of ``submit``.
+        After an error, the remaining queries that no other caller waits for are not evaluated.
+        Raises what ``submit`` raises.
         """
         waiter = MultiWaiter(asyncio.get_running_loop())
         try:
@@ -183,12 +182,12 @@ class Batcher(Generic[Q, R]):
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, blocking this thread.
 
-        They go at once, together with the other waiting queries. Inside a running event loop, the
-        loop stands still meanwhile.
+        They go at once, together with the other waiting queries. Inside a running event loop, it
+        blocks the loop.
 
         Raises:
-            RuntimeError: When called from within ``evaluate``, which could never end.
-            Exception: As ``submit``, for one of the batches.
+            RuntimeError: When called from within ``evaluate``, where it would deadlock.
+            Exception: Any error of ``submit``.
         """
         if self._worker.is_current_thread():
             raise RuntimeError("evaluate() cannot wait for its own batcher")
@@ -227,7 +226,7 @@ class Batcher(Generic[Q, R]):
 
         Raises:
             OptionTypeError: (``TypeError``) If a field has a wrong type.
-            OptionError: (``ValueError``) If one is out of its bounds.
+            OptionError: (``ValueError``) If a field is out of its bounds.
         """
         with self._lock.here:
             self.policy = replace(self.policy, **fields)
@@ -235,11 +234,11 @@ class Batcher(Generic[Q, R]):
     # ---------------------------------------------------------------- ending
 
     def drop(self, reason: str | Exception = "the query was dropped before it was answered") -> int:
-        """Settle every waiter with a ``QueryDroppedError``; return how many there were.
+        """Fail every waiting caller with a ``QueryDroppedError``; return how many there were.
 
         A batch under evaluation ends at its next ``check_cancelled()``; without one, its results
-        are not delivered. If ``reason`` is an exception, only the callers whose queries are not
-        under evaluation get it.
+        are discarded. If ``reason`` is an exception, only the callers of queued queries get it, and
+        the batch under evaluation goes on.
         """
         error = reason if isinstance(reason, Exception) else QueryDroppedError(reason)
         with self._lock.here:
@@ -250,8 +249,8 @@ class Batcher(Generic[Q, R]):
     def close(self) -> None:
         """Drop all queries and stop the worker thread; a second call has no effect.
 
-        Waits until a batch under evaluation ends or calls ``check_cancelled()``, so that nothing
-        of it is in use afterwards. In a fork it has no effect.
+        Blocks until a batch under evaluation ends or calls ``check_cancelled()``, so that the
+        worker uses nothing afterwards. In a fork it has no effect.
         """
         if self._lock.is_foreign:
             return
@@ -275,21 +274,21 @@ class Batcher(Generic[Q, R]):
                 num_in_flight=len(self._running),
             )
 
-    # ---------------------------------------------------------------- functions
+    # ---------------------------------------------------------------- calls on the worker
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on the worker thread, after the batches already sent; block for it.
+        """Run ``function`` on the worker thread after the batches already sent; block for it.
 
         A query submitted after the call is evaluated after it, unless an equal query is already
-        waiting. If the thread is interrupted before the function begins, it does not run. Raises
-        what ``check_open`` does.
+        waiting. An interrupt of this thread before the function starts cancels it. Raises what
+        ``check_open`` raises.
         """
         if self._worker.is_current_thread():
             return function()
         call = self._put(function)
         try:
             return call.future.result()
-        except BaseException:  # an interrupted thread does not want it any more
+        except BaseException:  # interrupted: nothing waits for the result any more
             call.is_wanted = False
             call.future.cancel()
             raise
@@ -297,10 +296,10 @@ class Batcher(Generic[Q, R]):
             del call
 
     def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Run ``function`` on the worker thread, after the batches already sent; see ``call``.
+        """Run ``function`` on the worker thread after the batches already sent; see ``call``.
 
         Returns:
-            A future of its result or exception; cancelled in time, the function does not run.
+            A future of its result or exception; cancel it before the function starts to skip it.
         """
         return self._put(function).future
 
@@ -309,7 +308,7 @@ class Batcher(Generic[Q, R]):
         with self._lock.here:
             self.check_open()
             self._worker.put(partial(self._run_call, call))
-            # Last: after an interrupt, a fence without its call would stop the queue for ever.
+            # Last: if an interrupt left a fence without its call, the queue would stop forever.
             self._fences[call] = self._num_arrived
         return call
 
@@ -317,8 +316,8 @@ class Batcher(Generic[Q, R]):
         """Raise the error that ``submit`` would raise now.
 
         Raises:
-            BatcherClosedError: As ``submit``.
-            ForkedError: As there.
+            BatcherClosedError: After ``close()``, or when the interpreter has ended the worker.
+            ForkedError: In a fork of the batcher's process.
         """
         self._lock.claim()
         if self._is_closed:
@@ -330,11 +329,11 @@ class Batcher(Generic[Q, R]):
         """Raise if no caller waits any more for the worker thread's current task.
 
         ``evaluate``, or a function of ``call``, calls this between two steps of long work and lets
-        the error through. Callers get the error only at interpreter exit; callers that have come
+        the error propagate. Callers see the error only at interpreter exit; callers that joined
         meanwhile are answered by another batch. On other threads it has no effect.
 
         Raises:
-            QueryDroppedError: If all callers have gone, at ``close()``, and at interpreter exit.
+            QueryDroppedError: If no caller is left, at ``close()``, and at interpreter exit.
         """
         if not self._worker.is_current_thread():
             return
@@ -349,7 +348,7 @@ class Batcher(Generic[Q, R]):
                 raise self._given_up
 
     def _wake_loops(self, is_given_up: bool) -> None:
-        """Wake the loops of waiting callers from time to time."""
+        """Wake the loops of waiting callers if the last time was ``_WAKE_SECONDS`` ago."""
         now = time.monotonic()
         if is_given_up or now - self._last_wake >= _WAKE_SECONDS:
             self._last_wake = now
@@ -375,18 +374,18 @@ class Batcher(Generic[Q, R]):
             self._fences.pop(call, None)
         self._is_wanted = partial(getattr, call, "is_wanted")
         if call.is_wanted and call.future.set_running_or_notify_cancel():
-            try:  # from here on it cannot be cancelled
+            try:  # the future cannot be cancelled from here on
                 call.future.set_result(call.function())
             except BaseException as raised:
                 call.future.set_exception(presentable(raised))
         self._is_wanted = self._given_up = None
-        del call  # an error refers to this frame
+        del call  # or a traceback's reference to this frame would keep it alive
 
-    # ---------------------------------------------------------------- coming and going
+    # ---------------------------------------------------------------- callers and the queue
 
     def _ask(self, caller: Caller, loop: Loop, queries: Iterable[Q]) -> list[PendingQuery]:
-        """Have a caller wait for queries; return them."""
-        queries = tuple(queries)  # before the lock: the iterable may take long, or ask us
+        """Enter queries for a caller; return their ``PendingQuery`` objects."""
+        queries = tuple(queries)  # before the lock: the iterable may be slow or call the batcher
         asked = caller.queries if type(caller) is MultiWaiter else []
         with self._lock.here:
             if self._is_closed or self._worker.is_stopped:
@@ -400,7 +399,7 @@ class Batcher(Generic[Q, R]):
                 self._flush_requested = bool(self._waiting)
                 self._advance(None)
             elif queries and not self._is_busy:
-                # The loop's next turn decides, unless the batch is full or no turn is coming.
+                # The loop's next turn decides, unless the batch is full or no turn is scheduled.
                 detector = self._quiet_detectors.get(loop)
                 is_full = len(self._waiting) >= self.policy.max_batch_size
                 if detector is None or is_full or self._flush_requested or not detector.is_coming:
@@ -408,7 +407,7 @@ class Batcher(Generic[Q, R]):
         return asked
 
     def _enter(self, caller: Caller, query: Q) -> PendingQuery:
-        """Have a caller wait for the pending query that equals one, or for a new one."""
+        """Join the caller to an equal pending query, or queue a new one."""
         key: Any = query if self._key is None else self._key(query)
         pending = self._running.get(key) if self._running else None
         if pending is None:
@@ -430,10 +429,10 @@ class Batcher(Generic[Q, R]):
     def _leave(
         self, caller: Caller, queries: list[PendingQuery] | None, error: BaseException
     ) -> None:
-        """Take a caller off its queries, and those that nobody else waits for off the queue."""
+        """Remove a caller from its queries, and dequeue those without other callers."""
         leave(caller.future if type(caller) is MultiWaiter else caller)
         if isinstance(error, GeneratorExit):
-            return  # raised by the garbage collector, whose thread may hold the lock
+            return  # the garbage collector raised it, on a thread that may hold the lock
         with self._lock.here:
             for query in queries or ():
                 if query.leave(caller) and self._waiting.get(query.key) is query:
@@ -443,16 +442,16 @@ class Batcher(Generic[Q, R]):
             self._flush_requested = self._flush_requested and bool(self._waiting)
 
     def _prune(self, queries: Iterable[PendingQuery]) -> None:
-        """Take queries that no caller waits for off the queue."""
+        """Remove queries without callers from the queue."""
         for query in queries:
             if self._waiting.get(query.key) is query:
                 del self._waiting[query.key]
-            else:  # the hash of its key has changed
+            else:  # the key's hash has changed, so that the lookup fails
                 self._waiting = {k: q for k, q in self._waiting.items() if q is not query}
             self._num_skipped += 1
 
     def _advance(self, loop: Loop) -> None:
-        """Ask the policy after a change of the queue by a caller on ``loop``, or on a thread."""
+        """Apply the policy after the queue has changed; ``loop`` is ``None`` on a plain thread."""
         state = BatchState(len(self._waiting), self._is_busy, self._flush_requested)
         decision = self.policy.decide(state)
         if decision is Decision.FIRE:
@@ -469,7 +468,7 @@ class Batcher(Generic[Q, R]):
                 detector.is_scheduled = True
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ask the policy at a turn of ``loop``, while queries wait."""
+        """Apply the policy at a turn of ``loop``, while queries wait."""
         try:
             self._turn(loop)
         except (KeyboardInterrupt, SystemExit):
@@ -491,19 +490,19 @@ class Batcher(Generic[Q, R]):
                 self._fire()
 
     def _fire(self) -> None:
-        """Have the worker take a batch."""
-        # A thread may be interrupted anywhere in here. The next caller puts a missing call; a call
-        # too many finds an empty queue.
+        """Queue a call by which the worker takes and evaluates a batch."""
+        # Ctrl-C may interrupt this anywhere. If the call is missing, the next caller queues it; one
+        # call too many finds an empty queue.
         try:
-            self.check_open()  # and claim the lock for this process, which has the thread
+            self.check_open()  # also claims the lock for this process, which owns the thread
             self._worker.put(self._run)
-        except RuntimeError as error:  # the thread has ended, or cannot be started
+        except RuntimeError as error:  # the worker thread has ended or cannot be started
             deliver(self._refused(error))
         else:
             self._is_busy = True
 
     def _refused(self, error: BaseException, running: Iterable[PendingQuery] = ()) -> Answers:
-        """Empty the queue; return the error for all callers, those of ``running`` included."""
+        """Empty the queue; return the error as the answer to its callers and ``running``'s."""
         waiting, self._waiting, self._flush_requested = self._waiting, {}, False
         return answers_of((query, error) for query in (*waiting.values(), *running))
 
@@ -523,7 +522,7 @@ class Batcher(Generic[Q, R]):
         return batch
 
     def _oldest(self) -> list[PendingQuery]:
-        """Return the oldest queries that make a batch, none of them after a queued call."""
+        """Return the oldest queries up to a full batch, and none after a queued call."""
         most, waiting = self.policy.max_batch_size, self._waiting.values()
         fence = next(iter(self._fences.values()), self._num_arrived)  # fences are in order
         are_few = fence == self._num_arrived and len(waiting) <= most
@@ -552,8 +551,8 @@ class Batcher(Generic[Q, R]):
             self._is_wanted = partial(are_wanted, batch.values())
             queries = [pending.query for pending in batch.values()]
             self._settle(batch, *evaluated(self._evaluate, queries))
-            del batch, queries  # an error refers to this frame
-        except BaseException as raised:  # such as a key whose hash has changed
+            del batch, queries  # or a traceback's reference to this frame would keep them alive
+        except BaseException as raised:  # for example, a key's hash has changed
             with self._lock.here:
                 answers = self._refused(presentable(raised), self._running.values())
                 self._is_wanted, self._given_up, self._running = None, None, {}
@@ -567,7 +566,7 @@ class Batcher(Generic[Q, R]):
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
             self._is_wanted, self._given_up, self._running = None, None, {}
             answers: Answers = {}
-            if is_given_up:  # callers may have joined it since: it goes again at once
+            if is_given_up:  # queries that callers joined since then go again at once
                 joined = {key: query for key, query in batch.items() if query.callers}
                 self._waiting = joined | self._waiting
                 self._flush_requested = self._flush_requested or bool(joined)
@@ -577,8 +576,8 @@ class Batcher(Generic[Q, R]):
                     self._num_failed += sum(map(is_error, given))
                 answers = answers_of(zip(batch.values(), given, strict=True))
             self._is_busy = False
-            # A full or urgent batch goes now; the rest when its loop is quiet, so that the callers
-            # that get results now can join it.
+            # A full or flushed batch goes now. Others wait until their loop is quiet, so that the
+            # callers that get results now can join.
             self._advance(None)
             wake = list[Loop]() if self._is_busy or not self._waiting else [*self._loops]
             self._loops = {own for own in self._loops if own is not None and not own.is_closed()}
@@ -604,7 +603,7 @@ class _Call(Generic[T]):
 
 
 _WAKE_SECONDS: Final = 0.1
-"""Seconds between two times that loops are woken during a long evaluation."""
+"""Least seconds between two wake-ups of loops during a long evaluation."""
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""PendingQuery: a query, the callers that wait for its result, and how they get it."""
+"""PendingQuery: a query and the callers that wait for its result; delivery of results."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Loop: TypeAlias = asyncio.AbstractEventLoop | None
 
 @final
 class MultiWaiter:
-    """A caller that waits for the results of several queries at once, or blocks a thread."""
+    """A caller that waits for several queries at once, or blocks a thread."""
 
-    is_settled = False  # its future has a result, or gets one soon
+    is_settled = False  # its future has a result or is about to get one
     num_missing = 0  # distinct queries without a result
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.future: Any = concurrent.futures.Future() if loop is None else loop.create_future()
-        self.queries: list[PendingQuery] = []  # in the order in which it wants the results
+        self.queries: list[PendingQuery] = []  # in the order of the results
 
     def note(self, is_error: bool) -> bool:
-        """Note that one of its queries has a result; return whether its future gets one now."""
+        """Count a query as answered; return whether the future can be settled now."""
         self.num_missing -= 1
         if self.is_settled or (self.num_missing and not is_error):
             return False
@@ -37,16 +37,16 @@ class MultiWaiter:
 
 
 Caller: TypeAlias = "asyncio.Future[Any] | MultiWaiter"
-"""A caller of one query is its future, so that a row costs no other object."""
+"""A caller of one query is represented by its future, which saves an object per row."""
 
 
 def leave(future: Any) -> None:
-    """Stop waiting for a future: on any thread, at any moment, without a lock."""
+    """Mark a future as abandoned; takes no lock, so any thread may call it at any moment."""
     future.is_gone = True
 
 
 def is_waiting(caller: Caller) -> bool:
-    """Return whether a caller would still see a result."""
+    """Return whether a caller still waits: it has not left, and its event loop is open."""
     if type(caller) is MultiWaiter:
         if caller.is_settled:
             return False
@@ -59,26 +59,26 @@ def is_waiting(caller: Caller) -> bool:
 
 @final
 class PendingQuery:
-    """A distinct query: first in the queue, then in a batch that is evaluated."""
+    """A distinct query, in the queue or in the batch under evaluation."""
 
     __slots__ = ("callers", "key", "number", "query", "result", "weight")
 
     def __init__(self, key: Hashable, query: Any, weight: float, number: int, caller: Any) -> None:
         self.key, self.query, self.weight = key, query, weight
-        self.number = number  # how many queries came before it
-        self.callers: Any = caller  # one, a dictionary of several, or ``None``
+        self.number = number  # number of queries that arrived before it
+        self.callers: Any = caller  # one caller, a dictionary of several, or ``None``
 
     def is_wanted(self) -> bool:
-        """Return whether a caller would still see its result."""
+        """Return whether any of its callers still waits."""
         if type(self.callers) is dict:
             return any(map(is_waiting, self.callers))
         return self.callers is not None and is_waiting(self.callers)
 
     def join(self, caller: Caller) -> bool:
-        """Add a caller; return whether it was not there already."""
+        """Add a caller; return whether it is new."""
         callers = self.callers
         if callers is caller or (type(callers) is dict and caller in callers):
-            return False  # it asks the query twice
+            return False  # one caller has the same query twice
         if type(callers) is dict:
             callers[caller] = None
         else:
@@ -95,14 +95,14 @@ class PendingQuery:
 
 
 def unwanted(queries: Iterable[PendingQuery]) -> list[PendingQuery]:
-    """Return the queries whose results no caller would see."""
+    """Return the queries for which no caller waits any more."""
     gone, last, is_last_waiting = list[PendingQuery](), None, False
     for query in queries:
         callers = query.callers
         if type(callers) is dict:
             is_wanted = query.is_wanted()
         else:
-            if callers is not last:  # consecutive queries often have one caller, asked once
+            if callers is not last:  # consecutive queries often share one caller: check it once
                 last, is_last_waiting = callers, is_waiting(callers)
             is_wanted = is_last_waiting and callers is not None
         if not is_wanted:
@@ -111,18 +111,18 @@ def unwanted(queries: Iterable[PendingQuery]) -> list[PendingQuery]:
 
 
 def are_wanted(queries: Iterable[PendingQuery]) -> bool:
-    """Return whether a caller would still see the result of one of them."""
+    """Return whether a caller still waits for any of the queries."""
     return any(query.is_wanted() for query in queries)
 
 
 # -------------------------------------------------------------------- answers
 
 Answers: TypeAlias = dict[Loop, list[tuple[Any, Any]]]
-"""For each event loop its futures, each with its result or exception."""
+"""Pairs of a future and its result or exception, by event loop."""
 
 
 def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
-    """Remove all callers of queries; return what each of them gets."""
+    """Detach all callers from the queries; return the result or exception of each caller."""
     answers: Answers = {}
     for query, result in results:
         failed = is_error(result)
@@ -145,10 +145,10 @@ def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
 
 
 def deliver(answers: Answers) -> None:
-    """Settle futures on their own loops: one wake-up for each event loop."""
+    """Settle futures on their own loops, with one wake-up per event loop."""
     for loop, own in answers.items():
         if loop is None:
-            # Another thread may cancel one at this moment.
+            # Another thread may cancel one at any time: claim each future before it is settled.
             begin = concurrent.futures.Future[Any].set_running_or_notify_cancel
             _settle([pair for pair in own if not pair[0].done() and begin(pair[0])])
         else:
@@ -156,11 +156,11 @@ def deliver(answers: Answers) -> None:
 
 
 def settle_here(loop: asyncio.AbstractEventLoop, answers: list[tuple[Any, Any]]) -> None:
-    """Settle futures on the loop that runs this; after an interrupt, the loop does the rest."""
+    """Settle futures on the running loop; after an interrupt, schedule the rest on it."""
     try:
         _settle(answers)
     except BaseException:
-        loop.call_soon(settle_here, loop, answers)  # those that are done are skipped
+        loop.call_soon(settle_here, loop, answers)  # it skips futures that are done
         raise
 
 
@@ -184,18 +184,18 @@ def as_weight(weight: Any) -> float:
     return number
 
 
-# -------------------------------------------------------------------- what an evaluation came to
+# -------------------------------------------------------------------- results of an evaluation
 
 
 def evaluated(
     evaluate: Callable[[list[Any]], Any], queries: list[Any]
 ) -> tuple[list[Any], BaseException | None]:
-    """Return the results of a batch, or the error that all of its queries meet."""
+    """Evaluate a batch; return its results, or the error that all of its queries get."""
     if not queries:
         return [], None
     try:
         return _results(evaluate(queries), len(queries)), None
-    except BaseException as raised:  # whatever it is, it goes to the callers
+    except BaseException as raised:  # SystemExit too goes to the callers
         return [], presentable(raised)
 
 
@@ -210,17 +210,17 @@ def _results(found: Any, num_queries: int) -> list[Any]:
 
 
 def is_error(result: object) -> TypeGuard[Exception]:
-    """Whether a result is an exception, by its type alone: asking the object may raise."""
+    """Whether a result is an exception, by its type: ``isinstance`` may run the object's code."""
     return issubclass(type(result), Exception)
 
 
 def presentable(raised: BaseException) -> BaseException:
-    """Return an exception that futures and event loops do not treat specially."""
+    """Wrap exceptions that futures or loops treat specially (StopIteration, SystemExit, …)."""
     if is_error(raised) and not issubclass(type(raised), StopIteration):
         return raised
     try:
         said = repr(raised)
-    except BaseException:  # of whatever type it is
+    except BaseException:  # a user's __repr__ may raise anything
         said = type(raised).__name__
     error = EvaluationError(f"the evaluation ended with {said}")
     error.__cause__ = raised

@@ -1,4 +1,4 @@
-"""When a batch goes, decided by what event loops have seen of the queue; a batcher's counts."""
+"""BatchPolicy decides when a batch goes; QuietDetector counts a loop's turns; statistics."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from genlm_backend.errors import OptionError
 from genlm_backend.readable import Readable
 
 LOST_SECONDS = 1.0
-"""Seconds without a turn after which another one is scheduled."""
+"""Seconds after which a scheduled turn that has not run counts as lost."""
 
 
 class Decision(enum.Enum):
-    """A decision about the queries that are waiting."""
+    """What to do with the waiting queries."""
 
     FIRE = "fire"
     """Send a batch to the worker now."""
     YIELD = "yield"
     """Let the event loop take another turn, then decide again."""
     SLEEP = "sleep"
-    """Do nothing: an arrival or the worker's return will ask again."""
+    """Do nothing: the next arrival, or the end of the current batch, decides again."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """The state that a decision depends on."""
+    """The input of ``BatchPolicy.decide``."""
 
     num_pending: int  # distinct queries that wait for a batch
     is_busy: bool = False  # the worker is evaluating a batch
     flush_requested: bool = False  # a caller blocks a thread, or asked for a flush
     num_turns: int = 0  # turns of the event loop since the oldest waiting query could go
-    num_quiet_turns: int = 0  # the latest of these that brought no new query
+    num_quiet_turns: int = 0  # latest turns in a row without a new query
     waited: float = 0.0  # seconds since the oldest waiting query could go
 
 
@@ -46,21 +46,21 @@ class BatchPolicy:
 
     A batch goes when it is full, when the event loop has had ``quiet_turns`` turns in a row
     without a new query, or when ``timeout`` seconds or ``max_turns`` turns have gone by since
-    its first query. Only a program that keeps trickling queries in ever meets the last two.
+    its first query. The last two only matter for programs that send queries in a steady trickle.
 
     Attributes:
-        max_batch_size: Distinct queries in one batch, at most; at least 1. If a batcher weighs
+        max_batch_size: Most distinct queries in one batch; at least 1. If a batcher weighs
             its queries, the largest sum of their weights.
         timeout: Seconds that the first query of a batch may wait for others; zero or more.
-            The time for which the worker is busy does not count: nothing could go then.
+            The time for which the worker is busy does not count: no batch could go then.
         quiet_turns: Turns of the event loop without an arrival after which a batch goes.
-            More than one, because a result travels through a task or two (``asyncio.gather``)
-            before the next query is born of it. One idle turn costs about 20 microseconds.
+            More than one, because a result passes through a task or two (``asyncio.gather``)
+            before the caller sends the next query. One idle turn costs about 20 microseconds.
         max_turns: Turns of the event loop after which a batch goes in any case.
 
     Raises:
         OptionTypeError: (``TypeError``) If a field has a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds.
+        OptionError: (``ValueError``) If a field is out of its bounds.
     """
 
     max_batch_size: int = 20
@@ -78,7 +78,7 @@ class BatchPolicy:
             )
 
     def decide(self, state: BatchState) -> Decision:
-        """Return the decision in ``state``; it depends on nothing else."""
+        """Return the decision for ``state``, a pure function of it and the bounds."""
         if state.num_pending == 0 or state.is_busy:
             return Decision.SLEEP
         if (
@@ -102,7 +102,7 @@ _CHECKS = {
 
 @final
 class QuietDetector:
-    """The turns of one event loop since queries began to wait."""
+    """Counts the turns of one event loop since queries began to wait."""
 
     __slots__ = ("_last", "_num_quiet_turns", "_num_turns", "_seen", "_since", "is_scheduled")
 
@@ -111,21 +111,22 @@ class QuietDetector:
         self.start(-1)
 
     def start(self, num_arrived: int) -> None:
-        """Begin to count; ``num_arrived`` queries have come so far."""
+        """Start counting at zero; ``num_arrived`` queries have arrived so far."""
         self._num_turns = self._num_quiet_turns = 0
         self._seen, self._since = num_arrived, time.monotonic()
         self._last = self._since
 
     @property
     def is_coming(self) -> bool:
-        """Whether the loop will take another turn, as far as is known."""
-        # An interrupt may come between the note and the turn; one turn too many does no harm.
+        """Whether a scheduled turn is expected to run."""
+        # An interrupt may lose a scheduled turn, so the flag expires after LOST_SECONDS. If the
+        # turn runs after all, one turn too many does no harm.
         return self.is_scheduled and time.monotonic() - self._last <= LOST_SECONDS
 
     def tick(
         self, num_arrived: int, num_pending: int, is_busy: bool, flush_requested: bool
     ) -> BatchState:
-        """Count a turn; return the state of the queue with what this loop has seen of it."""
+        """Count a turn; return the queue's state with this loop's counts."""
         self._num_turns += 1
         self._num_quiet_turns = self._num_quiet_turns + 1 if self._seen == num_arrived else 0
         self._seen = num_arrived
@@ -141,12 +142,12 @@ class BatcherStatistics(Readable):
     """Counts since the batcher was made.
 
     Attributes:
-        num_submitted: Queries handed in.
-        num_joined: Number of these that joined an equal query, waiting or under evaluation.
-        num_skipped: Distinct queries never evaluated, because every caller had gone.
+        num_submitted: Queries submitted.
+        num_joined: Submitted queries that joined an equal one, waiting or under evaluation.
+        num_skipped: Distinct queries never evaluated, because all their callers were cancelled.
         num_failed: Distinct queries answered with an exception.
         num_batches: Calls of ``evaluate``.
-        batch_sizes: How many batches had each size.
+        batch_sizes: Number of batches by size.
         num_pending: Distinct queries waiting now.
         num_in_flight: Distinct queries being evaluated now.
     """
@@ -162,7 +163,7 @@ class BatcherStatistics(Readable):
 
     @classmethod
     def sum(cls, several: Iterable[Self]) -> Self:
-        """Return the counts of several batchers together."""
+        """Return the added counts of several batchers."""
         several = list(several)
         sizes: Counter[int] = Counter()
         for statistics in several:

@@ -1,4 +1,4 @@
-"""One thread that runs what it is given, in order, and never keeps its owner alive."""
+"""Worker: a thread that runs calls in order and keeps no reference to its owner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENDED: Final = "the worker thread has ended, as it does when the interpreter ex
 
 @final
 class _Calls(queue.SimpleQueue):
-    """A queue that one thread works off until it is closed."""
+    """A queue of calls for one thread, until it is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Calls(queue.SimpleQueue):
         self._lock = threading.Lock()
 
     def claim(self) -> bool:
-        """Whether the current thread is the first that wants to work it off, and so does."""
+        """Make the current thread the one that runs the calls; return whether it was the first."""
         with self._lock:
             if self.thread is None:
                 self.thread = threading.current_thread()
@@ -46,7 +46,7 @@ class _Calls(queue.SimpleQueue):
 
 @final
 class Worker:
-    """Runs calls one after another on a daemon thread that starts with the first of them."""
+    """Runs calls one after another on a daemon thread that the first call starts."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,7 +63,8 @@ class Worker:
                 target=_work, args=(self._calls,), name=self._name, daemon=True
             )
             try:
-                # Interrupted here, it may have begun all the same. The next one then ends at once.
+                # If a Ctrl-C interrupts this, the thread may run all the same. ``claim`` then
+                # refuses the thread of the next call, which ends at once.
                 thread.start()
             except RuntimeError as error:
                 if threading.main_thread().is_alive():
@@ -71,21 +72,21 @@ class Worker:
                 raise BatcherClosedError(f"asked while the interpreter exits: {error}") from error
             self._thread = thread
             self._finalizer = weakref.finalize(self, _stop, self._calls, thread)
-        # An exception of the call would end the thread.
+        # ``call`` must not raise: an exception would end the thread.
         self._calls.add(call)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it takes no more calls: after ``stop()``, and at interpreter exit."""
+        """Whether the worker takes no more calls: after ``stop()``, and at interpreter exit."""
         return self._calls.is_closed or sys.is_finalizing()
 
     def stop(self) -> None:
-        """Finish the calls already queued and end the thread; again has no effect."""
+        """Finish the calls already queued and end the thread; a second call has no effect."""
         if self._finalizer is None:
             self._calls.close()
         elif self._finalizer.alive:
             self._finalizer()
-        elif self._thread is not None:  # it was interrupted before
+        elif self._thread is not None:  # an earlier stop() was interrupted
             _join(self._thread, self._calls.thread)
 
     def is_current_thread(self) -> bool:
@@ -97,7 +98,7 @@ def _work(calls: _Calls) -> None:
         return
     while (call := calls.get()) is not None:
         call()
-        del call  # or the last batch would be held until the next one comes
+        del call  # or it would keep its batch alive until the next call
 
 
 def _stop(calls: _Calls, thread: threading.Thread) -> None:

@@ -72,31 +72,31 @@ from genlm_backend.tokenization import Alphabet, Token, decode_vocab
 class AsyncLM(Closing):
     """A language model whose next-token log-probabilities can be awaited.
 
-    Concurrent awaits are answered together. A row is a ``torch.Tensor`` of shape
-    ``[len(byte_vocab)]`` and dtype float32: natural logarithms that sum to one in probability,
-    computed in float32 whatever the model's own dtype, the caller's to modify. Ids that no token
-    has are ``-inf``. The answer to a context depends on nothing else: not on the other contexts
-    of its batch, nor on what is cached, beyond rounding.
+    Concurrent awaits are evaluated in one batch. A row is a ``torch.Tensor`` of shape
+    ``[len(byte_vocab)]`` and dtype float32: normalised natural log-probabilities, computed in
+    float32 whatever the model's dtype. The caller may modify it. Ids that no token has are
+    ``-inf``. Beyond rounding, a row depends on its context alone, not on the other contexts of
+    its batch or on the contents of the cache.
 
     Every log-probability method takes ``lora_name``, the adapter to read the context with. A
-    model of one's own has to define ``next_token_logprobs`` and ``next_token_logprobs_sync``, and
-    what else it can do better than by one context after another.
+    subclass has to define ``next_token_logprobs`` and ``next_token_logprobs_sync``. The defaults of
+    the other methods ask for one context after another; override those that it can do faster.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
-        vocab_size: Width of the model's rows, where it may differ from the tokenizer's. Where
-            the model is wider, the ids beyond are undefined; where it is narrower, the
-            tokenizer's are cut, with a warning.
+        vocab_size: Width of the model's rows, if it may differ from the tokenizer's. If the model
+            is wider, the extra ids are undefined; if it is narrower, the tokenizer's extra ids are
+            cut, with a warning.
         self_check: Compare probe texts with the bytes of their tokens.
 
     Attributes:
-        tokenizer: As given.
+        tokenizer: The ``tokenizer`` argument, unchanged.
         byte_vocab: The tokens by id, as bytes.
         str_vocab: The tokens by id, as text that is never empty: ``<|undefined_151643|>`` for an
             id that no token has, ``<|empty_7|>`` for a token without bytes.
         special_ids: Ids of special tokens.
         undefined_ids: Ids that no token has.
-        contexts: What checks token ids and makes a ``Context`` of them.
+        contexts: Factory that checks token ids and makes ``Context`` objects of them.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -106,7 +106,7 @@ class AsyncLM(Closing):
     """Checks of the constructor's options, by name."""
 
     library_opts: ClassVar[str] = ""
-    """Option of ``from_name`` that takes those of the library that loads the model."""
+    """Option of ``from_name`` whose value is passed on to the library that loads the model."""
 
     def __init__(
         self, tokenizer: Any, *, vocab_size: int | None = None, self_check: bool = True
@@ -122,34 +122,34 @@ class AsyncLM(Closing):
         self.contexts = ContextFactory(len(self.byte_vocab))
 
     max_length: int | None = None
-    """Longest context that the model takes, in tokens; ``None`` where nothing bounds it."""
+    """Longest context that the model takes, in tokens; ``None`` for no bound."""
 
     kv_cache_dtype: str | None = None
-    """Number format in which keys and values are kept; ``None`` for the type of the model."""
+    """Format of the cached keys and values; ``None`` for the model's own dtype."""
 
     _own_eos: Collection[int] | None = None
-    """Ids that end a text by the model's generation config; ``None`` if it names none."""
+    """EOS ids of the model's generation config; ``None`` if it names none."""
 
     _alphabet: tuple[frozenset[int], Alphabet] | None = None
 
     has_host_tier: bool = False
-    """Whether keys and values that have to leave the device are kept on the host."""
+    """Whether keys and values that are evicted from the device move to host memory."""
 
     batch_size: int = 20
-    """Number of distinct contexts that are evaluated at once, at most."""
+    """Upper bound on the number of distinct contexts in one batch."""
 
     device: torch.device | None = None
-    """Device on which rows are returned; ``None`` if a model of one's own does not say."""
+    """Device on which rows are returned; ``None`` if a subclass does not set it."""
 
     model_device: torch.device | None = None
-    """Device on which the model takes its token ids; ``None`` if it does not say."""
+    """Device on which the model takes its token ids; ``None`` if unknown."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end a text, wherever a caller names none.
+        """The ids that end a text, unless a call passes its own.
 
-        The model's own generation config names them, and may name several. Where it names no token
-        of the model, they are the tokenizer's; empty where that names none either.
+        They come from the model's generation config, which may name several. If it names no token
+        of the model, they are the tokenizer's; the set is empty if that names none either.
         """
         return default_ends(self._own_eos, self.tokenizer, self._is_token)
 
@@ -158,7 +158,7 @@ class AsyncLM(Closing):
 
     @property
     def alphabet(self) -> Alphabet:
-        """The tokens in the order of their bytes, without those that end a text now."""
+        """The tokens sorted by their bytes; those that end a text or have no bytes come last."""
         ends = self.special_ids | self.eos_token_ids
         if self._alphabet is None or self._alphabet[0] != ends:
             self._alphabet = ends, Alphabet(self.byte_vocab, ends, self.undefined_ids)
@@ -169,8 +169,8 @@ class AsyncLM(Closing):
         """Check options of the constructor and of ``from_name``, before a model is loaded.
 
         Raises:
-            OptionTypeError: (``TypeError``) If there is none of a name, or one is of a wrong type.
-            OptionError: (``ValueError``) If one is out of its bounds.
+            OptionTypeError: (``TypeError``) If a name is unknown or a value has a wrong type.
+            OptionError: (``ValueError``) If a value is out of its bounds.
         """
         check_option_names(cls, options, cls.library_opts, is_loading=True)
         checked(cls.option_checks, options)
@@ -180,22 +180,23 @@ class AsyncLM(Closing):
         token_ids: TokenIds | str = (),
         images: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> Context:
-        """Return token ids as a ``Context``, which may be passed wherever token ids are.
+        """Return token ids as a ``Context``, which every method takes in place of token ids.
 
-        ``context + [token]`` is another, made and asked at a cost that is the same at any length.
+        ``context + [token]`` is another; making it and looking it up costs the same at any length.
 
         Args:
             token_ids: Token ids. With ``images`` it may be a text.
-            images: Pictures, for models that see them (of transformers and vLLM): PIL
-                images, arrays ``[height, width, 3]`` of bytes, paths or the bytes of files, one for
-                each place in the prompt that the model's own token for a picture marks. Or what its
-                processor has made of them, by name (``pixel_values``, …), for its ``input_ids``.
+            images: Pictures, for multimodal models (transformers and vLLM): PIL images,
+                arrays ``[height, width, 3]`` of bytes, paths or the bytes of files, one for
+                each of the model's image tokens in the prompt. Or the outputs of its processor
+                by name (``pixel_values``, …); ``token_ids`` are then its ``input_ids``.
 
         Raises:
             ContextTypeError: (``TypeError``) If the ids are not integers.
-            ContextError: (``ValueError``) If one is outside the vocabulary, or another model's.
-            PictureError: (``ValueError``) If the model sees no pictures, there are more or fewer
-                of them than places, or one cannot be read.
+            ContextError: (``ValueError``) If an id is outside the vocabulary, or the ``Context``
+                is another model's.
+            PictureError: (``ValueError``) If the model takes no pictures, their number differs
+                from the number of image tokens, or one cannot be read.
         """
         if images is not None:
             if isinstance(token_ids, Context) and token_ids.pictures is not None:
@@ -216,28 +217,28 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``.
 
-        Awaited together with whatever else is being asked; at most ``batch_size`` distinct
-        contexts are one batch. Equal contexts are computed once, and the keys and
-        values of every prefix seen are reused, so that one more token costs one token.
+        Concurrent calls are batched, up to ``batch_size`` distinct contexts at a time. Equal
+        contexts are computed once. The keys and values of cached prefixes are reused, so that
+        extending a context by one token computes one token.
 
         Raises:
             ContextTypeError: (``TypeError``) If the ids are not integers.
             ContextError: (``ValueError``) If the context is empty, longer than the model's
-                maximum, or holds an id outside the vocabulary. As with the ``TypeError``,
-                nothing is queued then.
+                maximum, or holds an id outside the vocabulary. This error and the
+                ``TypeError`` are raised before the query is queued.
             UnknownAdapterError: (``ValueError``) If ``lora_name`` is not loaded.
             BatcherClosedError: (``RuntimeError``) After ``close()``.
             QueryDroppedError: (``RuntimeError``) If the query was dropped while it waited.
-            Exception: What the model raised for this batch; the next call starts afresh.
+            Exception: Any error that the model raised for this batch; later calls still work.
         """
 
     async def next_token_logits(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the row before it is normalised, where the backend knows it: float32 ``[vocab]``.
+        """Return the logits, if the backend has them, or log-probabilities: float32 ``[vocab]``.
 
-        Some processors of transformers, such as the repetition penalty, are defined on these. A
-        backend that does not know them returns log-probabilities, which differ by one number.
+        Some logits processors of transformers, such as the repetition penalty, need them.
+        Log-probabilities differ from logits by one constant per row.
         """
         return await self.next_token_logprobs(token_ids, lora_name)
 
@@ -247,7 +248,7 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the same row as ``next_token_logprobs``, blocking the calling thread.
 
-        Works from any thread, inside a running event loop too (a notebook), which waits for it.
+        Works from any thread. Inside a running event loop (a notebook), it blocks the loop.
         """
 
     async def batch_next_token_logprobs(
@@ -268,27 +269,26 @@ class AsyncLM(Closing):
 
     _together = staticmethod(together)
 
-    # ---------------------------------------------------------------- read off rows
+    # ---------------------------------------------------------------- readouts
 
     async def read(
         self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None = None
     ) -> Any:
-        """Return the answer to a readout of any kind, such as one of your own.
+        """Return the answer to a readout of any class, such as one of your own.
 
-        All that is read off rows is asked by it. The answer may be another caller's too: it is
-        copied before it is modified.
+        The methods that return less than a row call it. Other callers may hold the same answer
+        object: copy it before you modify it.
 
         Args:
             token_ids: The context.
-            readout: A function from a ``RowQuery`` to the ``Readout`` of it, such as a class of
-                readouts that are made of a query alone, or ``lambda query: Margin(query, 3)``.
+            readout: A function from a ``RowQuery`` to its ``Readout``: a ``Readout`` class whose
+                constructor takes only the query, or ``lambda query: Margin(query, 3)``.
             lora_name: The adapter to read the context with.
 
         Raises:
-            OptionTypeError: (``TypeError``) If ``readout`` makes no readout.
+            OptionTypeError: (``TypeError``) If ``readout`` returns no readout.
             EvaluationError: (``RuntimeError``) If the row is NaN.
-            Exception: What the kind of readout has in place of an answer, and what
-                ``next_token_logprobs`` raises.
+            Exception: Any error of the readout, or of ``next_token_logprobs``.
         """
         asked = readout_of(readout, NO_QUERY)
         row = await self.next_token_logprobs(_listed(token_ids), lora_name=lora_name)
@@ -299,9 +299,9 @@ class AsyncLM(Closing):
     async def batch_read(
         self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
     ) -> list[Any]:
-        """Return the answers to a readout behind each of many contexts, in order; see ``read``.
+        """Return the answers to a readout of each context, in order; see ``read``.
 
-        ``readout`` is called once for each context, in order. The first error of one is raised.
+        ``readout`` is called once for each context, in order. The first error is raised.
         """
         contexts = listed_contexts("token_ids_list", token_ids_list)
         return await self._together(self.read(ids, readout, lora_name) for ids in contexts)
@@ -311,10 +311,10 @@ class AsyncLM(Closing):
     async def next_token_top(
         self, token_ids: TokenIds, k: int, lora_name: str | None = None
     ) -> TopTokens:
-        """Return the ``k`` most probable tokens after a context, and what is left for the others.
+        """Return the ``k`` most probable tokens after a context, and the mass of all others.
 
-        Like all that is read off rows, it is read where the model is, in the batches of all other
-        awaits: no row is made for the caller, comes out of another process, or is kept.
+        Like every readout, it is computed on the model's device, in the batches of other awaits:
+        no row is copied for the caller, sent by another process, or cached.
 
         Args:
             token_ids: The context.
@@ -322,15 +322,15 @@ class AsyncLM(Closing):
             lora_name: The adapter to read the context with.
 
         Returns:
-            Their ids, int64 ``[k]``, their log-probabilities, float32 ``[k]``, the most probable
-            first, and the logarithm of the probability of all others together, summed from theirs.
-            ``texts`` of it are the tokens as text, and a notebook shows these.
+            Their ids, int64 ``[k]``, and log-probabilities, float32 ``[k]``, the most probable
+            first; and the log-mass of all other tokens, summed from their probabilities. The
+            attribute ``texts`` has the tokens as text, which notebooks show.
 
         Raises:
             OptionTypeError: (``TypeError``) If ``k`` is no integer.
-            OptionError: (``ValueError``) If it is below 1 or above the size of the vocabulary.
+            OptionError: (``ValueError``) If ``k`` is below 1 or above the size of the vocabulary.
             EvaluationError: (``RuntimeError``) If the row is NaN.
-            Exception: What ``next_token_logprobs`` raises.
+            Exception: Any error of ``next_token_logprobs``.
         """
         readout = top_of(k, len(self.byte_vocab))
         return own_top(await self.read(token_ids, readout, lora_name), self.str_vocab)
@@ -342,18 +342,18 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the log-probabilities of chosen tokens after a context: float32 ``[len(chosen)]``.
 
-        They are those of the whole row, to the last bit; see ``next_token_top``.
+        They equal the entries of the whole row bit for bit; see ``next_token_top``.
 
         Args:
             token_ids: The context.
-            chosen: Ids of the tokens, in any order; one that is there twice is answered twice.
+            chosen: Ids of the tokens, in any order; duplicates are allowed.
             lora_name: The adapter to read the context with.
 
         Raises:
-            OptionTypeError: (``TypeError``) If they are no collection of integers, or a set.
-            OptionError: (``ValueError``) If one is outside the vocabulary.
+            OptionTypeError: (``TypeError``) If ``chosen`` is a set, or no collection of integers.
+            OptionError: (``ValueError``) If an id is outside the vocabulary.
             EvaluationError: (``RuntimeError``) If the row is NaN.
-            Exception: What ``next_token_logprobs`` raises.
+            Exception: Any error of ``next_token_logprobs``.
         """
         readout = chosen_of(chosen, len(self.byte_vocab))
         return (await self.read(token_ids, readout, lora_name)).clone()
@@ -367,7 +367,7 @@ class AsyncLM(Closing):
 
         Raises:
             EvaluationError: (``RuntimeError``) If the row is NaN.
-            Exception: What ``next_token_logprobs`` raises.
+            Exception: Any error of ``next_token_logprobs``.
         """
         return await self.read(token_ids, Entropy, lora_name)
 
@@ -376,24 +376,25 @@ class AsyncLM(Closing):
     async def next_token_log_masses(
         self, token_ids: TokenIds, groups: Sequence[Allowed], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return how probable groups of tokens are after a context: float64 ``[len(groups)]``.
+        """Return the log-masses of groups of tokens after a context: float64 ``[len(groups)]``.
 
-        Each number is the logarithm of the probability that the next token is one of a group's,
-        summed from theirs, and ``-inf`` where none of them is possible. The tokens of a node of a
-        trie over the vocabulary are ``trie.tokens_below(node)``; for all nodes at once there is
+        A log-mass is the logarithm of the probability that the next token is in the group, or
+        ``-inf`` if no token of the group is possible. The tokens below a node of a trie over the
+        vocabulary are ``trie.tokens_below(node)``; for all nodes at once there is
         ``lm_trie_weights``. See ``next_token_top``.
 
         Args:
             token_ids: The context.
-            groups: Groups of tokens, which may have tokens in common: each bools ``[vocab]``, the
+            groups: Groups of tokens, which may overlap: each bools ``[vocab]``, the
                 ``PackedMask`` of a constraint, or a collection of token ids.
             lora_name: The adapter to read the context with.
 
         Raises:
-            OptionTypeError: (``TypeError``) If one of them is of another type.
-            OptionError: (``ValueError``) If one has another shape, or an id outside the vocabulary.
+            OptionTypeError: (``TypeError``) If a group has another type.
+            OptionError: (``ValueError``) If a group has another shape, or an id outside the
+                vocabulary.
             EvaluationError: (``RuntimeError``) If the row is NaN.
-            Exception: What ``next_token_logprobs`` raises.
+            Exception: Any error of ``next_token_logprobs``.
         """
         readout = masses_of(groups, len(self.byte_vocab))
         return (await self.read(token_ids, readout, lora_name)).clone()
@@ -407,15 +408,15 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the log-probability of each token of a continuation: float32 ``[n]``.
 
-        Each is what the row of all tokens before it says of that token, to rounding. An
+        Up to rounding, each equals that token's entry in the row of all tokens before it. An
         ``AsyncTransformer`` computes each token of the text once, in the batches of other awaits,
-        and makes no rows, and so does vLLM, of most texts; other backends take the rows of all
+        and makes no rows; vLLM does so for most texts. Other backends compute the rows of all
         prefixes, ``batch_size`` at a time.
 
         Raises:
             ContextError: (``ValueError``) If the prompt is empty, an id is outside the vocabulary,
                 or the text without its last token is longer than the model's maximum.
-            Exception: What ``next_token_logprobs`` raises.
+            Exception: Any error of ``next_token_logprobs``.
         """
         prompts = [self.contexts.of(prompt, "prompt")]
         return (await self.batch_score(prompts, [continuation], lora_name))[0]
@@ -430,7 +431,7 @@ class AsyncLM(Closing):
     ) -> list[torch.Tensor]:
         """Return the scores of many continuations; see ``score``.
 
-        Each comes after its own prompt. A single prompt is for all of them.
+        ``prompts`` has one prompt for each continuation, or is a single prompt for all of them.
         """
         return await self._scores(prompts, continuations, lora_name, NO_EXTRAS)
 
@@ -445,28 +446,27 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
         **options: Unpack[ScoreOptions],
     ) -> TokenScores:
-        """Return more of each token of a continuation than its log-probability; see ``score``.
+        """Return each token's log-probability and further numbers from its row; see ``score``.
 
-        Each number is that of ``next_token_entropy``, ``next_token_top`` or
-        ``next_token_log_masses`` of the tokens before it. It is read off where the model computes,
-        in the pass that scores the text.
+        They are what ``next_token_entropy``, ``next_token_top`` and ``next_token_log_masses``
+        return for the tokens before it, computed on the model's device in the scoring pass.
 
         Args:
-            prompt: What comes before the continuation, at least one token.
-            continuation: The tokens that are scored.
+            prompt: The tokens before the continuation, at least one.
+            continuation: The tokens to score.
             lora_name: The adapter to read the text with.
-            **options: ``entropy``, whether to tell the entropy of what could come, in nats;
-                ``rank``, whether to tell how many tokens were more probable; ``top``, the number of
-                the most probable tokens to tell; ``groups``, groups of tokens whose masses are
-                told, as ``next_token_log_masses`` has them; ``beginnings``, whether to tell how
-                probable all tokens together were that begin with the first byte of the token, its
-                first two, and so on, as ``alphabet`` has them.
+            **options: ``entropy``: also return the entropy of each next-token distribution, in
+                nats. ``rank``: also return how many tokens were more probable. ``top``: number of
+                most probable tokens to return. ``groups``: groups of tokens whose log-masses to
+                return, in the types of ``next_token_log_masses``. ``beginnings``: also return the
+                log-masses of all tokens that begin with the token's first byte, its first two
+                bytes, and so on; see ``alphabet``.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an option is of a wrong type.
+            OptionTypeError: (``TypeError``) If an option has a wrong type.
             OptionError: (``ValueError``) If ``top`` is below 0 or above the size of the vocabulary,
-                or a group is of another vocabulary.
-            Exception: What ``score`` raises.
+                or a group is for another vocabulary.
+            Exception: Any error of ``score``.
         """
         prompts = [self.contexts.of(prompt, "prompt")]
         return (await self.batch_score_with(prompts, [continuation], lora_name, **options))[0]
@@ -508,7 +508,7 @@ class AsyncLM(Closing):
     _scores_sync = blocking(_scores)
 
     async def _scored(self, asked: list[ScoreQuery], lora_name: str | None) -> list[torch.Tensor]:
-        """Return the answers to distinct scorings."""
+        """Return the answers to distinct scorings, here from the rows of all prefixes."""
 
         def ask(queries: list[RowQuery]) -> Awaitable[torch.Tensor]:
             contexts = [_listed(query.context) for query in queries]
@@ -525,12 +525,12 @@ class AsyncLM(Closing):
     ) -> int:
         """Draw a token id from the softmax of ``row / temperature``, float ``[vocab]``.
 
-        The row need not be normalised and is not modified; masked tokens are ``-inf``. At
-        temperature 0, the first of the most probable. A draw takes one number of ``generator``, or
-        a fresh one. Computed by NumPy on the calling thread: no threads are woken.
+        The row need not be normalised and is not modified; masked tokens are ``-inf``. Temperature
+        0 takes the first of the most probable tokens. A draw takes one number from ``generator``,
+        or a fresh random number. NumPy computes it on the calling thread alone.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an argument is of another type, such as a seed.
+            OptionTypeError: (``TypeError``) If an argument has another type, such as a seed.
             OptionError: (``ValueError``) If ``row`` has another shape, a NaN or no possible token,
                 or ``temperature`` is negative.
         """
@@ -545,38 +545,38 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
         **options: Unpack[DrawOptions],
     ) -> Draw:
-        """Draw the token after a context from its row, or from the allowed tokens of it.
+        """Draw the token after a context from its row, or from its allowed tokens.
 
-        The same token as ``draw`` of the row, where what is not allowed is ``-inf``, draws with the
-        same generator. It is drawn where the model is: no row is made for the caller, nor kept. Its
-        ``logprob - log_proposal`` is the log-weight that a particle gains; at temperature 1 that is
-        ``log_allowed``, the logarithm of the probability of all tokens that were drawn from.
+        It is the token that ``draw`` returns for the row with ``-inf`` for disallowed tokens, by
+        the same generator. It is drawn on the model's device: no row is copied or cached. A
+        particle gains the log-weight ``logprob - log_proposal``. At temperature 1 that equals
+        ``log_allowed``, the log-mass of the tokens that were drawn from.
 
         Args:
             token_ids: The context.
             allowed: The tokens that may be drawn: bools ``[vocab]``, an array or a tensor; the
                 ``PackedMask`` of a constraint; or a collection of token ids. By default, all.
             lora_name: The adapter to read the context with.
-            **options: ``generator``, a random stream that one number is taken from, before anything
-                is awaited, and none at temperature 0; by default, a fresh one. ``temperature``, the
-                divisor of the log-probabilities; 0 takes the first of the most probable, whatever
-                the three bounds are. ``top_k``: only so many of the most probable allowed tokens
-                are drawn from, and those that are as probable as the last of them; 0 for no bound.
-                ``top_p``: only tokens than which more probable ones have less than this probability
-                together, of what is left, at the temperature; above 0 to 1. ``min_p``: only tokens
-                that have this share of the most probable one's probability, at the temperature; 0
-                to 1. ``impossible``: ``"raise"`` an error if no allowed token has a probability, or
-                ``"return"`` a draw without a token, whose ``token_id`` is -1 and whose ``logprob``
-                and ``log_allowed`` are ``-inf``: the weight of a particle that dies there.
+            **options: ``generator``: the random generator, by default a fresh random number. One
+                number is taken from it before the first await, none at temperature 0.
+                ``temperature``: divisor of the log-probabilities; 0 takes the first of the most
+                probable tokens and ignores the next three options. ``top_k``: draw from the
+                ``top_k`` most probable allowed tokens and any that tie with the last of them; 0
+                for no bound. ``top_p``: keep a token if the more probable ones have less than this
+                share of the mass that ``top_k`` leaves, at the temperature; above 0 to 1.
+                ``min_p``: keep tokens with at least this share of the largest probability, at the
+                temperature; 0 to 1. ``impossible``: if no allowed token is possible, ``"raise"`` an
+                error or ``"return"`` a draw with ``token_id`` -1, whose ``logprob`` and
+                ``log_allowed`` are ``-inf``, the weight of a dead particle.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an argument is of another type, such as a seed.
+            OptionTypeError: (``TypeError``) If an argument has another type, such as a seed.
             OptionError: (``ValueError``) If ``temperature`` is negative, ``impossible`` is another
-                word, or ``allowed`` has another shape, an id outside the vocabulary, or no token
-                where that is to raise.
-            EvaluationError: (``RuntimeError``) If the row is NaN, or the model gives no allowed
-                token a probability and that is to raise.
-            Exception: What ``next_token_logprobs`` raises.
+                word, or ``allowed`` has another shape, an id outside the vocabulary, or (under
+                ``impossible="raise"``) no token.
+            EvaluationError: (``RuntimeError``) If the row is NaN, or under ``impossible="raise"``
+                if no allowed token has a probability.
+            Exception: Any error of ``next_token_logprobs``.
         """
         context = self._context_of_draws(token_ids, lora_name)
         drawing = drawing_of(len(self.byte_vocab), allowed, options)
@@ -598,25 +598,25 @@ class AsyncLM(Closing):
     ) -> list[Draw]:
         """Draw ``n`` alternatives for the token after a context at once, from one row.
 
-        They are those that ``n`` calls of ``draw_next_token`` draw with the same generator. Where
-        they are to be ``distinct``, each is drawn from what the ones before it have left, by its
-        probability: without replacement, the distribution of the ``n`` largest log-probabilities
-        with Gumbel noise (Kool et al., 2019, arXiv:1903.06059), in order. ``log_allowed`` and
-        ``log_proposal`` of each are then those among what was left.
+        They equal the results of ``n`` calls of ``draw_next_token`` with the same generator. With
+        ``distinct``, they are drawn without replacement, in proportion to probability. That is the
+        distribution of the ``n`` largest log-probabilities with Gumbel noise, in order (Kool et
+        al., 2019, arXiv:1903.06059). ``log_allowed`` and ``log_proposal`` of each draw are then
+        relative to the tokens that earlier draws left.
 
         Args:
             token_ids: The context.
             n: Number of draws, at least 1.
-            distinct: Whether no token is drawn twice. There are fewer draws than ``n`` where
-                fewer tokens are possible.
+            distinct: Draw no token twice. If fewer than ``n`` tokens are possible, fewer are drawn.
             allowed: The tokens that may be drawn, as for ``draw_next_token``.
             lora_name: The adapter to read the context with.
-            **options: Those of ``draw_next_token``. ``generator`` gives ``n`` numbers, the bounds
-                hold whatever has been drawn, distinct draws at ``temperature=0`` are the most
-                probable tokens in order, and ``impossible="return"`` returns ``n`` draws.
+            **options: Options of ``draw_next_token``. ``n`` numbers are taken from ``generator``.
+                ``top_k``, ``top_p`` and ``min_p`` are computed before the first draw. Distinct
+                draws at ``temperature=0`` are the most probable tokens in order.
+                ``impossible="return"`` returns ``n`` draws.
 
         Raises:
-            Exception: What ``draw_next_token`` raises; ``OptionError`` (``ValueError``) as well if
+            Exception: Any error of ``draw_next_token``; also ``OptionError`` (``ValueError``) if
                 ``n`` is below 1.
         """
         context = self._context_of_draws(token_ids, lora_name)
@@ -634,22 +634,22 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
         **options: Unpack[DrawOptions],
     ) -> list[Draw]:
-        """Draw the token after each of many contexts, as a step of particles does.
+        """Draw the token after each of many contexts, such as the particles of one step.
 
-        They are the draws of as many calls of ``draw_next_token``, in order, with the same
+        The draws equal those of one ``draw_next_token`` call per context, in order, with the same
         generator.
 
         Args:
             token_ids_list: The contexts.
-            allowed: The tokens that may be drawn behind each of them, such as the masks of
-                ``Constraint.masks``; ``None`` where all may be. A single mask is for all contexts.
+            allowed: The tokens that may be drawn after each context, such as the masks of
+                ``Constraint.masks``; ``None`` allows all. A single mask is for all contexts.
             lora_name: The adapter to read the contexts with.
-            **options: Those of ``draw_next_token``. ``generator`` gives a number for each context,
-                in order.
+            **options: Options of ``draw_next_token``. One number per context is taken from
+                ``generator``, in order.
 
         Raises:
-            Exception: What ``draw_next_token`` raises, of the first that raises it; ``OptionError``
-                (``ValueError``) as well if there are not as many of ``allowed`` as of contexts.
+            Exception: The first error of a ``draw_next_token``; also ``OptionError``
+                (``ValueError``) if the length of ``allowed`` differs from the number of contexts.
         """
         self.check_adapter(lora_name)
         contexts = self.contexts.check_contexts("token_ids_list", token_ids_list, self.max_length)
@@ -676,27 +676,27 @@ class AsyncLM(Closing):
     ) -> Sampled:
         """Sample a continuation of up to ``max_tokens`` ids, token by token.
 
-        Equal seeds give equal continuations, whatever else the model is asked meanwhile.
+        Equal seeds give equal continuations, whatever other requests run at the same time.
 
         Args:
-            prompt_token_ids: What is continued.
-            max_tokens: Ids to sample, at most; fewer where the model takes no longer context.
-            eos_token_ids: Ids that end it. The first that comes is not returned. By default, those
-                that end a text of this model; none for ``[]``.
+            prompt_token_ids: The prompt.
+            max_tokens: Ids to sample, at most; fewer once the context exceeds ``max_length``.
+            eos_token_ids: Ids that end the continuation and are not returned. The default is the
+                model's ``eos_token_ids``; ``[]`` for none.
             temperature: Divisor of the log-probabilities; 0 takes the most probable token.
-            seed: Seed of the draws; ``None`` draws afresh.
+            seed: Seed of the draws; ``None`` for a fresh one.
             lora_name: The adapter to read the contexts with.
-            **others: No options: a name that other libraries have is told what it is here.
+            **others: Must be empty: an unknown name raises, with this library's name for it.
 
         Returns:
-            The ids, in a list whose ``finish_reason`` says why there are no more: ``"eos"``, or
-            ``"length"`` after ``max_tokens`` and where the model takes no longer context.
+            The ids, in a list whose ``finish_reason`` says why it ends: ``"eos"``, or
+            ``"length"`` at ``max_tokens`` or once the context exceeds ``max_length``.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an option is of a wrong type.
+            OptionTypeError: (``TypeError``) If an option has a wrong type.
             OptionError: (``ValueError``) If ``temperature`` or ``max_tokens`` is negative, or one
                 of ``eos_token_ids`` is outside the vocabulary.
-            Exception: What ``next_token_logprobs`` raises.
+            Exception: Any error of ``next_token_logprobs``.
         """
         check_no_others("sample", others)
         prompts = [self.contexts.check_context(prompt_token_ids)]
@@ -714,11 +714,11 @@ class AsyncLM(Closing):
         progress: bool = False,
         **others: Any,
     ) -> list[Sampled]:
-        """Sample a continuation of each prompt, all at the same time; see ``sample``.
+        """Sample a continuation of each prompt concurrently; see ``sample``.
 
-        Each prompt has a random stream of its own, derived from ``seed`` and its place in the
-        list, so that its continuation does not depend on the prompts behind it. ``progress``
-        shows a bar of the continuations that are complete, on a terminal or in a notebook.
+        Each prompt has its own random stream, derived from ``seed`` and its index in the list, so
+        that its continuation does not depend on the other prompts. ``progress`` shows a bar of the
+        finished continuations, on a terminal or in a notebook.
         """
         check_no_others("batch_sample", others)
         prompts = self.contexts.check_contexts("prompt_token_ids_list", prompt_token_ids_list)
@@ -735,10 +735,10 @@ class AsyncLM(Closing):
     async def _samples(
         self, prompts: list[Context], lora_name: str | None, progress: bool, **options: Any
     ) -> list[Sampled]:
-        """Sample a continuation of each prompt, by checked options."""
+        """Sample a continuation of each prompt; the options have been checked."""
         temperature, seed = options.pop("temperature"), options.pop("seed")
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
-        if len(prompts) == 1 and not progress:  # or a bar would import tqdm as Python exits
+        if len(prompts) == 1 and not progress:  # no tqdm import, which may come at Python's exit
             return [await self._sample(prompts[0], lora_name, samplers[0], **options)]
         with progress_bar(len(samplers), progress) as bar:
 
@@ -761,7 +761,7 @@ class AsyncLM(Closing):
         reason: Literal["eos", "length"] = "length"
         while len(context) < len(prompt) + max_tokens:
             is_full = self.max_length is not None and len(context) > self.max_length
-            if is_full and len(context) > len(prompt):  # of a prompt that is, the model tells
+            if is_full and len(context) > len(prompt):  # a prompt that is too long raises in read()
                 break
             (drawn,) = await self.read(context, sampler.drawing, lora_name)
             if drawn.token_id in eos_token_ids:
@@ -774,44 +774,44 @@ class AsyncLM(Closing):
 
     @property
     def kv_capacity(self) -> int | None:
-        """Tokens whose keys and values fit at once; ``None`` where no such memory bounds them.
+        """Number of tokens whose keys and values fit at once; ``None`` if none are kept.
 
-        A context beyond it is still answered, at the cost of computing it again and again. Of a
-        model that has recurrent states alone, it is the number of tokens that can be told apart:
-        its states have a budget of their own.
+        A longer context is still answered, but computed anew each time. For a model with only
+        recurrent states, it is the number of tokens that the prefix tree can hold; the states have
+        a separate budget.
         """
         return None
 
     async def num_cached_tokens(
         self, token_ids: TokenIds, lora_name: str | None = None, *, tier: TierName | None = None
     ) -> int:
-        """Return how many of a context's tokens need not be computed if it is asked now.
+        """Return how many of a context's tokens are cached now and need not be computed.
 
         Args:
             token_ids: The context.
-            lora_name: The adapter it is for.
-            tier: What is counted: the tokens whose keys and values are on the ``"device"``,
-                on the ``"host"``, from where they are fetched, or both.
+            lora_name: The adapter to read the context with.
+            tier: The tier to count: ``"device"``; ``"host"``, whose keys and values are copied to
+                the device when used; or ``None`` for both.
         """
         return 0
 
     # ---------------------------------------------------------------- adapters
 
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
-        """Load a LoRA adapter, to be named in queries; blocks until it is there.
+        """Load a LoRA adapter under a name for queries; blocks until it is loaded.
 
-        A name that is loaded is bound anew, and the files are read again. Queries asked before the
-        call are answered by the adapter that had the name, and those asked after it by the new one;
-        a text that is being generated or searched asks for its next rows by the name. The call
-        waits for the former, then frees that adapter and clears the cache, as ``remove_lora`` does.
+        A name that is already loaded is rebound, and the files are read again. Earlier queries
+        are answered by the old adapter, later ones by the new one; a running generation or search
+        looks the name up at each step. The call waits for the earlier queries, then frees the old
+        adapter and clears the cache, as ``remove_lora`` does.
 
         Args:
             lora_path: A directory in PEFT's format, or a repository on the hub.
             lora_name: The name of the adapter.
 
         Raises:
-            AdapterError: (``ValueError``) If nothing can be loaded, or the model takes no adapters.
-                An adapter that had the name keeps it.
+            AdapterError: (``ValueError``) If loading fails, or the model takes no adapters. The
+                old adapter then keeps the name.
         """
         raise AdapterError(
             f"{type(self).__name__} takes no LoRA adapters: {lora_name!r} is refused"
@@ -820,10 +820,10 @@ class AsyncLM(Closing):
     def remove_lora(self, lora_name: str) -> None:
         """Remove a LoRA adapter that ``add_new_lora`` has loaded.
 
-        Queries with it that have not begun get an ``UnknownAdapterError``, and no others.
+        Only its queries that are still waiting get an ``UnknownAdapterError``.
 
         Raises:
-            UnknownAdapterError: (``ValueError``) If there is none of that name.
+            UnknownAdapterError: (``ValueError``) If no adapter has that name.
         """
         self.check_adapter(lora_name)
 
@@ -835,43 +835,43 @@ class AsyncLM(Closing):
             )
 
     def _adapter(self, lora_name: str | None) -> Adapter | None:
-        """Return a checked adapter as queries have it; ``None`` if they go by its name."""
+        """Check an adapter's name; return its ``Adapter`` for queries, here always ``None``."""
         self.check_adapter(lora_name)
 
     def _normalize(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[..., n]`` as float32 rows, cut or filled up to the vocabulary."""
+        """Return logits ``[..., n]`` as float32 rows, cut or padded to the vocabulary's width."""
         missing = len(self.byte_vocab) - logits.shape[-1]
         padded = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
         return padded.log_softmax(-1)
 
     def set_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an ``AdapterError``: each call says by ``lora_name`` which adapter it is for."""
+        """Raise an ``AdapterError``: each call names its adapter by ``lora_name``."""
         raise AdapterError(
             "no adapter is active for all callers: load it by add_new_lora(lora_path, lora_name) "
             "and pass lora_name= to each call"
         )
 
     def clear_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an ``AdapterError``: a call without ``lora_name`` is for the model as it is."""
+        """Raise an ``AdapterError``: a call without ``lora_name`` uses the base model."""
         raise AdapterError(
             "no adapter is active for all callers: a call without lora_name= is for the model "
             "as it is; remove_lora(lora_name) removes an adapter"
         )
 
-    # ---------------------------------------------------------------- keeping house
+    # ---------------------------------------------------------------- housekeeping
 
     def clear_cache(self) -> None:
-        """Forget every cached row, key and value. No answer changes by it."""
+        """Drop every cached row, key and value. Answers stay the same."""
 
     def statistics(self) -> LMStatistics:
         """Return the statistics of batching and caching."""
         return LMStatistics()
 
     def close(self) -> None:
-        """Settle every waiter with an error and free what the model holds; again has no effect."""
+        """Fail every waiting caller and free the model; a second call has no effect."""
 
 
 def _listed(token_ids: TokenIds) -> TokenIds:
-    """Return a context without pictures as a list, which another model takes too."""
+    """Return a context without pictures as a plain list, which other models take too."""
     is_plain = isinstance(token_ids, Context) and token_ids.pictures is None
     return list(token_ids) if is_plain else token_ids

@@ -1,4 +1,4 @@
-"""BatchedLM: every method of AsyncLM once, over an evaluator."""
+"""BatchedLM implements every method of AsyncLM over an evaluator."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class RowOptions(TypedDict, total=False):
-    """Options of every model that its constructor takes by name; ``BatchedLM`` explains them."""
+    """Row options, keyword arguments of every model; ``BatchedLM`` explains them."""
 
     row_cache_bytes: Annotated[int, Option(256 << 20, byte_count)]
     output_device: Annotated[str | torch.device, Option("cpu", check_device)]
@@ -72,17 +72,17 @@ class RowOptions(TypedDict, total=False):
 
 
 class LMOptions(RowOptions, total=False):
-    """Options of every model; ``BatchedLM`` explains them."""
+    """Row and batching options of every model; ``BatchedLM`` explains them."""
 
     batch_size: Annotated[int, Option(20, integer(1))]
     timeout: Annotated[float, Option(0.02, number(0, is_finite=False))]
 
 
 class PictureReading(Protocol):
-    """Makes contexts of prompts with pictures, by the processor of one model."""
+    """Makes contexts of prompts with pictures, with one model's processor."""
 
     processor: Any
-    """The processor of transformers, if there is one."""
+    """The transformers processor; ``None`` if there is none."""
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context: ...
 
@@ -90,28 +90,26 @@ class PictureReading(Protocol):
 class BatchedLM(OfOneProcess, AsyncLM):
     """A model over an evaluator: checks, batching, the row cache and adapters' names.
 
-    The evaluator is called on one worker thread of the model's own, which it has until
-    ``close()``.
+    The model's own worker thread makes all calls of the evaluator, until ``close()``.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
-        evaluator: What answers queries; no other model's.
-        batch_size: Number of distinct contexts evaluated at once, at most; where the evaluator
-            takes fewer, that many. A text that is scored counts as one for each 200 of its tokens.
-        timeout: Seconds that the first query of a batch may wait for others. It is an upper
-            bound that hardly anybody meets: a batch goes as soon as the event loop has nothing
-            more to add to it.
-        row_cache_bytes: Bytes of rows to keep, so that a context asked again costs no forward
+        evaluator: The evaluator, which no other model may share.
+        batch_size: Number of distinct contexts evaluated at once, at most, or the evaluator's
+            ``max_batch_size`` if that is less. A text to score counts as one per 200 tokens.
+        timeout: Seconds that the first query of a batch may wait for others. The bound rarely
+            matters: a batch goes as soon as the event loop has nothing more to add to it.
+        row_cache_bytes: Bytes of rows to keep, so that a repeated context costs no forward
             pass; 0 keeps none.
-        row_cache: In place of one that ``row_cache_bytes`` bounds.
-        output_device: Where rows are returned: "cpu", "cuda:0", …
+        row_cache: A row cache to use instead of one bounded by ``row_cache_bytes``.
+        output_device: Device of the returned rows: "cpu", "cuda:0", …
         self_check: Compare a few probe texts with the bytes of their tokens.
 
     Raises:
-        OptionTypeError: (``TypeError``) If an option is of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds.
-        DeviceError: (``ValueError``) If ``output_device`` is not there.
-        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
+        OptionTypeError: (``TypeError``) If an option has a wrong type.
+        OptionError: (``ValueError``) If an option is out of its bounds.
+        DeviceError: (``ValueError``) If ``output_device`` does not exist.
+        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be determined.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -135,14 +133,14 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> None:
         given, _ = self._parted(locals())
         self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
-        if "check_cancelled" in vars(evaluator):  # which is put there below
+        if "check_cancelled" in vars(evaluator):  # set below, so a model has it already
             raise OptionError("the evaluator is another model's, whose thread calls it")
         self.output_device: torch.device = given["output_device"]
         self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
         self._adapters = AdapterNames()
         self._answering = ResultCollector(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
-        self._last_counts: EvaluatorCounts | None = None  # of an evaluator that is closed
+        self._last_counts: EvaluatorCounts | None = None  # the evaluator's, once it is closed
         self._batcher: Batcher[Query, Any] = self._asking(BatchPolicy(timeout=given["timeout"]))
         self._submit, self._submit_all = self._batcher.submit, self._batcher.submit_all
         evaluator.check_cancelled = self._batcher.check_cancelled
@@ -153,7 +151,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             vocab_size, self_check = self._info.vocab_size, given["self_check"]
             super().__init__(tokenizer, vocab_size=vocab_size, self_check=self_check)
         except BaseException:
-            self._batcher.close()  # or its thread would stay as long as the traceback
+            self._batcher.close()  # or its thread would live as long as the traceback
             evaluator.close()
             raise
         self.max_length, self.kv_cache_dtype = self._info.max_length, self._info.kv_cache_dtype
@@ -166,8 +164,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     @classmethod
     def _parted(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Check the options among a constructor's variables; return those for here, and others."""
-        # Python's name for the class of the constructor, of which a program's may be a subclass.
+        """Check a constructor's options; return ``BatchedLM``'s own, and the subclass's."""
+        # Python's name for the class that defines the constructor; a caller's may be a subclass.
         check_option_names(values["__class__"], values["options"], cls.library_opts)
         all_values = {**defaults_of(LMOptions), **values, **values["options"]}
         given = checked(
@@ -178,7 +176,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     def __repr__(self) -> str:
         name, size = type(self).__name__, len(getattr(self, "byte_vocab", ()))
-        if not size:  # a constructor that has failed
+        if not size:  # the constructor has raised
             return f"<{name}>"
         device = "" if self.model_device is None else f" on {self.model_device}"
         capacity, num_states = self.kv_capacity, self._info.num_states
@@ -199,7 +197,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> torch.Tensor:
         query = self._query(token_ids, lora_name)
         row = self._rows.get(query)
-        if row is None:  # here, since one coroutine more takes two per cent of a row's time
+        if row is None:  # inlined: one more coroutine would add 2 % to the time of a row
             self._before_wait()
             row = await self._batcher.submit(query)
         return row.copy_logprobs(self.output_device)
@@ -265,7 +263,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     async def _scored(self, asked: list[ScoreQuery], lora_name: str | None) -> list[torch.Tensor]:
         self._batcher.check_open()
         self._before_wait()
-        # The evaluator may answer scorings, and not with these numbers.
+        # An evaluator that scores may still be unable to return the numbers of ``ScoreExtras``.
         if self._info.scores and (self._info.reads_out or not any(q.needs_row for q in asked)):
             return await self._submit_all(asked)
         return await scores_of_rows(asked, self._rows_of, self.batch_size)
@@ -294,7 +292,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             answers = {i: asked[i].of_row(row) for i, row in rows if row is not None}
         if len(answers) < len(asked):
             self._before_wait()
-        if not answers:  # as a rule
+        if not answers:  # the usual case
             return await self._submit_all(asked)
         missing = [i for i in range(len(asked)) if i not in answers]
         found = await self._submit_all([asked[i] for i in missing])
@@ -306,11 +304,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
     # ------------------------------------------------------- the worker thread and its queue
 
     def _call(self, method: Callable[[], T]) -> T:
-        """Run ``method`` on the worker after the batches already sent, and block for its result."""
+        """Run ``method`` on the worker after the batches already sent; block for its result."""
         return self._batcher.call(method)
 
     def _call_for(self, query: RowQuery, method: Callable[[], T]) -> T:
-        """Run ``method`` as ``_call`` does, if the adapter of its query is still there by then."""
+        """Run ``method`` as ``_call`` does, or raise if the query's adapter is gone by then."""
 
         def run() -> T:
             if error := self._adapters.error_of(query):
@@ -321,13 +319,13 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return self._call(run)
 
     async def _number_of(self, method: Callable[[Evaluator], int | None]) -> int:
-        """Return the number that a method of the evaluator returns, 0 for ``None``."""
+        """Run an evaluator's method on the worker; return its number, 0 for ``None``."""
         asked = self._batcher.call_soon(partial(method, self._evaluator))
         return await asyncio.wrap_future(asked) or 0
 
     @property
     def batch_size(self) -> int:
-        """Number of distinct contexts evaluated at once, at most (see the class); can be set."""
+        """Upper bound on the distinct contexts of a batch (see the class); can be set."""
         return self._batcher.policy.max_batch_size
 
     @batch_size.setter
@@ -348,18 +346,18 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return min(wanted, self._info.max_batch_size or wanted)
 
     def batch_evaluate_queries(self) -> None:
-        """Let what is waiting go now, or as soon as the batch under way is done."""
+        """Send all waiting queries now, or as soon as the current batch is done."""
         self._batcher.flush()
 
     def reset_async_queries(self) -> None:
-        """Settle every waiting caller with a ``QueryDroppedError`` (a ``RuntimeError``)."""
+        """Drop all waiting queries: callers get a ``QueryDroppedError`` (a ``RuntimeError``)."""
         self._batcher.drop("the query was dropped by reset_async_queries()")
 
     # ---------------------------------------------------------------- keys and values
 
     @property
     def kv_reuse(self) -> bool:
-        """Whether keys and values are reused; where not, every context is run whole."""
+        """Whether keys and values are reused; if not, every context is run whole."""
         return self._info.num_slots is not None
 
     @property
@@ -369,23 +367,23 @@ class BatchedLM(OfOneProcess, AsyncLM):
     async def num_cached_tokens(
         self, token_ids: TokenIds, lora_name: str | None = None, *, tier: TierName | None = None
     ) -> int:
-        """Return how many of a context's tokens need not be computed if it is asked now.
+        """Return how many of a context's tokens are cached now and need not be computed.
 
-        The last one always goes through the model. See ``AsyncLM`` for ``tier``.
+        The last token always goes through the model. See ``AsyncLM`` for ``tier``.
         """
         query, tier = self._query(token_ids, lora_name), check_tier("tier", tier)
         return await self._number_of(lambda e: e.num_cached(query, tier))
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
-        """Compute a prompt now and keep its keys and values until a cache is cleared.
+        """Compute a prompt now and pin its keys and values until a cache is cleared.
 
-        Caching is automatic, so nobody has to call this: it only keeps the prompt from being
-        evicted. Blocks the thread. Does nothing for models that run every context whole. Where
-        there are several replicas of a model, each of them keeps the prompt.
+        Caching is automatic: this call only protects the prompt from eviction. Blocks the thread.
+        Does nothing for models that run every context whole. If a model has several replicas, each
+        of them keeps the prompt.
 
         Raises:
-            CacheError: If there is no room for the prompt or its recurrent state, pinned ones
-                counted; if nothing is kept of prompts of its length, or its row is NaN.
+            CacheError: If the pinned prompts leave no room for this one or its recurrent state, if
+                prompts of its length are not cached, or if its row is NaN.
         """
         query = self._query(prompt_tokens, lora_name)
         if not self._call_for(query, lambda: self._evaluator.pin(query)) and self.kv_reuse:
@@ -399,29 +397,29 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._is_kept(query)
 
     def clear_kv_cache(self) -> None:
-        """Forget every cached key and value, pinned ones too. No answer changes by it.
+        """Drop every cached key and value, pinned ones too. Answers stay the same.
 
-        Comes after the batch that is being evaluated, for which the calling thread waits.
+        Blocks the thread until the current batch is done.
         """
         self._clear_by(self._evaluator.clear)
 
     def _is_kept(self, query: RowQuery) -> None:
-        """Note, on any thread, that a context's keys and values are cached now."""
+        """Hook for subclasses, on the caller's thread: a context's keys and values are cached."""
 
     def save_prefix(
         self, token_ids: TokenIds, path: str | Path, lora_name: str | None = None
     ) -> None:
         """Compute a prompt and write its keys and values into a file, for ``load_prefix``.
 
-        The file is in the format of safetensors; it holds the token ids, the keys and values as
-        they are kept, and digests of what they depend on. It appears whole or not at all, and
-        takes the place of another one. Blocks the thread.
+        The safetensors file holds the token ids, the keys and values in their cached format, and
+        digests of the model and adapter they depend on. It is written atomically and replaces an
+        existing file. Blocks the thread.
 
         Raises:
             CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
                 keys and values.
             PictureError: (``ValueError``) If the prompt begins with pictures.
-            OSError: If the file cannot be written. Where that can be seen before, nothing is
+            OSError: If the file cannot be written. If that is known in advance, nothing is
                 computed.
         """
         where = absolute_path("path", path)
@@ -432,18 +430,18 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._call_for(query, lambda: self._evaluator.save_prefix(query, where))
 
     def load_prefix(self, path: str | Path, lora_name: str | None = None) -> Context:
-        """Keep the keys and values of a file of ``save_prefix``, and return its tokens.
+        """Load the keys and values of a ``save_prefix`` file into the cache; return its tokens.
 
-        No token is computed. What is loaded is a cached prefix like any other, which goes when
-        others need the room; ``cache_kv`` keeps it. Blocks the thread.
+        No token is computed. The loaded prefix can be evicted like any other; ``cache_kv`` pins
+        it. Blocks the thread.
 
         Args:
             path: The file.
             lora_name: The adapter that it was saved with.
 
         Raises:
-            PrefixFileError: (``ValueError``) If the file is of a model with another config, other
-                weights or another adapter, or of another ``kv_cache_dtype``, cut short or changed.
+            PrefixFileError: (``ValueError``) If the file is from a model with another config, other
+                weights, another adapter or ``kv_cache_dtype``, or if it is truncated or changed.
             CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
                 keys and values.
             OSError: If the file cannot be read.
@@ -462,13 +460,13 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     @property
     def processor(self) -> Any:
-        """The processor of transformers that reads pictures, loaded when it is first needed.
+        """The transformers processor that reads pictures, loaded on first use.
 
-        Its ``image_token`` is what stands for a picture in a text. ``None`` for a model that reads
-        text alone, or has been given without a processor.
+        Its ``image_token`` stands for a picture in a text. ``None`` for a model that takes only
+        text, or was passed in without a processor.
 
         Raises:
-            PictureError: (``ValueError``) If there is none where the model was loaded from.
+            PictureError: (``ValueError``) If the place that the model was loaded from has none.
         """
         return None if self._pictures is None else self._pictures.processor
 
@@ -481,7 +479,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._pictures.processor = processor
 
     def _asker(self) -> Callable[[Callable[[Evaluator], Any]], Any]:
-        """Return a function that has the worker call a method, without keeping the model alive."""
+        """Return a function that runs a method on the worker, without a reference to the model."""
         before_wait, batcher, evaluator = self._before_wait, self._batcher, self._evaluator
 
         def ask(method: Callable[[Evaluator], Any]) -> Any:
@@ -501,10 +499,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
     # ---------------------------------------------------------------- adapters
 
     def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
-        """Load a LoRA adapter; where that raises, the model stays as it was.
+        """Load a LoRA adapter; if that raises, the model stays as it was.
 
-        An adapter that had the name is removed as ``remove_lora`` does, once everything that was
-        asked with it is answered, for which the calling thread waits.
+        If an adapter had the name, the call blocks until all queries so far are answered, then
+        removes that adapter as ``remove_lora`` does.
         """
         checked(ADAPTER_CHECKS, {"lora_path": lora_path, "lora_name": lora_name}, AdapterError)
         if not self._info.takes_adapters:
@@ -523,12 +521,12 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def remove_lora(self, lora_name: str) -> None:
         """Remove an adapter, and clear the cache.
 
-        Queries with it that have not begun get an ``UnknownAdapterError``, and no others.
+        Only its queries that are still waiting get an ``UnknownAdapterError``.
         """
         self._call(lambda: self._remove(self._named(lora_name)))
 
     def _drain(self, adapter: Adapter) -> None:
-        """Block until everything asked with an adapter so far is answered."""
+        """Block until all queries made with an adapter so far are answered."""
         self._batcher.drain()
 
     def _remove(self, adapter: Adapter) -> None:
@@ -548,23 +546,23 @@ class BatchedLM(OfOneProcess, AsyncLM):
             super().check_adapter(lora_name)
         return self._adapters.get(lora_name)
 
-    # ---------------------------------------------------------------- keeping house
+    # ---------------------------------------------------------------- housekeeping
 
     def clear_cache(self) -> None:
-        """Forget every cached row, key and value, pinned ones too. No answer changes by it.
+        """Drop every cached row, key and value, pinned ones too. Answers stay the same.
 
-        Comes after the batch that is being evaluated, for which the calling thread waits.
+        Blocks the thread until the current batch is done.
         """
 
         def clear() -> None:
             self._evaluator.clear()
-            self._rows.clear()  # those of batches that were sent before it
+            self._rows.clear()  # again: earlier batches may have added rows
 
         self._rows.clear()
         self._clear_by(clear)
 
     def _clear_by(self, clear: Callable[[], None]) -> None:
-        with contextlib.suppress(BatcherClosedError):  # what was kept has gone with the thread
+        with contextlib.suppress(BatcherClosedError):  # close() has freed the cache already
             self._call(clear)
 
     def statistics(self) -> LMStatistics:
@@ -572,13 +570,13 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return LMStatistics.of(self._batcher.statistics(), counts, self._rows)
 
     def close(self) -> None:
-        """Settle every waiter with an error and free what the model holds.
+        """Fail every waiting caller and free the model.
 
-        A forward pass under way is waited for. In a fork of the model's process, nothing is done.
+        Blocks until a running forward pass ends. In a fork of the model's process it does nothing.
         """
         if self._batcher.is_foreign:
             return
-        with self._closing:  # again after an interruption, it goes on where it was
+        with self._closing:  # a second call resumes a close that was interrupted
             self._batcher.close()
             self._rows.clear()
             if not self._is_closed:
@@ -588,7 +586,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
 
 def _check_writable(path: Path) -> None:
-    """Raise the error of a file that cannot be written, as far as it is known before."""
+    """Raise an ``OSError`` if it is clear in advance that the file cannot be written."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
     if path.is_dir():
@@ -600,14 +598,14 @@ def _check_writable(path: Path) -> None:
 
 
 class WholeLM(BatchedLM):
-    """A model whose evaluator has ``evaluate_whole``."""
+    """A ``BatchedLM`` whose evaluator can run a context whole, by ``evaluate_whole``."""
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the row of a context run whole and alone, past every cache: float32 ``[vocab]``.
+        """Return the row of a context run whole, alone and uncached: float32 ``[vocab]``.
 
-        For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
+        Use it to check the cache's answers or to time a plain forward pass. Blocks the thread.
         """
         query, evaluator = self._query(token_ids, lora_name), cast(Any, self._evaluator)
         row = self._call_for(query, lambda: evaluator.evaluate_whole(query))
@@ -615,22 +613,22 @@ class WholeLM(BatchedLM):
 
 
 class ProcessLM(WholeLM):
-    """A model that may live in a process of its own."""
+    """A ``WholeLM`` that may run in a child process."""
 
     @property
     def process_id(self) -> int | None:
-        """Number of the process that the model lives in; ``None`` where it is this one."""
+        """PID of the model's child process; ``None`` if the model runs in this process."""
         return getattr(self._evaluator, "process_id", None)
 
     def restart(self) -> None:
-        """End the process that the model lives in, and load the model and its adapters again.
+        """End the model's child process, and load the model and its adapters in a new one.
 
-        Comes after the batch that is being evaluated, and blocks the thread. Rows that are cached
-        stay, keys and values have gone, and counts begin anew.
+        Runs after the current batch and blocks the thread. Cached rows stay, cached keys and values
+        are lost, and counts start at zero.
 
         Raises:
-            ModelStateError: (``RuntimeError``) If the model lives in this process.
-            Exception: What loading raises; it may be tried again.
+            ModelStateError: (``RuntimeError``) If the model runs in this process.
+            Exception: Any error of loading; the call can be repeated.
         """
         if not isinstance(self._evaluator, RestartableEvaluator):
             raise ModelStateError("only a model of a process of its own can be restarted")

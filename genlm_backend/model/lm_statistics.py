@@ -19,36 +19,36 @@ class LMStatistics(Readable, EvaluatorCounts):
     """Counts since the model was loaded; bytes and tokens are exact, not estimates.
 
     Attributes:
-        num_awaits: Log-probability rows asked for, what is read off rows, and texts to be scored in
-            one pass, by whatever method.
+        num_awaits: Requests by any method: for rows, for readouts, and for texts that are scored
+            in one pass.
         num_batches: Batches evaluated.
         num_forwards: Forward passes of the model; a batch may take several (contexts of very
             different lengths, chunks of a long one) and a mock takes none.
-        batch_sizes: How many batches had each number of distinct contexts.
-        tokens_computed: Tokens that went through the model, padding not counted.
+        batch_sizes: Number of batches by number of distinct contexts.
+        tokens_computed: Tokens that went through the model, without padding.
         tokens_reused: Tokens whose keys and values were in the cache.
-        row_cache_hits: Awaits answered from rows computed before.
-        num_joined: Awaits answered by an equal query that was waiting already.
-        num_skipped: Contexts never computed, because every caller had gone.
+        row_cache_hits: Awaits answered from the row cache.
+        num_joined: Awaits that joined an equal query, waiting or under evaluation.
+        num_skipped: Contexts never computed, because all their callers were cancelled.
         row_bytes_used: Bytes of the cached rows.
-        row_bytes_budget: Bytes that they may take.
+        row_bytes_budget: Their upper bound.
         kv_bytes_used: Bytes of the cached keys and values.
-        kv_bytes_budget: Bytes that they may take.
-        host_bytes_used: Bytes of the keys, values and recurrent states that are kept on the host.
-        host_bytes_budget: Bytes that they may take.
+        kv_bytes_budget: Their upper bound.
+        host_bytes_used: Bytes of the keys, values and recurrent states on the host.
+        host_bytes_budget: Their upper bound.
         num_evicted_rows: Rows dropped to stay within the budget.
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
-        num_recomputed_tokens: Tokens that were computed again after they had been dropped; of
-            transformers and MLX, as far as the last 65,536 or so that were dropped tell.
+        num_recomputed_tokens: Tokens computed again after they were dropped. transformers and MLX
+            remember only about the last 65,536 dropped tokens.
         num_tokens_to_host: Tokens whose keys and values were moved to the host.
         num_tokens_from_host: Tokens whose keys and values were moved back.
-        state_bytes_used: Bytes of the recurrent states that are kept, of models that have such.
-        state_bytes_budget: Bytes that they may take, of ``kv_bytes_budget``.
+        state_bytes_used: Bytes of the cached recurrent states, if the model has any.
+        state_bytes_budget: Their upper bound, a part of ``kv_bytes_budget``.
         num_evicted_states: Recurrent states dropped to stay within the budget.
         num_states_to_host: Recurrent states that were moved to the host.
         num_states_from_host: Recurrent states that were moved back.
-        packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
-        num_captured_steps: Forward passes that replayed a captured CUDA graph, of transformers.
+        packed_weight_bytes: Bytes of second copies of weights, in a faster layout.
+        num_captured_steps: Forward passes that replayed a captured CUDA graph (transformers).
     """
 
     _derived: ClassVar[tuple[str, ...]] = ("hit_rate", "mean_batch_size")
@@ -65,7 +65,7 @@ class LMStatistics(Readable, EvaluatorCounts):
 
     @classmethod
     def of(cls, batching: BatcherStatistics, counts: EvaluatorCounts, rows: RowCache[Row]) -> Self:
-        """Put together what a model's batcher, evaluator and row cache have counted."""
+        """Combine the counts of a model's batcher, evaluator and row cache."""
         own = set(cls.__dataclass_fields__)
         same = {
             name: getattr(counted, name)
@@ -83,12 +83,12 @@ class LMStatistics(Readable, EvaluatorCounts):
 
     @property
     def mean_batch_size(self) -> float:
-        """Distinct contexts per batch, on average; 0 before the first."""
+        """Mean number of distinct contexts per batch; 0 before the first batch."""
         total = sum(size * count for size, count in self.batch_sizes.items())
         return total / self.num_batches if self.num_batches else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens of prompts and steps that was in the cache; 0 before the first."""
+        """``tokens_reused`` as a share of all tokens, reused or computed; 0 before the first."""
         total = self.tokens_reused + self.tokens_computed
         return self.tokens_reused / total if total else 0.0

@@ -1,4 +1,4 @@
-"""ResultCollector: calls the evaluator with a batch and checks results; names of adapters."""
+"""ResultCollector runs a batch on the evaluator and checks its results; AdapterNames."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "
 
 @final
 class AdapterNames:
-    """Loaded adapters by name; one thread changes them, and any thread reads them."""
+    """Loaded adapters by name; only the worker thread changes them, any thread reads them."""
 
     def __init__(self) -> None:
-        # Both are replaced whole, since any thread reads them.
+        # Both are replaced, never mutated: other threads read them without a lock.
         self._named: Mapping[str, Adapter] = {}
         self._loaded: frozenset[Adapter] = frozenset()
-        self._numbers = itertools.count(1)  # a name can be used again, the number of a load cannot
+        self._numbers = itertools.count(1)  # unique per load, unlike names, which can be reused
 
     def new(self, name: str) -> Adapter:
-        """Return an adapter of that name, which is not loaded yet."""
-        plain = str.__str__(name)  # and no subclass, which another process may not have
+        """Return a new adapter of that name; the caller loads it, then calls ``add``."""
+        plain = str.__str__(name)  # not a str subclass: another process may lack the class
         return Adapter(plain, next(self._numbers))
 
     def add(self, adapter: Adapter) -> Adapter | None:
-        """Bind a name to an adapter that has been loaded; return the one that had the name."""
-        # It still answers the queries that were made with it, until it is removed.
+        """Bind a loaded adapter to its name; return the adapter that had the name before."""
+        # The old adapter answers queries that were made with it until it is removed.
         replaced = self._named.get(adapter.name)
         self._loaded |= {adapter}
         self._named = {**self._named, adapter.name: adapter}
@@ -58,7 +58,7 @@ class AdapterNames:
         return named[name]
 
     def error_of(self, query: Query) -> UnknownAdapterError | None:
-        """Return the error of a query whose adapter has gone since it was made, or ``None``."""
+        """Return the error of a query whose adapter was removed after it was made, or ``None``."""
         adapter = query.adapter
         if adapter is None or adapter in self._loaded:
             return None
@@ -69,13 +69,13 @@ class AdapterNames:
 
 @final
 class ResultCollector:
-    """Calls the evaluator on a batch, checks its answers and caches rows without undefined ids."""
+    """Evaluates a batch, checks the answers, masks undefined ids in rows and caches the rows."""
 
     def __init__(self, evaluator: Evaluator, rows: RowCache[Row], adapters: AdapterNames) -> None:
         self._evaluator, self._rows, self._adapters = evaluator, rows, adapters
 
     def opened(self, info: EvaluatorInfo, vocab_size: int, undefined_ids: Collection[int]) -> None:
-        """Note the evaluator's abilities and the ids that no token has, before the first query."""
+        """Store the evaluator's capabilities and the undefined ids, before the first query."""
         self._is_bounded, self._reads_out = info.max_batch_size is not None, info.reads_out
         self._evaluator.undefined_ids = tuple(sorted(undefined_ids))
         self._is_to_exclude = bool(undefined_ids) and not info.omits_undefined
@@ -83,15 +83,15 @@ class ResultCollector:
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
     def weight(self, query: Query) -> float:
-        """Return the weight of a query in a batch: 1, but for a text by its length."""
+        """Return a query's weight: 1, or by length for a text if batches have no fixed maximum."""
         return 1.0 if self._is_bounded else query.weight
 
     def forward_key(self, query: Query) -> Hashable:
-        """Return a key that all queries share whose answers are read off one row."""
+        """Return the same key for all queries that are answered from one row."""
         return query if self._is_bounded else query.forward_key
 
     def answers(self, queries: Sequence[Query]) -> list[Result | Exception]:
-        """Return an answer, or an error for its callers, to each query of a batch."""
+        """Return each query's answer, or the error that its callers get."""
         num_clears = self._rows.num_clears
         refused = self._refused(queries)
         known = [q for q in queries if q not in refused] if refused else queries
@@ -107,10 +107,10 @@ class ResultCollector:
         return answers_by_rows(self._rows_to_read, queries, undefined_ids)
 
     def _rows_to_read(self, queries: Sequence[Query]) -> Any:
-        """Return checked answers, so that nothing is read off a row that is none."""
+        """Evaluate and check the answers, so that readouts are computed from valid rows alone."""
         found = self._evaluator.evaluate(queries)
         if not isinstance(found, Sequence) or len(found) != len(queries):
-            return found  # to be refused
+            return found  # ``_found`` raises its error
         return list(map(self._checked, queries, found))
 
     def _refused(self, queries: Sequence[Query]) -> dict[Query, Exception]:
@@ -139,26 +139,26 @@ class ResultCollector:
         return answers
 
     def _kept(self, queries: Sequence[Any], rows: Sequence[Any], num_clears: int) -> list[Any]:
-        """Return rows without ids that no token has, and cache them."""
+        """Set undefined ids to ``-inf`` if the evaluator does not, cache the rows, return them."""
         if self._is_to_exclude:
             rows = rows_without(rows, self._undefined)
         if rows and self._rows.takes(rows[0].nbytes):
-            # By plain tuples, which are equal and hold no pictures.
+            # Keys are plain tuples: they equal the queries but keep no pictures alive.
             self._rows.put_all(zip(map(tuple, queries), alone(rows), strict=True), num_clears)
         return list(rows)
 
     def defined(self, row: Row) -> Row:
-        """Return the row given that some token comes: no id that none has."""
+        """Return the row with undefined ids set to ``-inf``, renormalised."""
         return row.without(self._undefined) if len(self._undefined) else row
 
     def _checked(self, query: Query, answer: Any) -> Result | Exception:
-        """Return an answer, or an ``EvaluationError`` if it is none to the query."""
+        """Return the answer, or an ``EvaluationError`` if it does not fit the query."""
         size = self._vocab_size
         try:
             if isinstance(answer, Exception) or query.is_answered_by(answer, size):
                 return answer
             wanted, got = query.wanted.format(vocab_size=size), shown(answer)
-        except (Exception, SystemExit) as error:  # of a readout of a program's own
+        except (Exception, SystemExit) as error:  # raised by a user-defined readout
             return cast(Exception, presentable(error))
         kind = type(query)
         method = f"{kind.__name__}.of_rows" if is_own(kind) else self._method

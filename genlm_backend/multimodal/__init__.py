@@ -1,1 +1,1 @@
-"""Pictures in front of a context."""
+"""Pictures at the beginning of a context."""

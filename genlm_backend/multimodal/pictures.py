@@ -1,4 +1,4 @@
-"""Pictures: the beginning of a context that is no text, rules of a model for it, and checks."""
+"""Pictures at the beginning of a context, the rules by which a model reads them, and checks."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ _NEGATIVE: Final = np.int32(-(2**31))
 @final
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Pictures:
-    """The pictures that a context begins with, as a model's own processor has made them.
+    """The pictures that a context begins with, preprocessed by the model's own processor.
 
-    They belong to the first tokens of a context, its *opening*, which is computed at once.
-    Each token that stands for a part of a picture has an id of its own in place of the one that all
-    of them have: a negative one, made of what the picture shows. So contexts of equal tokens and
-    other pictures are other contexts, wherever they are compared, and what equal pictures have in
-    common is shared.
+    They belong to the first tokens of a context, its *opening*, which one pass computes. In a
+    ``Context``, each part of a picture has its own negative id, a hash of the picture, in place of
+    the one placeholder id. So contexts with equal tokens and different pictures differ in every
+    comparison, and equal pictures share cached prefixes.
 
     Attributes:
         token_ids: Ids of the opening's tokens as the model takes them, packed as 32-bit integers.
-        inputs: What the model's ``forward`` takes beside them, by name. What has one element for
-            each token of the opening is of shape ``[1, num_tokens]``.
-        of_tokens: Names of those that have one element for each token.
-        suffix: What the tokens behind the opening have there.
-        image_token_id: The id that stands for all parts of pictures.
-        keeps: Whether what follows the opening is computed from its keys and values; where not, the
-            context is run whole.
-        reader: Which library has read them, and takes what has been made of them.
-        key: Digest of all that an answer depends on.
+        inputs: The other arguments of the model's ``forward``, by name. Those with one element
+            for each token of the opening are of shape ``[1, num_tokens]``.
+        of_tokens: Names of the inputs with one element for each token.
+        suffix: The element of such inputs for tokens after the opening.
+        image_token_id: The placeholder id of all parts of pictures.
+        keeps: Whether text after the opening is computed from the opening's cached keys and values;
+            if not, every pass runs the whole context.
+        reader: The library whose processor made the inputs, and whose models take them.
+        key: Digest of everything that an answer depends on.
     """
 
     token_ids: bytes
@@ -66,19 +65,19 @@ class Pictures:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of what the model takes."""
+        """Number of bytes of the token ids and inputs."""
         return len(self.token_ids) + sum(value.nbytes for value in self.inputs.values())
 
     def ids(self, rest: array[int]) -> array[int]:
-        """Return the ids of a context as the model takes them, given those behind the opening."""
+        """Return a context's ids as the model takes them, given the ids after the opening."""
         return array("i", self.token_ids) + rest
 
     def shown(self, packed: array[int]) -> list[int]:
-        """Return packed ids of a context as the ids that the tokenizer has for them."""
+        """Return packed ids with the placeholder id in place of all negative ones."""
         return [token_id if token_id >= 0 else self.image_token_id for token_id in packed]
 
     def inputs_for(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """Return the inputs of the model beside the first ``num_tokens`` of a context."""
+        """Return the inputs for the first ``num_tokens`` tokens of a context, padded to these."""
         rest = num_tokens - self.num_tokens
         return {
             name: torch.nn.functional.pad(value, (0, rest), value=self.suffix)
@@ -97,14 +96,14 @@ class Pictures:
         of_tokens: frozenset[str] = frozenset(),
         **fields: Any,
     ) -> Self:
-        """Return the pictures of a prompt whose first ``num_tokens`` are the opening."""
+        """Return the pictures of a prompt whose first ``num_tokens`` tokens are the opening."""
         cut = {n: value[:, :num_tokens] if n in of_tokens else value for n, value in inputs.items()}
         packed = array("i", token_ids[:num_tokens]).tobytes()
         return cls(packed, cut, of_tokens, image_token_id, **fields)
 
 
 def image_token_id_of(config: Any) -> int | None:
-    """Return the id that stands for a part of a picture; ``None`` for a model that sees none."""
+    """Return the placeholder id of pictures; ``None`` for a model that takes no pictures."""
     if getattr(config, "vision_config", None) is None:
         return None
     found = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
@@ -112,7 +111,7 @@ def image_token_id_of(config: Any) -> int | None:
 
 
 def codes(fingerprint: bytes, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return ids of the parts of a picture, by its fingerprint: negative int32 ``[count]``."""
+    """Return negative ids for a picture's parts, by its fingerprint: int32 ``[count]``."""
     digest = hashlib.shake_256(fingerprint).digest(4 * count)
     return np.frombuffer(digest, np.int32) | _NEGATIVE
 
@@ -124,15 +123,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 @final
 @dataclass(frozen=True, slots=True)
 class PictureRules:
-    """Rules of a model for pictures, as it has been asked.
+    """How a model computes contexts with pictures; ``Evaluator.picture_rules`` finds it out.
 
     Attributes:
-        is_prompt_one: Whether the tokens of a prompt see each other, those that come later too
-            (PaliGemma), so that all of it goes through the model at once; otherwise that ends with
-            the last picture.
-        suffix: What tokens behind the opening have where the processor makes an element for each.
-        keeps: Whether text is computed from kept keys and values; where not, contexts that begin
-            with pictures are run whole.
+        is_prompt_one: Whether prompt tokens attend to later ones too (PaliGemma), so that the whole
+            prompt is the opening; otherwise, the opening ends with the last picture.
+        suffix: The element of per-token inputs for tokens after the opening.
+        keeps: Whether text is computed from cached keys and values; if not, every pass runs the
+            whole context.
     """
 
     is_prompt_one: bool = False
@@ -159,14 +157,14 @@ def check_fits(token_ids: Sequence[int], max_length: int | None) -> None:
 
 
 def read_images(images: Any) -> list[Any]:
-    """Return pictures as PIL has them, in RGB."""
+    """Return pictures as PIL images in RGB."""
     if getattr(images, "ndim", None) == 3:
         raise PictureError("images must be a list of pictures, got a single one: pass [image]")
     return [read_image(image, number) for number, image in enumerate(listed("images", images))]
 
 
 def read_image(image: Any, number: int) -> Any:
-    """Return one picture as PIL has it, in RGB; ``number`` counts them."""
+    """Return a picture as a PIL image in RGB; ``number`` is its index, for error messages."""
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
@@ -186,7 +184,7 @@ def read_image(image: Any, number: int) -> Any:
             return image.convert("RGB")
     except PictureError:
         raise
-    except Exception as error:  # whatever a decoder of files, or an array's owner, raises
+    except Exception as error:  # decoders and ``__array__`` may raise anything
         raise PictureError(f"picture {number} cannot be read: {error}") from error
     raise PictureError(
         f"picture {number} must be a PIL image, an array [height, width, 3] of uint8, a path or "
@@ -206,5 +204,5 @@ def _of_array(values: np.ndarray[Any, Any], number: int) -> Any:
 
 
 def fingerprint(picture: Any) -> bytes:
-    """Return a digest of what a picture of PIL shows."""
+    """Return a digest of a PIL image's size and pixels."""
     return hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).digest()

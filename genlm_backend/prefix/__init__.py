@@ -1,1 +1,1 @@
-"""Keys, values and recurrent states that have been computed already; no event loop, no model."""
+"""The cache of keys, values and recurrent states; it uses no event loop and no model."""

@@ -1,4 +1,4 @@
-"""Budgets: the bytes of keys, values and recurrent states, by default and by options."""
+"""Budgets: bytes for keys, values and recurrent states, from options or by default."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from genlm_backend.prefix.kv_pool import KVLayout
 from genlm_backend.runtime.memory import cpu_budget
 
 TierName: TypeAlias = Literal["device", "host"]
-"""Name of a memory that keys and values are kept in."""
+"""Name of a tier: the memory that caches keys and values."""
 
 check_tier: Final[Check[TierName | None]] = one_of(None, *get_args(TierName))
-"""Check of an argument that names a tier, or none."""
+"""Check of an argument that names a tier or is ``None``."""
 
 
 CUDA_FRACTION: Final = 0.5
 
 _FEWEST_ROWS: Final = 8
-"""Rows of a pass for which there is always memory for copies of their recurrent states."""
+"""Rows of a pass whose recurrent states can be copied under any budget."""
 
 
 @final
@@ -35,12 +35,12 @@ class Budgets(NamedTuple):
 
 
 def default_kv_budget(layout: KVLayout) -> int:
-    """Return the default bytes of keys and values: of several devices, the tightest one decides."""
+    """Return the default bytes of keys and values; the device with the fewest slots decides."""
     by_device: dict[torch.device, int] = defaultdict(int)
     for layer in layout.layers:
         by_device[layer.device] += layer.bytes_per_slot
     size = layout.bytes_per_slot
-    if not layout.layers:  # but recurrent states
+    if not layout.layers:  # recurrent states alone
         for tensor in layout.states.tensors:
             by_device[tensor.device] += tensor.nbytes
         size = layout.states.bytes_per_state
@@ -71,7 +71,7 @@ def check_budgets(
 
 
 def state_budget(wanted: int | None, budget: int, size: int, name: str, *, attends: bool) -> int:
-    """Return the bytes that recurrent states may take; 0 of a model that has none."""
+    """Return the bytes that recurrent states may take; 0 for a model without them."""
     if not size:
         if wanted is not None:
             raise OptionError(
@@ -96,5 +96,5 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
 
 
 def most_rows(num_states: int) -> int:
-    """Return the most rows of a pass, which takes copies of their recurrent states."""
+    """Return the most rows of a pass, bounded since a pass copies their recurrent states."""
     return max(_FEWEST_ROWS, num_states // 2)

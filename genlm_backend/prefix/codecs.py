@@ -1,4 +1,4 @@
-"""Number formats of keys and values: as computed, in another type, in eight and in four bits."""
+"""Number formats of cached keys and values: as computed, in another type, int8 and uint4."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from genlm_backend.errors import OptionError
 
 
 class Codec(abc.ABC):
-    """A way to store keys and values of one layer: ``[n, width]`` rows of vectors, side by side."""
+    """A format for keys and values of one layer: rows ``[n, width]`` of concatenated vectors."""
 
     is_exact = False
-    """Whether what is decoded is what was coded, and a view of it."""
+    """Whether ``decode(encode(rows))`` is ``rows``, uncopied."""
 
-    # A token's codes depend on its own row alone. Codes of zeros decode to finite numbers.
+    # A token's codes depend on its own row alone. All-zero codes decode to finite numbers.
     def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:
         self.width, self.dim, self.dtype = width, dim, dtype
 
     @abc.abstractmethod
     def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """Return the width and the type of a token's row in each tensor of codes."""
+        """Return the width and dtype of a token's row in each tensor of codes."""
 
     @abc.abstractmethod
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the codes of rows, ``dtype [n, width]``: as many tensors as ``columns`` names."""
+        """Return the codes of rows, ``dtype [n, width]``: one tensor per entry of ``columns``."""
 
     @abc.abstractmethod
     def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the keys and values of codes: ``dtype [n, width]``."""
+        """Return the keys and values of codes, ``dtype [n, width]``, rounded unless exact."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -40,22 +40,22 @@ class Codec(abc.ABC):
 
 
 GROUP_SIZE: Final = 32
-"""Elements of a vector that share a scale and a zero point, at most."""
+"""Most elements of a vector that share a scale and a zero point."""
 
 _LARGEST: Final = 15
 _FARTHEST_ZERO: Final = 127
 _SHARES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-"""Shares of a group's range that are tried: less of it is coded more finely, its ends are cut."""
+"""Shares of a group's range to try: a smaller one has finer steps and clips the ends."""
 
 
 @final
 class UInt4(Codec):
-    """Keeps vectors as integers of four bits, in groups of up to 32 with a scale and a zero."""
+    """Stores vectors as 4-bit integers, with a scale and a zero point for up to 32 elements."""
 
     # ``x ≈ mean + R (scale * (q + zero))``, ``q`` from 0 to 15, ``zero`` from -127 to 127, the
-    # scale in bfloat16: asymmetric quantisation, token by token (KIVI: Liu et al., 2024,
-    # arXiv:2402.02750, section 3). The mean of each channel is subtracted before, and a Hadamard
-    # matrix ``R`` rotates each vector, so that no channel is much larger than the others (QuaRot:
+    # scale in bfloat16: asymmetric quantisation, per token (KIVI: Liu et al., 2024,
+    # arXiv:2402.02750, section 3). ``encode`` first subtracts each channel's mean and rotates each
+    # vector by a Hadamard matrix ``R``, so that no channel is much larger than the others (QuaRot:
     # Ashkboos et al., 2024, arXiv:2404.00456, section 4). A vector with an infinity or a NaN
     # decodes to no finite number.
     def __init__(
@@ -101,19 +101,19 @@ class UInt4(Codec):
         return rows.to(self.dtype)
 
     def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply the parts of each vector by a Hadamard matrix, which is its own inverse."""
+        """Multiply each vector's parts by a Hadamard matrix, which is its own inverse."""
         size = self.dim & -self.dim  # the largest power of two that divides it
         return (rows.reshape(-1, size) @ hadamard(size, rows.device)).view(rows.shape)
 
 
 def _quantised(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return integers, scales and zeros of groups, float32 ``[n, groups, size]``."""
+    """Return integers, scales and zero points of groups, float32 ``[n, groups, size]``."""
     low, high = groups.amin(-1), groups.amax(-1)
     middle, radius = (low + high) / 2, (high - low) / 2
-    # A little more than the zeros reach, since scales are rounded.
+    # The least scale whose zero point stays within 127; 1 % more, since bfloat16 rounds scales.
     farthest = torch.maximum(low.abs(), high.abs()) * (1.01 / _FARTHEST_ZERO)
     best: tuple[torch.Tensor, ...] | None = None
-    for share in _SHARES:  # of several ranges about the middle, the least squared error wins
+    for share in _SHARES:  # the range with the least squared error wins
         scales = torch.maximum(2 * share * radius / _LARGEST, farthest).bfloat16()
         inverse = torch.where(scales > 0, 1 / scales.float(), 0)
         zeros = (
@@ -141,7 +141,7 @@ def _quantised(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 @functools.cache
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """Return Sylvester's symmetric orthogonal matrix: float32 ``[size, size]``, a power of two."""
+    """Return Sylvester's symmetric orthogonal matrix: float32, its size a power of two."""
     matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -150,12 +150,12 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
 
 _LARGEST_INT8: Final = 127
 _SMALLEST: Final = 1e-30
-"""Least that a vector's largest element counts as, so that zeros are not divided by zero."""
+"""Lower bound of a vector's largest element, so that a zero vector is not divided by zero."""
 
 
 @final
 class Int8(Codec):
-    """Keeps each vector as integers of eight bits and one scale: ``x ≈ scale * q``."""
+    """Stores each vector as 8-bit integers and one scale: ``x ≈ scale * q``."""
 
     def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
         return (self.width, torch.int8), (self.width // self.dim, torch.float32)
@@ -163,8 +163,8 @@ class Int8(Codec):
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         vectors = rows.reshape(len(rows), -1, self.dim).float()
         # Symmetric quantisation by the largest absolute value (Jacob et al., 2018,
-        # arXiv:1712.05877, section 2.1, with a zero point of 0), of one head and token each. A
-        # vector with an infinity or a NaN decodes to no finite number.
+        # arXiv:1712.05877, section 2.1, with a zero point of 0), per head and token. A vector with
+        # an infinity or a NaN decodes to no finite number.
         scales = vectors.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).div_(_LARGEST_INT8)
         integers = vectors.div(scales).round_().to(torch.int8)
         return integers.view(len(rows), -1), scales.squeeze(-1)
@@ -178,7 +178,7 @@ class Int8(Codec):
 
 @final
 class Cast(Codec):
-    """Keeps keys and values as they are computed, or rounded to another floating-point type."""
+    """Stores keys and values as computed, or rounded to another floating-point type."""
 
     def __init__(self, width: int, dim: int, dtype: torch.dtype, kept: torch.dtype) -> None:
         super().__init__(width, dim, dtype)
@@ -189,11 +189,11 @@ class Cast(Codec):
         return ((self.width, self._kept),)
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Round the elements to the nearest; an infinity stays one, as does a NaN."""
+        """Round elements to the nearest finite number; infinities and NaN stay."""
         if self.is_exact:
             return (rows,)
         if self._largest < torch.finfo(self.dtype).max:
-            # Finite numbers beyond the range of the type become its largest, not infinite.
+            # Finite numbers beyond the type's range saturate; a plain cast makes infinities.
             inside = rows.clamp(-self._largest, self._largest)
             rows = torch.where(rows.isinf(), rows, inside)
         return (rows.to(self._kept),)
@@ -206,11 +206,11 @@ KVCacheDtype: TypeAlias = Literal["bfloat16", "float16", "int8", "uint4"]
 """Name of a number format of keys and values."""
 
 KV_CACHE_DTYPES: Final[tuple[KVCacheDtype, ...]] = get_args(KVCacheDtype)
-"""All of them, from the most exact to the smallest."""
+"""All formats, from the most exact to the smallest."""
 
 
 def needs_mean(kept: KVCacheDtype | None) -> bool:
-    """Return whether a number format needs the mean of keys, which is computed once."""
+    """Return whether a number format needs the mean key of each layer, computed once."""
     return kept == "uint4"
 
 

@@ -1,4 +1,4 @@
-"""KVPool: the bytes of keys and values, one token a slot."""
+"""KVPool: the tensors of cached keys and values, one slot per token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from genlm_backend.prefix.slot_allocator import PADDING_SLOT
 from genlm_backend.prefix.state_cache import StateLayout
 
 FREE_SLOTS: Final = 1 << 20
-"""Number of slots that take no bytes; a node of a tree takes some 70."""
+"""Number of slots of a model without attention: they take no bytes, a tree node about 70."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shapes of what a model keeps of a context."""
+    """The shapes of the keys, values and recurrent states that a model caches."""
 
     layers: tuple[LayerLayout, ...] = ()
     states: StateLayout = field(default_factory=StateLayout)
@@ -83,8 +83,8 @@ class KVLayout:
         return {each.device.type for each in (*self.layers, *self.states.tensors)}
 
     def num_slots(self, budget: int) -> int:
-        """Return how many slots ``budget`` bytes hold in addition to the one for padding."""
-        # Slots take no bytes if no layer attends: a tree may have as many nodes.
+        """Return how many slots fit into ``budget`` bytes next to the one for padding."""
+        # If no layer attends, slots take no bytes, and their number only bounds the tree.
         if not self.layers:
             return FREE_SLOTS if self.states else 0
         return max(0, budget // self.bytes_per_slot - 1)
@@ -92,14 +92,14 @@ class KVLayout:
 
 @final
 class KVPool:
-    """Preallocated keys and values of every slot, in every layer."""
+    """Preallocated tensors for the keys and values of every slot in every layer."""
 
     def __init__(self, layout: KVLayout, num_slots: int, pins: bool = False) -> None:
         self.layout = layout
         self.bytes_per_slot = layout.bytes_per_slot
         self._codecs = [layer.codec() for layer in layout.layers]
         self.is_exact = all(codec.is_exact for codec in self._codecs)
-        # The operating system provides pages as slots are first written: unused ones cost nothing.
+        # The OS provides a page when a slot in it is first written: unused CPU slots cost nothing.
         self.codes = [
             _empty(codec, num_slots + 1, layer.device, pins)
             for layer, codec in zip(layout.layers, self._codecs, strict=True)
@@ -113,7 +113,7 @@ class KVPool:
         return codec.decode(new)
 
     def read(self, layer: int, slots: torch.Tensor | slice) -> torch.Tensor:
-        """Return the keys of some slots in one layer, then the values: ``[n, width]``."""
+        """Return keys and values of slots in one layer, concatenated: ``[n, width]``."""
         codes = self.codes[layer]
         if isinstance(slots, slice):
             found = tuple(of_slots[slots] for of_slots in codes)
@@ -124,7 +124,7 @@ class KVPool:
     def read_by_head(
         self, layer: int, slots: torch.Tensor | slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of rows of slots in one layer: ``[B, heads, n, dim]`` each."""
+        """Return keys and values of slots ``[B, n]`` in one layer: ``[B, heads, n, dim]`` each."""
         num_rows, which = (1, slots) if isinstance(slots, slice) else (len(slots), slots.view(-1))
         rows, shape = self.read(layer, which), self.layout.layers[layer]
         keys, values = rows.tensor_split([shape.num_key_heads * shape.key_dim], 1)
@@ -133,7 +133,7 @@ class KVPool:
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def take_rows(self, slots: Sequence[int] | NDArray[Any]) -> list[tuple[torch.Tensor, ...]]:
-        """Return copies of the codes of some slots, by layer, in the processor's memory."""
+        """Return copies of the codes of slots, by layer, in CPU memory."""
         index = torch.as_tensor(slots, dtype=torch.int64)
         return [
             tuple(codes.index_select(0, index.to(codes.device)).cpu() for codes in of_layer)
@@ -143,7 +143,7 @@ class KVPool:
     def put(
         self, slots: Sequence[int] | NDArray[Any], codes: Sequence[tuple[torch.Tensor, ...]]
     ) -> None:
-        """Fill slots with codes that ``take_rows`` has returned, of this pool or one like it."""
+        """Fill slots with codes from ``take_rows`` of a pool with the same layout."""
         index = torch.as_tensor(slots, dtype=torch.int64)
         for kept, new in zip(self.codes, codes, strict=True):
             for of_slots, of_tokens in zip(kept, new, strict=True):
@@ -151,7 +151,7 @@ class KVPool:
                 of_slots.index_copy_(0, places, of_tokens.to(of_slots.device))
 
     def is_finite(self, slots: Sequence[int] | NDArray[Any]) -> bool:
-        """Return whether no key and no value of these slots is infinite or NaN."""
+        """Return whether all keys and values of these slots are finite."""
         index = torch.as_tensor(slots, dtype=torch.int64)
         return all(
             bool(self.read(number, index.to(layer.device)).isfinite().all())

@@ -1,4 +1,4 @@
-"""Nodes: tokens that follow one another, in flat arrays with one place for each token."""
+"""Nodes: the tokens of a prefix tree, in flat arrays with one element per token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PINNED: Final = np.iinfo(np.int64).max
 """Stamp of a node that is never evicted."""
 
 CacheHint: TypeAlias = tuple[object, int]
-"""A node in one use: the key of its tree until that is cleared, and the number of node and use."""
+"""A node in one use: ``Nodes.key``, which ``clear()`` renews, and a number of node and use."""
 
 NO_HINT: Final[CacheHint] = (None, 0)
 """The hint of a context that has not been found."""
@@ -44,9 +44,9 @@ _FIELDS: Final[dict[str, type[np.integer[Any]]]] = {
 
 @final
 class Nodes:
-    """The nodes of a prefix tree by number; a node is *linked* if its parent has it as a child."""
+    """The nodes of a prefix tree by number; a node is *linked* once it is in the child table."""
 
-    # Numbers are reused; a hint means one use of one node.
+    # Numbers are reused after a node is freed; ``num_uses`` tells a hint of an earlier use.
     parent: Ints  # [n] int32
     token: Ints
     depth: Ints
@@ -65,9 +65,9 @@ class Nodes:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all nodes; no hint is theirs any more."""
+        """Forget all nodes, and invalidate all hints."""
         self.key = object()
-        # Nodes that have been in use, node 0 for none; the arrays are empty beyond them.
+        # Numbers below this have been in use; 0 stands for no node. Beyond, the arrays are zero.
         self.num_made = 1
         self._free, self._num_free = np.empty(0, np.int32), 0
         for name, dtype in _FIELDS.items():
@@ -76,13 +76,13 @@ class Nodes:
         self.has_digests = False
 
     def begin_digests(self) -> None:
-        """Make the digests of all nodes, and from now on of each new one."""
+        """Compute the digests of all nodes, and from now on of each new node."""
         order = np.argsort(self.depth[: self.num_made], kind="stable").astype(np.int32)
         node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, order)
         self.has_digests = True
 
     def reserve(self, count: int) -> None:
-        """Have memory for so many nodes more, so that none of the next ones runs out of it."""
+        """Allocate memory for ``count`` more nodes, so that taking them cannot fail."""
         size = self.num_made + max(0, count - self._num_free)
         old = len(self.parent)
         if size <= old:
@@ -92,7 +92,7 @@ class Nodes:
             raise CacheError(f"{size} tokens are more than a prefix tree can hold")
         arrays = {name: np.zeros(size, dtype) for name, dtype in _FIELDS.items()}
         table = np.zeros(1 << (2 * size - 1).bit_length(), np.int32)
-        for name, array in arrays.items():  # nothing was changed before all memory was there
+        for name, array in arrays.items():  # only after all allocations have succeeded
             array[:old] = getattr(self, name)
             setattr(self, name, array)
         linked, self.table = self.table[self.table > 0], table
@@ -101,7 +101,7 @@ class Nodes:
     # ---------------------------------------------------------------- coming and going
 
     def take_nodes(self, count: int) -> Ints:
-        """Return the numbers of so many nodes that were free."""
+        """Return the numbers of ``count`` free nodes, which are in use from now on."""
         self.reserve(count)
         reused = min(count, self._num_free)
         self._num_free -= reused
@@ -111,7 +111,7 @@ class Nodes:
         return np.concatenate([old, np.arange(start, self.num_made, dtype=np.int32)])
 
     def give_back(self, nodes: Ints) -> None:
-        """Free nodes that are not linked."""
+        """Free nodes that are not linked; hints to them become invalid."""
         if self._num_free + len(nodes) > len(self._free):
             free = np.empty(2 * (self._num_free + len(nodes)), np.int32)
             free[: self._num_free] = self._free[: self._num_free]
@@ -130,7 +130,7 @@ class Nodes:
         return int(node)
 
     def append(self, above: Ints | int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
-        """Return unlinked nodes, one below each of others, or a chain of them below one node."""
+        """Return new unlinked nodes: one below each node of an array, or a chain below one node."""
         nodes, depths = self.take_nodes(len(tokens)), self.depth[above] + 1
         self.token[nodes], self.root[nodes] = tokens, self.root[above]
         if isinstance(above, int):
@@ -144,9 +144,9 @@ class Nodes:
         return nodes
 
     def insert(self, nodes: Ints) -> tuple[Ints, Ints]:
-        """Make nodes findable as children, parents first; return the real nodes and spare slots."""
-        # A child with the same token stays in a node's place. If it was on the host, it takes the
-        # slot of the node.
+        """Link nodes, parents first; return the nodes that are linked now, and the unused slots."""
+        # If a child with the same token is linked already, it stays and the new node is freed. A
+        # child on the host takes the new node's slot; its host slot is returned, negative.
         real, spare = np.empty_like(nodes), np.empty(len(nodes), np.int32)
         num_spare = node_loops.link(
             self.parent,
@@ -166,38 +166,38 @@ class Nodes:
         return real, spare[:num_spare]
 
     def unlink(self, nodes: Ints) -> None:
-        """Free leaves, children before their parents; ``num_on_device`` is left to the caller."""
+        """Unlink and free leaves, children first; the caller has updated ``num_on_device``."""
         node_loops.unlink(self.parent, self.token, self.first, self.num_children, self.table, nodes)
         self.give_back(nodes)
 
     # ---------------------------------------------------------------- finding
 
     def walk(self, node: int, tokens: Ints) -> int:
-        """Return the last node on the way from one along token ids, int32."""
+        """Return the deepest node that follows from ``node`` by token ids, int32."""
         return int(node_loops.walk(self.parent, self.token, self.first, self.table, node, tokens))
 
     def path(self, node: int) -> Ints:
-        """Return the nodes of the tokens up to a node and with it, in order."""
+        """Return the nodes from the first token to ``node`` inclusive."""
         found = np.empty(self.depth[node], np.int32)
         node_loops.path(self.parent, self.depth, node, found)
         return found
 
     def ancestors(self, nodes: Ints, depths: Ints) -> Ints:
-        """Return the nodes on the paths to others that have depths, or these if they are less."""
+        """Return the ancestors of nodes at given depths, or the nodes if they are no deeper."""
         found = np.empty_like(nodes)
         node_loops.ancestors(self.parent, self.depth, nodes, depths, found)
         return found
 
     def cache_hints(self, nodes: Ints) -> Iterable[CacheHint]:
-        """Yield the hints of nodes, which are theirs until they are freed."""
+        """Yield the hints of nodes; each is valid until its node is freed."""
         return zip(itertools.repeat(self.key), self.node_uses(nodes).tolist())
 
     def node_uses(self, nodes: Ints) -> Ints:
-        """Return numbers of nodes that no other use of any node has: int64."""
+        """Return numbers that are unique to a node and its present use: int64."""
         return (self.num_uses[nodes] << _NODE_BITS) | nodes
 
     def at(self, hints: Sequence[CacheHint], root: int) -> Ints:
-        """Return the nodes below a root that hints name, 0 for none: int32 ``[n]``."""
+        """Return the nodes of hints, 0 for a stale one or another root: int32 ``[n]``."""
         key = self.key
         node_uses = np.array([hint[1] if hint[0] is key else 0 for hint in hints], np.int64)
         nodes = (node_uses & ((1 << _NODE_BITS) - 1)).astype(np.int32)

@@ -1,4 +1,4 @@
-"""PrefixTree: which prefixes of a context have their keys and values in slots already."""
+"""PrefixTree: the cached prefixes, as a tree over token ids whose nodes own slots."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from genlm_backend.prefix.tier_copier import TierCopier
 
 @final
 class PrefixTree:
-    """A tree over token ids whose nodes own slots; the oldest leaves go first; a fixed budget."""
+    """A tree over token ids with one slot per node, a fixed budget, and LRU eviction of leaves."""
 
-    # The tree of SGLang's RadixAttention (Zheng et al., 2024, arXiv:2312.07104) with a node for
-    # each token, in arrays. One thread at a time may call it; README.md has the protocol.
+    # The tree of SGLang's RadixAttention (Zheng et al., 2024, arXiv:2312.07104) with one node per
+    # token, in arrays. One thread at a time may call it; README.md describes the protocol.
     def __init__(
         self,
         slots: SlotAllocator,
@@ -41,28 +41,28 @@ class PrefixTree:
         self._roots: dict[Hashable, int] = {}
         self._now, self._num_linked = 1, 0
         self._pins: list[int] = []
-        self._used: list[Ints] = []  # since it began
+        self._used: list[Ints] = []  # since ``new_step``
         self._device, self._host = _Leaves(is_on_device=True), _Leaves(is_on_device=False)
 
     # ---------------------------------------------------------------- the protocol
 
     def new_step(self, num_contexts: int = 1) -> None:
-        """Begin a batch of contexts: what has been used before may be evicted from now on."""
+        """Begin a batch of contexts; nodes used before may be evicted from now on."""
         self._now += 1
         self._used.clear()
         if self.states.num_states:
             self.states.new_step(num_contexts)
 
     def root(self, namespace: Hashable) -> int:
-        """Return the root of a namespace, made if there is none."""
-        # Adapters have namespaces: keys and values of equal tokens differ between them.
+        """Return the root of a namespace, made on first use."""
+        # Each adapter has a namespace: it changes the keys and values of equal tokens.
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = self.nodes.new_root()
         return root
 
     def match(self, token_ids: Any, namespace: Hashable = None, hint: CacheHint = NO_HINT) -> int:
-        """Return the node of the longest cached prefix, kept until the next ``new_step``."""
+        """Return the node of the longest cached prefix, not evicted before ``new_step``."""
         tokens = np.asarray(token_ids, np.int32)
         sizes = np.array([len(tokens)], np.int32)
         found = self.match_all([hint], namespace, sizes, lambda _, start: tokens[start:])
@@ -76,7 +76,7 @@ class PrefixTree:
         sizes: Ints,
         tokens_of: Callable[[int, int], Any],
     ) -> Ints:
-        """Return the nodes of the longest cached prefixes, evictable until used: int32 ``[n]``."""
+        """Return the nodes of the longest cached prefixes, int32 ``[n]``; ``touch`` keeps them."""
         root, depths = self.root(namespace), self.nodes.depth
         nodes = self.nodes.at(hints, root)
         nodes[nodes == 0] = root
@@ -89,7 +89,7 @@ class PrefixTree:
         return nodes
 
     def touch(self, nodes: Ints) -> None:
-        """Note that nodes are used, so that they are not evicted before the next ``new_step``."""
+        """Mark nodes as used, so that they are not evicted before the next ``new_step``."""
         stamps = self.nodes.stamp
         stamps[nodes] = np.maximum(stamps[nodes], self._now)
         self._used.append(nodes)
@@ -99,19 +99,19 @@ class PrefixTree:
             for node in nodes[self.nodes.slot[nodes] < 0].tolist():
                 path = self.nodes.path(node)
                 num_on_device = int((self.nodes.slot[path] > 0).sum())
-                # From the last one on the device on, which is a leaf of it.
+                # From the last device node on, which is a leaf of the device tier.
                 own = path[max(0, num_on_device - 1) :]
                 stamps[own] = np.maximum(stamps[own], self._now)
 
     def allocate(self, count: int, ends: Ints | Sequence[int] = ()) -> Ints | None:
-        """Take ``count`` slots, evicting old tokens; ``None`` if there is no room."""
+        """Take ``count`` slots, evicting the LRU leaves; ``None`` if too few can be freed."""
         ends = np.asarray(ends, np.int32)
         below = self._host_paths(ends)
         missing = count + len(below) - self.slots.num_free
-        # Evicting in vain would cost others their prefixes for nothing.
+        # Checked first: an eviction that frees too few slots would only lose cached prefixes.
         if missing > 0 and missing > self._num_evictable(missing):
             return None
-        self.nodes.reserve(count)  # if memory ran out in ``append``, the slots would be lost
+        self.nodes.reserve(count)  # if ``append`` ran out of memory, slots would leak
         if missing > 0:
             self.evict(missing)
         if len(below):
@@ -119,15 +119,15 @@ class PrefixTree:
         return self.slots.allocate(count)
 
     def append(self, above: Ints | int, tokens: Ints, slots: Ints) -> Ints:
-        """Return nodes that are found once they are linked; see ``Nodes.append``."""
+        """Return new nodes, which ``match`` finds after ``insert``; see ``Nodes.append``."""
         return self.nodes.append(above, tokens, slots, self._now)
 
     def insert(self, nodes: Ints) -> Ints:
-        """Make nodes with filled slots findable, parents first; return the real nodes."""
+        """Link nodes with filled slots, parents first; return the nodes linked for their tokens."""
         states = self.nodes.state[nodes] if self.states.num_states else None
-        # A node for the same token stays, and takes the slot if its own is on the host.
+        # A node linked for the same token stays; if it is on the host, it takes the new slot.
         real, spare = self.nodes.insert(nodes)
-        if self.nodes.has_digests:  # tokens that had been dropped before count, each time once
+        if self.nodes.has_digests:  # count each dropped token that came back, once per drop
             digests = self.nodes.digest[nodes[real == nodes]]
             buckets = _indices_of(digests)
             known = self._dropped[buckets] == digests
@@ -145,25 +145,25 @@ class PrefixTree:
         return real
 
     def free(self, nodes: Ints) -> None:
-        """Free nodes that were not linked, and their slots."""
+        """Free nodes that were never linked, and their slots."""
         self.slots.free(self.nodes.slot[nodes])
         self.nodes.give_back(nodes)
 
     def pin(self, node: int) -> None:
-        """Keep a node of the device, and those before it, until ``clear()``."""
+        """Keep a device node and its ancestors until ``clear()``."""
         self.nodes.stamp[node] = PINNED
         self._pins.append(node)
 
     def pinned_with(self, node: int) -> tuple[int, int]:
-        """Return how many nodes and how many tokens would be pinned if one more node was."""
+        """Return the numbers of pinned nodes and tokens if ``node`` were pinned too."""
         pins = {*self._pins, node}
         paths = [self.nodes.path(pin) for pin in pins]
         return len(pins), len(np.unique(np.concatenate(paths)))
 
     def evict(self, count: int) -> int:
-        """Free up to ``count`` slots, least recently used first; return how many."""
-        # Nothing goes that is pinned or used since ``new_step``. Tokens go to the host if it has
-        # room for them, or for something older.
+        """Free up to ``count`` slots, least recently used first; return their number."""
+        # Nodes that are pinned or were used since ``new_step`` stay. Evicted tokens move to the
+        # host if it has free slots or older tokens to evict.
         taken = self._device.take_leaves(self.nodes, count, self._now)
         self._num_linked -= len(taken)
         slots = self.nodes.slot[taken]
@@ -179,12 +179,12 @@ class PrefixTree:
     def num_cached(
         self, token_ids: Any, namespace: Hashable = None, tier: TierName | None = None
     ) -> int:
-        """Return how many of the first tokens are cached; changes no age."""
+        """Return the length of the longest cached prefix, all or on one tier; without ``touch``."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
         node = self.nodes.walk(root, np.asarray(token_ids, np.int32))
-        if self.states.num_states:  # tokens after the last state would be computed again
+        if self.states.num_states:  # tokens after the last state are recomputed
             node = int(self.states.last(np.array([node], np.int32))[0])
         if tier is None:
             return int(self.nodes.depth[node])
@@ -192,13 +192,13 @@ class PrefixTree:
         return int((slots > 0).sum() if tier == "device" else (slots < 0).sum())
 
     def clear(self) -> None:
-        """Unpin and free everything; no slot may be allocated and not linked."""
+        """Unpin and free everything; raises if a slot is allocated but not linked."""
         if self.slots.num_used != self._num_linked:
             raise CacheError("cleared while slots are being filled")
         slots = self.nodes.slot[: self.nodes.num_made]
         self.slots.free(slots[slots > 0])
         self.host_slots.free(-slots[slots < 0])
-        self.states.clear()  # first: whoever counts states looks at the nodes that have them
+        self.states.clear()  # first, since counting states reads their nodes
         self.nodes.clear()
         self._roots.clear()
         self._pins.clear()
@@ -214,7 +214,7 @@ class PrefixTree:
         return self.slots.num_slots
 
     def _num_evictable(self, enough: int) -> int:
-        """Return how many slots ``evict`` could free; a lower number if that is enough."""
+        """Return how many slots ``evict`` can free, or a lower bound that is ``enough``."""
         depths = self.nodes.depth
         kept = np.concatenate([*self._used, np.array(self._pins, np.int32)])
         num_at_least = self._num_linked - int(depths[kept].sum())
@@ -228,14 +228,14 @@ class PrefixTree:
     # ---------------------------------------------------------------- tiers
 
     def _free(self, slots: Ints) -> None:
-        """Free slots that nodes had which are not linked any more."""
+        """Free the slots of unlinked nodes, on either tier."""
         of_device = slots[slots > 0]
         self._num_linked -= len(of_device)
         self.slots.free(of_device)
         self.host_slots.free(-slots[slots < 0])
 
     def _host_paths(self, ends: Ints) -> Ints:
-        """Return the nodes on the host of the paths to nodes, each once and from the top down."""
+        """Return the distinct host nodes on the paths to ``ends``, parents first."""
         ends = ends[self.nodes.slot[ends] < 0] if self.host_slots.num_used else ends[:0]
         if not len(ends):
             return ends
@@ -244,7 +244,7 @@ class PrefixTree:
         return below[np.argsort(self.nodes.depth[below], kind="stable")]
 
     def _fetch(self, below: Ints) -> None:
-        """Move nodes of the host to the device, for which there is room."""
+        """Move host nodes to the device; the caller has made room there."""
         assert self._moves is not None
         nodes, slots = self.nodes, self.slots.allocate(len(below))
         of_host = -nodes.slot[below]
@@ -262,7 +262,7 @@ class PrefixTree:
         self.touch(below)
 
     def _demote(self, taken: Ints) -> None:
-        """Move nodes to the host that were taken off the device; drop those without room there."""
+        """Move nodes evicted from the device to the host; drop those for which it has no room."""
         assert self._moves is not None
         nodes = self.nodes
         missing = len(taken) - self.host_slots.num_free
@@ -270,7 +270,7 @@ class PrefixTree:
             gone = self._host.take_leaves(nodes, missing, self._now)
             self._evict_for_good(gone)
             missing -= len(gone)
-        if missing > 0:  # of which nothing is on the host below them: it would have gone first
+        if missing > 0:  # they have no host nodes below: those went before
             self._evict_for_good(taken[:missing])
             taken = taken[missing:]
         if not len(taken):
@@ -278,7 +278,7 @@ class PrefixTree:
         of_host = self.host_slots.allocate(len(taken))
         try:
             self._moves.to_host(nodes.slot[taken].tolist(), of_host.tolist())
-        except BaseException:  # then it is not known what is there
+        except BaseException:  # the host slots may be partly written
             self.host_slots.free(of_host)
             self._evict_for_good(self._with_all_below(taken))
             raise
@@ -295,7 +295,7 @@ class PrefixTree:
         self.nodes.unlink(taken)
 
     def _with_all_below(self, taken: Ints) -> Ints:
-        """Return nodes and those of the host below them, children before their parents."""
+        """Return nodes and all host nodes below them, children first."""
         nodes = self.nodes
         is_below = np.zeros(nodes.num_made, np.bool_)
         is_below[taken] = True
@@ -307,17 +307,17 @@ class PrefixTree:
 
 
 _NUM_DROPPED: Final = 1 << 16
-"""Digests of dropped tokens that are remembered: 512 KB of them."""
+"""Number of digests of dropped tokens that are remembered: 512 KB."""
 
 
 def _indices_of(digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return indices for digests; siblings, whose digests are alike, are far apart."""
+    """Return indices into ``_dropped``; multiplying spreads siblings, whose digests are close."""
     return (digests * node_loops.DIGEST_FACTOR) >> np.uint64(64 - 16)
 
 
 @final
 class _Leaves:
-    """The nodes of one tier that can be evicted, in the order of their last use."""
+    """The evictable leaves of one tier, in the order of their last use."""
 
     def __init__(self, *, is_on_device: bool) -> None:
         self._is_on_device = is_on_device
@@ -331,8 +331,7 @@ class _Leaves:
         num_below = nodes.num_on_device if self._is_on_device else nodes.num_children
         taken, num_taken = np.empty(count, np.int32), 0
         while num_taken < count:
-            # All leaves are queued at once, so that a token costs its share of one look at all
-            # nodes.
+            # All leaves are queued at once, so that evicted tokens share one scan of all nodes.
             is_new = not len(self._queue)
             if is_new:
                 self._fill(nodes, now)
@@ -353,7 +352,7 @@ class _Leaves:
                 break
         taken = taken[:num_taken]
         num_below[taken] = 0
-        if not self._is_on_device:  # as ``unlink`` takes them off once more
+        if not self._is_on_device:  # ``unlink`` subtracts them again
             np.add.at(nodes.num_children, nodes.parent[taken], 1)
         return taken
 

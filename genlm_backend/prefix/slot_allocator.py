@@ -1,4 +1,4 @@
-"""SlotAllocator: the free slots, each for one token's keys and values across all layers."""
+"""SlotAllocator: free slots; a slot holds one token's keys and values in all layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from genlm_backend.errors import CacheError, OutOfSlotsError
 
 PADDING_SLOT: Final = 0
-"""The slot that padding points at: all zeros, never written, never handed out."""
+"""The slot that padding points at: all zeros, never written, never allocated."""
 
 
 def ranges_in_a_row(*numbers: NDArray[Any]) -> list[tuple[int, int]]:
-    """Return the ranges of indices, from and to, in which all arrays count up by one."""
+    """Return the index ranges ``(start, stop)`` in which every array counts up by one."""
     is_break = np.any([np.diff(each) != 1 for each in numbers], axis=0)
     bounds = [0, *(np.flatnonzero(is_break) + 1).tolist(), len(numbers[0])]
     return list(itertools.pairwise(bounds)) if len(numbers[0]) else []
@@ -25,34 +25,33 @@ def ranges_in_a_row(*numbers: NDArray[Any]) -> list[tuple[int, int]]:
 
 @final
 class SlotAllocator:
-    """The free list of a pool, without tensors: slots from 1 on; slot 0 is for padding."""
+    """The free list of a pool, without tensors. Slots count from 1; slot 0 is for padding."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_used = 0
-        # Slots never used yet are handed out in order behind a high-water mark, so that a large
-        # store costs no list of a million integers, and no memory before it is needed.
+        # Slots that were never used follow a high-water mark, so that a large pool needs no list of
+        # a million integers and touches no memory early.
         self._next_unused = 1
-        # Those that came back, as stretches that do not touch: by where they start, by where they
-        # stop, and by how long they are.
+        # Freed slots form ranges that do not touch, indexed by start, by stop and by size.
         self._stops: dict[int, int] = {}
         self._starts: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
 
     @property
     def num_free(self) -> int:
-        """Number of slots that ``allocate`` could hand out now."""
+        """Number of slots that ``allocate`` can return now."""
         return self.num_slots - self.num_used
 
     def allocate(self, count: int) -> NDArray[np.int64]:
-        """Take ``count`` slots, one after another if there is such a stretch: int64."""
+        """Take ``count`` slots, int64; consecutive ones if a free range is long enough."""
         if count > self.num_slots - self.num_used:
             raise OutOfSlotsError(f"{count} slots asked for, {self.num_free} free")
         self.num_used += count
         taken, missing = [np.empty(0, np.int64)], count
         while missing:
             found = bisect.bisect_left(self._by_size, (missing, 0))
-            if found < len(self._by_size):  # the shortest that is long enough
+            if found < len(self._by_size):  # best fit: the shortest that is long enough
                 start = self._take(*self._by_size[found], missing)
                 size = missing
             elif self._next_unused + missing <= self.num_slots + 1 or not self._by_size:
@@ -79,14 +78,14 @@ class SlotAllocator:
             self._put(start, stop)
 
     def _take(self, size: int, start: int, count: int) -> int:
-        """Take the first slots of a free stretch; return the first of them."""
+        """Take the first ``count`` slots of a free range; return its start."""
         self._remove(start, start + size)
         if count < size:
             self._add(start + count, start + size)
         return start
 
     def _put(self, start: int, stop: int) -> None:
-        """Add a stretch to those that are free, joined with its neighbours."""
+        """Add a free range, merged with free neighbours."""
         if start in self._starts:
             before = self._starts[start]
             self._remove(before, start)

@@ -1,8 +1,8 @@
-"""Recurrent states, which layers of state-space models keep after a token in the place of keys.
+"""Recurrent states, which layers of state-space models keep instead of keys and values.
 
-Such a layer has one state after each token, made of the one before, and no part of it belongs to a
+Such a layer computes one state after each token from the state before; no part of it belongs to one
 token. So a node of a prefix tree may have a *state*: a snapshot of every such layer after its
-token. What goes on from a context needs the state after its last token, and that alone.
+token. To continue a context, these layers need the state after its last token alone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from genlm_backend.prefix.nodes import Ints, Nodes
 from genlm_backend.prefix.tier_copier import TierCopier
 
 _FEWEST_TO_MOVE: Final = 32
-"""Tokens after another state from which on one is copied to the host: a guess, not measured."""
+"""Tokens since the previous state that make one worth a copy to the host: a guess, unmeasured."""
 
 _NUM_RECENT: Final = 4
-"""Batches in which particles may be asked in turn; those of the latest batch are asked last."""
+"""Batches over which one round of particles may spread; the latest is needed again last."""
 
 _LONG_AGO: Final = 1 << 40
-"""More batches than there will be."""
+"""More batches than a process will run."""
 
 NO_STATE: Final = 0
-"""The number that stands for no state: of a context that begins, or that is not kept."""
+"""Number for no state: of a context without tokens, or one whose state is not kept."""
 
 
 @final
@@ -52,21 +52,21 @@ class StateTensor:
 
 
 class CacheLayer(NamedTuple):
-    """Contents of one layer of a model's cache, which may be none."""
+    """What one layer of a model's cache holds: keys and values, states, both or neither."""
 
     attends: bool
     num_states: int
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds nothing, as of a layer that reads what another one holds."""
+        """Whether it holds nothing, such as a layer that reads another layer's cache."""
         return not self.attends and not self.num_states
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The recurrent states of all layers; none if a model has no such layer."""
+    """The recurrent state tensors of all layers; empty if a model has no such layer."""
 
     tensors: tuple[StateTensor, ...] = ()
     layers: tuple[CacheLayer, ...] = ()
@@ -85,7 +85,7 @@ class StateLayout:
 
 @final
 class StatePool:
-    """Preallocated recurrent states, by number from 1 on."""
+    """Preallocated recurrent states, numbered from 1."""
 
     def __init__(self, layout: StateLayout, num_states: int, pins: bool = False) -> None:
         self.layout, self.num_states = layout, num_states
@@ -106,23 +106,23 @@ class StatePool:
         return [tensor.index_select(0, index.to(tensor.device)) for tensor in self._tensors]
 
     def write(self, numbers: Ints, states: Sequence[torch.Tensor]) -> None:
-        """Fill states with tensors as ``read`` returns them."""
+        """Fill states with tensors in the form that ``read`` returns."""
         index = torch.as_tensor(numbers, dtype=torch.int64) - 1
         is_stretch = len(numbers) > 0 and bool((np.diff(numbers) == 1).all())
         for tensor, new in zip(self._tensors, states, strict=True):
-            if is_stretch:  # as of most steps, in which a copy of blocks is twice as fast
+            if is_stretch:  # in most steps; a slice copy is twice as fast
                 tensor[int(numbers[0]) - 1 : int(numbers[-1])] = new
             else:
                 tensor.index_copy_(0, index.to(tensor.device), new.to(tensor.device, tensor.dtype))
 
     def is_finite(self, numbers: Ints) -> bool:
-        """Return whether nothing in these states is infinite or NaN."""
+        """Return whether all numbers in these states are finite."""
         return all(bool(tensor.isfinite().all()) for tensor in self.read(numbers))
 
 
 @final
 class StateCache:
-    """The recurrent states of nodes, by number, within a fixed budget."""
+    """The assignment of recurrent states to nodes, by number, with eviction."""
 
     def __init__(
         self, nodes: Nodes, num_states: int, num_on_host: int = 0, moves: TierCopier | None = None
@@ -135,9 +135,9 @@ class StateCache:
     def clear(self) -> None:
         """Forget all states, pinned ones too."""
         size = self.num_states + 1
-        self._owner = np.zeros(size, np.int32)  # the node that has had it last
+        self._owner = np.zeros(size, np.int32)  # the node that had it last
         self._stamp = np.zeros(size, np.int64)  # batch of its last use
-        self._num_rows = np.zeros(size, np.int32)  # that went on from it in this batch
+        self._num_rows = np.zeros(size, np.int32)  # rows of this batch that continue from it
         self._num_held = np.zeros(size, np.int32)
         self._is_pinned = np.zeros(size, np.bool_)
         self._now = self._num_contexts = 1
@@ -157,7 +157,7 @@ class StateCache:
         return is_used
 
     def last(self, nodes: Ints) -> Ints:
-        """Return the last node with a state on the path to each node, or its root: int32."""
+        """Return the deepest node with a state on the path to each node, or its root: int32."""
         found = np.empty_like(nodes)
         node_loops.last_states(
             self._nodes.parent, self._nodes.depth, self._nodes.state, nodes, found
@@ -167,29 +167,29 @@ class StateCache:
     # ---------------------------------------------------------------- a batch
 
     def new_step(self, num_contexts: int) -> None:
-        """Begin a batch of contexts: what earlier ones hold is held no more."""
+        """Begin a batch of contexts, and drop all holds of earlier batches."""
         self._now, self._num_contexts = self._now + 1, num_contexts
         self._num_held[:] = self._num_rows[:] = 0
 
     def touch(self, nodes: Ints) -> None:
-        """Note that nodes, and the states that they may have, are used in this batch."""
+        """Mark the states of nodes, if they have any, as used in this batch."""
         self._stamp[self._numbers(nodes)] = self._now
         if self.host.num_states:
             self.host.touch(nodes, self._now)
 
     def _numbers(self, nodes: Ints) -> Ints:
-        """Return the states of nodes, ``NO_STATE`` of those that have none on the device."""
+        """Return the states of nodes; ``NO_STATE`` for a node without one on the device."""
         return np.maximum(self._nodes.state[nodes], NO_STATE)
 
     def hold(self, nodes: Ints) -> None:
-        """Keep the states of nodes, if they have any, until they are released as often."""
+        """Protect the states of nodes, if any, from eviction until ``release`` or a new batch."""
         np.add.at(self._num_held, self._numbers(nodes), 1)
 
     def release(self, nodes: Ints) -> None:
         np.subtract.at(self._num_held, self._numbers(nodes), 1)
 
     def fetch(self, nodes: Ints) -> bool:
-        """Bring states of nodes, of those that have any, to the device while the others stay."""
+        """Move host states of nodes to the device, keep their others; ``False`` without room."""
         state = self._nodes.state
         wanted = np.unique(nodes[state[nodes] < 0])
         if not len(wanted):
@@ -199,7 +199,7 @@ class StateCache:
         is_kept[NO_STATE] = False
         if self._moves is None or len(wanted) > self.num_states - int(is_kept.sum()):
             return False
-        self.touch(wanted)  # so that none goes for one that comes to the host
+        self.touch(wanted)  # or evicting to the host might drop them there
         others = np.setdiff1d(nodes, wanted)
         self.hold(others)
         try:
@@ -212,19 +212,19 @@ class StateCache:
         return True
 
     def go_on_from(self, nodes: Ints) -> None:
-        """Note that rows of this batch go on from nodes, whose new tokens are not linked yet."""
+        """Note that rows of this batch continue from nodes; their new nodes are not linked yet."""
         numbers = self._numbers(nodes)
         np.add.at(self._num_rows, numbers, 1)
-        # A context's end is the first to go once its only row leaves it.
+        # The state at a context's end is evicted first once its only row has moved on.
         is_left = (self._nodes.num_children[nodes] == 0) & (self._num_rows[numbers] == 1)
         self._stamp[numbers[is_left]] = self._now - _LONG_AGO
 
     def give(self, nodes: Ints, num_needed: Ints) -> Ints:
-        """Return numbers of states for nodes without one: negative on the host, 0 without room."""
+        """Assign states to nodes without one; return numbers, negative on the host, 0 for none."""
         numbers = np.zeros(len(nodes), np.int64)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
         is_needed = num_needed[asked] > 0
-        # Nodes that are near a state which several contexts share are the last to get one.
+        # Nodes whose previous state several rows share are the last to get one.
         before = self._numbers(self.last(self._nodes.parent[nodes]))
         is_near = (before > NO_STATE) & (self._num_rows[before] > 1)
         asked = asked[np.lexsort((is_near[asked], ~is_needed))]
@@ -242,22 +242,22 @@ class StateCache:
         return numbers
 
     def _assign(self, numbers: Ints, nodes: Ints) -> None:
-        """Have nodes own states that nothing is known of yet."""
+        """Make nodes the owners of states, with reset stamps, counts and pins."""
         self._nodes.state[nodes], self._owner[numbers] = numbers, nodes
         self._stamp[numbers], self._num_rows[numbers] = self._now, 0
         self._num_held[numbers], self._is_pinned[numbers] = 0, False
 
     @contextlib.contextmanager
     def filling(self, nodes: Ints) -> Iterator[None]:
-        """Take states that were given to nodes from them again if filling them fails."""
+        """Take the states of nodes away again if filling them raises."""
         try:
             yield
-        except BaseException:  # there is no telling what is in them
+        except BaseException:  # they may be partly written
             self._nodes.state[nodes] = NO_STATE
             raise
 
     def _taken(self, count: int, num_needed: int) -> Ints:
-        """Return free states, up to so many, for which others may have gone."""
+        """Return up to ``count`` free states, evicting others if needed."""
         free = self._unused(count)
         if len(free) < count:
             gone = self._next_to_go(count - len(free), num_needed - len(free))
@@ -268,35 +268,35 @@ class StateCache:
     def _unused(self, count: int) -> Ints:
         """Return up to ``count`` states that no node has."""
         if len(self._free) - self._num_handed_out < count:
-            # All at once: a look at each state for every batch would cost more, the larger the
-            # store.
-            self._free = np.flatnonzero(~self._is_used())[1:]  # of all but NO_STATE
+            # One scan finds all free states; a scan for every batch would cost more with each
+            # state of the pool.
+            self._free = np.flatnonzero(~self._is_used())[1:]  # without NO_STATE
             self._num_handed_out = 0
         found = self._free[self._num_handed_out : self._num_handed_out + count]
         self._num_handed_out += len(found)
         return found
 
     def _next_to_go(self, count: int, num_needed: int) -> Ints:
-        """Return states that may go for others, the first ones first."""
+        """Return up to ``count`` states to evict, in order."""
         can_go = np.flatnonzero(self._is_used() & (self._num_held == 0) & ~self._is_pinned)
         num_rows = self._num_rows[can_go]
         is_new, shared = (self._stamp[can_go] == self._now) & (num_rows == 0), can_go[num_rows > 1]
         gone = self._in_order(can_go[~is_new & (num_rows <= 1)], count)
-        # States that several rows of this batch have gone on from go if each of its contexts has
-        # room for one, or if needed, as do those that the batch has made.
+        # States that several rows of this batch continue from are evicted if there is a state for
+        # each context, and otherwise only if needed. New states of this batch go only if needed.
         most = count if self.num_states >= self._num_contexts else num_needed
         gone = np.concatenate([gone, self._in_order(shared, most - len(gone))])
         new = self._in_order(can_go[is_new], num_needed - len(gone))
         return np.concatenate([gone, new])
 
     def _in_order(self, numbers: Ints, count: int) -> Ints:
-        """Return so many states by their last use; then by the tokens to compute again."""
+        """Return the first ``count`` states to evict, by last use, then by recomputation cost."""
         stamps, now = self._stamp[numbers], self._now
         if len(numbers) > count > 0:
             newest = np.partition(stamps, count - 1)[count - 1]
-            if newest < now - _NUM_RECENT:  # as a rule; all others are as many as a few batches use
+            if newest < now - _NUM_RECENT:  # usually; the rest are recent
                 numbers, stamps = numbers[stamps <= newest], stamps[stamps <= newest]
-        # The least recent first; but of the last batches the most recent, those of this one last.
+        # Least recent first; among the last four batches most recent first; this batch last.
         ranks = np.where(stamps < now - _NUM_RECENT, stamps, 2 * now - stamps)
         ranks[stamps == now] += _NUM_RECENT
         owners = self._owner[numbers]
@@ -305,7 +305,7 @@ class StateCache:
         return numbers[order[: max(count, 0)]]
 
     def _let_go(self, gone: Ints) -> None:
-        """Take states from their nodes, and copy those to the host that are worth it."""
+        """Evict states from their nodes, and copy to the host those that are worth it."""
         moved = self._worth_moving(gone) if self.host.num_states else gone[:0]
         moved = moved[np.argsort(self._stamp[moved], kind="stable")]
         stamps, nodes = self._stamp[moved], self._owner[moved]
@@ -322,22 +322,22 @@ class StateCache:
             self._moves.to_host(moved[has_room].tolist(), on_host[has_room].tolist())
 
     def _worth_moving(self, gone: Ints) -> Ints:
-        """Return the states of ``gone`` that nothing has gone on from, or that are far apart."""
-        # If every step leaves a state, few tokens are between them. A context's last state goes to
-        # the host however few they are, so that the context goes on without computing any again.
+        """Return the states of ``gone`` that no token follows, or far from the previous one."""
+        # If every step leaves a state, few tokens separate them. A context's last state moves to
+        # the host all the same, so that the context continues without recomputation.
         owners = self._owner[gone]
         is_end = (self._nodes.num_children[owners] == 0) & (self._num_rows[gone] == 0)
         return gone[is_end | (self._num_tokens(owners) >= _FEWEST_TO_MOVE)]
 
     def _num_tokens(self, nodes: Ints) -> Ints:
-        """Return how many tokens the states of nodes are to compute again."""
+        """Return how many tokens a pass computes to restore the states of nodes."""
         depths = self._nodes.depth
         return depths[nodes] - depths[self.last(self._nodes.parent[nodes])]
 
     # ---------------------------------------------------------------- beside batches
 
     def pin(self, node: int) -> bool:
-        """Keep a node's state until ``clear()``, if it has one here and others have room."""
+        """Keep a node's device state until ``clear()``; ``False`` if none, or no other is left."""
         number, others = self._nodes.state[node], self._is_pinned.copy()
         if number <= NO_STATE:
             return False
@@ -348,7 +348,7 @@ class StateCache:
         return True
 
     def move(self, numbers: Ints, nodes: Ints) -> None:
-        """Give states to nodes that stand for those that had them, if they have none."""
+        """Move states from replaced nodes to the linked ones, unless these have one."""
         state, owners = self._nodes.state, (self._owner, self.host.owner)
         for i in np.flatnonzero(numbers != NO_STATE).tolist():
             node, number = nodes[i], int(numbers[i])
@@ -358,7 +358,7 @@ class StateCache:
 
 @final
 class HostStateCache:
-    """Recurrent states in host memory, negative in ``Nodes.state``; the least recent go first."""
+    """An LRU cache of recurrent states in host memory; ``Nodes.state`` has them negative."""
 
     def __init__(self, nodes: Nodes, num_states: int) -> None:
         self._nodes, self.num_states = nodes, num_states
@@ -378,11 +378,11 @@ class HostStateCache:
         return is_used
 
     def touch(self, nodes: Ints, now: int) -> None:
-        """Note that the states that nodes may have here are used in a batch."""
+        """Mark the host states of nodes, if any, as used in batch ``now``."""
         self._stamp[np.maximum(-self._nodes.state[nodes], NO_STATE)] = now
 
     def assign(self, nodes: Ints, stamps: Ints | int, now: int) -> tuple[Ints, int]:
-        """Have nodes own states here, as far as there is room; none of this batch goes for them."""
+        """Assign host states, 0 for none, to the last nodes first; this batch's states stay."""
         is_used = self._is_used()
         free = np.flatnonzero(~is_used)[1:][: len(nodes)]
         old = np.flatnonzero(is_used & (self._stamp < now))

@@ -10,16 +10,16 @@ import torch
 from genlm_backend.prefix.slot_allocator import ranges_in_a_row
 
 LONG_EXTENT: Final = 16
-"""Slots in a row, on average, from which on stretches are copied one by one."""
+"""Mean length of a run of consecutive slots from which each run is copied by itself."""
 
 
 Codes: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
-"""Tensors of a pool, of each layer, whose rows are kept by number."""
+"""The tensors of a pool, one tuple for each layer; row ``i`` is slot or state ``i``."""
 
 
 @final
 class TierCopier:
-    """Copies slots, as they are coded, from one pool to another of the same layout."""
+    """Copies slots between two pools of the same layout, without decoding them."""
 
     def __init__(self, device: Codes, host: Codes, first: int = 0) -> None:
         self._device, self._host, self._first = device, host, first
@@ -30,8 +30,8 @@ class TierCopier:
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         self._copy(self._host, host_slots, self._device, device_slots)
 
-    # Consecutive slots are copied in place, others are collected first. Between a CUDA device and
-    # pinned memory a copy does not wait for the device: later kernels and copies come after it.
+    # Long runs of slots are copied as slices; others are gathered by ``index_select``. A slice copy
+    # between CUDA and pinned memory is asynchronous: later work on the stream comes after it.
     def _copy(
         self, source: Codes, from_slots: Sequence[int], to: Codes, to_slots: Sequence[int]
     ) -> None:
@@ -49,7 +49,7 @@ class TierCopier:
                         part = kept[at : at + size]
                         part.copy_(codes[start : start + size], non_blocking=waits_not)
                     continue
-                # What the processor reads and writes has to be there: this waits for copies.
+                # The CPU reads or writes here, so earlier asynchronous copies have to end first.
                 for tensor in (codes, kept):
                     if tensor.is_cuda:
                         torch.cuda.current_stream(tensor.device).synchronize()

@@ -1,4 +1,4 @@
-"""Context: token ids that grow by one at a cost that does not depend on how many there are."""
+"""Context: an immutable sequence of token ids; adding one costs the same at any length."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from genlm_backend.prefix.nodes import NO_HINT, CacheHint
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the longest common prefix of two sequences of the same type."""
-    # A bisection over slices, linear in the shorter length, compares elements without a loop in
-    # Python. It needs slices that ``==`` compares as a whole, which a NumPy array's are not.
+    # A bisection over slices takes linear time without a Python loop over elements. ``==`` of two
+    # slices has to return one bool, so NumPy arrays do not work.
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -30,7 +30,7 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 TOKENS_PER_BLOCK: Final = 512
-"""Number of token ids that are packed together."""
+"""Number of token ids that are packed into one bytes object."""
 
 _ID = struct.Struct("i")
 _BLOCK: Final = TOKENS_PER_BLOCK * _ID.size
@@ -40,34 +40,33 @@ _BLOCK: Final = TOKENS_PER_BLOCK * _ID.size
 class Context(Sequence[int]):
     """An immutable sequence of a model's token ids, made by ``lm.context(token_ids)``.
 
-    It goes wherever token ids go, and costs less than a list: its ids are checked once, when it is
-    made, and ``context + [token]`` or ``context.extend(token)`` makes a longer one at a cost that
-    does not depend on its length, however many are made of one context and on whatever threads.
-    Asking it costs as little: where the keys and values of the context that it extends are cached
-    is remembered.
+    All methods take it as token ids, and it costs less than a list. Its ids are checked once, when
+    it is made. ``context + [token]`` or ``context.extend(token)`` makes a longer one at a cost that
+    does not depend on its length; any number of threads may extend one context. A query is as
+    cheap, since a context remembers where the one that it extends is cached.
 
-    It iterates, indexes and slices as a tuple does (a slice is a ``Context``), equals any other
-    ``Context`` with the same ids, and nothing else, and can be the key of a dictionary. Unpickled,
-    it belongs to no model: whichever it is asked of checks its ids.
+    It iterates, indexes and slices like a tuple; a slice is a ``Context``. It equals a ``Context``
+    with the same ids and nothing else, and is hashable. An unpickled one belongs to no model: the
+    model that gets it checks its ids.
 
-    One that begins with pictures (``lm.context(prompt, images=[…])``) shows the id that stands for
-    a part of a picture wherever there is one. Two are equal if their pictures are too.
+    One that begins with pictures (``lm.context(prompt, images=[…])``) shows one placeholder id for
+    every part of a picture. Two such contexts are equal if their pictures are equal too.
 
     Attributes:
-        blocks: Its ids as 32-bit integers, block by block; parts of pictures have negative ones
+        blocks: Full blocks of its ids as 32-bit integers; parts of pictures have negative ones
             (see ``Pictures``).
-        tail: Those after the last full block.
-        contexts: What has checked its ids; contexts of one model have the same.
-        cache_hint: Where the evaluator of the model has found it, or the context that it extends,
-            for evaluators to write and read; ``NO_HINT`` if it has not. No part of its value.
+        tail: The ids after the last full block.
+        contexts: The factory that has checked its ids; all contexts of one model have the same.
+        cache_hint: The tree node at which the evaluator last found it, or the context that it
+            extends; ``NO_HINT`` if none. Evaluators write it; equality ignores it.
         pictures: The pictures that it begins with, or ``None``.
     """
 
-    # Full blocks of packed ids, and the ids after them. What extends a context shares its blocks;
-    # the hash of each is Python's to keep, and two contexts that share one compare it at once.
+    # A context shares the full blocks of the one that it extends. Python caches the hash of each
+    # block, and compares two shared blocks by identity.
     __slots__ = ("blocks", "cache_hint", "contexts", "pictures", "tail")
 
-    __array_ufunc__ = None  # an array + a context is a longer context, and no sum
+    __array_ufunc__ = None  # so that NumPy leaves ``array + context`` to ``__radd__``
 
     blocks: tuple[bytes, ...]
     tail: bytes
@@ -87,7 +86,7 @@ class Context(Sequence[int]):
         cache_hint: CacheHint = NO_HINT,
         pictures: Pictures | None = None,
     ) -> Self:
-        """Return the context of full blocks and of packed ids after them, without checks."""
+        """Return the context of full blocks and packed ids after them, without checks."""
         if len(packed) >= _BLOCK:
             stop = len(packed) - len(packed) % _BLOCK
             starts = range(0, stop, _BLOCK)
@@ -102,7 +101,7 @@ class Context(Sequence[int]):
         """Return the context with one more token.
 
         Raises:
-            ContextTypeError: (``TypeError``) If it is no integer.
+            ContextTypeError: (``TypeError``) If ``token_id`` is not an integer.
             ContextError: (``ValueError``) If it is outside the vocabulary.
         """
         contexts = self.contexts
@@ -112,19 +111,19 @@ class Context(Sequence[int]):
         return Context.of(contexts, tail, self.blocks, self.cache_hint, self.pictures)
 
     def __add__(self, token_ids: Any) -> Context:
-        """Return the context with more tokens, which are checked."""
+        """Return the context followed by tokens, which are checked."""
         if type(token_ids) is list and len(token_ids) == 1:
             return self.extend(token_ids[0])
         return self.followed_by(self.contexts.packed(token_ids))
 
     def __radd__(self, token_ids: Any) -> Context:
-        """Return the context after more tokens, which are checked."""
+        """Return the context preceded by tokens, which are checked."""
         if self.pictures is not None:
             raise PictureError("nothing can be put before the pictures that a context begins with")
         return self.contexts.of(token_ids).followed_by(self.packed().tobytes())
 
     def followed_by(self, packed: bytes) -> Context:
-        """Return the context with more ids, as 32-bit integers that have been checked."""
+        """Return the context followed by ids, packed as 32-bit integers and checked before."""
         tail = self.tail + packed
         return Context.of(self.contexts, tail, self.blocks, self.cache_hint, self.pictures)
 
@@ -162,7 +161,7 @@ class Context(Sequence[int]):
 
     def _first(self, count: int) -> Context:
         blocks, tail = self.beginning(count)
-        # Its hint would be a part of this one's, and it is found soon without.
+        # Without a hint: that of the whole names a deeper node, and a search finds this one soon.
         first = Context.of(self.contexts, tail, blocks, pictures=self.pictures)
         if self.pictures is not None and count < self.pictures.num_tokens:
             if len(first) and min(first.packed()) < 0:
@@ -184,7 +183,7 @@ class Context(Sequence[int]):
 
     def packed(self, start: int = 0, stop: int | None = None) -> array[int]:
         """Return ids from ``start`` to ``stop``, neither negative, as 32-bit integers."""
-        # Parts of pictures have ids of their own, which are negative.
+        # Parts of pictures keep their own negative ids here.
         num_blocks = len(self.blocks)
         first = min(start // TOKENS_PER_BLOCK, num_blocks)
         kept = self.tail if first == num_blocks else b"".join((*self.blocks[first:], self.tail))
@@ -197,11 +196,11 @@ class Context(Sequence[int]):
 
     @property
     def key(self) -> tuple[tuple[bytes, ...], bytes]:
-        """Blocks and tail: a value that is hashed and compared without a look at each id."""
+        """Blocks and tail: a key that hashes and compares block by block."""
         return self.blocks, self.tail
 
     def beginning(self, count: int) -> tuple[tuple[bytes, ...], bytes]:
-        """Return the ``key`` of the first ``count`` tokens, not more than there are."""
+        """Return the ``key`` of the first ``count`` tokens; ``count`` is at most the length."""
         block, rest = divmod(count, TOKENS_PER_BLOCK)
         packed = self.blocks[block] if block < len(self.blocks) else self.tail
         return self.blocks[:block], packed[: rest * _ID.size]
@@ -242,21 +241,21 @@ class ContextFactory:
         self._blocks: dict[bytes, bytes] = {}
 
     def of(self, token_ids: Any, name: str = "token_ids") -> Context:
-        """Return token ids as a ``Context`` of this model; one of its own is not checked again."""
+        """Return token ids as a ``Context`` of this model; its own ones are not checked again."""
         if isinstance(token_ids, Context):
             if token_ids.contexts is self:
                 return token_ids
             self._check_owner(token_ids)
             if (pictures := token_ids.pictures) is not None:
                 return self._with_pictures(token_ids, pictures)
-        ids = [*_listed(token_ids, name)]  # a copy, which no other thread changes
+        ids = [*_listed(token_ids, name)]  # a copy, so that no other thread changes it
         if self.image_token_id is not None and self.image_token_id in ids:
             raise PictureError(
                 f"{name} holds {self.image_token_id}, which stands for a part of a picture: "
                 "lm.context(prompt, images=[…]) makes a context of it, and context + [token] more"
             )
         context = Context.of(self, self._packed(ids))
-        if context.blocks:  # equal ones are one object, which is kept, compared and sent once
+        if context.blocks:  # equal blocks become one object, stored, compared and sent once
             if len(self._blocks) > _MAX_BLOCKS:
                 self._blocks.clear()
             context.blocks = tuple([self._blocks.setdefault(own, own) for own in context.blocks])
@@ -287,7 +286,7 @@ class ContextFactory:
         return context
 
     def check_contexts(self, name: str, value: Any, max_length: int | None = None) -> list[Context]:
-        """Return an iterable of contexts as ``check_context`` returns each of them."""
+        """Return contexts checked by ``check_context``; an error names the index."""
         checked = list[Context]()
         try:
             for token_ids in listed_contexts(name, value):
@@ -307,7 +306,7 @@ class ContextFactory:
         return token_id
 
     def packed(self, token_ids: Any, name: str = "token_ids") -> bytes:
-        """Return token ids as 32-bit integers, checked as ``of`` does."""
+        """Return token ids packed as 32-bit integers, with the checks of ``of``."""
         self._check_owner(token_ids)
         if isinstance(token_ids, Context) and token_ids.pictures is not None:
             raise PictureError(f"{name} begins with pictures, which nothing can come before")
@@ -316,17 +315,17 @@ class ContextFactory:
     def _packed(self, ids: list[Any]) -> bytes:
         are_few_ints = len(ids) <= _FEW and set(map(type, ids)) == {int}
         if are_few_ints and min(ids) >= 0 and max(ids) < self.vocab_size:
-            return struct.pack(f"{len(ids)}i", *ids)  # NumPy would take longer to begin
+            return struct.pack(f"{len(ids)}i", *ids)  # faster than NumPy for few ids
         try:
             packed = struct.pack(f"{len(ids)}i", *ids)
-        except Exception:  # whatever an index method raises: it is said of which id
+        except Exception:  # an __index__ may raise anything; check_id names the id
             packed = struct.pack(f"{len(ids)}i", *map(self.check_id, ids))
         if not ids:
             return packed
-        values = np.frombuffer(packed, np.uint32)  # where a negative one is very large
+        values = np.frombuffer(packed, np.uint32)  # negative ids become large
         if np.maximum.reduce(values) >= self.vocab_size:
             self.check_id(ids[int(np.argmax(values >= self.vocab_size))])
-        if np.minimum.reduce(values) < 2:  # which is how a bool is packed
+        if np.minimum.reduce(values) < 2:  # a bool is packed as 0 or 1
             for index in np.flatnonzero(values < 2).tolist():
                 self.check_id(ids[index])
         return packed
@@ -347,7 +346,7 @@ _NOBODYS: Final = ContextFactory(MAX_VOCAB)
 def unpickled(
     packed: bytes, pictures: Pictures | None = None, blocks: tuple[bytes, ...] = ()
 ) -> Context:
-    """Return packed ids as a ``Context`` of no model."""
+    """Return packed ids as a ``Context`` of no model; its next model checks them."""
     return Context.of(_NOBODYS, packed, blocks, pictures=pictures)
 
 
@@ -366,7 +365,7 @@ def listed_contexts(name: str, value: Any) -> list[Any]:
 
 
 def is_one_context(value: Any, parts: Sequence[Any]) -> bool:
-    """Return whether an iterable is a context, and not several, by the first of its parts."""
+    """Return whether an iterable is one context, not several, by its first element."""
     first = parts[0] if parts else None
     is_id = isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0
     return is_id or isinstance(value, Context)
@@ -382,9 +381,9 @@ def _listed(token_ids: Any, name: str) -> list[Any]:
             )
         try:
             token_ids = token_ids.tolist()
-        except (RuntimeError, TypeError) as error:  # a tensor on "meta", or one of sparse layout
+        except (RuntimeError, TypeError) as error:  # a tensor on "meta", or a sparse one
             raise ContextTypeError(f"{name} hold no integers: {shown(token_ids)}") from error
-    elif isinstance(token_ids, Mapping):  # as tokenizers and chat templates return
+    elif isinstance(token_ids, Mapping):  # the output of a tokenizer or chat template
         ids = token_ids.get("input_ids")
         hint = _way_out(ids, "its input_ids") or (
             ": pass its 'input_ids'" if ids is not None else ""
@@ -410,7 +409,7 @@ def _listed(token_ids: Any, name: str) -> list[Any]:
 
 
 def _num_rows(ids: Any) -> int:
-    """Return the number of rows of token ids in two dimensions; 0 of others."""
+    """Return the number of rows of two-dimensional token ids; 0 for other shapes."""
     if hasattr(ids, "ndim"):
         return ids.shape[0] if ids.ndim == 2 else 0
     is_list = isinstance(ids, (list, tuple)) and len(ids)
@@ -418,7 +417,7 @@ def _num_rows(ids: Any) -> int:
 
 
 def _way_out(ids: Any, name: str) -> str:
-    """Return a hint for token ids in two dimensions, or no text."""
+    """Return the end of an error message on two-dimensional token ids; else an empty text."""
     num_rows = _num_rows(ids)
     if num_rows == 1:
         return f": pass {name}[0], which is its one row"

@@ -1,4 +1,4 @@
-"""Evaluator: the interface of all that answers queries, wherever it lives."""
+"""Evaluator: the interface of a backend that answers queries, in this process or another."""
 
 from __future__ import annotations
 
@@ -30,32 +30,30 @@ class EvaluatorInfo:
     """Capabilities of an evaluator; they do not change while it is open.
 
     Attributes:
-        vocab_size: Width of its rows; ``None`` for whatever the tokenizer has.
-        max_length: Longest context that it takes, in tokens; ``None`` where nothing bounds it.
-        max_batch_size: Number of queries that it can be asked at once; ``None`` for any number.
-        num_slots: Number of tokens whose keys and values it can keep; ``None`` where it keeps none.
-        num_states: Number of recurrent states that it can keep, from which contexts go on; ``None``
-            where its model has none.
-        num_host_slots: Number of tokens whose keys and values it keeps on the host besides, when
-            they have to leave its device; ``None`` where it has no such tier.
-        kv_cache_dtype: Number format in which it keeps them; ``None`` for the type that it computes
-            in.
-        slots_per_block: Number of slots that a context takes at once, so that the rest of its last
-            ones stays unused.
-        device: Device on which it takes token ids: "cpu", "cuda:0", …; ``None`` where it does not
-            say.
+        vocab_size: Width of its rows; ``None`` for the size of the tokenizer's vocabulary.
+        max_length: Longest context that it takes, in tokens; ``None`` for no limit.
+        max_batch_size: Largest number of queries in one call; ``None`` for no limit.
+        num_slots: Capacity of its cache of keys and values, in tokens; ``None`` if it has no cache.
+        num_states: Number of recurrent states that it can cache; ``None`` if its model has none.
+        num_host_slots: Capacity of its host tier, in tokens, for keys and values that are evicted
+            from the device; ``None`` if it has no such tier.
+        kv_cache_dtype: Number format of cached keys and values; ``None`` for the type that it
+            computes in.
+        slots_per_block: Number of slots that a context takes at once. The rest of a context's last
+            block stays unused.
+        device: Device on which it takes token ids: "cpu", "cuda:0", …; ``None`` if unknown.
         takes_adapters: Whether adapters can be added.
         uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
             callers slow down.
-        scores: Whether it answers a ``ScoreQuery`` too. Where not, texts are scored by rows.
-        reads_out: Whether it answers each ``Readout`` too, and tells what a ``ScoreQuery`` has
-            beside the log-probabilities. Where not, it is asked for the rows.
-        image_token_id: The id that stands for a part of a picture, where it sees pictures; ``None``
-            where it does not.
-        eos_token_ids: The ids that end a text by the model's own generation config; ``None`` where
-            it names none, and the tokenizer tells.
-        omits_undefined: Whether its rows say of themselves that none of its ``undefined_ids``
-            comes. Where not, each is looked at once it is there.
+        scores: Whether it answers a ``ScoreQuery``. If not, texts are scored from rows.
+        reads_out: Whether it answers a ``Readout``, and a ``ScoreQuery`` that wants more than
+            log-probabilities. If not, callers query it for rows.
+        image_token_id: The id that stands for a part of a picture; ``None`` if the model takes no
+            pictures.
+        eos_token_ids: The EOS ids of the model's generation config; ``None`` if that has none, so
+            that the tokenizer's is used.
+        omits_undefined: Whether its rows already give no probability to ``undefined_ids``. If not,
+            ``BatchedLM`` checks and corrects each row.
     """
 
     vocab_size: int | None = None
@@ -82,14 +80,14 @@ class EvaluatorInfo:
 
     @property
     def before_wait(self) -> Callable[[], None]:
-        """The duty of a caller's thread before it waits for an answer."""
+        """The function that a caller's thread has to call before it waits for an answer."""
         return release_idle_threads if self.uses_openmp else _nothing
 
     def kv_capacity(self, batch_size: int) -> int | None:
-        """Return how many tokens' keys and values fit at once; ``None`` where none are kept.
+        """Return how many tokens the KV cache holds for a full batch; ``None`` without a cache.
 
-        The unused ends of the last blocks of a full batch are not counted, as far as that leaves
-        room for the longest context.
+        The unused slots of each context's last block are subtracted, as long as the longest context
+        still fits.
         """
         if self.num_slots is None:
             return None
@@ -121,21 +119,21 @@ class EvaluatorCounts:
     Attributes:
         num_forwards: Number of forward passes of the model.
         tokens_computed: Number of tokens in them, padding not counted.
-        tokens_reused: Number of tokens whose keys and values were there.
-        kv_bytes_used: Bytes of the keys and values that are kept.
+        tokens_reused: Number of tokens whose keys and values were cached.
+        kv_bytes_used: Bytes of the cached keys and values.
         kv_bytes_budget: Bytes that they may take.
-        host_bytes_used: Bytes of keys, values and recurrent states that are kept on the host.
+        host_bytes_used: Bytes of keys, values and recurrent states on the host.
         host_bytes_budget: Bytes that they may take.
-        num_evicted_tokens: Number of tokens whose keys and values had to go for others.
-        num_recomputed_tokens: Number of tokens that were computed again after they had to go.
-        num_tokens_to_host: Number of tokens whose keys and values went to the host.
-        num_tokens_from_host: Number of tokens whose keys and values came back.
-        state_bytes_used: Bytes of the recurrent states that are kept.
-        state_bytes_budget: Bytes that they may take, of ``kv_bytes_budget``.
-        num_evicted_states: Number of recurrent states that had to go for others.
-        num_states_to_host: Number of recurrent states that went to the host.
-        num_states_from_host: Number of recurrent states that came back.
-        packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
+        num_evicted_tokens: Number of tokens whose keys and values were evicted.
+        num_recomputed_tokens: Number of tokens that were computed again after their eviction.
+        num_tokens_to_host: Number of tokens whose keys and values moved to the host.
+        num_tokens_from_host: Number of tokens whose keys and values moved back.
+        state_bytes_used: Bytes of the cached recurrent states.
+        state_bytes_budget: Bytes that they may take, a part of ``kv_bytes_budget``.
+        num_evicted_states: Number of recurrent states that were evicted.
+        num_states_to_host: Number of recurrent states that moved to the host.
+        num_states_from_host: Number of recurrent states that moved back.
+        packed_weight_bytes: Bytes of second copies of weights, in a faster layout.
         num_captured_steps: Number of these forward passes that replayed a captured CUDA graph.
     """
 
@@ -164,21 +162,21 @@ def _nothing() -> None:
 
 
 class Evaluator(abc.ABC):
-    """Answers queries with rows; one thread calls it, one verb at a time, but for ``counts``.
+    """Answers queries with rows. One thread makes all calls except ``counts`` and ``close``.
 
-    It knows no futures, no event loop and no tokenizer, and all arguments and results are values
-    that pickle, so that it can live in another process. ``BatchedLM`` makes a model of it.
+    It uses no futures, event loop or tokenizer, and all arguments and results pickle, so that it
+    can run in another process. ``BatchedLM`` wraps it as a model.
 
     Attributes:
-        info: What it is able to do, where that is known before ``open()``.
-        undefined_ids: Ids that no token has. Whoever drives the evaluator puts them here. One that
-            knows its logits may hand them to ``rows_of_logits``, and say so by
-            ``info.omits_undefined``; ``BatchedLM`` excludes them otherwise, to the precision of the
-            row.
-        has_died: Whether it has ended by itself, and answers nothing until it is made again.
-        check_cancelled: To be called between two steps of long work. It raises a
-            ``QueryDroppedError`` where nobody waits any more for what is being done, which the
-            evaluator lets through. Whoever drives the evaluator puts it here.
+        info: Its capabilities, if they are known before ``open()``; else ``None``.
+        undefined_ids: Ids that no token has; the owner of the evaluator, such as ``BatchedLM``,
+            sets them. An evaluator with logits may pass them to ``rows_of_logits`` and set
+            ``info.omits_undefined``. Otherwise ``BatchedLM`` excludes them from each row, to the
+            precision of the row.
+        has_died: Whether it has stopped by itself; it answers nothing until it is restarted.
+        check_cancelled: To be called between two steps of long work; set by the owner. It raises
+            ``QueryDroppedError`` if no caller waits for the current work any more; the evaluator
+            must not catch it.
     """
 
     info: EvaluatorInfo | None = None
@@ -189,33 +187,33 @@ class Evaluator(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> EvaluatorInfo:
-        """Get ready, on the thread that calls everything else; return what it is able to do.
+        """Load the model, on the thread that makes all later calls; return the capabilities.
 
-        Called once, before anything else, and not where ``info`` tells it already.
+        Called once, before all other methods, unless ``info`` is set already.
         """
 
     @abc.abstractmethod
     def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result | Exception]:
         """Return one answer to each of one or more distinct queries, in order: a ``Row``.
 
-        An exception in place of a row is for those who asked that query, and disturbs no other;
-        one that is raised is for all of them. Rows may share memory, which nobody writes to
-        afterwards. They may give a probability to ids that no token has, unless
-        ``info.omits_undefined`` says otherwise: ``BatchedLM`` excludes them.
+        An exception in place of a row goes to the callers of that query alone; a raised one goes to
+        all callers. Rows may share memory, which must not be written to afterwards. They may give
+        probability to ids that no token has, unless ``info.omits_undefined`` is set: ``BatchedLM``
+        excludes them.
 
-        Where ``info.scores`` says so, there may be a ``ScoreQuery`` among them. Its answer is a
-        float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``
-        say: those are left out, and a target among them is ``-inf``. Where ``info.reads_out`` says
-        so, there may be a ``Readout``, of whose answer ``undefined_ids`` are left out as well, and
-        a ``ScoreQuery`` may tell more of each token: float64 ``[num_targets, beside.width]``.
+        If ``info.scores``, the queries may include a ``ScoreQuery``. Its answer is a float32 tensor
+        ``[num_targets]`` on any device: log-probabilities given that none of ``undefined_ids``
+        comes, ``-inf`` for a target among these. If ``info.reads_out``, they may include a
+        ``Readout``, which excludes ``undefined_ids`` too, and a ``ScoreQuery`` that wants further
+        numbers; its answer is float64 ``[num_targets, beside.width]``.
         """
 
     @abc.abstractmethod
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens need not be computed if it is asked now.
+        """Return how many of a context's tokens are cached, so that a query would reuse them now.
 
-        Only the tokens of one tier are counted where one is named; what is in no other is on the
-        device.
+        With ``tier``, only tokens of that tier count; an evaluator without a host tier keeps all
+        tokens on the device.
         """
 
     @abc.abstractmethod
@@ -228,25 +226,25 @@ class Evaluator(abc.ABC):
 
     @abc.abstractmethod
     def clear(self) -> None:
-        """Free all keys and values, pinned ones too."""
+        """Free all keys, values and recurrent states, pinned ones too."""
 
     def save_prefix(self, query: RowQuery, path: str) -> None:
         """Compute a context and write its keys and values into a file.
 
         Raises:
-            CacheError: If there is no room for them, or they are not kept.
-            OSError: If the file cannot be written; nothing of it stays then.
+            CacheError: If there is no room for them, or no cache.
+            OSError: If the file cannot be written; no partial file stays.
         """
         raise CacheError(
             f"{type(self).__name__} writes no prefixes into files; cache_kv keeps them"
         )
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
-        """Keep the keys and values of a file; return the tokens that they are of.
+        """Cache the keys and values of a file; return their tokens.
 
         Raises:
-            PrefixFileError: If they are not those of this evaluator's model.
-            CacheError: If there is no room for them, or they are not kept.
+            PrefixFileError: If the file holds no prefix of this evaluator's model.
+            CacheError: If there is no room for them, or no cache.
             OSError: If the file cannot be read.
         """
         raise CacheError(f"{type(self).__name__} reads no prefixes from files")
@@ -254,14 +252,14 @@ class Evaluator(abc.ABC):
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
     ) -> PictureRules:
-        """Find out where text goes on behind the pictures of a context.
+        """Find out, by a few passes, how the model computes text after pictures.
 
         Args:
             token_ids: A prompt that begins with a picture and ends with text.
-            inputs: What the model's processor has made beside them.
+            inputs: The other outputs of the model's processor, by name.
 
         Raises:
-            PictureError: If it sees no pictures.
+            PictureError: If the model takes no pictures.
         """
         raise PictureError(f"{type(self).__name__} sees no pictures")
 
@@ -270,63 +268,61 @@ class Evaluator(abc.ABC):
         """Load an adapter in PEFT's format from a directory or a repository on the hub.
 
         Raises:
-            AdapterError: If it cannot be loaded; everything is as it was then.
+            AdapterError: If it cannot be loaded; nothing has changed then.
         """
 
     @abc.abstractmethod
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove an adapter, and free all keys and values; no query with it follows."""
+        """Remove an adapter and free all keys and values; no later query uses the adapter."""
 
     @abc.abstractmethod
     def counts(self) -> EvaluatorCounts:
-        """Return its counts so far; takes no time, and is called on any thread."""
+        """Return its counts so far, without a wait; any thread may call it."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free whatever it holds; nothing else follows.
+        """Free all resources; this is the last call.
 
-        Called by whoever closes the model, after the thread has ended; also where ``open()`` has
-        raised.
+        The thread that closes the model calls it after the worker thread has ended, and also if
+        ``open()`` has raised.
         """
 
 
 class RestartableEvaluator(Evaluator):
-    """An evaluator that may end by itself, and can be made again then.
+    """An evaluator that may die, such as a child process, and can be restarted.
 
-    Whatever it is asked is an ``EngineDiedError`` meanwhile.
+    While it is dead, its methods raise ``EngineDiedError``.
 
     Attributes:
-        adapters: Paths of the adapters that it has, and is to have once it has been made again. A
-            mapping that is replaced whole, never changed, so that any thread may do so while the
-            evaluator is dead.
+        adapters: Paths of its adapters, which a restart loads again. The mapping is replaced as a
+            whole, never changed, so that any thread may do so while the evaluator is dead.
     """
 
     adapters: Mapping[Adapter, str]
 
     @abc.abstractmethod
     def restart(self) -> EvaluatorInfo:
-        """End it, whatever it is doing, make it again, and load ``adapters``."""
+        """End it in the middle of any work, start it again, and load ``adapters``."""
 
     @abc.abstractmethod
     def load_adapters(self) -> None:
-        """Load those of ``adapters`` that are not there, and remove what is there beside them.
+        """Load each missing one of ``adapters``, and remove all adapters that are not in it.
 
-        One that cannot be loaded is an ``AdapterError`` for those who ask for it, and no other.
+        If one cannot be loaded, only queries that name it fail, with an ``AdapterError``.
         """
 
 
 class StatelessEvaluator(Evaluator):
-    """An evaluator that keeps nothing between two batches and has no adapters.
+    """An evaluator without a cache and without adapters: the base class of custom backends.
 
-    A backend of one's own has to define ``evaluate``. Where there is more to say of it than the
-    width of its rows, it sets ``info``, as a class or in its constructor, and where it holds
-    something, it defines ``close``.
+    A subclass has to define ``evaluate``. It sets ``info``, on the class or in its constructor, for
+    capabilities other than the width of its rows, and overrides ``close`` if it holds resources.
 
     Args:
-        vocab_size: Width of its rows; ``None`` for whatever the tokenizer has.
+        vocab_size: Width of its rows; ``None`` for the size of the tokenizer's vocabulary.
 
     Attributes:
-        info: What it is able to do.
+        info: Its capabilities.
     """
 
     info: EvaluatorInfo = EvaluatorInfo()
@@ -337,12 +333,12 @@ class StatelessEvaluator(Evaluator):
 
     @final
     def open(self) -> EvaluatorInfo:
-        """Return ``info``."""
+        """Return ``info``: nothing is loaded."""
         return self.info
 
     @final
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return 0."""
+        """Return 0: nothing is cached."""
         return 0
 
     @final
@@ -361,11 +357,11 @@ class StatelessEvaluator(Evaluator):
 
     @final
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Do nothing: there is none."""
+        """Do nothing: none can have been added."""
 
     @final
     def counts(self) -> EvaluatorCounts:
-        """Return zeros."""
+        """Return zeros: nothing is counted."""
         return EvaluatorCounts()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Query: what a model is asked, checked before anything is queued; RowQuery: a row."""
+"""Query: a request to a model, checked before it is queued; RowQuery: a request for a row."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ TokenIds = Iterable[int]
 """A context: a ``Context``, or token ids as Python or NumPy integers or a 1-D integer array."""
 
 UNKNOWN_ADAPTER: Final = "no LoRA adapter named {!r} is loaded"
-"""The beginning of an ``UnknownAdapterError``'s message, for the adapter's name."""
+"""The beginning of an ``UnknownAdapterError``'s message, to format with the adapter's name."""
 
 
 class Adapter(NamedTuple):
-    """An adapter as a model has loaded it: two of one name are told apart by their numbers.
+    """One load of an adapter; its number tells it from other loads under the same name.
 
     Attributes:
         name: The name that callers use.
-        number: The number of its load, which no other load has.
+        number: The number of this load, unique within the model.
     """
 
     name: str
@@ -31,24 +31,24 @@ class Adapter(NamedTuple):
 
 
 Result: TypeAlias = Any
-"""The result of a query: a ``Row``, scores of a text, or the type that a kind of readout has."""
+"""The result of a query: a ``Row``, the scores of a text, or the result type of a readout."""
 
 
 class Query(abc.ABC):
-    """What a model is asked: a context's row, a text's scores, or what is read off a row.
+    """A request to a model: for a context's row, a text's scores, or a readout of a row.
 
     Equal queries have equal results.
 
     Attributes:
         context: The tokens that the model has to read.
-        adapter: The adapter to read them with; ``None`` for the base model.
+        adapter: The adapter to apply; ``None`` for the base model.
         wanted: Description of the result, for error messages.
-        targets: The tokens of a text whose log-probabilities are wanted.
+        targets: The tokens of a text to score.
         num_targets: Their number.
-        beside: Further numbers that are wanted of each target; ``None`` without targets.
+        beside: Further numbers to return for each target; ``None`` without targets.
         needs_row: Whether the result is computed from rows, on the device of the rows.
         is_cacheable: Whether the result is a row that may be cached.
-        weight: How much the query counts for in a batch.
+        weight: Its share of the batch size: 1.0 for a row.
     """
 
     __slots__ = ()
@@ -66,20 +66,20 @@ class Query(abc.ABC):
     @property
     @abc.abstractmethod
     def forward_key(self) -> Query:
-        """The query whose result is computed for this one."""
+        """The query whose forward pass gives the result; equal ones share that pass."""
 
     @abc.abstractmethod
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` is a result of this query, of a vocabulary of that size."""
+        """Return whether ``answer`` has the type and shape of a result, for that vocabulary."""
 
 
 @final
 class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes], Query):
-    """A context and the adapter to read it with. Equal queries have equal answers.
+    """A context and the adapter to apply, immutable. Equal queries have equal answers.
 
-    Immutable. It is a tuple of the adapter and of the context's bytes, whose hashes Python keeps,
-    so that looking a query up takes no time that grows with its context. It is made of a
-    ``Context``, or of token ids, and of an adapter.
+    It is a tuple of the adapter and the context's bytes. Python caches the hash of a bytes object,
+    so that a lookup does not hash token ids again. The constructor takes a ``Context`` or token
+    ids, and an adapter.
 
     Attributes:
         context: The whole context.
@@ -104,17 +104,17 @@ class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes], Query):
         return RowQuery, (self.context, self.adapter)
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` is a row of a vocabulary of that size."""
+        """Return whether ``answer`` is a ``Row`` of width ``vocab_size``."""
         return isinstance(answer, Row) and answer.is_of(vocab_size)
 
     @property
     def forward_key(self) -> RowQuery:
-        """Itself."""
+        """Itself, since its row is computed for it."""
         return self
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
-        """The whole context as a tuple, which takes a moment for each token."""
+        """The whole context as a tuple, made on first use in time linear in its length."""
         return tuple(self.context)
 
     @property
@@ -123,7 +123,7 @@ class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes], Query):
         return None if self.adapter is None else self.adapter.name
 
     def prefix(self, num_tokens: int) -> RowQuery:
-        """Return the query of the first tokens, with the same adapter."""
+        """Return the query of the first ``num_tokens`` tokens, with the same adapter."""
         return RowQuery(self.context[:num_tokens], self.adapter)
 
     def __repr__(self) -> str:
@@ -131,7 +131,7 @@ class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes], Query):
 
 
 NO_QUERY: Final = RowQuery([0])
-"""Stands for the query of a row that is known."""
+"""A placeholder query for a row that is known already."""
 
 
 def check_known_ids(

@@ -1,4 +1,4 @@
-"""Rows: the log-probabilities of the token after a context, how they are made, and their cache."""
+"""Rows: the next-token log-probabilities of a context, their computation, and their cache."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from genlm_backend.runtime.spare_memory import SpareMemory
 
 @final
 class Row:
-    """Log-probabilities of the token behind a context.
+    """Next-token log-probabilities of a context.
 
     Args:
         logprobs: Natural logarithms of the probabilities: float32 ``[vocab]``.
-        logsumexp: The logarithm that the model's logits were normalised by: a log-probability
-            plus it is the logit. ``None`` where the model's logits are not known.
+        logsumexp: The logsumexp of the model's logits: a log-probability plus it is the logit.
+            ``None`` if the logits are not known.
 
     Attributes:
-        logsumexp: As given.
-        table: The table of its batch, ``[n, vocab]``, which it is a row of; ``None`` for none.
-        index: Which row of it.
+        logsumexp: The same.
+        table: The table of its batch, ``[n, vocab]``; ``None`` for a single row.
+        index: Its index in the table.
     """
 
     __slots__ = ("_logprobs", "index", "logsumexp", "table")
@@ -42,8 +42,8 @@ class Row:
 
     @classmethod
     def of_table(cls, table: torch.Tensor, logsumexps: Iterable[float | None]) -> list[Row]:
-        """Return the rows of a table, float32 ``[n, vocab]``, of which they are views."""
-        # A view takes a microsecond, and of a batch on a device nobody asks for one.
+        """Return the rows of a table, float32 ``[n, vocab]``, as views of it."""
+        # A view takes a microsecond. Rows on a device are mostly read as a table: no views yet.
         views = table.unbind() if table.is_cpu else (None,) * len(table)
         rows: list[Row] = []
         for index, (view, logsumexp) in enumerate(zip(views, logsumexps, strict=True)):
@@ -54,10 +54,10 @@ class Row:
 
     @property
     def logprobs(self) -> torch.Tensor:
-        """Log-probabilities: float32 ``[vocab]``, maybe a view of a table, and not modified."""
+        """Log-probabilities: float32 ``[vocab]``, maybe a view of a table; not to be modified."""
         if self._logprobs is None and self.table is not None:
             self._logprobs = self.table[self.index]
-        # Whatever an evaluator has made a row of.
+        # A custom evaluator may have passed any object; ``is_of`` checks it.
         return self._logprobs  # pyright: ignore[reportReturnType]
 
     def __repr__(self) -> str:
@@ -70,19 +70,19 @@ class Row:
 
     @property
     def is_nan(self) -> bool:
-        """Whether the model said NaN somewhere; a known logsumexp tells that at once."""
+        """Whether a log-probability is NaN; if the logsumexp is known, only that is looked at."""
         if self.logsumexp is None:
             return bool(self.logprobs.isnan().any())
         return math.isnan(self.logsumexp)
 
     def is_of(self, vocab_size: int) -> bool:
-        """Return whether it is a row of that width, as callers get it."""
+        """Return whether it is float32 ``[vocab_size]`` and needs no gradient."""
         row = self.logprobs
         is_row = isinstance(row, torch.Tensor) and row.dtype is torch.float32
         return is_row and row.shape == (vocab_size,) and not row.requires_grad
 
     def to(self, device: torch.device) -> Row:
-        """Return the row on ``device``; itself where it is there."""
+        """Return the row on ``device``, uncopied if it is there already."""
         moved = self.logprobs.to(device)
         return self if moved is self.logprobs else Row(moved, self.logsumexp)
 
@@ -94,15 +94,15 @@ class Row:
         return own_copy(row.numpy())
 
     def own_logits(self, device: torch.device) -> torch.Tensor:
-        """Return the logits on ``device``, or the log-probabilities where they are not known."""
+        """Return a copy of the logits on ``device``, or of the log-probabilities if unknown."""
         logits = self.copy_logprobs(device)
         return logits if self.logsumexp is None else logits.add_(self.logsumexp)
 
     def __reduce__(self) -> tuple[type[Row], tuple[torch.Tensor, float | None]]:
-        return Row, (self.logprobs.clone(), self.logsumexp)  # a view would take its table along
+        return Row, (self.logprobs.clone(), self.logsumexp)  # a view pickles its whole table
 
     def without(self, token_ids: torch.Tensor) -> Row:
-        """Return the row given that none of some tokens comes: they are ``-inf``, int64 ``[n]``."""
+        """Return the row renormalised without some tokens, int64 ``[n]``, which get ``-inf``."""
         return rows_without([self], token_ids)[0]
 
 
@@ -115,9 +115,9 @@ def alone(rows: Sequence[Row]) -> list[Row]:
 
 
 def are_rows_of(rows: Sequence[Row], vocab_size: int) -> bool:
-    """Return whether all rows are of that width, as callers get them; see ``Row.is_of``."""
+    """Return whether ``Row.is_of`` holds for all rows, by one look at each table."""
     tables = {id(row.table): row.table for row in rows}
-    if None not in tables.values():  # as a rule; what is true of a table is of its rows
+    if None not in tables.values():  # the usual case: one row of each table is checked
         tensors = [table[0] for table in tables.values() if table is not None]
     else:
         tensors = [row.logprobs for row in rows]
@@ -134,14 +134,14 @@ _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 @torch.no_grad()
 def rows_without(rows: Sequence[Row], token_ids: torch.Tensor) -> list[Row]:
-    """Return rows given that none of some tokens, int64 ``[n]``, comes: these are ``-inf``."""
+    """Return rows renormalised without some tokens, int64 ``[n]``, which get ``-inf``."""
     found = list(rows)
     for start, table in _tables(rows):
         ids = token_ids.to(table.device)
         theirs = table.index_select(1, ids)
         shares = theirs.exp().sum(-1).tolist()
         for index, is_done in enumerate((theirs == -torch.inf).all(-1).tolist()):
-            # Copied, since an evaluator may have answered with one row twice.
+            # Not in place, since an evaluator may have returned one row twice.
             if not is_done:
                 found[start + index] = _restricted(rows[start + index], ids, shares[index])
     return found
@@ -149,15 +149,15 @@ def rows_without(rows: Sequence[Row], token_ids: torch.Tensor) -> list[Row]:
 
 def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
     logprobs = row.copy_logprobs(ids.device).index_fill_(0, ids, -torch.inf)
-    # Of what is left, to the precision that its terms have.
+    # Log of the mass left; if that is little, a sum over it is more precise than 1 - excluded.
     left = math.log1p(-excluded) if excluded < 0.5 else float(logprobs.logsumexp(-1))
-    if left and left > -math.inf:  # or nothing is left, and stays impossible
-        logprobs.sub_(left).clamp_(max=0)  # which rounding may be above
+    if left and left > -math.inf:  # otherwise all are -inf, and stay so
+        logprobs.sub_(left).clamp_(max=0)  # rounding may exceed 0
     return Row(logprobs, None if row.logsumexp is None else row.logsumexp + left)
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield tables that rows are views of: the index of the first row of each, ``[n, vocab]``."""
+    """Yield runs of rows that are consecutive in one table: their first index, ``[n, vocab]``."""
     start = 0
     while start < len(rows):
         stop, table, index = start + 1, rows[start].table, rows[start].index
@@ -180,7 +180,7 @@ def stacked(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
-    """Return rows on ``device``, unchanged if they are there; a table is moved at once."""
+    """Return rows on ``device``, unchanged if they are there; each table moves as a whole."""
     found = list(rows)
     memory = [row.logprobs if row.table is None else row.table for row in rows]
     if all(
@@ -203,8 +203,8 @@ def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
             return parts[0].to(device, copy=True)
         return torch.cat([part.to(device) for part in parts])
     table = spare_memory.take_array((len(rows), len(rows[0].logprobs)), np.float32)
-    # What comes from a device is copied by all threads of the processor, which have nothing to do
-    # beside it: 33 MB take 0.8 ms by 16 of them, and 4 by one.
+    # Pinned rows come from a GPU, so that the CPU's threads are idle and torch may use them all:
+    # 33 MB take 0.8 ms with 16 threads, and 4 ms with one.
     is_for_threads = torch.cuda.is_initialized() and all(
         part.nbytes >= _MANY_BYTES and part.is_pinned() for part in parts
     )
@@ -222,16 +222,16 @@ def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
 _Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 spare_memory: Final = SpareMemory(128 << 20)
-"""Memory of rows, and of what is computed with them."""
+"""Memory of rows, and of intermediate arrays of readouts."""
 
 _SMALL: Final = 1 << 14
 _MANY_BYTES: Final = 1 << 21
 
-# torch would wake a team of threads for a copy, which is slower than one memcpy; and both torch and
-# NumPy let go of the interpreter lock for it, which a thread that computes in Python keeps for five
-# milliseconds then. A copy of 49,152 numbers takes 20 us on one thread, where clone takes 46; of
-# 128,256, 45 and 128. Of 1,000 it takes 4 where clone takes 1, nearly all of it for the lease of
-# spare memory: small rows need none, since what is freed of their size is had again at once.
+# A memoryview copies by one memcpy. torch would wake a team of threads, which is slower; and torch
+# and NumPy release the GIL for a copy, so that a thread which computes in Python may hold it for
+# 5 ms. A copy of 49,152 numbers takes 20 us on one thread and 46 us by clone; 128,256 numbers take
+# 45 and 128 us. A copy of 1,000 takes 4 us and 1 us by clone, nearly all for the lease of spare
+# memory. So small rows use none: the allocator returns freed memory of their size at once.
 
 
 def own_copy(row: _Numbers) -> torch.Tensor:
@@ -256,7 +256,7 @@ def put_rows(rows: Sequence[Row], table: _Numbers) -> None:
 
 
 def _write(numbers: _Numbers, table: _Numbers) -> None:
-    """Copy a table row by row, between which another thread may have the interpreter lock."""
+    """Copy a table row by row, so that another thread may take the GIL in between."""
     for own, row in zip(table, numbers, strict=True):
         own.data.cast("B")[:] = row.data.cast("B")
 
@@ -270,20 +270,18 @@ def rows_of_logits(
 ) -> list[Row]:
     """Return one row for each vector of logits ``[n, vocab]`` of any dtype.
 
-    Computed in float32 where the logits are, and returned on ``device`` if one is given. What the
-    logits say of ``undefined_ids`` is left out, infinities and NaN too. Probabilities sum to one
-    but for the rounding of each, which those of torch's ``log_softmax`` do not on every processor:
-    of 49,152 they are 2e-5 off on some.
+    They are computed in float32 on the device of the logits. The logits of ``undefined_ids`` are
+    ignored, infinities and NaN too. Probabilities sum to one up to the rounding of each. torch's
+    ``log_softmax`` does not ensure that: on some CPUs, the sum over 49,152 is off by 2e-5.
 
-    The rows are views of one table. One that is to stay when the others have gone is copied by
-    ``alone``.
+    The rows are views of one table. ``alone`` copies a row, so that it does not keep the others.
 
     Args:
         logits: Vectors of logits.
-        device: Where the rows are returned; ``None`` for where the logits are.
-        undefined_ids: Ids that no token has, whose logits are left out.
-        in_place: Whether the logits may be overwritten, as those may that nobody else has. That
-            saves a table of memory, which costs as much as what is computed.
+        device: Device of the returned rows; ``None`` for that of the logits.
+        undefined_ids: Ids that no token has, whose logits are ignored.
+        in_place: Whether the logits may be overwritten. That saves the memory of a second table,
+            whose allocation takes as long as the computation.
     """
     table, of_rows = _log_softmax(logits, undefined_ids, in_place)
     logsumexps = of_rows.tolist()
@@ -293,13 +291,13 @@ def rows_of_logits(
 
 
 MAX_PINNED: Final = 1 << 28
-"""Bytes that come from a CUDA device through one block of pinned memory, at most."""
+"""Most bytes of one block of pinned memory, by which rows move between CPU and CUDA."""
 
 
 def _rows_moved(
     table: torch.Tensor, logsumexps: Sequence[float | None], device: torch.device
 ) -> list[Row]:
-    """Return the rows of a table on a device; those of a large one come in several tables."""
+    """Return the rows of a table on a device, in tables of ``MAX_PINNED`` bytes at most."""
     if table.device == device:
         return Row.of_table(table, logsumexps)
     row_bytes, rows = table.shape[1] * table.element_size(), list[Row]()
@@ -311,8 +309,8 @@ def _rows_moved(
 
 
 def moved(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a table on a device, from CPU to CUDA without waiting."""
-    # By pinned memory, which torch uses again, 33 MB take 0.8 ms on an H100; by other memory, 5.
+    """Return a table on a device; a copy from CPU to CUDA does not wait."""
+    # On an H100, 33 MB take 0.8 ms through pinned memory, which torch caches, and 5 ms otherwise.
     if table.nbytes > MAX_PINNED or {table.device.type, device.type} != {"cpu", "cuda"}:
         return table.to(device)
     if table.is_cpu:
@@ -329,13 +327,13 @@ def scores_of_logits(
 ) -> torch.Tensor:
     """Return log-probabilities of single tokens from vectors of logits ``[n, vocab]``: float32.
 
-    The numbers are those of ``rows_of_logits``, to the last bit, without a row being made.
+    They equal the numbers of ``rows_of_logits`` bit for bit; no row is made.
 
     Args:
         logits: Vectors of logits, of any dtype.
         places: Index of the vector that each answer is read from.
         targets: The token of each answer.
-        undefined_ids: Ids that no token has, whose logits are left out.
+        undefined_ids: Ids that no token has, whose logits are ignored.
     """
     rows, columns = (
         torch.tensor(ids, dtype=torch.int64, device=logits.device) for ids in (places, targets)
@@ -352,18 +350,18 @@ def _log_softmax(
         ids = _ids_on(logits.device, tuple(undefined_ids))
         fill = logits.index_fill_ if in_place else logits.index_fill
         logits, is_own = fill(1, ids, -torch.inf), True
-    if logits.is_cuda:  # by as few launches as it takes
+    if logits.is_cuda:  # one fused kernel: few launches
         table = torch.log_softmax(logits, -1, dtype=torch.float32)
         return table, logits.amax(-1) - table.amax(-1)
     given = logits.float()
     table = given if is_own or given is not logits else torch.empty_like(given)
-    # A few rows at a time, which stay in the processor's cache, and whose exponentials take memory
-    # that is used again: a fresh table of 256 rows of 49,152 would cost 15 ms of page faults.
+    # A few rows at a time stay in the CPU's cache, and share one buffer for their exponentials: a
+    # fresh table of 256 rows of 49,152 would cost 15 ms of page faults.
     few, logsumexps = max(1, _FEW_NUMBERS // max(1, given.shape[1])), list[torch.Tensor]()
     exponentials = torch.empty_like(given[:few])
     for own, found in zip(given.split(few), table.split(few), strict=True):
         largest = own.amax(-1, keepdim=True)
-        torch.sub(own, largest, out=found)  # sums of large ones would lose the logarithm
+        torch.sub(own, largest, out=found)  # or large logits would swallow the log of the sum
         sums = torch.exp(found, out=exponentials[: len(found)]).sum(-1, keepdim=True).log_()
         found.sub_(sums)
         logsumexps.append((largest + sums)[:, 0])
@@ -375,8 +373,8 @@ _FEW_NUMBERS: Final = 1 << 19
 
 @functools.lru_cache(maxsize=32)
 def _ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor:
-    """Return ids as a tensor, int64 ``[n]``, made once: of 256 it takes as long as many a row."""
-    with torch.inference_mode(False):  # or it could not be used in another mode
+    """Return ids as a cached tensor, int64 ``[n]``: making one of 256 may cost as much as a row."""
+    with torch.inference_mode(False):  # inference tensors fail in autograd
         return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
@@ -385,7 +383,7 @@ R = TypeVar("R", bound=Any)
 
 @final
 class RowCache(Generic[R]):
-    """Least-recently-used rows within a budget of bytes; any thread may call it."""
+    """An LRU cache of rows within a budget of bytes; any thread may call it."""
 
     def __init__(
         self, budget: int, max_rows: int | None = None, device: str | torch.device | None = None
@@ -394,12 +392,12 @@ class RowCache(Generic[R]):
         self.max_rows = optional(integer(0))("max_rows", max_rows)
         self._device: torch.device | None = optional(check_device)("device", device)
         self._lock = ProcessLock()
-        # Stored and returned uncopied. A row should own its memory: a view keeps its batch alive.
+        # Rows are stored and returned uncopied. Each should own its memory: a view keeps its table.
         self._rows: OrderedDict[Hashable, R] = OrderedDict()
         self.num_bytes = self.num_clears = self.num_hits = self.num_evicted = 0
 
     def get(self, key: Hashable) -> R | None:
-        """Return the row of ``key`` and mark it as used, or ``None``."""
+        """Return the row of ``key`` and mark it as used; ``None`` if there is none."""
         if not self._rows:
             return None
         with self._lock.here:
@@ -413,17 +411,17 @@ class RowCache(Generic[R]):
         return num_bytes <= self.budget and self.max_rows != 0
 
     def put(self, key: Hashable, row: R, num_clears: int | None = None) -> None:
-        """Store ``row``, unless it exceeds the budget or was asked for before ``clear()``."""
+        """Store ``row``, unless it exceeds the budget or ``num_clears`` is out of date."""
         self.put_all([(key, row)], num_clears)
 
     def put_all(self, pairs: Iterable[tuple[Hashable, R]], num_clears: int | None = None) -> None:
-        """Store a row for each of many keys, as ``put`` does."""
+        """Store a row for each key, as ``put`` does, under one lock."""
         kept = [(key, row, size) for key, row in pairs if self.takes(size := row.nbytes)]
         if self._device is not None:
             kept = [(key, row.to(self._device), size) for key, row, size in kept]
         most = math.inf if self.max_rows is None else self.max_rows
         with self._lock.here:
-            # These were asked for before the latest ``clear()``.
+            # Their queries came before the latest ``clear()``.
             if num_clears is not None and num_clears != self.num_clears:
                 return
             for key, row, size in kept:
@@ -438,7 +436,7 @@ class RowCache(Generic[R]):
                     self.num_evicted += 1
 
     def clear(self) -> None:
-        """Forget every row, and refuse those that are being computed now."""
+        """Forget every row; rows that are being computed now will be refused."""
         with self._lock.here:
             self._rows.clear()
             self.num_bytes = 0

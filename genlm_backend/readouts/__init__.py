@@ -1,1 +1,1 @@
-"""Readouts: what is read off rows where these are."""
+"""Readouts: draws, scores and other functions of rows, computed on the rows' device."""

@@ -1,4 +1,4 @@
-"""Draws: one token id from a row, by inverting its cumulative sum; masks: the allowed tokens."""
+"""Draws of a token id from a row, by inverting its cumulative sum; masks of allowed tokens."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ AnyRow = torch.Tensor | NDArray[np.floating]
 """A row of log-probabilities or other scores, float ``[vocab]``, on any device."""
 
 RandomGenerator = np.random.Generator | torch.Generator
-"""A random stream of the caller's own."""
+"""A caller's random generator."""
 
 
 def draw(
     row: Any, vocab_size: int, generator: RandomGenerator | None = None, temperature: float = 1.0
 ) -> int:
-    """Return a token id drawn from the softmax of ``row / temperature``, once both are checked."""
+    """Check the arguments; return a token id drawn from the softmax of ``row / temperature``."""
     scores, uniform = checked_row(row, vocab_size), uniform_of(generator)
     return draw_token(scores, TEMPERATURE("temperature", temperature), uniform)
 
 
 class Draw(NamedTuple):
-    """A token that has been drawn, and what an importance weight is made of.
+    """A drawn token, with the terms of its importance weight.
 
-    A particle that moves on to the token gains the log-weight ``logprob - log_proposal``, at any
-    temperature. At temperature 1 that is ``log_allowed``, whatever the token is.
+    A particle that is extended by the token gains the log-weight ``logprob - log_proposal``, at any
+    temperature. At temperature 1 that equals ``log_allowed`` for every token.
 
     Attributes:
         token_id: Id of the token.
-        logprob: Its log-probability under the model, whatever was allowed, at temperature 1.
-        log_allowed: Logarithm of the probability of all tokens together that were drawn from, those
-            that were allowed and within bounds; 0 where all were.
-        log_proposal: Logarithm of the probability with which it was drawn, among those tokens and
-            at the temperature of the draw; 0 at temperature 0.
+        logprob: Its log-probability under the model at temperature 1, without mask or bounds.
+        log_allowed: Log-mass of the tokens that were drawn from, which are allowed and within the
+            bounds (``top_k``, ``top_p``, ``min_p``); 0 if these are all tokens.
+        log_proposal: Log-probability with which it was drawn, among those tokens and at the
+            temperature of the draw; 0 at temperature 0.
     """
 
     token_id: int
@@ -77,14 +77,14 @@ def draw_token(scores: Floats, temperature: float, uniform: Callable[[], float])
 
 def weights_of(scores: Floats, largest: np.float32, temperature: float) -> Floats:
     """Return the weights of a draw in a new array: ``exp((scores - largest) / temperature)``."""
-    # One array for all steps, whose memory is used again: the pages of new ones would cost more
-    # than the arithmetic.
+    # One array for all steps, from reused memory: page faults of new arrays would cost more than
+    # the arithmetic.
     found = spare_memory.take_array(scores.shape, np.float32)
     with np.errstate(over="ignore", under="ignore"):
         np.subtract(scores, largest, out=found)
         if temperature != 1:
-            # An infinite divisor would make a NaN of what is impossible; the largest finite one
-            # makes a zero of everything else as well.
+            # -inf / inf is NaN, for impossible tokens; the largest finite divisor also maps all
+            # finite scores to zero.
             divisor = min(temperature, sys.float_info.max)
             np.divide(found, divisor, out=found, dtype=np.float64, casting="same_kind")
         return np.exp(found, out=found)
@@ -96,7 +96,7 @@ def check_possible(score: float, error: type[Exception] = EvaluationError) -> No
         raise error(f"no token can be chosen from a row whose largest score is {score}")
 
 
-# -------------------------------------------------------------------- the tokens that may come
+# -------------------------------------------------------------------- masks of allowed tokens
 
 _NO_TOKEN: Final = (
     "{} has no token: nothing can be drawn, as behind the end of a constraint (is_ended); "
@@ -107,12 +107,12 @@ _NO_TOKEN: Final = (
 @final
 @dataclass(frozen=True, slots=True)
 class PackedMask:
-    """Tokens that may come next, a bit for each, as ``draw_next_token`` takes them.
+    """Mask of allowed next tokens, one bit per token; ``draw_next_token`` takes it.
 
     Attributes:
-        bits: The bits, as ``numpy.packbits`` packs them: ``ceil(vocab_size / 8)`` bytes, of which
-            what is beyond the vocabulary is 0.
-        vocab_size: Number of ids that the model has.
+        bits: The bits in the order of ``numpy.packbits``: ``ceil(vocab_size / 8)`` bytes, padded
+            with zero bits.
+        vocab_size: Number of the model's token ids.
     """
 
     bits: bytes
@@ -130,7 +130,7 @@ class PackedMask:
         return PackedMask(both.to_bytes(len(self.bits), "big"), self.vocab_size)
 
     def unpacked(self) -> torch.Tensor:
-        """Return whether each token may come: bool ``[vocab_size]``, the caller's to modify."""
+        """Return whether each token is allowed: bool ``[vocab_size]``, a new tensor."""
         bools = np.unpackbits(np.frombuffer(self.bits, np.uint8), count=self.vocab_size)
         return torch.from_numpy(bools.view(np.bool_))
 
@@ -145,7 +145,7 @@ Allowed: TypeAlias = Mask | Iterable[int]
 def packed_mask(
     allowed: Any, vocab_size: int, may_be_empty: bool = False, name: str = "allowed"
 ) -> bytes | None:
-    """Return the checked mask of the tokens that may be drawn, one bit for each."""
+    """Check ``allowed``; return its mask with one bit per token, or ``None`` for ``None``."""
     if allowed is None:
         return None
     if isinstance(allowed, PackedMask):
@@ -183,13 +183,13 @@ def _mask_of_ids(name: str, values: Any, vocab_size: int) -> NDArray[np.bool_]:
                 "read as token ids: pass bools"
             )
         if values.dtype.kind not in "iu" or values.ndim != 1:
-            values = values.tolist()  # to be refused as a list is
+            values = values.tolist()  # which the check of lists below refuses
     ids = values
     if not isinstance(values, np.ndarray):
         listed_ids = _IDS(name, values)
         try:
             ids = np.array(listed_ids, np.int64)
-        except OverflowError:  # of an id that is far outside
+        except OverflowError:  # an id beyond int64
             check_known_ids(name, listed_ids, vocab_size)
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     check_known_ids(name, wrong[:1].tolist(), vocab_size)
@@ -209,7 +209,7 @@ def _check_bits(name: str, mask: PackedMask, vocab_size: int) -> None:
 
 
 def as_ids_or_bools(name: str, values: Any) -> Any:
-    """Return a tensor of ids or bools as an array, and anything else as it is."""
+    """Return a tensor of ids or bools as an array, and any other value unchanged."""
     if not isinstance(values, torch.Tensor):
         return values
     is_exact = not (values.is_floating_point() or values.is_complex() or values.is_quantized)
@@ -225,7 +225,7 @@ _IDS: Final = sequence(integer(), "an array of bools or a collection of token id
 
 
 def checked_row(row: Any, vocab_size: int) -> Floats:
-    """Return a checked row in CPU memory as float32; shared if it is both already."""
+    """Check a row; return it as float32 in CPU memory, without a copy if it is that already."""
     if isinstance(row, torch.Tensor):
         is_row = row.is_floating_point() and row.layout is torch.strided and not row.is_meta
     else:
@@ -242,7 +242,7 @@ def checked_row(row: Any, vocab_size: int) -> Floats:
 
 
 def as_scores(row: AnyRow) -> Floats:
-    """Return a row in CPU memory as float32; shared if it is both already."""
+    """Return a row as float32 in CPU memory, without a copy if it is that already."""
     if isinstance(row, torch.Tensor):
         return row.detach().cpu().float().numpy()
     with np.errstate(over="ignore"):
@@ -250,7 +250,7 @@ def as_scores(row: AnyRow) -> Floats:
 
 
 _FRESH: Final = random.SystemRandom()
-"""Random numbers of the operating system, which no fork repeats and no seed changes."""
+"""Random numbers of the operating system: forks do not repeat them, and no seed changes them."""
 
 
 def uniform_of(generator: Any) -> Callable[[], float]:
@@ -275,11 +275,11 @@ _NUM_BLOCKS = 256
 
 @final
 class Inversion:
-    """A cumulative sum of weights, inverted for several points; no zero weight is ever found."""
+    """Inverts a cumulative sum of weights, for several points; never finds a zero weight."""
 
     def __init__(self, weights: Floats) -> None:
-        # Sums of blocks are searched first, then one block: a running sum over a vocabulary takes
-        # several times as long as a plain one. In float64, the rarest tokens are not rounded away.
+        # Search block sums first, then one block: a cumulative sum over the vocabulary takes
+        # several times as long as a plain one. float64 keeps the rarest tokens from rounding away.
         self._weights, self._size = weights, len(weights) // _NUM_BLOCKS
         whole = self._size * _NUM_BLOCKS if self._size > 1 else 0
         self._sums: Doubles = np.empty(_NUM_BLOCKS + 1 if whole else 1, np.float64)
@@ -294,13 +294,13 @@ class Inversion:
         return float(self._ends[-1])
 
     def sum_of_weights(self) -> float:
-        """Return the sum of all weights, rounded as NumPy rounds that of a whole array."""
+        """Return the sum of all weights with NumPy's rounding for one array, unlike ``total``."""
         return float(self._weights.sum(dtype=np.float64))
 
     def index(self, point: float) -> int:
-        """Return the index where the cumulative sum passes ``point`` of the total, not zero."""
+        """Return the index where the cumulative sum passes ``point`` of the nonzero total."""
         block = _search(self._ends, self._sums, point)
-        # The sum up to here as it was searched: another rounding could lie behind the point.
+        # The cumulative sum that was searched: another rounding of it could exceed the point.
         begin = self._ends[block - 1] if block else 0.0
         inside = (point * self._ends[-1] - begin) / self._sums[block]
         start, own = self._block(block)
@@ -321,7 +321,7 @@ class Inversion:
 
 
 def _search(ends: Doubles, weights: NDArray[np.floating], point: float) -> int:
-    # An interval of width zero is never found when one searches on the right.
+    # side="right" never finds an interval of zero width.
     index = int(np.searchsorted(ends, point * ends[-1], side="right"))
-    # Rounding may put the point behind the last interval that has any width.
+    # Rounding may put the point after the last interval of nonzero width.
     return index if index < len(ends) else int(np.flatnonzero(weights)[-1])

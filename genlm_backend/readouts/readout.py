@@ -1,4 +1,4 @@
-"""Readout: a few numbers read off the row after a context, where the model is."""
+"""Readout: a query for a function of a row, computed on the model's device."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
 
 class Readout(Query):
-    """A query whose answer is a function of the row behind a context.
+    """A query whose answer is a function of a context's row.
 
-    It is asked in the batches of other queries, and answered on the device of the row. A kind of
-    readouts is one class, of values that are equal where their answers are. Only those of this
-    library are sent to a model in another process; for others the rows come here.
+    It shares batches with other queries and is answered on the device of the row. Each kind of
+    readout is a class; equal instances must have equal answers. Only this library's readouts are
+    sent to a model in another process; for other classes, the process sends the rows here.
 
     Attributes:
         query: The context, and the adapter to read it with.
-        modifies_rows: Whether ``of_rows`` may modify its rows: they are a copy then.
+        modifies_rows: Whether ``of_rows`` may modify its rows; if so, it gets a copy.
     """
 
     __slots__ = ()
@@ -59,19 +59,18 @@ class Readout(Query):
         """Return the answers to readouts of this kind.
 
         Args:
-            readouts: One or more of them.
-            rows: The log-probabilities of the row of each, normalised, on any device: float32
-                ``[n, vocab]``. A kind that does not modify them, and says so, is given those that
-                others have.
+            readouts: One or more instances of this class.
+            rows: The normalised log-probabilities of each readout's row, on any device: float32
+                ``[n, vocab]``. If ``modifies_rows`` is false, they may be shared.
 
         Returns:
-            An answer for each, on the processor, or the exception for whoever asked it. What is
-            raised is told to whoever asked one of these, and nobody else.
+            For each readout its answer, in CPU memory, or an exception for its callers. If the
+            method raises, only the callers of these readouts get the error.
         """
 
     @abc.abstractmethod
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` is one to this query, of a vocabulary of that size."""
+        """Return whether ``answer`` has the form of this query's answers, for that vocabulary."""
 
     def of_logprobs(self, logprobs: torch.Tensor) -> Any:
         """Return the answer, given the row's log-probabilities; see ``of_row``."""
@@ -82,7 +81,7 @@ class Readout(Query):
 
         Raises:
             EvaluationError: (``RuntimeError``) If the row is NaN.
-            Exception: What the kind has in place of an answer.
+            Exception: The exception that ``of_rows`` raises or returns for this readout.
         """
         (answer,) = read_off([self], [row])
         vocab_size = row.logprobs.shape[-1]
@@ -95,7 +94,7 @@ class Readout(Query):
 
 
 def is_own(kind: type) -> bool:
-    """Return whether a kind of query is a program's own, which is read off rows here."""
+    """Return whether a query class is user-defined, so that this process computes its answers."""
     return not kind.__module__.startswith(_PACKAGE)
 
 
@@ -105,7 +104,7 @@ def answers_by_rows(
     undefined_ids: Sequence[int] = (),
     is_unknown: Callable[[Any], bool] = lambda kind: True,
 ) -> Any:
-    """Return answers to queries, among them readouts, by an evaluator without readouts."""
+    """Answer queries by ``evaluate``, and readouts of ``is_unknown`` classes here from rows."""
     kinds = {kind for kind in set(map(type, queries)) if issubclass(kind, Readout)}
     kinds = {kind for kind in kinds if is_unknown(kind)}
     unknown = {i for i, q in enumerate(queries) if type(q) in kinds} if kinds else set[int]()
@@ -115,7 +114,7 @@ def answers_by_rows(
     distinct = list(dict.fromkeys(asked))
     found = evaluate(distinct)
     if not isinstance(found, Sequence) or len(found) != len(distinct):
-        return found  # for whoever asked to refuse
+        return found  # the caller of this function raises the error
     answer_to = dict(zip(distinct, found, strict=True))
     answers = [answer_to[own] for own in asked]
     indices = [i for i in sorted(unknown) if isinstance(answers[i], Row)]
@@ -129,7 +128,7 @@ def answers_by_rows(
 
 @final
 class RowQueries(NamedTuple):
-    """Questions about each row, for the process that has the rows."""
+    """Several queries per row, for the process that has the rows."""
 
     queries: Sequence[Sequence[Any]]
     undefined_ids: tuple[int, ...] = ()
@@ -150,7 +149,7 @@ class RowQueries(NamedTuple):
         return packed(answers)
 
     def answers(self, rows: Sequence[Row]) -> list[list[Any]]:
-        """Return the answers about each row, with an exception in place of one that failed."""
+        """Return each row's answers, with an exception in place of one that failed."""
         answers: list[list[Any]] = [
             [row] * len(own) for row, own in zip(rows, self.queries, strict=True)
         ]
@@ -166,7 +165,7 @@ class RowQueries(NamedTuple):
 
 
 def packed(value: Any) -> bytes:
-    """Return the pickled bytes of answers, fewer than torch makes of a tensor."""
+    """Return answers pickled; CPU tensors take fewer bytes than by torch's own reducer."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -175,7 +174,7 @@ def packed(value: Any) -> bytes:
 @final
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """Return how a plain CPU tensor is made of bytes again."""
+        """Return the reduction of a plain CPU tensor to its bytes, dtype and shape."""
         is_plain = type(obj) is torch.Tensor and obj.is_cpu and obj.layout is torch.strided
         if not is_plain or obj.requires_grad or obj.dtype not in _PLAIN or not obj.numel():
             return NotImplemented
@@ -191,7 +190,7 @@ def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 @torch.inference_mode()
 def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
-    """Return the answer to each readout, given its row, or its exception."""
+    """Return each readout's answer, given its row, or its exception."""
     answers: list[Any] = [None] * len(readouts)
     kinds: defaultdict[type[Readout], list[int]] = defaultdict(list)
     for i, (readout, row) in enumerate(zip(readouts, rows, strict=True)):
@@ -211,16 +210,16 @@ def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
 
 
 def _of_kind(kind: type[Readout], readouts: list[Any], rows: list[Row]) -> Sequence[Any]:
-    """Return the answers to readouts of one kind; out of memory, halve and try again."""
+    """Return the answers to readouts of one class; if memory runs out, halve and try again."""
     table: Any = None
     try:
-        if all(row is rows[0] for row in rows):  # of one context, without a copy for each
+        if all(row is rows[0] for row in rows):  # one context: a view instead of n copies
             table = rows[0].logprobs[None].expand(len(rows), -1)
         else:
             table = stacked(rows)
         found = kind.of_rows(readouts, table.clone() if kind.modifies_rows else table)
         if isinstance(found, Sequence):
-            found = [*found]  # which a sequence of a program's own may fail at
+            found = [*found]  # a user-defined sequence may raise here
             if len(found) == len(readouts):
                 return found
         many = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
@@ -229,7 +228,7 @@ def _of_kind(kind: type[Readout], readouts: list[Any], rows: list[Row]) -> Seque
     except (Exception, SystemExit) as error:
         if not is_out_of_memory(error) or len(readouts) == 1:
             return [presentable(error)] * len(readouts)
-    table = None  # outside of the handler, since the traceback holds the tensors
+    table = None  # outside the handler, where the traceback would hold the tensors
     release_cached_memory()
     half = len(readouts) // 2
     parts = (readouts[:half], rows[:half]), (readouts[half:], rows[half:])
@@ -239,7 +238,7 @@ def _of_kind(kind: type[Readout], readouts: list[Any], rows: list[Row]) -> Seque
 _PACKAGE: Final = "genlm_backend."
 
 MANY_ROWS: Final = 128
-"""Rows that are read off at once: a table of 64 MB, of 131,072 tokens. One may be there often."""
+"""Rows per call of ``of_rows`` on the CPU: at a vocabulary of 131,072, a table of 64 MB."""
 
 MANY_ROWS_OF_DEVICE: Final = 256
-"""The same on a device, where each time costs launches and transfers, whatever the rows are."""
+"""Rows per call of ``of_rows`` on a device, where each call costs launches and transfers."""

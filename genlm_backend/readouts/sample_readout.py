@@ -1,4 +1,4 @@
-"""SampleReadout: the next token, asked for instead of a row."""
+"""SampleReadout: draws of the next token, computed on the row's device."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from genlm_backend.readouts.token_readouts import log_sums
 
 
 class SamplingFilter(NamedTuple):
-    """Bounds on the tokens that are drawn from, named as in ``generate``."""
+    """Bounds on the tokens to draw from, with the names of ``generate``."""
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
     def kept(self, scores: Floats, weights: Floats) -> TokenArray:
-        """Return the indices of the tokens that are drawn from: int64 ``[n]``."""
-        # By scores, since the weights of many are zero at a low temperature, and none is the less
-        # probable for it: they are drawn where all others have been.
+        """Return the indices of the tokens within the bounds: int64 ``[n]``."""
+        # Compare scores: at a low temperature many weights underflow to zero, but distinct draws
+        # can still reach those tokens once all others have been drawn.
         is_left = scores > -np.inf
         if 0 < self.top_k < len(scores):
             is_left &= scores >= np.partition(scores, -self.top_k)[-self.top_k]
@@ -60,7 +60,7 @@ def _least_of_nucleus(weights: Floats, share: float) -> np.float32:
     bound, size = share * weights.sum(dtype=np.float64), _FEW_OF_NUCLEUS
     while True:
         size = min(size, len(weights))
-        # A few of the largest are enough as a rule, and all of them take ten times as long.
+        # The 512 largest usually suffice, and sorting all weights takes ten times as long.
         largest = np.sort(np.partition(weights, len(weights) - size)[len(weights) - size :])[::-1]
         before = np.cumsum(largest, dtype=np.float64) - largest
         num_kept = int(np.searchsorted(before, bound, side="left"))
@@ -75,24 +75,23 @@ _FEW_OF_NUCLEUS: Final = 512
 @final
 @dataclass(frozen=True, slots=True)
 class SampleReadout(Readout):
-    """A context, and the random numbers that its next token is drawn by, once for each.
+    """A context and one random number for each draw of its next token.
 
-    The answer is a tuple of ``Draw``, each of the token that ``draw_token`` returns of the
-    context's row. So they are the same wherever they are drawn, but for the rounding of
-    exponentials on a device, and equal readouts have equal answers. If the draws are to be
-    distinct, one is drawn after another from the tokens that are left, which is the distribution of
-    the largest of log-probabilities with Gumbel noise (Kool et al., 2019, arXiv:1903.06059);
-    ``log_allowed`` and ``log_proposal`` are those among the tokens that were left. The tuple ends
-    if none is left.
+    The answer is a tuple of ``Draw`` with the tokens that ``draw_token`` returns for the context's
+    row. So equal readouts have equal answers on any device, up to the rounding of exponentials.
+    Distinct draws are drawn one after another from the tokens that are left: the distribution of
+    the largest log-probabilities with Gumbel noise (Kool et al., 2019, arXiv:1903.06059). Their
+    ``log_allowed`` and ``log_proposal`` are relative to the tokens that were left. The tuple ends
+    early if none is left.
 
     Attributes:
         query: The context, and the adapter to read it with.
         temperature: Divisor of the log-probabilities; 0 takes the first of the most probable.
-        uniforms: A number from 0 up to, and not including, 1 for each draw.
-        allowed: A bit for each token, set where it may be drawn, as ``packed_mask`` packs them;
-            ``None`` where all may be.
-        may_fail: Whether draws are ``NO_DRAW``, and no error, if no token is possible.
-        cuts: Bounds on the tokens that are drawn from; ``None`` for none.
+        uniforms: One number in [0, 1) for each draw.
+        allowed: One bit per token, set if it may be drawn, in the format of ``packed_mask``;
+            ``None`` allows all.
+        may_fail: If no token is possible, whether draws are ``NO_DRAW`` instead of an error.
+        cuts: Bounds on the tokens to draw from; ``None`` for none.
         are_distinct: Whether no token is drawn twice.
     """
 
@@ -108,7 +107,7 @@ class SampleReadout(Readout):
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
-        """Return draws from each row, or an error if no token is possible."""
+        """Return draws from each row, or an error if none of its tokens is possible."""
         # Torch has no float64 on "mps".
         is_device = not rows.is_cpu and rows.device.type != "mps"
         if is_device and all(len(readout.uniforms) == 1 for readout in readouts):
@@ -117,7 +116,7 @@ class SampleReadout(Readout):
         return [_drawn(readout, row) for readout, row in pairs]
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` is as many draws, or fewer distinct ones."""
+        """Return whether ``answer`` has one draw per number, or fewer if they are distinct."""
         if not isinstance(answer, tuple):
             return False
         least = NO_DRAW.token_id if self.may_fail else 0
@@ -146,7 +145,7 @@ def _drawn(readout: SampleReadout, logprobs: Floats) -> tuple[Draw, ...] | Evalu
 
 
 def _pool(drawing: SampleReadout, logprobs: Floats) -> _Pool | Draw | EvaluationError:
-    """Return the tokens of a row to draw from, or the answer if there is none."""
+    """Return the pool of a row's tokens to draw from, or the answer if it would be empty."""
     scores, ids = logprobs, None
     if drawing.allowed is not None:
         scores, ids = _allowed_scores(logprobs, drawing.allowed)
@@ -162,7 +161,7 @@ def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArra
     if np.count_nonzero(mask) * 2 <= len(logprobs):
         ids = np.flatnonzero(mask)
         return logprobs[ids], ids
-    # A choice between two numbers takes ten times as long, where no pattern helps to guess it.
+    # numpy.where would take ten times as long on masks that branch prediction cannot guess.
     bounds = spare_memory.take_array(logprobs.shape, np.float32)
     np.subtract(bits, np.float32(0.5), out=bounds)
     np.multiply(bounds, np.float32(np.inf), out=bounds)
@@ -170,7 +169,7 @@ def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArra
 
 
 def _impossible(drawing: SampleReadout, largest: float) -> Draw | EvaluationError | None:
-    """Return the answer if none of the scores, given the largest, can be drawn; or ``None``."""
+    """Return the answer if the largest score shows that no token can be drawn, or ``None``."""
     if drawing.may_fail and largest == -math.inf:
         return NO_DRAW
     if largest == -math.inf and drawing.allowed is not None:
@@ -187,7 +186,7 @@ def _impossible(drawing: SampleReadout, largest: float) -> Draw | EvaluationErro
 
 @final
 class _Pool:
-    """The tokens of a row that one or several are drawn from."""
+    """The tokens of a row to draw from, once or several times."""
 
     def __init__(
         self, drawing: SampleReadout, logprobs: Floats, scores: Floats, ids: TokenArray | None
@@ -222,7 +221,7 @@ class _Pool:
         return Draw(token_id, logprob, log_allowed, log_proposal)
 
     def _log_mass(self) -> float:
-        if self._temperature == 1 and self._inversion is not None:  # these are their weights
+        if self._temperature == 1 and self._inversion is not None:  # the weights are summed
             total = float(self._largest) + math.log(self._inversion.sum_of_weights())
         else:
             total = log_sum(self._scores)
@@ -238,7 +237,7 @@ class _Pool:
             self._inversion.remove(index)
             if self._inversion.total > _FEW:
                 return True
-            self._largest = self._scores.max()  # the others may have been too small beside it
+            self._largest = self._scores.max()  # weights relative to the old one may underflow
             if self._largest > -np.inf:
                 self._inversion = Inversion(
                     weights_of(self._scores, self._largest, self._temperature)
@@ -247,13 +246,13 @@ class _Pool:
 
 
 _FEW: Final = 1e-3
-"""Sum of the remaining weights below which they are computed anew."""
+"""If the remaining weights sum to no more than this, they are computed anew."""
 
 
 def _log_proposal(
     logprob: float, log_allowed: float, largest: float, temperature: float, total: float
 ) -> float:
-    """Return it given the largest log-probability, and the sum of weights relative to that."""
+    """Return ``Draw.log_proposal``, given the largest score and the sum of weights over it."""
     if temperature == 0:
         return 0.0
     if temperature == 1:
@@ -267,7 +266,7 @@ _NUM_BLOCKS: Final = 256
 def drawn_at_once(
     drawings: Sequence[SampleReadout], rows: torch.Tensor
 ) -> list[tuple[Draw, ...] | EvaluationError]:
-    """Draw once from each row on a device, where they stay; see ``SampleReadout.of_rows``."""
+    """Draw once from each row; the rows stay on their device. See ``SampleReadout.of_rows``."""
     device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
     points = np.array([drawing.uniforms[0] for drawing in drawings])
     scores, cuts = rows, [_cuts_of(drawing) for drawing in drawings]
@@ -282,7 +281,7 @@ def drawn_at_once(
     largest = scores.amax(-1, keepdim=True)
     weights = scores - largest
     if not are_plain:
-        most = float(np.finfo(np.float64).max)  # an infinite one makes a NaN of what is impossible
+        most = float(np.finfo(np.float64).max)  # since -inf / inf is NaN, for impossible tokens
         finite = [min(t, most) if t else 1.0 for t in temperatures]
         divisors = torch.tensor(finite, dtype=torch.float64).to(device)
         weights = (weights.double() / divisors[:, None]).float()
@@ -298,7 +297,7 @@ def drawn_at_once(
     of_token = rows.gather(1, token_ids[:, None])[:, 0]
     if scores is rows:
         of_allowed = torch.zeros_like(total)
-    else:  # at a temperature of 1, its weights have been summed
+    else:  # at temperature 1, the sum of weights is already known
         of_allowed = largest[:, 0] + total.log() if are_plain else log_sums(scores)
     columns = [token_ids, of_token, of_allowed, largest[:, 0], total]
     answers = torch.stack([column.double() for column in columns], 1).tolist()
@@ -309,9 +308,9 @@ def drawn_at_once(
 def _drawn_plainly(
     rows: torch.Tensor, points: Doubles
 ) -> list[tuple[Draw, ...] | EvaluationError] | None:
-    """Return draws from entire rows at temperature 1; ``None`` if a row needs a closer look."""
+    """Return draws from whole rows at temperature 1; ``None`` if a row does not sum to about 1."""
     token_ids, totals, logprobs = _inverted(rows.exp(), points, rows)
-    if not ((totals > 0.5) & (totals < 2)).all():  # nothing is possible, or too little
+    if not ((totals > 0.5) & (totals < 2)).all():  # a row without a possible token, or unnormalised
         return None
     pairs = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
     return [(Draw(token_id, logprob, 0.0, min(logprob, 0.0)),) for token_id, logprob in pairs]
@@ -320,7 +319,7 @@ def _drawn_plainly(
 def _sums_to_compare(
     drawings: Sequence[SampleReadout], rows: torch.Tensor, of_allowed: Sequence[float]
 ) -> list[float]:
-    """Return log-sums of whole rows if those of the allowed tokens may equal them, or NaN."""
+    """Return log-sums of whole rows if the allowed tokens' log-sums may equal them, else NaN."""
     found = [math.nan] * len(drawings)
     near = [
         i
@@ -351,13 +350,13 @@ def _answer(
 
 
 def _cuts_of(drawing: SampleReadout) -> SamplingFilter | None:
-    return drawing.cuts if drawing.temperature else None  # the most probable one is within all
+    return drawing.cuts if drawing.temperature else None  # the most probable is within any bounds
 
 
 def _within(
     cuts: Sequence[SamplingFilter | None], scores: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return which tokens are drawn from: bool ``[n, vocab]``; see ``SamplingFilter.kept``."""
+    """Return which tokens are within bounds: bool ``[n, vocab]``; see ``SamplingFilter.kept``."""
     device, vocab_size = scores.device, scores.shape[1]
     bounds = [SamplingFilter() if own is None else own for own in cuts]
     is_left = scores > -torch.inf
@@ -376,7 +375,7 @@ def _within(
 
 
 def _least_of_nuclei(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Return each row's least weight within its share of probability: float32 ``[n]``."""
+    """Return the least weight in each row's top-p nucleus: float32 ``[n]``."""
     points, size = shares * weights.sum(-1, dtype=torch.float64), _FEW_OF_NUCLEUS
     while True:
         size = min(size, weights.shape[1])
@@ -389,7 +388,7 @@ def _least_of_nuclei(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tenso
 
 
 def _masks(drawings: Sequence[SampleReadout], rows: torch.Tensor) -> torch.Tensor:
-    """Return which tokens may be drawn: bool ``[n, vocab]``, from the bits of each."""
+    """Unpack the allowed tokens of each draw: bool ``[n, vocab]``; all if it has no mask."""
     vocab_size = rows.shape[1]
     everything = np.packbits(np.ones(vocab_size, bool)).tobytes()
     packed = b"".join([drawing.allowed or everything for drawing in drawings])
@@ -402,22 +401,23 @@ def _masks(drawings: Sequence[SampleReadout], rows: torch.Tensor) -> torch.Tenso
 def _inverted(
     weights: torch.Tensor, points: Doubles, values: torch.Tensor
 ) -> tuple[TokenArray, Doubles, Floats]:
-    """Return each row's index at its share of the sum, that sum, and the value at the index."""
+    """Return each row's index at ``point`` of its sum of weights, the sum, and the value there."""
     padding = -weights.shape[1] % _NUM_BLOCKS
     padded = [torch.nn.functional.pad(one, (0, padding)) for one in (weights, values) if padding]
     blocks = [one.unflatten(1, (_NUM_BLOCKS, -1)) for one in padded or (weights, values)]
-    # The device sums blocks and hands over one of each row: each small step is a launch there.
+    # The device only sums blocks and gathers one block per row; the rest runs on the CPU, since
+    # each small step would be a kernel launch.
     sums = moved(blocks[0].sum(2, dtype=torch.float64), _HOST).numpy()
     rows, ends = np.arange(len(sums)), sums.cumsum(1)
     totals = ends[:, -1]
     block = _passed(ends, sums, points * totals)
-    # The sum up to here as it was searched: another rounding could lie behind the point.
+    # The cumulative sum that was searched: another rounding of it could exceed the point.
     begins = np.where(block > 0, ends[rows, block - 1], 0.0)
     lines = moved(torch.from_numpy(rows * _NUM_BLOCKS + block), weights.device)
     both = torch.stack([one.flatten(0, 1).index_select(0, lines) for one in blocks])
     inside, there = moved(both, _HOST).numpy()
     own_ends = inside.cumsum(1, dtype=np.float64)
-    with np.errstate(invalid="ignore"):  # where nothing has any weight
+    with np.errstate(invalid="ignore"):  # 0 / 0 in rows without any weight
         share = (points * totals - begins) / sums[rows, block]
     place = _passed(own_ends, inside, share * own_ends[:, -1])
     return block * inside.shape[1] + place, totals, there[rows, place]
@@ -432,28 +432,28 @@ def _passed(ends: Doubles, weights: NDArray[np.floating], points: Doubles) -> To
     is_behind = ends > points[:, None]
     found = is_behind.argmax(1)
     for row in np.flatnonzero(~is_behind[np.arange(len(found)), found]):
-        # Rounding may put the point behind the last interval that has any width.
+        # Rounding may put the point after the last interval of nonzero width.
         with_width = np.flatnonzero(weights[row])
         found[row] = with_width[-1] if len(with_width) else 0
     return found
 
 
 NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
-"""The draw if no token is possible: ``token_id`` is -1, which is no token of any model."""
+"""The draw if no token is possible: ``token_id`` is -1, which is not a valid id."""
 
 
 _ROUNDING: Final = 5e-5
-"""Largest log-sum of a row that rounding explains: here 6e-7, by torch's ``log_softmax`` 2e-5."""
+"""Bound on a row's log-sum by rounding: 6e-7 in this library, 2e-5 by torch's ``log_softmax``."""
 
 
 _REORDERED: Final = 1e-12
-"""Distance of two logarithms of one sum in float64 at most, added in different orders."""
+"""Bound on the difference of two log-sums in float64 of equal terms in different orders."""
 
 
 def log_mass(total: float, row: NDArray[np.floating]) -> float:
-    """Return the log-probability of some tokens of a row, at most 0, given their ``log_sum``."""
-    # A row sums to 1 but for rounding: its log-mass is 0, unless a token with a probability is
-    # left out or the row has been restricted before.
+    """Return the log-mass of some tokens of a row, at most 0, given their ``log_sum``."""
+    # A row sums to 1 up to rounding: the log-mass is 0 unless a possible token is left out or the
+    # row was restricted before.
     is_all = abs(total) < _ROUNDING and abs(total - log_sum(row)) < _REORDERED
     return 0.0 if is_all else min(total, 0.0)
 
@@ -470,11 +470,11 @@ def log_sum(logprobs: NDArray[np.floating]) -> float:
 
 
 Impossible: TypeAlias = Literal["raise", "return"]
-"""Answer to a draw if no token is possible: an error, or a ``Draw`` without a token."""
+"""What a draw does if no token is possible: raise, or return a ``Draw`` without a token."""
 
 
 class DrawOptions(TypedDict, total=False):
-    """The options that draws have in common; ``draw_next_token`` says what they mean."""
+    """The common options of draws; ``draw_next_token`` explains them."""
 
     generator: Annotated[RandomGenerator | None, Option()]
     temperature: Annotated[float, Option(1.0, TEMPERATURE)]
@@ -487,7 +487,7 @@ class DrawOptions(TypedDict, total=False):
 def drawing_of(
     vocab_size: int, allowed: Any, options: DrawOptions, n: Any = 1, distinct: Any = False
 ) -> Callable[[RowQuery], SampleReadout]:
-    """Return a maker of a readout of ``n`` draws with checked options and random numbers."""
+    """Check options and take ``n`` random numbers; return a maker of a readout of ``n`` draws."""
     count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
     number_of, alike = _drawn_alike(vocab_size, allowed, options)
     uniforms = tuple(number_of() for _ in range(count))
@@ -497,7 +497,7 @@ def drawing_of(
 def drawings_of(
     vocab_size: int, allowed: Any, options: DrawOptions, num_draws: int
 ) -> Callable[[RowQuery], SampleReadout]:
-    """Return a maker of ``num_draws`` readouts of a draw, one after another."""
+    """Return a maker of one-draw readouts, to be called ``num_draws`` times in order."""
     dtype = getattr(allowed, "dtype", None)
     is_array = dtype is not None and getattr(allowed, "ndim", 0) == 1
     is_array = is_array and not getattr(dtype, "hasobject", False)
@@ -531,7 +531,7 @@ def drawings_of(
 def _drawn_alike(
     vocab_size: int, allowed: Any, options: DrawOptions
 ) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Return the source of random numbers, and the checked options of a readout of draws."""
+    """Return the source of random numbers, and the checked fields of a ``SampleReadout``."""
     given = checked_options(DrawOptions, options, "option of draws", ("allowed", "lora_name"))
     generator, divisor, *cuts, impossible = given.values()
     number_of = uniform_of(generator)

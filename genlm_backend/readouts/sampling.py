@@ -1,4 +1,4 @@
-"""Sampler: one random stream that draws tokens from rows."""
+"""Sampler: draws tokens from rows by its own random stream; checks of sampling options."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from genlm_backend.readouts.sample_readout import SampleReadout
 
 @final
 class Sampled(list[int]):
-    """Token ids that have been sampled: a list, which also says why there are no more.
+    """A list of sampled token ids, with the reason why it ends.
 
     Args:
         token_ids: The ids.
         finish_reason: Why they end.
 
     Attributes:
-        finish_reason: ``"eos"`` where a token came that ends a text, which is not among them;
-            ``"length"`` where there are as many as were asked for, or fewer where the model takes
-            no longer context.
+        finish_reason: ``"eos"`` if an EOS token was sampled, which is not in the list;
+            ``"length"`` at ``max_tokens``, or if the context exceeds the model's ``max_length``.
     """
 
     __slots__ = ("finish_reason",)
@@ -41,15 +40,15 @@ class Sampler:
     def __init__(self, temperature: float = 1.0, seed: int | None = None, stream: int = 0) -> None:
         given = checked(CHECKS, {"temperature": temperature, "seed": seed, "stream": stream})
         self.temperature: float = given["temperature"]
-        # Its own, so that equal seeds give equal texts, whatever else is sampled meanwhile.
+        # A generator per sampler: equal seeds give equal texts, whatever else is being sampled.
         self._random = np.random.default_rng(entropy_of(given["seed"], given["stream"]))
 
     def uniform(self) -> float:
-        """Return the random number of a draw, in [0, 1); 0 at temperature 0."""
+        """Return the next random number, in [0, 1); 0 at temperature 0."""
         return self._random.random() if self.temperature else 0.0
 
     def drawing(self, query: RowQuery) -> SampleReadout:
-        """Return the query whose answer is the next token of the stream."""
+        """Return a readout that draws one token with the next random number."""
         return SampleReadout(query, self.temperature, (self.uniform(),))
 
 
@@ -58,7 +57,7 @@ def entropy_of(seed: int | None, stream: int) -> np.random.SeedSequence:
 
 
 def seed_of(seed: int | None, stream: int) -> int:
-    """Return a seed of 64 bits for a stream, for consumers of a single number."""
+    """Return a 64-bit seed of a stream, for libraries that take a single integer."""
     return int(entropy_of(seed, stream).generate_state(1, np.uint64)[0])
 
 
@@ -70,7 +69,7 @@ CHECKS: Final = {
     "eos_token_ids": sequence(integer(), "a collection of token ids"),
     "progress": switch,
 }
-"""Checks of what samplers and the ``sample`` methods of models take, by name."""
+"""Checks of the arguments of samplers and of the models' ``sample`` methods, by name."""
 
 
 def check_no_others(method: str, others: Iterable[str]) -> None:
@@ -89,14 +88,14 @@ def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
 def default_ends(
     own: Collection[int] | None, tokenizer: Any, is_token: Callable[[int], bool]
 ) -> frozenset[int]:
-    """Return the ids that end a text if the caller names none."""
+    """Return the model's EOS ids that are tokens, else the tokenizer's, else an empty set."""
     of_tokenizer = listed_ids(getattr(tokenizer, "eos_token_id", None))
     found = (frozenset(filter(is_token, ids)) for ids in (own, of_tokenizer) if ids is not None)
     return next(filter(None, found), frozenset())
 
 
 def listed_ids(value: Any) -> tuple[int, ...] | None:
-    """Return the ``eos_token_id`` of a generation config or a tokenizer, as several ids."""
+    """Return an ``eos_token_id`` (an id, several, a tensor or ``None``) as a tuple of ids."""
     if value is None:
         return None
     values = value.tolist() if hasattr(value, "tolist") else value
@@ -105,5 +104,5 @@ def listed_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def ends_of_model(model: Any) -> tuple[int, ...] | None:
-    """Return the ids that a transformers model's generation config names now."""
+    """Return the current ``eos_token_id`` of a transformers model's generation config."""
     return listed_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))

@@ -1,4 +1,4 @@
-"""ScoreQuery: a text whose tokens' log-probabilities are asked for, instead of a row."""
+"""ScoreQuery: a query for the log-probabilities of a text's tokens, instead of a row."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from genlm_backend.tokenization import Alphabet
 
 
 class TokenScores(NamedTuple):
-    """The tokens of a continuation, each as the row of all tokens before it has it.
+    """Numbers of each token of a continuation, from the row of all tokens before it.
 
-    What was not asked for is ``None``. Where the model says NaN, so are the numbers, and ids and
-    ranks are -1.
+    Numbers that were not requested are ``None``. If a row is NaN, so are its numbers, and its ids
+    and ranks are -1.
 
     Attributes:
-        logprobs: Its log-probability: float32 ``[n]``.
+        logprobs: The token's log-probability: float32 ``[n]``.
         entropies: The entropy of the row, in nats: float64 ``[n]``.
-        ranks: Number of tokens that are more probable, of equal ones those with a smaller id; 0
-            where greedy decoding would have taken the token: int64 ``[n]``.
-        top_token_ids: Ids of the most probable tokens, as ``TopTokens`` has them: int64
+        ranks: Number of tokens that are more probable, or equally probable with a smaller id; 0
+            for the token of greedy decoding: int64 ``[n]``.
+        top_token_ids: Ids of the most probable tokens, in the order of ``TopTokens``: int64
             ``[n, k]``.
         top_logprobs: Their log-probabilities: float32 ``[n, k]``.
-        log_rest: Logarithm of the probability of all other tokens together: float64 ``[n]``.
-        log_masses: Logarithms of the probabilities of groups of tokens: float64 ``[n, groups]``.
-        log_beginnings: For each number of its first bytes, from one to all but one, the logarithm
-            of the probability of all tokens that begin with these; ``-inf`` behind the last:
-            float64 ``[n, most bytes - 1]``.
+        log_rest: Log-mass of all other tokens: float64 ``[n]``.
+        log_masses: Log-masses of groups of tokens: float64 ``[n, groups]``.
+        log_beginnings: For the token's first byte, its first two bytes, and so on up to all but
+            its last, the log-mass of all tokens that begin with these bytes; ``-inf`` in the
+            remaining columns: float64 ``[n, most bytes - 1]``.
     """
 
     logprobs: torch.Tensor
@@ -51,7 +51,7 @@ class TokenScores(NamedTuple):
 
 @final
 class BytePrefixIntervals(NamedTuple):
-    """The tokens that begin as some tokens do, as intervals of an alphabet."""
+    """The tokens that share first bytes with given tokens, as intervals of an ``Alphabet``."""
 
     order: bytes
     token_ids: bytes  # [n] int32
@@ -59,7 +59,7 @@ class BytePrefixIntervals(NamedTuple):
     width: int
 
     def log_masses(self, rows: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-        """Return log-masses of all tokens that begin as targets do: float64 ``[n, width]``."""
+        """Return log-masses by number of bytes shared with the targets: float64 ``[n, width]``."""
         found = torch.full((len(rows), self.width), -torch.inf, dtype=torch.float64)
         if not self.width:
             return found
@@ -70,7 +70,7 @@ class BytePrefixIntervals(NamedTuple):
         sums, cells = list[torch.Tensor](), list[tuple[int, int]]()
         for i, (row, own) in enumerate(zip(rows, bounds, strict=True)):
             first, stop = own[0]
-            weights = row[order[first:stop]]  # those with more bytes in common are among them
+            weights = row[order[first:stop]]  # includes the tokens that share more bytes
             for k, (start, stop) in enumerate(own):
                 if start == stop:
                     break
@@ -90,19 +90,19 @@ def beginnings_of(alphabet: Alphabet, token_ids: Iterable[int]) -> BytePrefixInt
 
 
 class ScoreExtras(NamedTuple):
-    """Numbers that are told of each token of a text beside its log-probability, in columns.
+    """Further numbers to return for each token of a text, with the layout of their columns.
 
     The columns are the log-probability; the entropy; the rank; the ids of the most probable tokens,
-    their log-probabilities, and the logarithm of what is left for the others; the logarithms of
-    the masses of groups; those of the tokens that begin as it does. A float64 has room for any id
-    and for any float32.
+    their log-probabilities, and the log-mass of all others; the log-masses of groups; the
+    log-masses of the tokens with the same first bytes. A float64 can hold any id and any float32.
 
     Attributes:
-        entropy: Whether the entropy of the row is.
-        rank: Whether the rank of the token in it is.
-        top: Number of the most probable tokens that are; 0 for none.
-        groups: A bit for each token of each group whose mass is, as ``packed_mask`` packs them.
-        beginnings: The tokens that begin as each one does; ``None`` where theirs are not told.
+        entropy: Whether to return the entropy of the row.
+        rank: Whether to return the rank of the token in its row.
+        top: Number of most probable tokens to return; 0 for none.
+        groups: For each group whose log-mass to return, one bit per token, in the format of
+            ``packed_mask``.
+        beginnings: The tokens that share first bytes with each token; ``None`` for none.
     """
 
     entropy: bool = False
@@ -122,7 +122,7 @@ class ScoreExtras(NamedTuple):
         return 0 if self.beginnings is None else self.beginnings.width
 
     def scores_of(self, columns: torch.Tensor) -> TokenScores:
-        """Return the scores in what ``numbers_of_rows`` returns."""
+        """Split columns, as ``numbers_of_rows`` returns them, into ``TokenScores``."""
         if self == NO_EXTRAS:
             return TokenScores(columns)
         sizes = [1, int(self.entropy), int(self.rank), self.top, self.top, int(self.top > 0)]
@@ -141,11 +141,11 @@ class ScoreExtras(NamedTuple):
 
 
 NO_EXTRAS: Final = ScoreExtras()
-"""A log-probability alone."""
+"""Only log-probabilities."""
 
 
 class ScoreOptions(TypedDict, total=False):
-    """What is told of each token of a text; ``score_with`` says what the options mean."""
+    """Options for the numbers of each token of a text; ``score_with`` explains them."""
 
     entropy: Annotated[bool, Option(False, switch)]
     rank: Annotated[bool, Option(False, switch)]
@@ -161,24 +161,24 @@ def beside_of(options: Mapping[str, Any], vocab_size: int) -> ScoreExtras:
 
 
 TOKENS_PER_ROW: Final = 200
-"""Scored tokens of a text that count for as much in a batch as a context does."""
+"""Number of tokens of a text to score that count as one context in a batch."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ScoreQuery(Query):
-    """A text and the token from which on it is scored. Equal scorings have equal answers.
+    """A text and the index of its first scored token. Equal scorings have equal answers.
 
-    The answer is float32 ``[num_targets]``: for each token from ``start`` on, the log-probability
-    that the row of the tokens before it gives it.
+    The answer is float32 ``[num_targets]``: for each token from ``start`` on, its log-probability
+    in the row of the tokens before it.
 
-    Where more is told of each token, the answer is float64 ``[num_targets, beside.width]``, whose
-    columns ``ScoreExtras`` names.
+    With extras, the answer is float64 ``[num_targets, beside.width]``, whose columns
+    ``ScoreExtras`` lists.
 
     Attributes:
         text: All tokens, prompt and continuation, and the adapter to read them with.
         start: Number of tokens of the prompt; at least 1.
-        beside: What is told of each token beside its log-probability.
+        beside: The numbers to return for each token, in addition to its log-probability.
     """
 
     text: RowQuery
@@ -192,22 +192,22 @@ class ScoreQuery(Query):
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """The tokens whose log-probabilities are wanted."""
+        """The tokens to score."""
         return tuple(self.text.context.packed(self.start))
 
     @property
     def num_targets(self) -> int:
-        """Number of log-probabilities that are wanted."""
+        """Number of tokens to score."""
         return len(self.text.context) - self.start
 
     @property
     def needs_row(self) -> bool:
-        """Whether more than logarithms of single probabilities is read off rows."""
+        """Whether numbers other than log-probabilities have to be computed from rows."""
         return self.beside != NO_EXTRAS
 
     @property
     def forward_key(self) -> ScoreQuery:
-        """Itself, since a text is computed for itself."""
+        """The query itself: no other query shares its computation."""
         return self
 
     @property
@@ -217,22 +217,22 @@ class ScoreQuery(Query):
 
     @property
     def weight(self) -> float:
-        """How much it counts for in a batch: by its length, where a row counts for one.
+        """Weight in a batch: the text's length over 200; a row counts as 1.
 
-        A batch of short texts would be too small a pass otherwise, and one of long texts too large.
+        Counting each text as 1 would make passes of short texts too small, of long ones too large.
         """
         return len(self.text.context) / TOKENS_PER_ROW
 
     @property
     def wanted(self) -> str:
-        """The answer, as errors say it."""
+        """Description of the answer, for error messages."""
         kind = (
             "float32 [{}]" if self.beside == NO_EXTRAS else f"float64 [{{}}, {self.beside.width}]"
         )
         return f"a tensor of {kind.format(self.num_targets)} for a scoring of so many tokens"
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` has the numbers of each target, as callers get them."""
+        """Return whether ``answer`` is a tensor of the expected dtype and shape."""
         if not isinstance(answer, torch.Tensor) or answer.requires_grad:
             return False
         if self.beside == NO_EXTRAS:
@@ -249,10 +249,10 @@ def check_scorings(
     adapter: Adapter | None = None,
     beside: ScoreExtras = NO_EXTRAS,
 ) -> list[ScoreQuery]:
-    """Return the scorings of continuations, each after its own prompt, or all after one."""
+    """Return a scoring per continuation, each after its own prompt or all after one prompt."""
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
-        prompt = prompts if isinstance(prompts, Context) else before  # an iterator has been read
+        prompt = prompts if isinstance(prompts, Context) else before  # an iterator is used up
         before = [contexts.check_context(prompt, max_length, name="prompt")] * len(behind)
     if len(before) != len(behind):
         raise OptionError(
@@ -279,7 +279,7 @@ def own_scores(
     found: Mapping[ScoreQuery, torch.Tensor],
     device: torch.device | None,
 ) -> list[torch.Tensor]:
-    """Return the scores of each text on ``device``, copied for a caller to modify."""
+    """Return each text's scores on ``device``, copied so that callers may modify them."""
     return [
         (found[own] if own.num_targets else _no_scores(own.beside)).to(device, copy=True)
         for own in scorings
@@ -291,7 +291,7 @@ async def scores_of_rows(
     ask: Callable[[list[RowQuery]], Awaitable[torch.Tensor]],
     chunk_size: int,
 ) -> list[torch.Tensor]:
-    """Return the scores of texts read off rows, for models that score nothing themselves."""
+    """Return the scores of texts from the rows of all prefixes, ``chunk_size`` at a time."""
     beside = scorings[0].beside if scorings else NO_EXTRAS
     ends = [range(own.start, len(own.text.context)) for own in scorings]
     places = [(own.text, end) for own, its in zip(scorings, ends, strict=True) for end in its]
@@ -301,14 +301,14 @@ async def scores_of_rows(
         rows = await ask([text.prefix(end) for text, end in chunk])
         found.append(numbers_of_rows(rows, [text.token_ids[end] for text, end in chunk], beside))
     scores, sizes = torch.cat(found) if found else _no_scores(beside), [*map(len, ends)]
-    return [part.clone() for part in scores.split(sizes)]  # with memory of its own each
+    return [part.clone() for part in scores.split(sizes)]  # copies, so none keeps the others alive
 
 
 @torch.inference_mode()
 def numbers_of_rows(
     rows: torch.Tensor, targets: Sequence[int], beside: ScoreExtras
 ) -> torch.Tensor:
-    """Return the numbers of each token, read off a row of its own."""
+    """Return each target's columns of ``ScoreExtras``, or its log-probability, from its row."""
     ids = torch.tensor(targets, dtype=torch.int64, device=rows.device)[:, None]
     logprobs = rows.gather(1, ids).float()
     if beside == NO_EXTRAS:
@@ -336,8 +336,8 @@ def numbers_of_rows(
 
 
 def _ranks(rows: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Return how many ids of each row come before one of them: int64 ``[n]``."""
-    if rows.is_cpu:  # a row at a time stays in the cache
+    """Return the rank of one id in each row: int64 ``[n]``."""
+    if rows.is_cpu:  # one row at a time fits in the CPU cache
         pairs = zip(rows.numpy(), ids[:, 0].tolist(), logprobs[:, 0].numpy(), strict=True)
         counts = [
             np.count_nonzero(row > own) + np.count_nonzero(row[:i] == own) for row, i, own in pairs

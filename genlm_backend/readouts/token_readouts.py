@@ -1,4 +1,4 @@
-"""Top tokens, chosen tokens and entropies, read off rows."""
+"""Readouts of top tokens, chosen tokens, entropies and log-masses of groups."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ class _TopFields(NamedTuple):
 
 
 class TopTokens(_TopFields):
-    """The most probable tokens behind a context, and what is left for the others.
+    """The most probable tokens after a context, and the log-mass of all others.
 
     Attributes:
-        token_ids: Their ids, the most probable first, of equal ones the smaller id first: int64
-            ``[k]``.
+        token_ids: Their ids, the most probable first; ties are in order of id: int64 ``[k]``.
         logprobs: Their log-probabilities: float32 ``[k]``.
-        log_rest: Logarithm of the probability of all other tokens together, summed from theirs;
-            ``-inf`` where there is none.
-        texts: Their texts, as the model's ``str_vocab`` has them; empty if no model has added them.
-            No part of the tuple.
+        log_rest: Log-mass of all other tokens, summed from their probabilities; ``-inf`` if there
+            are none.
+        texts: Their entries in the model's ``str_vocab``; empty if no model has added them. An
+            attribute, not an item of the tuple.
     """
 
     texts: tuple[str, ...] = ()
@@ -52,7 +51,7 @@ class TopTokens(_TopFields):
 
 
 ReadoutOf: TypeAlias = Callable[[RowQuery], Readout]
-"""A maker of the readout of a query."""
+"""A function from a row query to its readout, such as a ``Readout`` class."""
 
 
 def readout_of(make: Callable[[RowQuery], Any], query: RowQuery) -> Readout:
@@ -60,9 +59,9 @@ def readout_of(make: Callable[[RowQuery], Any], query: RowQuery) -> Readout:
 
 
 def readouts_of(make: Callable[[RowQuery], Any], queries: Sequence[RowQuery]) -> list[Readout]:
-    """Return the readouts that ``make`` makes of queries, in order; see ``readout_of``."""
+    """Return the readouts that ``make`` returns for queries, in order; see ``readout_of``."""
     made = [function("readout", make)(query) for query in queries]
-    # Those of this library are alike, and looked at together.
+    # This library's own readouts are checked together, which is faster.
     if all(issubclass(kind, Readout) and not is_own(kind) for kind in set(map(type, made))) and all(
         map(operator.is_, map(_QUERY, made), queries)
     ):
@@ -158,7 +157,7 @@ class Entropy(Readout):
         if rows.is_cpu:
             return [_entropy_here(row) for row in rows.numpy()]
         values = _double(rows)
-        # What is impossible adds nothing: its probability is zero, times any finite number.
+        # An impossible token must add 0, and 0 × -inf is NaN: clamp to a finite number.
         return (-(values.exp() * values.clamp(min=-1e6)).sum(-1)).tolist()
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
@@ -168,7 +167,7 @@ class Entropy(Readout):
 @final
 @dataclass(frozen=True, slots=True)
 class Masses(Readout):
-    """Logarithms of the probabilities of groups of tokens together: float64 ``[len(groups)]``."""
+    """Log-masses of groups of tokens after a context: float64 ``[len(groups)]``."""
 
     query: RowQuery
     groups: tuple[bytes, ...]
@@ -186,7 +185,7 @@ class Masses(Readout):
             bits = np.unpackbits(np.frombuffer(group, np.uint8), count=rows.shape[1])
             ids = torch.from_numpy(np.flatnonzero(bits)).to(rows.device)
             of_group = [asked[place][0] for place in own]
-            if rows.is_cpu:  # where a row at a time stays in the cache
+            if rows.is_cpu:  # one row at a time fits in the CPU cache
                 sums += [log_sums(rows[row][ids][None]) for row in of_group]
             else:
                 theirs = rows if of_group == [*range(len(rows))] else rows[of_group]
@@ -206,7 +205,7 @@ def masses_of(groups: Any, vocab_size: int) -> ReadoutOf:
 
 
 def packed_groups(groups: Any, vocab_size: int) -> tuple[bytes, ...]:
-    """Return each checked group of tokens as a mask of bits."""
+    """Check groups of tokens; return the packed mask of each."""
     packed = list[bytes]()
     for i, group in enumerate(listed("groups", groups)):
         mask = packed_mask(group, vocab_size, True, f"groups[{i}]")
@@ -221,7 +220,7 @@ def top_of(k: Any, vocab_size: int) -> ReadoutOf:
 
 
 def own_top(found: TopTokens, str_vocab: Sequence[str]) -> TopTokens:
-    """Return a copy of top tokens with texts, since other callers may have the same answer."""
+    """Return a copy of top tokens with texts; other callers may hold the original."""
     top = TopTokens(found.token_ids.clone(), found.logprobs.clone(), found.log_rest)
     ids: list[int] = found.token_ids.tolist()
     top.texts = tuple([str_vocab[i] for i in ids])
@@ -246,7 +245,7 @@ def _is_vector(answer: Any, dtype: torch.dtype, size: int) -> bool:
     return is_tensor and answer.shape == (size,) and not answer.requires_grad
 
 
-# On the processor, a row at a time stays in the cache, and its memory is used again.
+# On the CPU: one row at a time, which fits in the CPU cache, in reused memory.
 
 _NUM_BLOCKS: Final = 64
 
@@ -254,8 +253,8 @@ _NUM_BLOCKS: Final = 64
 def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
     width = len(row) // _NUM_BLOCKS
     if k <= width // 2:
-        # The k-th largest number is at least the k-th largest maximum of k or more blocks, so that
-        # only blocks with such a maximum are searched.
+        # The k-th largest number is at least the k-th largest block maximum, so only blocks with a
+        # maximum of at least that are searched.
         blocks = row[: width * _NUM_BLOCKS].reshape(_NUM_BLOCKS, width)
         largest = np.maximum.reduce(blocks, axis=0)
         least = np.partition(largest, -k)[-k]
@@ -276,7 +275,7 @@ def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
 
 
 _TINY: Final = 1e-25
-"""Sum of probabilities below which those of single tokens may be too small for float32."""
+"""Below this sum, single probabilities may underflow in float32, so it is computed in float64."""
 
 
 def _log_rest(row: NDArray[np.float32], ids: NDArray[np.int64]) -> float:
@@ -289,11 +288,11 @@ def _log_rest(row: NDArray[np.float32], ids: NDArray[np.int64]) -> float:
 
 def _entropy_here(row: NDArray[np.float32]) -> float:
     logprobs, weighted = (spare_memory.take_array(row.shape, np.float64) for _ in range(2))
-    # What is impossible adds nothing: its probability is zero, times any finite number.
+    # An impossible token must add 0, and 0 × -inf is NaN: clamp to a finite number.
     np.maximum(row, -1e6, out=logprobs)
     with np.errstate(under="ignore"):
         np.exp(logprobs, out=weighted)
-    np.multiply(weighted, logprobs, out=weighted)  # a product of BLAS would wake its threads
+    np.multiply(weighted, logprobs, out=weighted)  # np.dot would wake the threads of BLAS
     return 0.0 - float(weighted.sum())
 
 
@@ -301,10 +300,10 @@ def _entropy_here(row: NDArray[np.float32]) -> float:
 
 
 def _largest(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's ``k`` largest numbers and their indices, of equal ones the first."""
+    """Return each row's ``k`` largest numbers and their indices; ties take the first indices."""
     values, ids = rows.topk(k, -1)
     least = values[:, -1:]
-    for i in ((rows >= least).sum(-1) > k).nonzero()[:, 0].tolist():  # as many are alike
+    for i in ((rows >= least).sum(-1) > k).nonzero()[:, 0].tolist():  # ties at the k-th number
         larger = ids[i][values[i] > least[i]]
         equal = (rows[i] == least[i]).nonzero()[: k - len(larger), 0]
         ids[i] = torch.cat([larger, equal])
@@ -315,7 +314,7 @@ def _largest(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def log_sums(rows: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of each row's sum of probabilities, summed in float64."""
+    """Return the log-mass of each row of log-probabilities, summed in float64."""
     if rows.shape[-1] == 0:
         return _double(rows).sum(-1).log()
     largest = rows.amax(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).min)
@@ -327,5 +326,5 @@ def log_sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _double(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows in float64, on the CPU if the device has no such numbers."""
+    """Return rows in float64, on the CPU for "mps", which has no float64."""
     return (rows.cpu() if rows.device.type == "mps" else rows).double()

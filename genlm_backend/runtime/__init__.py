@@ -1,1 +1,1 @@
-"""Facilities that programs run on: threads, forks, memory, one event loop on a thread."""
+"""Threads, forks, memory, progress, and an event loop on a background thread."""

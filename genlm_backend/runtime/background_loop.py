@@ -1,4 +1,4 @@
-"""BackgroundLoop: an event loop on a thread of its own."""
+"""BackgroundLoop: an asyncio event loop on a daemon thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from genlm_backend.runtime.threads import call_threadsafe
 T = TypeVar("T")
 
 _PASSES_AT_END: Final = 100
-"""Passes in which tasks may end by themselves, and tell their callers; then they are cancelled."""
+"""Turns of the loop in which tasks may still finish before ``close()`` cancels them."""
 
 
 @final
@@ -35,29 +35,29 @@ class BackgroundLoop:
         self._finalizer = weakref.finalize(self, _end, self._loop, self._lock, thread)
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on the loop's thread, in the order of the calls."""
+        """Call a function on the loop's thread; calls run in the order of ``call_soon``."""
         call_threadsafe(self._loop, function, *args)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop; its future is cancelled if the loop ends."""
-        with self._lock.here:  # so that what is begun is begun before the loop is told to stop
+        """Run a coroutine on the loop; the end of the loop cancels its future."""
+        with self._lock.here:  # so that ``close()`` stops the loop after it, not before
             if not self.is_closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
         raise self._error()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine, blocking this thread; interrupted, it is cancelled."""
+        """Block this thread until a coroutine ends; return its result. An interrupt cancels it."""
         future = self.submit(coroutine)
         try:
             return future.result()
-        except CancelledError:  # by what ends the loop, since nobody else has the future
+        except CancelledError:  # only the end of the loop cancels this future
             raise self._error() from None
         except BaseException:
             future.cancel()
             raise
         finally:
-            del future  # an error refers to this frame
+            del future  # a traceback refers to this frame
 
     def _error(self) -> BatcherClosedError:
         if self._is_closed:
@@ -66,11 +66,11 @@ class BackgroundLoop:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing new is run: after ``close()``, and at interpreter exit."""
+        """Whether ``submit`` raises: after ``close()``, and at interpreter exit."""
         return not self._finalizer.alive or sys.is_finalizing()
 
     def close(self) -> None:
-        """End the thread, once what is left has ended or is cancelled; again has no effect."""
+        """End the thread once its tasks have ended or are cancelled; idempotent."""
         self._is_closed = True
         self._finalizer()
 
@@ -87,7 +87,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _end_all() -> None:
-    """Let every other task end, and cancel those that go on for too long."""
+    """Wait for all other tasks, and cancel those left after ``_PASSES_AT_END`` turns."""
     for _ in range(_PASSES_AT_END):
         await asyncio.sleep(0)
         if len(asyncio.all_tasks()) == 1:
@@ -99,9 +99,9 @@ async def _end_all() -> None:
 
 
 def _end(loop: asyncio.AbstractEventLoop, lock: ProcessLock, thread: threading.Thread) -> None:
-    if not thread.is_alive():  # a fork has no such thread
+    if not thread.is_alive():  # in a fork, there is no such thread
         return
-    with lock.here:  # or a coroutine might be sent to a loop that takes no more
+    with lock.here:  # or ``submit`` might use a stopped loop
         loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join()

@@ -1,4 +1,4 @@
-"""A verb is written once, as a coroutine function; the form of it that blocks is made here."""
+"""Makes the blocking form of each method from its one definition as a coroutine function."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ T = TypeVar("T")
 
 
 def blocking(verb: Callable[P, Coroutine[Any, Any, T]], answer: str = "answer") -> Callable[P, T]:
-    """Return the form of a coroutine function that blocks, named ``<verb>_sync``.
+    """Return the blocking form of a coroutine function, named ``<verb>_sync``.
 
-    It runs the same body in the calling thread, so that the body never waits and no event loop is
-    needed. The ``self`` of a model's verb is then the model by its forms that block: an override of
-    what the verb calls counts in both forms. A function asks whether it ``is_blocking``, or for a
-    model ``in_form``.
+    It runs the same body in the calling thread, without an event loop; the body never suspends. A
+    method gets a proxy as ``self``, whose methods call their blocking forms, so that an override
+    counts in both forms. Code that needs to know awaits ``is_blocking()`` or ``in_form(lm)``.
 
     Args:
-        verb: A coroutine function that awaits nothing else.
+        verb: A coroutine function that, in blocking form, never waits for an event loop.
         answer: Its answer in a word, for ``help``.
     """
     is_method = next(iter(inspect.signature(verb).parameters)) == "self"
@@ -45,29 +44,29 @@ def blocking(verb: Callable[P, Coroutine[Any, Any, T]], answer: str = "answer") 
 
 @types.coroutine
 def is_blocking() -> Generator[None, bool | None, bool]:
-    """Return whether ``result_of`` runs the coroutine that awaits this, and no event loop."""
-    # A loop answers a bare yield with None, in its next turn. So no state of a thread or context
-    # has to say it, which a signal could leave behind.
+    """Return whether ``result_of`` runs the awaiting coroutine, instead of an event loop."""
+    # A loop answers a bare yield with None, in its next turn. A thread-local or context variable
+    # would do as well, but an exception from a signal handler could leave it set.
     answer = yield
     return answer is True
 
 
 async def in_form(lm: S) -> S:
-    """Return a model by its forms that block if ``result_of`` runs the coroutine, or as it is."""
+    """Return a proxy of blocking methods if ``result_of`` runs the coroutine; else the model."""
     blocks: Any = _Blocking(lm)
     return blocks if await is_blocking() else lm
 
 
 def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that never waits, such as one of forms that block."""
+    """Return the result of a coroutine that never waits, such as one of blocking methods."""
     answer = None
     try:
-        while coroutine.send(answer) is None:  # not a future, so it asks whether it is blocking
+        while coroutine.send(answer) is None:  # a bare yield of is_blocking, no future
             answer = True
     except StopIteration as end:
         return end.value
     except RuntimeError as error:
-        # Python makes this of a StopIteration that a caller's own readout raises (PEP 479).
+        # A custom readout raised StopIteration, which Python turns into RuntimeError (PEP 479).
         if isinstance(error.__cause__, StopIteration) and str(error).startswith("coroutine raised"):
             raise error.__cause__ from None
         raise
@@ -75,14 +74,14 @@ def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the coroutine waited for an event loop")
 
 
-@functools.lru_cache(maxsize=1024)  # or a draw would take some microseconds more
+@functools.lru_cache(maxsize=1024)  # saves some microseconds per draw
 def _has_form(kind: type, name: str) -> bool:
     return hasattr(kind, f"{name}_sync")
 
 
 @final
 class _Blocking:
-    """A model whose verbs are coroutines that end without a wait: each calls ``<verb>_sync``."""
+    """A proxy of a model whose coroutine methods never wait: each calls ``<verb>_sync``."""
 
     __slots__ = ("_lm",)
 
@@ -104,7 +103,7 @@ class _Blocking:
 
 
 def warn_caller(message: str) -> None:
-    """Warn of the line outside of this library that called it."""
+    """Issue a warning that points at the line of user code that called this library."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("genlm_backend."):
         frame, level = frame.f_back, level + 1

@@ -8,14 +8,14 @@ from typing import Self
 
 
 class Closing(abc.ABC):
-    """An object with a ``close()`` that blocks, as a context manager of both kinds."""
+    """An object with a blocking ``close()``; a sync and async context manager."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the object and free what it holds; a second call has no effect."""
+        """Close the object and free its resources; a second call has no effect."""
 
     async def aclose(self) -> None:
-        """Close the object like ``close()``, without blocking the event loop."""
+        """Call ``close()`` on a thread, without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Loops that are compiled once and kept on disk."""
+"""Loops compiled by Numba, whose machine code is cached on disk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numba
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile ``function`` when it is first called with new types, without the interpreter lock."""
+    """Compile ``function`` on its first call with new argument types; it runs without the GIL."""
     try:
         return numba.njit(function, cache=True, nogil=True)
-    except RuntimeError:  # no place to write a cache to
+    except RuntimeError:  # no writable folder for the cache
         return numba.njit(function, nogil=True)

@@ -1,4 +1,4 @@
-"""Forks of a process, which have a copy of every object and none of the threads."""
+"""Guards against use after a fork, which copies every object but none of the threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class OfOneProcess(abc.ABC):  # noqa: B024
-    """An object with threads, which live in the process that made it: it is not pickled."""
+    """An object whose threads live in the process that made it; pickling it raises."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise NotPicklableError(
@@ -38,7 +38,7 @@ class OfOneProcess(abc.ABC):  # noqa: B024
 
 @final
 class ProcessLock:
-    """A lock of the process that claims it; taking it, ``with lock.here:``, in a fork raises."""
+    """A lock owned by the process that claims it; ``with lock.here:`` raises in a fork."""
 
     __slots__ = ("_is_claimed", "_lock", "_make", "_owner")
 
@@ -49,23 +49,23 @@ class ProcessLock:
     @property
     def here(self) -> threading.Lock | threading.RLock:
         """The lock itself; raises a ``ForkedError`` in a fork of the process that claimed it."""
-        # An interrupt in an ``__enter__`` of our own would leave the lock locked.
+        # The lock itself, since an interrupt in a Python ``__enter__`` could leave it locked.
         if self._owner != _process:
             if self._is_claimed:
                 raise ForkedError(
                     f"used in process {_process}, which was forked from process {self._owner} "
                     f"where it lives: its threads are not here; {_MAKE_IT_THERE}"
                 )
-            self._owner, self._lock = _process, self._make()  # nobody here holds the other one
+            self._owner, self._lock = _process, self._make()  # the old one may stay locked
         return self._lock
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it is owned by a process that this one has been forked from."""
+        """Whether the process that claimed it is one that this process was forked from."""
         return self._is_claimed and self._owner != _process
 
     def claim(self) -> None:
-        """Make this process the owner if there is none yet; raises as ``here``."""
+        """Make this process the owner if there is none yet; raises like ``here``."""
         if not self._is_claimed or self._owner != _process:
             _ = self.here
             self._is_claimed = True

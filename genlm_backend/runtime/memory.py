@@ -1,4 +1,4 @@
-"""Memory of a machine and its devices: what is free, what running out looks like, what is held."""
+"""Memory of the host and its devices: free bytes, out-of-memory errors, allocator caches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CPU_LIMIT: Final = 4 << 30
 
 
 def cpu_budget() -> int:
-    """Return the default bytes of one use of a machine's memory."""
+    """Return the default bytes of one cache on the host: a quarter of free memory, up to 4 GiB."""
     return min(CPU_LIMIT, int(free_memory() * CPU_FRACTION))
 
 
 def free_memory() -> int:
-    """Return the bytes of a machine's memory that are free, or can be made so."""
+    """Return the available bytes of host memory, including reclaimable caches."""
     return psutil.virtual_memory().available
 
 
@@ -30,9 +30,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Return memory that allocators hold in reserve: torch's to the device, glibc's to Linux."""
+    """Release the memory that allocators cache: torch's to the device, glibc's to Linux."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
-        trim(0)  # it keeps what was freed in pieces of up to 32 MiB: a gigabyte of slots
+        trim(0)  # glibc keeps freed blocks of up to 32 MiB: a gigabyte of slots

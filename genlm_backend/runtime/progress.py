@@ -1,4 +1,4 @@
-"""Progress, which is drawn on standard error only if somebody sees it."""
+"""Progress on standard error, drawn only if a user can see it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _told = False
 
 
 def is_watched() -> bool:
-    """Whether standard error is a terminal, or a notebook's."""
+    """Whether standard error is a terminal or a notebook's, or the parent process shows it."""
     return _told or sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def tell(is_watched: bool) -> None:
-    """Set whether somebody sees the output of this process, printed by its parent."""
+    """Set whether the parent process shows this process's standard error to a user."""
     global _told
     _told = is_watched
 
 
 @contextlib.contextmanager
 def bars_where_seen() -> Iterator[None]:
-    """Turn the progress bars of transformers and of the hub off if nobody sees them."""
+    """Turn the progress bars of transformers and of the hub off if no user can see them."""
     from transformers.utils import logging
 
     if is_watched() or not logging.is_progress_bar_enabled():
@@ -38,7 +38,7 @@ def bars_where_seen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stage(what: str) -> Iterator[None]:
-    """Name a stage of long work while it lasts, on standard error, if somebody sees it."""
+    """Show the name of a stage of long work while it lasts, if a user can see it."""
     if not is_watched():
         yield
         return
@@ -51,7 +51,7 @@ def stage(what: str) -> Iterator[None]:
 
 
 def progress_bar(total: int, is_shown: bool, what: str = "sampling") -> Any:
-    """Return a bar for ``total`` texts, which shows nothing unless ``is_shown``."""
+    """Return a tqdm bar for ``total`` texts, hidden unless ``is_shown`` and a user can see it."""
     from tqdm.auto import tqdm
 
     is_hidden = not (is_shown and is_watched())

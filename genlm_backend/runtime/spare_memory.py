@@ -1,4 +1,4 @@
-"""SpareMemory: memory of results that are no longer referenced, kept for later results."""
+"""SpareMemory: a pool that reuses the memory of result arrays once they are unreferenced."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Shape = tuple[int, ...]
 
 @final
 class SpareMemory:
-    """Makes arrays of the memory of earlier ones, which any thread may drop at any moment."""
+    """Makes arrays from the memory of earlier ones; any thread may drop an array at any time."""
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        # Fresh memory costs more than computing into it: the system clears each page when it is
-        # first touched, and takes large blocks back as soon as they are freed.
+        # Fresh memory costs more than the computation: the OS clears each page on first touch, and
+        # the allocator returns large blocks to it as soon as they are freed.
         self._unused: dict[tuple[Shape, np.dtype], list[NDArray[Any]]] = {}
         self._lock = threading.Lock()
 
     def take_array(self, shape: Shape, dtype: type[np.generic]) -> NDArray[Any]:
-        """Return an array with arbitrary contents."""
+        """Return an uninitialised array; its memory comes back when it is dropped."""
         key = (shape, np.dtype(dtype))
         memory = None
-        # Waiting could be for ever: in a fork, the lock may be held by a thread that is not there.
+        # Never wait: in a fork, the lock may be held by a thread that does not exist there.
         if self._lock.acquire(blocking=False):
             try:
                 if key in self._unused:
@@ -37,12 +37,12 @@ class SpareMemory:
                 self._lock.release()
         if memory is None:
             memory = np.empty(shape, dtype)
-        # Without elements there is nothing to put back, and NumPy would not keep the lease.
+        # An empty array has no memory to reuse, and NumPy would not keep the lease alive.
         return np.asarray(_Lease(memory, self)) if math.prod(shape) else memory
 
     def give(self, memory: NDArray[Any]) -> None:
-        """Keep ``memory`` for later arrays, or free it."""
-        # The garbage collector calls this, perhaps from within ``take``: it never waits.
+        """Keep ``memory`` for later arrays; drop it if the lock is taken or it is too large."""
+        # The garbage collector may call this from within ``take_array``: it never waits.
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -61,7 +61,7 @@ class SpareMemory:
                 self._lock.release()
 
     def __reduce__(self) -> tuple[type[SpareMemory], tuple[int]]:
-        return type(self), (self._max_bytes,)  # a copy begins with nothing
+        return type(self), (self._max_bytes,)  # a copy starts empty
 
     def _drop_until(self, max_bytes: int) -> None:
         while self.num_bytes > max_bytes:
@@ -71,13 +71,13 @@ class SpareMemory:
         memory = self._unused[key].pop()
         self.num_bytes -= memory.nbytes
         if not self._unused[key]:
-            del self._unused[key]  # or a key of every batch size ever seen would stay
+            del self._unused[key]  # or keys of all past batch sizes would stay
         return memory
 
 
 @final
 class _Lease:
-    """The base of an array, which gives the memory back when the array is gone."""
+    """The base object of an array; when the array is dropped, it gives the memory back."""
 
     __slots__ = ("__weakref__", "_memory", "_spare")
 

@@ -1,4 +1,4 @@
-"""Threads: what slows the worker down beside it, and calls from one thread to another's loop."""
+"""Threads: protection of the worker from other threads, and calls into an event loop."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from genlm_backend.runtime.forks import ProcessLock
 _PAUSE_HARD: Final = 2  # omp_pause_hard, OpenMP 5.0, section 2.15.1
 SWITCH_INTERVAL: Final = 2e-5
 FREEZE: Final = "GENLM_BACKEND_FREEZE"
-"""Name of the variable of the environment that refuses ``freeze_imports``, if it is 0."""
+"""Environment variable that disables ``freeze_imports`` if it is 0."""
 
 _numbers = ProcessLock()
-"""Held while torch's number for new threads is not their own, so that nobody here takes it."""
+"""Held while ``use_num_threads`` changes torch's default for new threads for a moment."""
 
 
 @functools.cache
 def _pause_function() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of the libgomp that torch brings, or ``None``."""
+    """``omp_pause_resource_all`` of the libgomp in torch's wheel; ``None`` if not found."""
     if sys.platform != "linux":
         return None
     import torch
@@ -44,13 +44,13 @@ def _pause_function() -> Callable[[int], int] | None:
 
 
 def use_num_threads(count: int) -> int:
-    """Let the calling thread's operators use ``count`` threads; return the number before."""
-    # ``torch.set_num_threads`` also sets another number, for threads that have not used an operator
-    # yet, which is put back.
+    """Set torch's number of threads for the calling thread only; return the previous number."""
+    # ``torch.set_num_threads`` also sets the default of threads that have not run an operator yet;
+    # a fresh thread reads that default first and restores it.
     import torch
 
     with _numbers.here, ThreadPoolExecutor(1) as other:
-        before = torch.get_num_threads()  # asked first: with its first use, a thread takes theirs
+        before = torch.get_num_threads()  # first: it initialises this thread from the default
         theirs = other.submit(torch.get_num_threads).result()
         torch.set_num_threads(count)
         other.submit(torch.set_num_threads, theirs).result()
@@ -59,9 +59,9 @@ def use_num_threads(count: int) -> int:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """While inside, the calling thread's operators use no other threads; the others keep theirs."""
-    # If other processes hold the cores, each operator of a team waits for its last thread to get a
-    # turn, and passes of a small model take several times as long as on one thread.
+    """While inside, the calling thread's operators run on it alone; others keep their number."""
+    # If other processes occupy the cores, each parallel operator waits until its last thread is
+    # scheduled, and passes of a small model take several times as long as on one thread.
     before = use_num_threads(1)
     try:
         yield
@@ -70,17 +70,17 @@ def one_thread() -> Iterator[None]:
 
 
 def release_idle_threads() -> None:
-    """End the calling thread's idle OpenMP team, if it has one; about a microsecond if not."""
-    # OpenMP keeps a team for each thread that has used operators. If callers have idle ones,
-    # libgomp counts more threads than cores and makes all sleep between operators instead of
-    # spinning: a pass of many small operators takes 1.4 times as long.
+    """End the calling thread's idle OpenMP team; without one, this takes about a microsecond."""
+    # OpenMP keeps a team for each thread that has run operators. If callers have idle ones, libgomp
+    # counts more threads than cores and lets all sleep between operators instead of spinning: a
+    # pass of many small operators takes 1.4 times as long.
     if (pause := _pause_function()) is not None:
         pause(_PAUSE_HARD)
 
 
 @final
 class _SwitchInterval:
-    """Python's switch interval, shorter while threads are inside; the last one out restores it."""
+    """Shortens Python's switch interval while threads are inside; the last one restores it."""
 
     def __init__(self) -> None:
         self._lock, self._num_inside = threading.Lock(), 0
@@ -102,14 +102,14 @@ class _SwitchInterval:
         if not self._num_inside:
             self._before = self._ours = sys.getswitchinterval()
         self._num_inside += number
-        # Or somebody else has set it meanwhile, and it stays.
+        # If other code has set it meanwhile, its value stays.
         if sys.getswitchinterval() == self._ours:
             wanted = min(self._before, SWITCH_INTERVAL) if self._num_inside else self._before
             sys.setswitchinterval(wanted)
             self._ours = sys.getswitchinterval()
 
     def _renew(self) -> None:
-        """Restore it in a fork, which has none of the threads that were inside."""
+        """Restore the interval in a fork, which has none of the threads that were inside."""
         self._lock = threading.Lock()
         self._add(-self._num_inside)
 
@@ -118,19 +118,19 @@ _interval = _SwitchInterval()
 
 
 def frequent_switches() -> contextlib.AbstractContextManager[None]:
-    """While inside, a thread that computes in Python gives way every few microseconds."""
-    # Each of a pass's thousand operators gives up the interpreter lock, which a thread that
-    # computes in Python keeps for 5 ms by default: a pass of 0.1 s takes 8 s. With this interval
-    # it takes about 1 s, and the other threads lose some 15 %.
+    """While inside, a thread that computes in Python offers the GIL every 20 microseconds."""
+    # Each of a pass's thousand operators releases the GIL, which a thread that computes in Python
+    # then keeps for 5 ms by default: a pass of 0.1 s takes 8 s. With an interval of 20 us, it takes
+    # about 1 s, and the other threads lose some 15 %.
     return _interval.shortened()
 
 
 def freeze_imports() -> None:
-    """Have the garbage collector leave alone what has been imported, unless that is refused."""
-    # A thousand tasks are enough for Python to look through all objects, of which torch and
-    # transformers bring 400,000: a fifth of a second every few steps. A model comes afterwards:
-    # objects of it that are in cycles, as accelerate's hooks make them, could not be freed. An
-    # earlier model, which a program has wrapped and not closed, still has its worker thread.
+    """Exempt all imported objects from garbage collection, unless ``FREEZE`` is 0."""
+    # A thousand tasks trigger a full collection, which scans the 400,000 objects of torch and
+    # transformers: 0.2 s every few steps. This runs before a model is loaded, since a frozen model
+    # in reference cycles, such as those of accelerate's hooks, could never be freed. A worker
+    # thread shows that an earlier model is still open.
     has_model = any(thread.name.startswith("genlm-") for thread in threading.enumerate())
     is_refused = bool(gc.get_freeze_count()) or os.environ.get(FREEZE) == "0"
     if gc.isenabled() and not has_model and not is_refused:
@@ -141,10 +141,10 @@ def freeze_imports() -> None:
 def call_threadsafe(
     loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any
 ) -> None:
-    """Have ``loop`` call back soon, unless it has been closed."""
+    """Call ``loop.call_soon_threadsafe``; do nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:
         if not loop.is_closed():
             raise
-        # A closed loop has nobody left to tell.
+        # A closed loop has no task left that waits for the call.

@@ -1,4 +1,4 @@
-"""Work at the same time, by coroutines or on threads: all of it, or the first error."""
+"""Concurrent work, by coroutines or on threads, that ends with all results or an error."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ T = TypeVar("T")
 
 
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Await awaitables at the same time; return their results in order."""
+    """Await awaitables concurrently; return their results in order, or raise the first error."""
     tasks = [asyncio.ensure_future(each) for each in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        # One failure cancels the others and is raised as it is, not as a group of one.
+        # The first failure cancels the others and is raised itself, not as an ExceptionGroup.
         _ = [task.cancel() for task in tasks]
         await asyncio.gather(*tasks, return_exceptions=True)
-        tasks.clear()  # an error refers to this frame, and its task to the error
+        tasks.clear()  # breaks the cycle of error, frame and task
 
 
 def in_threads(work: Callable[[slice], object], count: int, num_threads: int) -> None:

@@ -1,1 +1,1 @@
-"""Forward passes of many contexts over a prefix tree; no transformers and no MLX by name."""
+"""Plans and runs forward passes over a prefix tree; imports neither transformers nor MLX."""

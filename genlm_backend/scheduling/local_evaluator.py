@@ -1,4 +1,4 @@
-"""LocalEvaluator: the base of evaluators that make forward passes themselves."""
+"""LocalEvaluator: base class of evaluators that run forward passes in this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalEvaluator(Evaluator):
-    """Answers queries by forward passes, and keeps keys, values and states in a prefix cache."""
+    """Answers queries by forward passes, with keys, values and states in a prefix cache."""
 
     _runner: Any
 
@@ -50,7 +50,7 @@ class LocalEvaluator(Evaluator):
     def _schedule(
         self, cache: PrefixCache, uncached_attention: AttentionBackend, can: Capabilities = ALL
     ) -> None:
-        """Make passes by a cache from now on."""
+        """Replace the scheduler by one over this cache."""
         self.scheduler = Scheduler(
             self._runner,
             self._outputs,
@@ -63,15 +63,15 @@ class LocalEvaluator(Evaluator):
 
     @abc.abstractmethod
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
-        """Return a context in which passes compute with an adapter, or as the model came."""
+        """Return a context manager in which passes use an adapter, or the base model."""
 
     @final
     def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result | Exception]:
-        """Return one answer to each query; readouts are computed on the model's device."""
+        """Return one answer per query; readouts are computed on the model's device."""
         with frequent_switches():
             if not any(map(_IS_READ_OFF, queries)):
                 return self._answers(queries)
-            self._outputs.device = None  # where they are computed, to be read off there
+            self._outputs.device = None  # rows stay on the model's device, for the readouts
             try:
                 answers = answers_by_rows(self._answers, queries)
             finally:
@@ -84,7 +84,7 @@ class LocalEvaluator(Evaluator):
             return answers
 
     def _answers(self, queries: Sequence[Query]) -> list[Result | Exception]:
-        """Return the answers to queries, adapter by adapter, or the errors that they meet."""
+        """Return the answers to queries, or their errors, evaluated adapter by adapter."""
         if len(set(map(_ADAPTER, queries))) > 1:
             indices: defaultdict[Adapter | None, list[int]] = defaultdict(list)
             for index, query in enumerate(queries):
@@ -98,16 +98,16 @@ class LocalEvaluator(Evaluator):
             return answers
         except QueryDroppedError:
             raise
-        except Exception as error:  # raised for their callers, and no others
+        except Exception as error:  # only the callers of these queries get it
             pictured = [i for i, q in enumerate(queries) if q.context.pictures is not None]
             if len(queries) == 1 or not pictured:
                 return [error] * len(queries)
-        # A model may refuse one context's pictures, which concerns nobody else.
+        # The model may have refused one context's pictures: run contexts with pictures one by one.
         others = [i for i, q in enumerate(queries) if q.context.pictures is None]
         return self._in_parts(queries, [others, *([i] for i in pictured)])
 
     def _tell_if_room_is_short(self) -> None:
-        """Warn, once, if half of the computed tokens found no room in the cache, or lost it."""
+        """Warn once if half of the computed tokens were recomputed or did not fit in the cache."""
         tree, cache = self.scheduler.tree, self.scheduler.cache
         num_again = tree.num_recomputed + self.scheduler.tokens_without_room
         num_slots = tree.num_slots if cache.pool.bytes_per_slot else 0
@@ -127,33 +127,33 @@ class LocalEvaluator(Evaluator):
             "a time"
         )
         logger.warning(said)
-        # Callers are on other threads: a line of this one would say nothing to them.
+        # Callers are on other threads: a source line of this one would not help them.
         where = {"filename": "<genlm_backend>", "lineno": 0, "module": __name__}
-        with suppress(Warning):  # where a filter makes it an error, it is none of this batch
+        with suppress(Warning):  # a filter that makes it an error must not fail this batch
             warnings.warn_explicit(said, RuntimeWarning, **where)
 
     def _in_parts(
         self, queries: Sequence[Query], parts: Iterable[list[int]]
     ) -> list[Result | Exception]:
-        """Return the answers to queries, given the indices of those that are answered together."""
+        """Evaluate queries part by part, given the indices of each part; return all answers."""
         answers: dict[int, Result | Exception] = {}
         try:
             for part in filter(None, parts):
                 answers.update(zip(part, self._answers([queries[i] for i in part]), strict=True))
             return [answers[i] for i in range(len(queries))]
         finally:
-            answers.clear()  # an error remembers this frame, which must not know it in turn
+            answers.clear()  # or an error and this frame in its traceback would form a cycle
 
     @final
     def evaluate_whole(self, query: RowQuery) -> Row:
-        """Return the row of a context that is run whole and alone, without the cache."""
+        """Return the row of a context, run whole and alone, without the cache."""
         with self._in_place(query.adapter):
             return self.scheduler.row_alone(query)
 
-    # ---------------------------------------------------------------- what is kept
+    # ---------------------------------------------------------------- the cache
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens need not be computed again."""
+        """Return how many of a context's tokens are cached."""
         if len(query.context) > self.scheduler.can.max_cacheable_len:
             return 0
         # The last token always goes through the model: its logits are the answer.
@@ -161,7 +161,7 @@ class LocalEvaluator(Evaluator):
         return tree.num_cached(ids[:-1], query.adapter, tier)
 
     def pin(self, query: RowQuery) -> bool:
-        """Compute a context and keep its slots until ``clear()``; return whether there was room."""
+        """Compute a context and pin it until ``clear()``; return whether there was room."""
         with self._in_place(query.adapter):
             node = self.scheduler.computed(query)
         return node is not None and self.scheduler.cache.pin(node)
@@ -190,7 +190,7 @@ class LocalEvaluator(Evaluator):
         )
 
     def _let_go(self) -> None:
-        """Let go of the model and of the slots, and give their memory back."""
+        """Drop the references to the model and the cache, and free their memory."""
         runner, uncached_attention = self._runner, self.scheduler.uncached_attention
         runner.model = None
         self._schedule(PrefixCache(runner, uncached_attention), uncached_attention)
@@ -200,4 +200,4 @@ class LocalEvaluator(Evaluator):
 _ADAPTER, _IS_READ_OFF = attrgetter("adapter"), attrgetter("needs_row")
 
 _FEWEST_AGAIN: Final = 256
-"""Tokens that were computed again before a warning says that room is short."""
+"""Least number of recomputed tokens before the warning that room is short."""

@@ -1,4 +1,4 @@
-"""MultimodalPrefixes: contexts that begin with pictures, up to where they go on as text."""
+"""MultimodalPrefixes: computes and caches the openings of contexts that begin with pictures."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from genlm_backend.scheduling.prefill_plan import ScheduledQuery, first_output
 from genlm_backend.scheduling.prefix_cache import PrefixCache
 
 FEW_BEHIND: Final = 64
-"""Tokens after an opening, at most, that go through the model with it."""
+"""Most tokens after an opening that go through the model in the same pass."""
 
 
 @final
 class MultimodalPrefixes:
-    """The pictures that contexts begin with, each of which goes through the model at once."""
+    """Runs the opening of a context, the tokens that its pictures belong to, in one pass."""
 
     def __init__(self, model: Any, cache: PrefixCache, run_alone: Callable[..., None]) -> None:
         self._model, self._cache, self._run_alone = model, cache, run_alone
         self._offsets: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
     def begin(self, queries: Sequence[Query]) -> dict[Query, Result]:
-        """Compute the openings that are not cached; return the results that their passes give."""
+        """Compute the openings that are not cached; return the answers of the same passes."""
         answers: dict[Query, Result] = {}
         for query in queries:
             pictures = query.context.pictures
@@ -49,11 +49,11 @@ class MultimodalPrefixes:
         return answers
 
     def run_uncached(self, query: Query) -> Result:
-        """Return the result of a context that is run alone, without the cache."""
+        """Return the result of a context, run alone and without the cache."""
         job, pictures = ScheduledQuery.of(query), query.context.pictures
         assert pictures is not None
-        # A model counts the tokens that stand for parts of pictures. If one comes after the
-        # opening, as text, the rest goes through the model in a second pass.
+        # The model counts image tokens. If one occurs after the opening, as text, the tokens after
+        # the opening go through the model in a second pass.
         is_apart = _holds_parts(job, pictures)
         attention = MultimodalPrefillAttention(pictures, self._cache.layout, goes_on=is_apart)
         end, size = pictures.num_tokens, len(query.context)
@@ -68,7 +68,7 @@ class MultimodalPrefixes:
         return job.answer
 
     def position_offset(self, context: Context) -> int:
-        """Return the offset of text positions from token indices in a context."""
+        """Return the difference of position ids and token indices in the text after pictures."""
         pictures = context.pictures
         if pictures is None:
             return 0
@@ -79,7 +79,7 @@ class MultimodalPrefixes:
         return self._offsets[pictures]
 
     def _begun(self, query: Query, pictures: Pictures) -> Result | None:
-        """Have an opening kept; return the answer if it came with it."""
+        """Cache an opening; return the query's answer if the same pass gave it, or ``None``."""
         tree, end, size = self._cache.tree, pictures.num_tokens, len(query.context)
         tree.new_step()
         node = self._cache.match(query.context, query.adapter, end)
@@ -106,7 +106,7 @@ class MultimodalPrefixes:
         slots: NDArray[np.int64],
         stop: int,
     ) -> None:
-        """Run the first tokens of a context; those that have slots are kept if no NaN came."""
+        """Run the first tokens of a context; cache those with slots if all values are finite."""
         cache, tree = self._cache, self._cache.tree
         tokens = np.asarray(job.context.packed(stop - len(slots), stop), np.int32)
         new = tree.append(node, tokens, slots)
@@ -125,11 +125,11 @@ class MultimodalPrefixes:
 
 
 def _holds_parts(job: ScheduledQuery, pictures: Pictures) -> bool:
-    """Return whether the token of a part of a picture comes after the opening, as text."""
+    """Return whether an image token occurs after the opening, as text."""
     return pictures.image_token_id in job.context.packed(pictures.num_tokens)
 
 
 def _span(job: ScheduledQuery, pictures: Pictures, stop: int) -> TokenChunk:
-    """Return the first tokens of a context as the model takes them."""
+    """Return the first ``stop`` tokens of a context with the ids that the model takes."""
     ids = pictures.ids(job.context.packed(pictures.num_tokens, stop))
     return TokenChunk(ids, outputs=job.outputs_in(0, stop))

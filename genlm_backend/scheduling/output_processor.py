@@ -1,4 +1,4 @@
-"""OutputProcessor: rows and scores of texts, made of a pass's logits."""
+"""OutputProcessor: makes rows and scores from the logits of a pass."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras, numbers_o
 from genlm_backend.scheduling.prefill_plan import ScheduledQuery
 
 _Output: TypeAlias = tuple[int, ScheduledQuery, int]
-"""The index of some logits, the query that wants them, and the position that they follow."""
+"""The index of a row of logits, the query that needs it, and its position in the context."""
 
 
 @final
 class OutputProcessor:
-    """Makes rows and scores of logits, on a device (``None``: where the logits are)."""
+    """Makes rows and scores from logits; rows go to ``device`` (``None``: the logits' device)."""
 
     def __init__(
         self, undefined_ids: Callable[[], tuple[int, ...]], device: torch.device | None = None
     ) -> None:
         self._undefined_ids, self.device = undefined_ids, device
 
-    @torch.inference_mode()  # where its logits come from, which are overwritten
+    @torch.inference_mode()  # the logits are inference tensors, and are overwritten in place
     def rows(self, logits: torch.Tensor) -> list[Row]:
-        """Return the row of each output, given its logits: ``[num_outputs, model_vocab]``."""
+        """Return a row for each row of logits, ``[num_outputs, model_vocab]``."""
         return rows_of_logits(logits, self.device, self._undefined_ids(), in_place=True)
 
     def hand_out(self, logits: torch.Tensor, wanted: Sequence[_Output]) -> None:
-        """Give jobs what is made of the logits after positions: scores first, and then rows."""
+        """Store the scores and rows of a pass in its jobs; scores first: rows overwrite logits."""
         scored = [(index, job, at - job.first) for index, job, at in wanted if job.targets]
         if scored:
             indices = sorted({index for index, _, _ in scored})
@@ -47,7 +47,7 @@ class OutputProcessor:
                     job.row = rows[index]
 
     def _put_scores(self, logits: torch.Tensor, wanted: Sequence[_Output]) -> None:
-        """Put the scores of targets into their jobs."""
+        """Compute the scores of targets and store them in their jobs."""
         kinds: defaultdict[ScoreExtras, list[_Output]] = defaultdict(list)
         for one in wanted:
             kinds[one[1].beside].append(one)

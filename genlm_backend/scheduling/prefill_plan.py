@@ -1,9 +1,9 @@
-"""Which tokens go through the model, in which order and in which passes; pure.
+"""Plans which tokens go through the model, in which order and passes; pure functions.
 
-A batch becomes *chunks* of tokens that no cache has, each for all contexts that share it; those
-that branch off it wait for the next *wave*. The chunks of a wave become *groups*, one forward
-pass each, so that short chunks do not pay for the padding of long ones. A chunk's *outputs*
-are the tokens after which logits are wanted, and the jobs that want them.
+The uncached tokens of a batch become *chunks*, each computed once for all contexts that share it;
+contexts that branch off wait for the next *wave*. The chunks of a wave become *groups*, one
+forward pass each, so that short chunks are not padded to the length of long ones. A chunk's
+*outputs* are the positions after which logits are needed, with the jobs that need them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from genlm_backend.queries.row import Row
 from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras
 
 _MANY: Final = 32
-"""Tokens that are more to compute again than a pass for the last ones of them takes."""
+"""From this many tokens on, recomputing them costs more than an extra pass to keep a state."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of forward passes, in units of one token's share of a large pass."""
+    """Costs of forward passes, in units of one token's cost in a large pass."""
 
     per_forward: float = 8.0
     per_past_token: float = 1 / 256
@@ -47,11 +47,11 @@ class CostModel:
         """Return the costs of passes on a kind of device, such as "cpu" or "cuda"."""
         if device == "cpu":
             return cls()
-        # A GPU reads its weights for one token in the time that it computes some hundred in.
+        # A GPU takes as long to read the weights for one token as to compute about a hundred.
         return cls(per_forward=128.0, per_past_token=1 / 64, max_chunk=2048, max_tokens=16384)
 
     def of(self, num_rows: int, num_new: int, prefix_len: int) -> float:
-        """Cost of a pass of ``num_rows`` rows padded to these lengths."""
+        """Return the cost of a pass of ``num_rows`` rows padded to these lengths."""
         return self.per_forward + num_rows * (
             num_new + self.per_past_token * (prefix_len + num_new)
         )
@@ -61,14 +61,14 @@ PICTURES: Final = attrgetter("context.pictures")
 
 
 def first_output(query: Query) -> int:
-    """Return the first position of a query's context after which logits are wanted."""
+    """Return the first position of a query's context after which it needs logits."""
     return len(query.context) - (query.num_targets or 1)
 
 
 @final
 @dataclass(slots=True, eq=False)
 class ScheduledQuery:
-    """One context on its way, and the outputs that are wanted after its tokens."""
+    """One context of a batch under evaluation, and its results."""
 
     context: Context
     node: int = 0
@@ -95,11 +95,11 @@ class ScheduledQuery:
 
     @property
     def outputs(self) -> range:
-        """All positions after which logits are wanted."""
+        """All positions after which logits are needed."""
         return range(self.first, self.stop)
 
     def outputs_in(self, start: int, stop: int) -> range:
-        """Return the positions from ``start`` to ``stop`` after which logits are wanted."""
+        """Return the positions in ``[start, stop)`` after which logits are needed."""
         return range(max(start, self.first), min(stop, self.stop))
 
     def parts(self, size: int) -> list[range]:
@@ -108,13 +108,13 @@ class ScheduledQuery:
         return [outputs[i : i + size] for i in range(0, len(outputs), size)]
 
     def has_nan(self, outputs: Iterable[int]) -> bool:
-        """Return whether NaN came of some of its outputs."""
+        """Return whether the row, or a score at one of these outputs, is NaN."""
         if self.row is not None:
             return self.row.is_nan
         if not self.targets:
             return False
         own = self.scores[:, 0]
-        if isinstance(outputs, range) and outputs.step == 1:  # as a view
+        if isinstance(outputs, range) and outputs.step == 1:  # a view, without a copy
             own = own[outputs.start - self.first : outputs.stop - self.first]
         else:
             own = own[[i - self.first for i in outputs]]
@@ -131,7 +131,7 @@ class ScheduledQuery:
 
 @dataclass(slots=True, eq=False)
 class PrefillChunk:
-    """Consecutive tokens to compute, of one context on behalf of all that share them."""
+    """Consecutive tokens to compute, for all contexts that share them."""
 
     job: ScheduledQuery
     start: int
@@ -157,7 +157,7 @@ class PrefillChunk:
 
     @property
     def before(self) -> int:
-        """Node of the token before the first one, of this batch or a cached one."""
+        """Node of the token before the chunk, cached or appended in this batch."""
         if self.parent is None:
             return self.job.node
         return int(self.parent.nodes[self.start - self.parent.start - 1])
@@ -172,7 +172,7 @@ class PrefillChunk:
         return found
 
     def token_chunk(self, slots: NDArray[np.int32]) -> TokenChunk:
-        """Return its new tokens as a pass takes them, without those before it."""
+        """Return its tokens as the input of a pass, with slots and output indices."""
         return TokenChunk(
             token_ids=self.token_ids,
             slots=slots,
@@ -182,7 +182,7 @@ class PrefillChunk:
 
 
 class StatePlan(NamedTuple):
-    """How many tokens go on from a recurrent state at once, and whether there is room for few."""
+    """Whether several tokens can go on from a recurrent state at once, and if room is short."""
 
     takes_several_tokens: bool
     is_short: bool = False
@@ -201,9 +201,9 @@ def plan_chunks(
 ) -> list[PrefillChunk]:
     """Return chunks that together answer every job, parents before their children."""
     chunks: list[PrefillChunk] = []
-    # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
-    # in common, the cache would have found it for both. (Of a text that is scored, what is wanted
-    # counts as uncached; where others have it cached, it is computed for itself.)
+    # Contexts whose cached prefixes end at different nodes share no uncached tokens: the cache
+    # would have matched a longer common prefix for both. (The targets of a scored text count as
+    # uncached: it computes them even if other contexts have them cached.)
     by_node: defaultdict[int, list[ScheduledQuery]] = defaultdict(list)
     for job in jobs:
         by_node[job.node].append(job)
@@ -224,14 +224,14 @@ def plan_chunks(
 
 
 def _may_part(jobs: Sequence[ScheduledQuery], cost: CostModel) -> bool:
-    """Return whether sorted contexts share more than it costs to go on from there one by one."""
+    """Return whether sharing a prefix saves more than going on from it token by token costs."""
     num_shared = common_length(jobs[0].missing, jobs[-1].missing)
     num_passes = max(job.stop for job in jobs) - num_shared
     return num_shared * (len(jobs) - 1) > num_passes * cost.per_forward
 
 
 def plan_uncached(wanted: Iterable[tuple[ScheduledQuery, Sequence[int]]]) -> list[PrefillChunk]:
-    """Return chunks from the first token on, for outputs of one context each; equal ones once."""
+    """Return one chunk per distinct context, from its first token to its last output."""
     chunks: dict[Context, PrefillChunk] = {}
     for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):
         stop = positions[-1] + 1
@@ -243,7 +243,7 @@ def plan_uncached(wanted: Iterable[tuple[ScheduledQuery, Sequence[int]]]) -> lis
 
 
 def _split(jobs: Iterable[ScheduledQuery], position: int) -> list[list[ScheduledQuery]]:
-    """Group sorted jobs of one cached prefix by the token at ``position``."""
+    """Group sorted jobs that share a cached prefix by the token at ``position``."""
     return [list(part) for _, part in groupby(jobs, lambda job: job.missing[position - job.start])]
 
 
@@ -256,24 +256,24 @@ def _add_chunks(
     cost: CostModel,
     chunks: list[PrefillChunk],
 ) -> None:
-    """Add chunks for sorted jobs, of one cached prefix, that agree up to position ``start``."""
+    """Add chunks for sorted jobs that share a cached prefix and agree up to ``start``."""
     chunk = PrefillChunk(part[0], start, start, parent, wave)
     chunks.append(chunk)
     while True:
         shared = part[0].stop
-        if len(part) > 1:  # of sorted contexts, what the first and the last share all share
+        if len(part) > 1:  # sorted, so a prefix that the first and the last share is everyone's
             shared = part[0].start + common_length(part[0].missing, part[-1].missing)
         chunk.job, chunk.stop = part[-1], shared
         for job in part:
-            # Another chunk has the outputs before ``answered`` already.
+            # Another chunk already has the outputs before ``answered``.
             for position in job.outputs_in(answered, shared):
                 chunk.outputs.setdefault(position, []).append(job)
         answered = shared
         branches = _split((job for job in part if job.stop > shared), shared)
         if not branches:
             return
-        # The most wanted branch goes on in this very row. The others wait for the shared tokens,
-        # or, where a pass more costs more than these, compute them again.
+        # The branch with the most jobs continues this chunk. The others start after its shared
+        # tokens in the next wave, or recompute them if that costs less than another pass.
         branches.sort(key=len)
         part = branches.pop()
         num_saved = (shared - start) * len(branches)
@@ -287,7 +287,7 @@ def _add_chunks(
 def _cut_to_size(
     chunks: list[PrefillChunk], cost: CostModel, states: StatePlan | None
 ) -> list[PrefillChunk]:
-    """Cut chunks into chains of bounded size, with recurrent states at likely branches too."""
+    """Cut chunks into chains of bounded size, and where recurrent states must or should be kept."""
     cut: list[PrefillChunk] = []
     by_origin: dict[PrefillChunk, list[PrefillChunk]] = {}
     cuts: defaultdict[PrefillChunk, list[int]] = defaultdict(list)
@@ -328,21 +328,21 @@ def _cut_to_size(
 
 
 def _later_starts(chunk: PrefillChunk, cost: CostModel, states: StatePlan) -> Iterator[int]:
-    """Yield positions in a chunk from whose state later contexts are likely to go on."""
+    """Yield positions in a chunk after which a state is likely to serve later contexts."""
     known = chunk.job.num_known
     is_far = not states.takes_several_tokens and chunk.start == 0
     is_far = is_far and (chunk.stop - known) * cost.per_forward > chunk.stop
-    # A later context that shares as much with known ones goes on from where this one leaves them.
+    # This context leaves the known ones at ``known``. Later ones may too, and start from there.
     if known - chunk.start >= _MANY and known < chunk.stop and not is_far:
         yield known
-    # A context that is queried again, or scored on, goes on from before its last token.
+    # A repeated query, or a score of a continuation, starts before the context's last token.
     if chunk.num_tokens >= _MANY:
         yield chunk.stop - 1
 
 
 def cut_to_sound(chunks: Sequence[PrefillChunk]) -> None:
-    """Cut off each chunk's tokens from which nothing without NaN has been computed."""
-    # If a row or score is a number, so are the keys and values that it was computed from.
+    """Cut each chunk after its last token that a result without NaN was computed from."""
+    # If a row or score is not NaN, neither are the keys and values that it was computed from.
     stops = {chunk: chunk.start for chunk in chunks}
     for chunk in chunks:
         for position, jobs in chunk.outputs.items():
@@ -357,7 +357,7 @@ def cut_to_sound(chunks: Sequence[PrefillChunk]) -> None:
 
 
 def plan_waves(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
-    """Return the chunks in order of execution: each wave needs only the ones before it."""
+    """Return the chunks by wave, in order of execution: a wave needs only earlier ones."""
     waves: list[list[PrefillChunk]] = [[] for _ in range(1 + max(s.wave for s in chunks))]
     for chunk in chunks:
         waves[chunk.wave].append(chunk)
@@ -386,9 +386,9 @@ def plan_groups(
 
 
 def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int]]:
-    """Divide rows as ``plan_groups`` does, whatever their numbers of past tokens."""
+    """Divide rows of any lengths into passes of the least total cost, by dynamic programming."""
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
-    cuts = [0]  # candidate boundaries; rows of about one size are never parted
+    cuts = [0]  # candidate boundaries; rows of about the same size stay together
     for rank in range(1, len(order)):
         (new, past, _), (base_new, base_past, _) = sizes[order[rank]], sizes[order[cuts[-1]]]
         most = base_new + base_new // 8 if pads else base_new
@@ -421,7 +421,7 @@ def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int
 
 
 def _cut(run: Sequence[int], sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
-    """Cut rows that would go together into passes that are not too large."""
+    """Cut a group of rows into passes within ``max_tokens``, ``max_outputs`` and ``max_rows``."""
     max_rows = max(1, cost.max_tokens // max(sizes[i].num_new for i in run))
     max_rows = min(max_rows, cost.max_rows)
     groups: list[list[int]] = [[]]

@@ -1,4 +1,4 @@
-"""PrefixCache: the tree of contexts with their keys, values and recurrent states."""
+"""PrefixCache: the prefix tree with the pools of its keys, values and recurrent states."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NO_BUDGETS: Final = Budgets()
 
 @final
 class OutOfStates(Exception):
-    """There is no room for a recurrent state that others of the batch go on from."""
+    """There is no room for a recurrent state that later passes of the batch go on from."""
 
 
 @final
 class PrefixCache:
-    """The tree of cached contexts, and the pools of their keys, values and states, if any."""
+    """The prefix tree of cached contexts, and the pools of their keys, values and states."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class PrefixCache:
         host_states: StatePool | None = None,
         budgets: Budgets = NO_BUDGETS,
         check_pin: Callable[[int], object] = lambda node: None,
-        layout: KVLayout | None = None,  # of keys and values that are not kept
+        layout: KVLayout | None = None,  # for a model whose keys and values are not kept
     ) -> None:
         none = StatePool(StateLayout(), 0)
         self._runner, self.attention, self.keeps = runner, attention, pool is not None
@@ -65,17 +65,17 @@ class PrefixCache:
 
     @property
     def most_rows(self) -> int | None:
-        """Most rows of a pass, which takes copies of their states; ``None`` for any number."""
+        """Most rows of a pass, since it copies their recurrent states; ``None`` for any number."""
         return most_rows(self.state_pool.num_states) if self.state_pool.num_states else None
 
     # ---------------------------------------------------------------- contexts
 
     def match(self, context: Context, adapter: Adapter | None, most: int) -> int:
-        """Return the node of the longest cached prefix, which stays until the next batch."""
+        """Return the node of the longest cached prefix, and keep it until the next batch."""
         return self.tree.match(context.packed(0, most), adapter, context.cache_hint)
 
     def pin(self, node: int) -> bool:
-        """Keep the path to a node until ``clear()``, and the state that contexts go on from."""
+        """Pin the path to a node, and its state, until ``clear()``; return whether it fits."""
         tree = self.tree
         self._check_pin(node)
         if tree.states.num_states and not tree.states.pin(self.resumed(node)):
@@ -84,7 +84,7 @@ class PrefixCache:
         return True
 
     def resumed(self, node: int) -> int:
-        """Return the node whose state a later query of the context goes on from, or its own."""
+        """Return the last ancestor with a state, the start of a repeated query, or ``node``."""
         tree = self.tree
         start = int(tree.states.last(tree.nodes.parent[[node]])[0])
         return start if tree.nodes.depth[start] else node
@@ -97,7 +97,7 @@ class PrefixCache:
         num_resumed: int,
         adapter: Adapter | None,
     ) -> bool:
-        """Keep a context whose keys and values are known; return whether there was room."""
+        """Cache a context from given keys, values and states; return whether there was room."""
         tree = self.tree
         tree.new_step()
         node = tree.match(token_ids, adapter)
@@ -115,7 +115,7 @@ class PrefixCache:
         end = tree.nodes.ancestors(end, np.array([num_resumed], np.int32))
         if not states or tree.nodes.state[end[0]]:
             return True
-        numbers = tree.states.give(end, np.ones(1, np.int64))  # whatever goes for it
+        numbers = tree.states.give(end, np.ones(1, np.int64))  # needed, so others are evicted
         if numbers[0]:
             with tree.states.filling(end):
                 self.state_pool.write(numbers, states)
@@ -124,7 +124,7 @@ class PrefixCache:
     # ---------------------------------------------------------------- rows of a pass
 
     def states_behind(self, nodes: NDArray[np.int32]) -> BatchStates | None:
-        """Return the recurrent states after nodes: all are roots or none is."""
+        """Return copies of the recurrent states after nodes; either all are roots or none is."""
         if not self.state_pool.num_states:
             return None
         begins = not self.tree.nodes.depth[nodes].any()
@@ -134,7 +134,7 @@ class PrefixCache:
     def keep_states(
         self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: BatchStates
     ) -> None:
-        """Give the states that rows have come to to nodes, as far as there is room."""
+        """Store rows' states at nodes; raise ``OutOfStates`` if a needed one finds no room."""
         _, rows = np.unique(nodes, return_index=True)
         rows = np.sort(rows[nodes[rows] > 0])
         own = nodes[rows]
@@ -148,7 +148,7 @@ class PrefixCache:
                     pool.write(of_tier[given], states.behind(rows[given]))
 
     def are_finite(self, nodes: NDArray[np.int32]) -> bool:
-        """Return whether nothing that is kept of nodes is infinite or NaN."""
+        """Return whether all keys, values and states of nodes are finite."""
         states = self.tree.nodes.state[nodes]
         return (
             self.pool.is_finite(self.tree.nodes.slot[nodes])

@@ -1,31 +1,31 @@
-"""Scheduler: answers to a batch of queries, from as few tokens through the model as possible.
+"""Scheduler: answers a batch of queries with as few tokens through the model as possible.
 
-**Three ways.** If each context has one token that is not cached, the batch is a *decode step*: a
-row is three integers (the node before it, its token, its slot), and nothing is made for a row but
-its answer. Everything else that can be cached is *planned* into chunks, waves and groups
-(``prefill_plan.py``): prompts, texts to score, rows whose cached lengths are far apart (attention
-pads all of them to the longest; beyond twice the shortest and 64 tokens, most of it would be
-padding). What the cache cannot hold runs *uncached*, from its beginning.
+**Three ways.** If each context has one uncached token, the batch is a *decode step*: a row is three
+integers (the node before it, its token, its slot), and the only object per row is its answer. Other
+cacheable contexts are *planned* into chunks, waves and groups (``prefill_plan.py``): prompts, texts
+to score, and rows whose cached lengths are far apart. Attention pads all rows to the longest, which
+is mostly padding beyond twice the shortest plus 64 tokens. Contexts that the cache cannot hold run
+*uncached*, from their first token.
 
-**Nodes come first.** Nodes are appended before a pass, which fills their slots, and inserted after
-it, where matches find them. So a pass reads what an earlier pass of its batch has written by the
-same paths as what was cached, and an error leaves nothing to undo but the nodes of its own batch.
-Without room for all, or if memory runs out, the batch is halved; a single query runs uncached.
+**Nodes come first.** ``append`` makes nodes before a pass fills their slots, and ``insert`` makes
+them findable after it. So later passes of a batch read the tokens of earlier ones like cached
+tokens, and after an error only the batch's own nodes have to be freed. If the cache has too little
+room or memory runs out, the batch is halved; a single query without room runs uncached.
 
-**NaN stays with its context.** Attention weighs masked tokens by zero, and 0 × NaN is NaN, so that
-a context that overflows spoils keys and values of its own beginning. A row with NaN is computed
-again, uncached and without padding, and nothing of it is inserted. Scores of a text that overflows
-stay NaN.
+**NaN stays with its context.** Attention weighs masked tokens by zero, and 0 × NaN is NaN, so a
+context that overflows spoils the keys and values of its own earlier tokens. A row with NaN is
+computed again, uncached and without padding, and its tokens are not inserted. Scores of a text that
+overflows stay NaN.
 
-**Recurrent states** are behind nodes. A context goes on only from a node with a state; tokens
-between that and the end of its match are computed again. A pass takes copies of its rows' states,
-since the model writes in place, and gives them to the nodes that rows have come to. No state bears
-padding, so rows of a pass have equally many new tokens. Models that go on one by one take a pass
-for each token.
+**Recurrent states** belong to nodes. A context continues only from a node with a state; its matched
+tokens after that node are computed again. A pass copies its rows' states, since the model writes in
+place, and stores the results at the rows' last nodes. States do not tolerate padding, so rows of a
+pass have equal numbers of new tokens. Some models continue from a state only token by token, with a
+pass for each.
 
-**Limits of models.** Beyond some length, "longrope" and "dynamic" compute other rotary
-frequencies, so that no cached key is theirs: such contexts run whole, each alone. Llama 4 scales
-attention by the number of columns, so that rows of its passes have equally many cached tokens.
+**Limits of models.** Beyond some length, "longrope" and "dynamic" compute other rotary frequencies,
+so cached keys are wrong: such contexts run whole, each alone. Llama 4 scales attention by the
+number of columns, so rows of its passes have equal numbers of cached tokens.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ from genlm_backend.scheduling.prefix_cache import OutOfStates, PrefixCache
 _NUM_TARGETS: Final = attrgetter("num_targets")
 
 NUM_REMEMBERED: Final = 8
-"""Decode steps whose plans are remembered: as many batches as particles may take in turn."""
+"""Decode steps whose plans are kept, so that particles may alternate between 8 batches."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Passes that are possible, as a trial of the model has shown."""
+    """Kinds of passes that the model supports, found by trial passes and its config."""
 
-    pads: bool = True  # contexts of several lengths in one uncached pass
-    needs_equal_lengths: bool = False  # of the contexts in a cached pass
-    takes_several_tokens: bool = True  # at once, from a recurrent state
+    pads: bool = True  # an uncached pass may mix contexts of several lengths
+    needs_equal_lengths: bool = False  # rows of a cached pass need equal cached lengths
+    takes_several_tokens: bool = True  # several tokens may go on from a recurrent state at once
     max_cacheable_len: float = math.inf  # longer contexts run uncached
 
 
@@ -94,10 +94,10 @@ ALL: Final = Capabilities()
 
 @final
 class Scheduler:
-    """Forward passes for contexts of one adapter at a time, and the cache of their prefixes."""
+    """Runs forward passes for the contexts of one adapter at a time, over a prefix cache."""
 
     # Contexts of a batch share prefixes with each other and with earlier ones: match, plan,
-    # allocate, run, link. If each has one new token, it is a decode step, and nothing is cut.
+    # allocate, run, link. A decode step, with one new token per context, needs no plan of chunks.
     # Without slots, every context is run uncached.
     def __init__(
         self,
@@ -114,13 +114,13 @@ class Scheduler:
         self.cost = cost if cache.most_rows is None else replace(cost, max_rows=cache.most_rows)
         self.uncached_attention = uncached_attention
         self.tokens_reused = self.tokens_without_room = 0
-        # If all contexts of a decode step go on from those of one earlier step, its plan is that
-        # one's, its rows permuted, with a column more; otherwise it is made anew. Each has the
-        # sorted uses of the nodes that its rows came to, and the order of the rows.
+        # A decode step whose contexts all extend contexts of one earlier step reuses its plan, with
+        # rows permuted and one more column; otherwise a plan is made. Entries: the plan, the sorted
+        # uses of its rows' last nodes, and the sorting permutation of the rows.
         self._remembered: deque[tuple[CascadePlan, NDArray[np.int64], NDArray[np.intp]]] = deque(
             maxlen=NUM_REMEMBERED
         )
-        self._valid_for: tuple[object, ...] = ()  # what these depend on beside their nodes
+        self._valid_for: tuple[object, ...] = ()  # the tree and attention that these plans are for
         self.openings = MultimodalPrefixes(runner.model, cache, self._run_alone)
 
     @property
@@ -128,7 +128,7 @@ class Scheduler:
         return self.cache.tree
 
     def evaluate(self, queries: list[Query]) -> list[Result]:
-        """Return one answer to each query; out of memory, halve the batch and try again."""
+        """Return one answer per query; if memory runs out, halve the batch and try again."""
         answers: list[Result] | None = None
         try:
             apart = self._run_unshared(queries)
@@ -138,13 +138,13 @@ class Scheduler:
         except Exception as error:
             if not is_out_of_memory(error) or len(queries) == 1:
                 raise
-        if answers is None:  # outside of the handler, since the traceback holds the tensors
+        if answers is None:  # outside the handler, where the traceback would hold the tensors
             release_cached_memory()
             return _in_halves(queries, self.evaluate)
         return answers
 
     def _run_unshared(self, queries: Sequence[Query]) -> dict[Query, Result]:
-        """Return the answers to queries that share no pass: of long contexts, and of pictures."""
+        """Answer the queries that share no pass: long contexts, and some with pictures."""
         apart: dict[Query, Result] = {}
         if self.can.max_cacheable_len < math.inf:
             long = [q for q in queries if len(q.context) > self.can.max_cacheable_len]
@@ -154,16 +154,16 @@ class Scheduler:
         return apart
 
     def row_alone(self, query: RowQuery) -> Row:
-        """Return the row of a context that is run whole and alone, without the cache."""
-        # A model whose rotary frequencies grow keeps those of its longest context until a short one
-        # comes.
+        """Return the row of a context, run whole and alone, without the cache."""
+        # A model with dynamic rotary frequencies keeps its longest context's until a short one
+        # runs, which resets them.
         if len(query.context) > self.can.max_cacheable_len:
             self.run_uncached([RowQuery([0], query.adapter)])
         (row,) = self.run_uncached([query])
         return cast(Row, row)
 
     def _answer_of_long(self, query: Query) -> Result | ContextError:
-        """Return the row of a context of more tokens than contexts may share."""
+        """Return the row of a context beyond ``max_cacheable_len``, or an error for scores."""
         if not query.num_targets:
             return self.row_alone(RowQuery(query.context, query.adapter))
         limit = int(self.can.max_cacheable_len)
@@ -175,18 +175,18 @@ class Scheduler:
         )
 
     def run_uncached(self, queries: list[Query], *, pads: bool = True) -> list[Result]:
-        """Return one result for each query without reading or writing a slot."""
+        """Return one result per query, without reading or writing a slot."""
         with_pictures = [query for query in queries if query.context.pictures]
         if with_pictures:
             apart = {query: self.openings.run_uncached(query) for query in with_pictures}
             return _beside(apart, queries, partial(self.run_uncached, pads=pads))
         jobs = [ScheduledQuery.of(query) for query in queries]
-        # A text with more outputs than a pass may have is run again, from its beginning, for the
+        # A text with more than ``max_outputs`` outputs is run again from its first token for the
         # rest.
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
         padded = self._run_from_start(wanted, pads and self.can.pads)
-        # NaN that padding may have made is computed again alone. Scores before a token that
-        # overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
+        # Padding may have caused NaN: run those outputs again without it. Scores before a token
+        # that overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
         again = [(job, part) for job, part in wanted if (job, part[0]) in padded]
         again = [(job, part) for job, part in again if job.has_nan(part)]
         self._run_from_start(again, pads=False)
@@ -195,7 +195,7 @@ class Scheduler:
     def _run_from_start(
         self, wanted: Sequence[tuple[ScheduledQuery, Sequence[int]]], pads: bool
     ) -> set[tuple[ScheduledQuery, int]]:
-        """Run contexts from their beginnings; return the outputs of padded passes."""
+        """Run contexts from their first tokens; return the outputs of padded passes."""
         chunks, padded = plan_uncached(wanted), set[tuple[ScheduledQuery, int]]()
         if not chunks:
             return padded
@@ -212,7 +212,7 @@ class Scheduler:
         return padded
 
     def _forward(self, chunks: Sequence[PrefillChunk], *, is_cached: bool) -> None:
-        """Run chunks in one pass, and keep the states that they have come to."""
+        """Run chunks in one pass, or token by token, and keep their recurrent states."""
         attention = self.cache.attention if is_cached else self.uncached_attention
         before = np.array([chunk.before for chunk in chunks], np.int32)
         states = self.cache.states_behind(before) if is_cached else None
@@ -220,7 +220,7 @@ class Scheduler:
             self._run_pass(chunks, None, attention)
             return
         self.tree.states.release(before)
-        # Tokens that go on one by one take a pass each, of all chunks that are as long.
+        # If tokens must go on from a state one by one, pass i runs token i of every chunk.
         is_one_by_one = not self.can.takes_several_tokens
         pieces = [each.by_token() if is_one_by_one and each.start else [each] for each in chunks]
         num_passes = np.array([*map(len, pieces)])
@@ -244,7 +244,7 @@ class Scheduler:
         states: BatchStates | None,
         attention: AttentionBackend,
     ) -> None:
-        """Run chunks in one pass, and hand its outputs to the jobs that want them."""
+        """Run chunks in one pass, and store its outputs in their jobs."""
         self._check_cancelled()
         nodes = self.tree.nodes
         token_chunks = [chunk.token_chunk(nodes.slot[chunk.nodes]) for chunk in chunks]
@@ -261,7 +261,7 @@ class Scheduler:
         attention: AttentionBackend,
         start: int = 0,
     ) -> None:
-        """Run tokens of one context in a pass of their own, and hand the job its outputs."""
+        """Run tokens of one context in a separate pass, and store its outputs in the job."""
         self._check_cancelled()
         logits = self.runner.forward(pack([token_chunk]), attention)
         wanted = [(row, job, start + position) for row, position in enumerate(token_chunk.outputs)]
@@ -270,7 +270,7 @@ class Scheduler:
     # ---------------------------------------------------------------- with slots
 
     def check_cacheable(self, num_tokens: int) -> None:
-        """Raise an error for contexts beyond the limit of the model's positions."""
+        """Raise a ``CacheError`` for a context beyond ``max_cacheable_len``."""
         if num_tokens > self.can.max_cacheable_len:
             raise CacheError(
                 f"contexts of more than {self.can.max_cacheable_len} tokens are run whole, and "
@@ -278,7 +278,7 @@ class Scheduler:
             )
 
     def computed(self, query: RowQuery) -> int | None:
-        """Compute a context, with a state that a later query of it goes on from."""
+        """Compute and cache a context, with a state to repeat it from; return its node, if kept."""
         tree, size = self.tree, len(query.context)
         if self.cache.keeps:
             self.check_cacheable(size)
@@ -291,19 +291,19 @@ class Scheduler:
             raise CacheError("the model says NaN after this context, so that it is not kept")
         node = self.cache.match(query.context, query.adapter, size)
         is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
-        if is_kept and tree.states.num_states:  # which is on the device from then on
+        if is_kept and tree.states.num_states:  # bring its state to the device
             ends = np.array([self.cache.resumed(node)], np.int32)
             is_kept = tree.states.fetch(ends) and bool(tree.nodes.state[ends[0]])
         return node if is_kept else None
 
     def _run_cached(self, queries: list[Query]) -> list[Result]:
-        """Answer queries from the cache, the openings of their contexts included."""
+        """Answer queries over the cache, where openings with pictures are cached already."""
         if not self.cache.keeps:
             return self.run_uncached(queries)
         self.tree.new_step(len(queries))
         contexts = [query.context for query in queries]
         lengths = np.array([*map(len, contexts)], np.int32)
-        # What has an output always goes through the model: logits are not kept.
+        # Tokens with an output always go through the model: logits are not cached.
         are_scored = any(map(_NUM_TARGETS, queries))
         sizes = lengths - 1
         if are_scored:
@@ -333,9 +333,9 @@ class Scheduler:
         return _in_halves(queries, self.evaluate, fetched)
 
     def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return where contexts go on: the last node with a recurrent state, or the root."""
+        """Return the node that each context starts from: its last one with a state, or the root."""
         nodes = self.tree.states.last(nodes)
-        if not self.can.takes_several_tokens:  # a pass for each may cost more than whole contexts
+        if not self.can.takes_several_tokens:  # one pass per token may cost more than a whole run
             num_passes = lengths - self.tree.nodes.depth[nodes]
             is_far = (num_passes - 1) * self.cost.per_forward > lengths.sum()
             nodes[is_far] = self.tree.nodes.root[nodes[is_far]]
@@ -344,7 +344,7 @@ class Scheduler:
     def _planned(
         self, queries: list[Query], nodes: NDArray[np.int32], matched: NDArray[np.int32]
     ) -> list[Result] | None:
-        """Answer queries by chunks and waves; ``None`` if there is no room for all."""
+        """Answer queries by chunks and waves; ``None`` if the cache lacks room for all."""
         starts = self.tree.nodes.depth[nodes].tolist()
         jobs = list(map(ScheduledQuery.of, queries, nodes.tolist(), starts))
         for job, num_known in zip(jobs, self.tree.nodes.depth[matched].tolist(), strict=True):
@@ -352,7 +352,7 @@ class Scheduler:
             job.position_offset = self.openings.position_offset(job.context)
         pictures = [(job.start, job.context.pictures) for job in jobs]
         if any(own is not None and start < own.num_tokens for start, own in pictures):
-            return None  # an opening had to go for another one's
+            return None  # this opening was evicted to make room for another one
         chunks = self._plan(jobs)
         slots = self.tree.allocate(sum(chunk.num_tokens for chunk in chunks), nodes)
         if slots is None:
@@ -372,10 +372,10 @@ class Scheduler:
     def _without_nan(
         self, queries: Sequence[Query], answers: Sequence[Result], nan_indices: Sequence[int]
     ) -> list[Result]:
-        """Return the results, of which those at ``nan_indices`` have NaN and are computed whole."""
+        """Return the results, with those at ``nan_indices`` computed again, whole and uncached."""
         sound = list(answers)
         # A masked key has weight zero, and 0 × NaN is NaN: a context that overflows spoils its own
-        # beginning, and the results of others that end there.
+        # earlier tokens, and the results of other contexts that end there.
         if nan_indices:
             again = self.run_uncached([queries[i] for i in nan_indices], pads=False)
             for i, answer in zip(nan_indices, again, strict=True):
@@ -385,7 +385,7 @@ class Scheduler:
     def _run(
         self, jobs: list[ScheduledQuery], chunks: list[PrefillChunk], slots: NDArray[Any]
     ) -> None:
-        """Compute the jobs' results, and cache all tokens that none shows to have overflown."""
+        """Compute the jobs' results; after NaN, cache only tokens that a sound result came from."""
         start, has_states = 0, self.cache.state_pool.num_states > 0
         for chunk in chunks:
             own = slots[start : start + chunk.num_tokens]
@@ -396,7 +396,7 @@ class Scheduler:
             before = np.array([chunk.before for chunk in chunks], np.int32)
             self.tree.states.hold(before)
             self.tree.states.go_on_from(before)
-        held = {chunk: chunk.nodes for chunk in chunks}  # which are not linked
+        held = {chunk: chunk.nodes for chunk in chunks}  # nodes to free unless they are linked
         computed: list[PrefillChunk] = []
         try:
             for chunks_of_pass in self._passes(chunks):
@@ -407,7 +407,7 @@ class Scheduler:
                 computed = [chunk for chunk in chunks if chunk.num_tokens]
             self._link(computed, held)
         except QueryDroppedError:
-            # There may be no row yet that would tell whether they have overflown.
+            # There may be no result yet that would show NaN, so check the keys and values.
             own = [chunk.nodes for chunk in computed]
             if own and self.cache.are_finite(np.concatenate(own)):
                 self._link(computed, held)
@@ -421,7 +421,7 @@ class Scheduler:
     def is_decode(
         self, queries: Sequence[Query], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
     ) -> bool:
-        """Return whether each row query has one token that is not cached, and all fit one pass."""
+        """Return whether each row query has one uncached token, and all fit into one pass."""
         depths = self.tree.nodes.depth[nodes]
         least, deepest = int(depths.min()), int(depths.max())
         return (
@@ -433,7 +433,7 @@ class Scheduler:
         )
 
     def decode(self, queries: Sequence[Query], nodes: NDArray[np.int32]) -> list[Result] | None:
-        """Return the rows after contexts, of a step as arrays; ``None`` if there is no room."""
+        """Return the rows of a decode step; ``None`` if the cache lacks room for its tokens."""
         cache, tree = self.cache, self.tree
         contexts = [query.context for query in queries]
         tokens = np.frombuffer(b"".join([c.last_packed for c in contexts]), np.int32)
@@ -473,16 +473,16 @@ class Scheduler:
         return self._without_nan(queries, rows, np.flatnonzero(~is_sound).tolist())
 
     def _decode_plan(self, nodes: NDArray[np.int32], past: CachedPrefixes) -> CascadePlan | None:
-        """Return how a step after nodes reads their cached tokens."""
+        """Return the cascade plan by which a decode step reads the cached tokens of nodes."""
         attention, tree = self.cache.attention, self.tree
-        # While these are the same, nodes are where they were.
+        # If these change, slots have moved or the tree was cleared: remembered plans are invalid.
         valid_for = tree.nodes.key, tree.num_slot_changes, attention
         if valid_for != self._valid_for:
             self._valid_for = valid_for
             self._remembered.clear()
         node_uses = tree.nodes.node_uses(nodes)
         for plan, known, order in reversed(self._remembered):
-            if node_uses[0] not in known or plan.is_stale:  # as of most steps, by one look
+            if node_uses[0] not in known or plan.is_stale:  # one lookup rules most steps out
                 continue
             found = np.searchsorted(known, node_uses).clip(max=len(known) - 1)
             if (known[found] == node_uses).all():
@@ -492,7 +492,7 @@ class Scheduler:
     # ---------------------------------------------------------------- recurrent states
 
     def _end(self, chunk: PrefillChunk) -> int:
-        """Return the node at the end of a chunk; 0 if another one has its state already."""
+        """Return a chunk's last node; 0 if an equal node already has the state."""
         if not chunk.num_behind:
             tokens = np.asarray(chunk.token_ids, np.int32)
             known = self.tree.nodes.walk(chunk.before, tokens)
@@ -501,7 +501,7 @@ class Scheduler:
         return int(chunk.nodes[-1])
 
     def _plan(self, jobs: list[ScheduledQuery]) -> list[PrefillChunk]:
-        """Return chunks, cut for later batches if these leave room for their states."""
+        """Plan the chunks; cut them for later batches too if there are two states per job."""
         num_states = self.cache.state_pool.num_states
         if not num_states:
             return plan_chunks(jobs, self.cost)
@@ -512,7 +512,7 @@ class Scheduler:
         has_states, passes = self.cache.state_pool.num_states > 0, list[list[PrefillChunk]]()
         for wave in plan_waves(chunks):
             sizes = [chunk.size for chunk in wave]
-            if not self.can.takes_several_tokens:  # those that go on one by one do so side by side
+            if not self.can.takes_several_tokens:  # each of their passes has one token per chunk
                 sizes = [size._replace(num_new=1) if size.prefix_len else size for size in sizes]
             groups = plan_groups(
                 sizes,
@@ -526,7 +526,7 @@ class Scheduler:
     def _link(
         self, chunks: Sequence[PrefillChunk], held: dict[PrefillChunk, NDArray[np.int32]]
     ) -> None:
-        """Link the nodes of chunks, and give their jobs the nodes at which they end."""
+        """Insert the nodes of chunks into the tree, and set the last node of each job."""
         if not chunks:
             return
         sizes = [chunk.num_tokens for chunk in chunks]
@@ -546,7 +546,7 @@ def _beside(
     queries: Sequence[Query],
     evaluate: Callable[[list[Query]], list[Result]],
 ) -> list[Result]:
-    """Return the answers to all queries, of which some have been answered apart."""
+    """Return the answers to all queries, given those that were answered ``apart``."""
     others = [query for query in queries if query not in apart]
     answers = {**apart, **dict(zip(others, evaluate(others) if others else (), strict=True))}
     return [answers[query] for query in queries]
@@ -557,7 +557,7 @@ def _in_halves(
     evaluate: Callable[[list[Query]], list[Result]],
     starts: NDArray[np.int32] | None = None,
 ) -> list[Result]:
-    """Return answers to two halves of a batch."""
+    """Evaluate a batch in two halves; contexts with one start node stay together if possible."""
     order, middle = np.arange(len(queries)), len(queries) // 2
     if starts is not None:
         order = np.argsort(starts, kind="stable")

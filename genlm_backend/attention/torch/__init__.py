@@ -1,1 +1,1 @@
-"""Ways for the new tokens of a forward pass of torch to attend to those before them."""
+"""Attention of a torch forward pass: operators, transformers caches, and picture prefills."""

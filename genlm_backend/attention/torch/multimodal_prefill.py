@@ -1,4 +1,4 @@
-"""MultimodalPrefillAttention: contexts that begin with pictures, run from their first token on."""
+"""MultimodalPrefillAttention: a pass over a context with pictures, from its first token on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 
 @final
 class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
-    """Attends to one context's own tokens, with pictures; a second pass goes on without them."""
+    """Runs one context with its pictures; a second pass may continue it with text alone."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
         self._pictures = pictures
 
         def take(number: int, keys: Tensor, values: Tensor) -> Pair:
-            """Return keys and values as they will be read; those that have slots are written."""
+            """Write keys and values that have slots; return all as the pool would read them."""
             if pool is not None and slots:
                 rows = by_token(keys, values, None)
                 places = torch.tensor(slots, dtype=torch.int64, device=rows.device)
@@ -56,7 +56,7 @@ class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Yield the pictures, the positions of all tokens, and a cache that keeps what it is to."""
+        """Yield the picture inputs, the position ids if the model needs them, and the cache."""
         if not self._is_first:
             yield {"cache": self._cache, "use_cache": True}
             return
@@ -80,12 +80,12 @@ class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
 
 @final
 class _OpeningLayer(SlotLayer):
-    """One layer, which has its own tokens before those of a second pass."""
+    """One cache layer, which keeps the first pass's keys and values for the second pass."""
 
     _past: Pair | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """Return ``[1, heads, prefix_len + Q, dim]``, keys and values."""
+        """Return keys and values of both passes so far: ``[1, heads, prefix_len + Q, dim]``."""
         new = super().update(key_states, value_states)
         if self._past is not None:
             first, second = (torch.cat(pair, -2) for pair in zip(self._past, new, strict=True))
@@ -96,8 +96,8 @@ class _OpeningLayer(SlotLayer):
 
 @torch.inference_mode()
 def positions_of(model: Any, input_ids: Tensor, pictures: Pictures) -> tuple[Tensor | None, int]:
-    """Return the positions of a context, and the offset of those after its opening."""
-    # Models whose positions have several dimensions (Qwen's) compute them from picture shapes.
+    """Return a context's position ids, or ``None``, and the position offset of later text."""
+    # Models with multidimensional positions (Qwen's) compute them from picture shapes.
     count = next(filter(None, (getattr(m, "get_rope_index", None) for m in model.modules())), None)
     if count is None:
         return None, 0

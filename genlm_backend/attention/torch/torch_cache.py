@@ -1,4 +1,4 @@
-"""A cache of transformers whose keys and values are in slots, and recurrent states of its rows."""
+"""A transformers cache whose keys and values are in slots, with the rows' recurrent states."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer of a cache whose keys and values are in slots."""
+    """One layer of a transformers cache whose keys and values are in slots."""
 
-    # Even if the model has windows: masks are made for all positions.
+    # False even for sliding-window models: the masks cover all positions.
     is_sliding = False
 
     def __init__(self, max_prefix_len: int, take: Callable[[Tensor, Tensor], Pair]) -> None:
@@ -38,14 +38,14 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """Have new keys and values taken, ``[B, heads, Q, dim]``; return what is attended to."""
+        """Store new keys and values, ``[B, heads, Q, dim]``; return those to attend to."""
         return self._take(key_states, value_states)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the slots exist."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of past and new together, and the offset of the first column: 0."""
+        """Return the number of cached and new positions, and the offset of the first: 0."""
         return self.max_prefix_len + int(query_length), 0
 
     def get_seq_length(self) -> int:
@@ -56,14 +56,14 @@ class SlotLayer(CacheLayerMixin):
 
 
 def write_new(pool: KVPool, layer: int, batch: ForwardBatch, keys: Tensor, values: Tensor) -> Pair:
-    """Store new keys and values of a layer, ``[B, heads, Q, dim]``, without the padding."""
+    """Store new keys and values, ``[B, heads, Q, dim]``, without padding; return them as read."""
     slots, columns = batch.new_on(pool.layout.layers[layer].device)
     rows = pool.write(layer, slots, by_token(keys, values, columns))
     return (keys, values) if pool.is_exact else by_head(rows, columns, keys, values)
 
 
 def by_token(keys: Tensor, values: Tensor, columns: Tensor | None) -> Tensor:
-    """From ``[B, heads, Q, dim]`` each to rows of both, ``[num_new, width]``, without padding."""
+    """Return ``[B, heads, Q, dim]`` keys and values as unpadded rows: ``[num_new, width]``."""
     states = [keys.transpose(1, 2), values.transpose(1, 2)]  # [B, Q, heads, dim]
     if keys.shape[3] != values.shape[3]:
         states = [of_heads.flatten(2) for of_heads in states]
@@ -72,7 +72,7 @@ def by_token(keys: Tensor, values: Tensor, columns: Tensor | None) -> Tensor:
 
 
 def by_head(rows: Tensor, columns: Tensor | None, keys: Tensor, values: Tensor) -> Pair:
-    """From rows back to keys and values in the shapes of those given, the padding zeros."""
+    """Return rows as keys and values in the shapes of ``keys`` and ``values``, padded with 0."""
     num_rows, num_heads, num_new, dim = keys.shape
     if columns is not None:
         padded = rows.new_zeros(num_rows * num_new, rows.shape[1])
@@ -86,7 +86,7 @@ def by_head(rows: Tensor, columns: Tensor | None, keys: Tensor, values: Tensor) 
 
 
 def as_read(codec: Codec, keys: Tensor, values: Tensor) -> Pair:
-    """Return keys and values, ``[B, heads, Q, dim]``, as they would be read from a pool."""
+    """Return keys and values, ``[B, heads, Q, dim]``, rounded as by a pool of this codec."""
     codes = codec.encode(by_token(keys, values, None))
     return by_head(codec.decode(codes), None, keys, values)
 
@@ -94,7 +94,7 @@ def as_read(codec: Codec, keys: Tensor, values: Tensor) -> Pair:
 def transformers_cache(
     slot_layers: Iterable[SlotLayer], layout: StateLayout, states: BatchStates | None
 ) -> Cache:
-    """Return a cache of layers that attend and, if a model has such, of layers with states."""
+    """Return a cache of slot layers and, if the model has such, recurrent layers."""
     if not layout.layers:
         return Cache(layers=[*slot_layers])
     slots = iter(slot_layers)
@@ -110,7 +110,7 @@ def transformers_cache(
 
 
 def cache_layers(layers: Iterable[CacheLayer], attention_layer: Callable[[int], Any]) -> list[Any]:
-    """Return layers of a cache; those that attend are made for a number of recurrent states."""
+    """Return cache layers; ``attention_layer(num_states)`` makes those that attend."""
     found: list[Any] = []
     for layer in layers:
         if layer.attends:
@@ -124,7 +124,7 @@ def cache_layers(layers: Iterable[CacheLayer], attention_layer: Callable[[int], 
 
 @final
 class TorchBatchStates(BatchStates):
-    """The recurrent states of the rows of one pass, before and after it."""
+    """The recurrent states of a pass's rows, in the layers of a transformers cache."""
 
     def __init__(self, layout: StateLayout, before: Sequence[Tensor] | None) -> None:
         self._layout, self._before = layout, before
@@ -155,7 +155,7 @@ class TorchBatchStates(BatchStates):
 
 @final
 class _AttendingStateLayer(LinearAttentionAndFullAttentionLayer):
-    """One layer of a cache that holds keys and values in slots, and recurrent states as well."""
+    """One cache layer with keys and values in slots, and recurrent states."""
 
     def __init__(self, slots: SlotLayer, num_states: int) -> None:
         super().__init__(number_of_states=num_states)

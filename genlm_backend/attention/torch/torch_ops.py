@@ -1,8 +1,8 @@
-"""Operators of torch, and those that attend at once and return the sums of the weights too.
+"""torch's operators, with fused attention operators that return the logsumexps too.
 
-Blocks are merged by these sums. The processor has one operator for all cases, CUDA devices have
-two, neither of which takes every type and shape. So each is compared with the formula on random
-numbers in the layout of a pool; the first that agrees is used for that type and head size.
+The logsumexps serve to merge blocks. The CPU has one operator for all cases. CUDA has two, which
+both reject some types and shapes. So each is compared with the formula on random numbers in a
+pool's layout; the first that agrees is used for that type and head size.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-
 _DEFAULT_ROUNDING: Final = 3e-2
 
 Found: TypeAlias = tuple[Tensor, Tensor]
-"""Weighted means of values ``[N, heads, M, dim]``, and float32 logarithms ``[N, heads, M]``."""
+"""Weighted means of values ``[N, heads, M, dim]``, and float32 logsumexps ``[N, heads, M]``."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FusedOperator:
-    """An operator of attention, and what it can do."""
+    """A fused attention operator: without a mask, with one, and whether to split long keys."""
 
     attend: Callable[[Tensor, Tensor, Tensor, float, bool], Found]
     attend_with: Callable[[Tensor, Tensor, Tensor, float, Tensor], Found] | None = None
@@ -43,7 +43,7 @@ class FusedOperator:
 def _on_processor(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | bool
 ) -> Found:
-    """The operator of the processor, with a mask, or causally or not."""
+    """The CPU's fused attention; ``mask`` is a tensor, ``True`` for causal, or ``False``."""
     added = mask if isinstance(mask, Tensor) else None
     if added is not None and query.dtype is torch.float64:
         added = added.double()
@@ -63,23 +63,23 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, is_causal:
 def _efficient(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | bool
 ) -> Found:
-    """Attention of xFormers, for float32 too, with a mask, or causally or not."""
+    """xFormers' memory-efficient attention, for float32 too; ``mask`` as for the CPU."""
     bias = None
-    if isinstance(mask, Tensor):  # whose rows have to begin at multiples of 16 bytes
+    if isinstance(mask, Tensor):  # the kernel needs its rows aligned to 16 bytes
         num_keys = mask.shape[3]
         aligned = torch.nn.functional.pad(mask.to(query.dtype), (0, -num_keys % 16))
         bias = aligned[..., :num_keys].expand(-1, query.shape[1], -1, -1)
     found = _aten._scaled_dot_product_efficient_attention(
         query, keys, values, bias, True, 0.0, mask is True, scale=scale
     )
-    return found[0], found[1][:, :, : query.shape[2]]  # its sums are padded
+    return found[0], found[1][:, :, : query.shape[2]]  # the kernel pads the logsumexps
 
 
 FUSED_OPERATORS: Final[dict[str, tuple[FusedOperator, ...]]] = {
     "cpu": (FusedOperator(_on_processor, _on_processor, is_parted=True),),
     "cuda": (FusedOperator(_flash, _efficient), FusedOperator(_efficient, _efficient)),
 }
-"""Operators that there may be, by the kind of a device; the first is taken that is right."""
+"""Candidate operators by device type; the first that passes the comparison is used."""
 
 _BLOCKS: Final = (
     ((1, 2, 40, 1500), "none"),
@@ -89,12 +89,12 @@ _BLOCKS: Final = (
     ((1, 6, 150, 150), "causal"),
 )
 _MASKED: Final = (((5, 2, 4, 43), "masked"), ((3, 3, 70, 201), "masked"), ((4, 2, 1, 90), "masked"))
-"""Blocks that an operator is tried on: rows, heads, queries and keys; and the mask of each."""
+"""Test cases of an operator: numbers of rows, heads, queries and keys, and the kind of mask."""
 
 
 @functools.cache
 def fused_operator(device: torch.device, dtype: torch.dtype, dim: int) -> FusedOperator | None:
-    """Return the operator for heads of ``dim`` elements, or ``None`` if there is none."""
+    """Return the fused operator for heads of ``dim`` elements; ``None`` if none is right."""
     ops = FUSED_OPERATORS.get(device.type, ())
     if device.type == "cpu":
         return ops[0]
@@ -112,14 +112,14 @@ def _is_right(
     dtype: torch.dtype,
     dim: int,
 ) -> bool:
-    """Return whether an operator agrees with the formula on some blocks."""
+    """Return whether an operator accepts all blocks and agrees with the formula on them."""
     tolerance = _ROUNDING.get(dtype, _DEFAULT_ROUNDING)
     try:
         return all(
             _distance(operator, shape, mask, device, dtype, dim) <= tolerance
             for shape, mask in blocks
         )
-    except Exception as error:  # whatever an operator raises of what it does not take
+    except Exception as error:  # operators raise various errors for unsupported input
         logger.debug("an operator of attention does not take %s of %s", dtype, dim, exc_info=error)
         return False
 
@@ -133,15 +133,15 @@ def _distance(
     dtype: torch.dtype,
     dim: int,
 ) -> float:
-    """Return the largest difference of an operator from the formula in float64."""
+    """Return the largest absolute difference of an operator from the formula in float64."""
     num_rows, num_heads, num_queries, num_keys = shape
     generator = torch.Generator().manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "dtype": torch.float32}
     query = torch.randn(num_rows, num_heads, num_queries, dim, **options)
-    kept = torch.randn(num_rows, num_keys, 2 * num_heads * dim, **options)  # as in slots
+    kept = torch.randn(num_rows, num_keys, 2 * num_heads * dim, **options)  # the layout of a pool
     query, kept = query.to(dtype), kept.to(dtype)
     keys, values = _by_head(kept, num_heads, dim)
-    scale = 0.7 * dim**-0.5  # another one than operators take by themselves
+    scale = 0.7 * dim**-0.5  # not the operators' default
     scores = query.double() @ keys.double().transpose(2, 3) * scale
     mask = torch.zeros(num_rows, 1, num_queries, num_keys, dtype=torch.float32)
     if masked == "causal":
@@ -149,7 +149,7 @@ def _distance(
     elif masked == "masked":  # each query attends to the last key at least
         is_left_out = torch.rand(mask.shape, **options) < 0.5
         mask[..., :-1].masked_fill_(is_left_out[..., :-1], -torch.inf)
-        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # all but the end, and nothing
+        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # masked except the last 8; unmasked
     scores += mask
     expected = scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
     on_device = _by_head(kept.to(device), num_heads, dim)
@@ -166,7 +166,7 @@ def _distance(
 
 
 def _by_head(kept: Tensor, num_heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """From rows of keys and values ``[N, n, width]`` to ``[N, heads, n, dim]`` each, as views."""
+    """Return rows of keys and values ``[N, n, width]`` as views ``[N, heads, n, dim]`` each."""
     keys, values = (
         part.unflatten(2, (num_heads, dim)).transpose(1, 2) for part in kept.chunk(2, -1)
     )
@@ -174,13 +174,13 @@ def _by_head(kept: Tensor, num_heads: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 FEW_QUERIES: Final = 16
-"""Queries up to which keys are parted: the fused operator has one thread for each head of them."""
+"""Most queries for which keys are split: the CPU operator uses one thread per head of these."""
 
 NUM_STRETCHES: Final = 4
-"""Stretches that keys are parted into, each of which a thread takes."""
+"""Number of parts that keys are split into, so that each gets its own thread."""
 
 SHORTEST_STRETCH = 512
-"""Keys that are worth a stretch."""
+"""Fewest keys per part for which splitting pays off."""
 
 
 def _products(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
@@ -188,7 +188,7 @@ def _products(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
 
 
 def _means(weights: Tensor, total: Tensor, values: Tensor) -> Tensor:
-    if values.dtype is not torch.float32:  # the sum may be out of their range
+    if values.dtype is not torch.float32:  # an undivided sum may overflow float16
         return torch.matmul(weights.div_(total).to(values.dtype), values)
     return torch.matmul(weights, values).div_(total)
 
@@ -233,7 +233,7 @@ def _in_stretches(
     scaling: float,
     size: int,
 ) -> Found:
-    """Attend from few queries to keys of which all threads take stretches at once."""
+    """Attend from few queries to many keys, split into parts that threads take in parallel."""
     stop = size * NUM_STRETCHES
     parted_keys, parted_values = (
         all_of[0, :, :stop].unflatten(1, (-1, size)).transpose(0, 1) for all_of in (keys, values)
@@ -265,4 +265,4 @@ TORCH: Final[ArrayOps[Tensor]] = ArrayOps(
     means_=_means,
     fused=_fused,
 )
-"""The operators of torch, on any device."""
+"""torch's operators, for any device."""
