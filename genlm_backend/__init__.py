@@ -1,9 +1,9 @@
 """Awaitable language models for programs that steer them.
 
-``await lm.next_token_logprobs(token_ids)`` gives the full-vocabulary log-probabilities of the
-next token. Concurrent awaits are batched, every prefix seen is reused, ``lm.byte_vocab`` holds
-the exact bytes of every token id, and a trie over them turns log-probabilities into the weight
-of every prefix of characters.
+``await lm.next_token_logprobs(token_ids)`` returns the full-vocabulary log-probabilities of the
+next token. Concurrent awaits are batched, and cached prefixes are reused. ``lm.byte_vocab`` holds
+the exact bytes of every token id, and a trie over them turns log-probabilities into the weight of
+every prefix of characters.
 """
 
 import logging
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.5.0"
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless somebody listens
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless logging is set up
 
 __all__ = [
     "AsyncGLM",

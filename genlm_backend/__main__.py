@@ -55,7 +55,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _extras() -> Iterator[tuple[str, str]]:
-    """Each extra of the distribution, and which of its packages are missing."""
+    """Yield each extra of the distribution, and which of its packages are missing."""
     try:
         metadata = importlib.metadata.metadata(_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -95,7 +95,7 @@ def run_demo(arguments: list[str]) -> None:
             f"the demo needs {', '.join(missing)}: pip install 'genlm-backend[demo]'"
         )
     path = example_path("demo.py")
-    sys.path.insert(0, str(path.parent))  # as of a script, which imports what is beside it
+    sys.path.insert(0, str(path.parent))  # as for a script, which may import its neighbours
     sys.argv = ["python -m genlm_backend demo", *arguments]
     runpy.run_path(str(path), run_name="__main__")
 
@@ -142,7 +142,7 @@ def main() -> None:
             run_command(known, rest)
     except GenlmBackendError as error:
         parser.exit(1, f"{error}\n")
-    except BrokenPipeError:  # of a reader such as head; the interpreter flushes at its exit
+    except BrokenPipeError:  # head, say, has exited; the interpreter's flush at exit must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         parser.exit(130)

@@ -1,8 +1,8 @@
-"""Checks of arguments: each returns the value as it is meant, or raises an error with the reason.
+"""Checks of arguments: each returns the value in its proper type, or raises an error.
 
-A check takes a name and a value, so that a table of checks stands for a constructor's options. An
-integer is what ``operator.index`` takes, NumPy's included; a ``bool`` is neither an integer nor a
-number, and a ``float`` is no integer, whatever its value.
+A check takes a name and a value, so that a table of checks can describe a constructor's options.
+An integer is anything that ``operator.index`` takes, including NumPy's. A ``bool`` is neither an
+integer nor a number, and a ``float`` is no integer, even a whole one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from genlm_backend.errors import DeviceError, OptionError, OptionTypeError
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 Check = Callable[[str, Any], T]
-"""A function of an argument's name and value that returns the value as it is meant."""
+"""A function of an argument's name and value that returns the value in its proper type."""
 
 
 def checked(
@@ -49,7 +49,7 @@ def check_names(
     also: Iterable[str] = (),
     hint: str = "",
 ) -> None:
-    """Raise an error with near names unless every name is known."""
+    """Raise an error that suggests near names, unless every name is known."""
     for name in given:
         if name not in known:
             names = dict.fromkeys([*known, *also])
@@ -60,7 +60,7 @@ def check_names(
 def check_option_names(
     kind: type, given: Iterable[str], library_opts: str = "", is_loading: bool = False
 ) -> None:
-    """Raise an ``OptionTypeError`` unless a class has every option, or what loads it by name."""
+    """Raise an ``OptionTypeError`` unless a class, or its loading by name, has every option."""
     libraries = {"hf_opts": "transformers (dtype, device_map, …)", "engine_opts": "vLLM"}
     owner = libraries.get(library_opts)
     hint = f" Options of {owner} go into {library_opts}" if owner else ""
@@ -69,20 +69,20 @@ def check_option_names(
 
 
 def loading_option_names(kind: type) -> list[str]:
-    """Return the options of a constructor, and those of loading by a name."""
+    """Return the names of the options of a class's constructor and of its ``from_name``."""
     own = [*_option_names(kind)]
     owner = next((base for base in kind.__mro__ if "from_name" in vars(base)), None)
     if owner is None:
         return own
     parameters = inspect.signature(vars(owner)["from_name"].__get__(None, kind)).parameters.values()
-    # A subclass may take fewer options than the constructor that it calls.
+    # A subclass may refuse options of the inherited ``from_name``.
     refused = {*_option_names(owner)} - {*own}
     named = (p.name for p in parameters if p.default is not p.empty and p.name not in refused)
     return [*dict.fromkeys([*own, *named])]
 
 
 def _option_names(kind: type) -> Iterator[str]:
-    """Yield the names of a constructor's options, and of the constructors that it hands more to."""
+    """Yield the option names of a constructor, and of those to which its ``**kwargs`` go."""
     for owner in kind.__mro__:
         if "__init__" not in vars(owner):
             continue
@@ -93,7 +93,7 @@ def _option_names(kind: type) -> Iterator[str]:
 
 
 class Option(NamedTuple):
-    """Default and check of an option, in its ``Annotated`` type in a ``TypedDict``."""
+    """Default and check of an option; metadata of its ``Annotated`` type in a ``TypedDict``."""
 
     default: Any = None
     check: Check[Any] = lambda _, value: value
@@ -101,7 +101,7 @@ class Option(NamedTuple):
 
 @functools.cache
 def options_of(kind: type) -> Mapping[str, Option]:
-    """Return the options of a ``TypedDict`` by name."""
+    """Return the ``Option`` of each key of a ``TypedDict``."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
@@ -117,7 +117,7 @@ def defaults_of(kind: type) -> dict[str, Any]:
 def checked_options(
     kind: type, given: Mapping[str, Any], of: str, also: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return all options of a ``TypedDict``, checked; raise an error for any other name."""
+    """Check options against a ``TypedDict``, and add defaults; raise an error for other names."""
     check_names(given, options_of(kind), of, also=also)
     return {n: own.check(n, given.get(n, own.default)) for n, own in options_of(kind).items()}
 
@@ -127,7 +127,7 @@ def shows_options(kind: type, **defaults: Any) -> Callable[[F], F]:
 
     Args:
         kind: The ``TypedDict`` of the options, whose types are ``Annotated`` with an ``Option``.
-        **defaults: Defaults of this function, in place of those.
+        **defaults: Defaults of this function, which override those of the options.
     """
 
     def shown_by_help(function: F) -> F:
@@ -149,14 +149,14 @@ def shows_options(kind: type, **defaults: Any) -> Callable[[F], F]:
 
 
 def _annotation(source: str) -> str:
-    """Return the source of a type without what it is annotated with."""
+    """Return the source of a type without its ``Annotated`` metadata."""
     tree: Any = ast.parse(source, mode="eval").body
     is_annotated = source.startswith("Annotated[")
     return ast.unparse(tree.slice.elts[0]) if is_annotated else source
 
 
 def near_names(name: object, known: Iterable[str], quoted: bool = False) -> str:
-    """Return ``"; did you mean …?"`` with the known names that are near to one, or nothing."""
+    """Return ``"; did you mean …?"`` with up to two known names close to ``name``, or ``""``."""
     by_lower = {other.lower(): other for other in known}
     matches = get_close_matches(str(name).lower(), by_lower, n=2, cutoff=0.65)
     near = [by_lower[match] for match in matches]
@@ -164,7 +164,7 @@ def near_names(name: object, known: Iterable[str], quoted: bool = False) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the beginning of a value's ``repr``, on one line."""
+    """Return a value's ``repr`` on one line, truncated to 80 characters."""
     line = " ".join(repr(value).split())
     return line if len(line) <= 80 else f"{line[:79]}…"
 
@@ -177,7 +177,7 @@ def optional(check: Check[T]) -> Check[T | None]:
 
 
 def integer(least: int | None = None, most: int | None = None) -> Check[int]:
-    """Return a check for an integer within bounds, which returns a plain ``int``."""
+    """Return a check for an integer within bounds; it returns a plain ``int``."""
     wanted = "an integer" if least is None else f"an integer of {least} or more"
 
     def check(name: str, value: Any) -> int:
@@ -203,14 +203,14 @@ def _index(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # of tensors that hold several, or nothing
+    except (TypeError, ValueError, RuntimeError):  # a tensor with several elements, or with no data
         return None
 
 
 def number(
     low: float = -math.inf, high: float = math.inf, *, is_open: bool = False, is_finite: bool = True
 ) -> Check[float]:
-    """Return a check for a real number within bounds, which is never a NaN."""
+    """Return a check for a real number within bounds; it refuses NaN."""
     wanted = "a number"
     if low > -math.inf:
         wanted += f" above {low:g}" if is_open else f" of {low:g} or more"
@@ -243,7 +243,7 @@ def switch(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any) -> str:
-    """Return a string of at least one letter, and refuse everything else."""
+    """Return a non-empty string, and refuse everything else."""
     if not isinstance(value, str):
         raise OptionTypeError(f"{name} must be a string, got {shown(value)}")
     if not value:
@@ -285,7 +285,7 @@ def instance(kind: type[T] | tuple[type[Any], ...], wanted: str) -> Check[T]:
 
 
 def listed(name: str, value: Any) -> list[Any]:
-    """Return an iterable as a list, and refuse a text, a mapping and everything else."""
+    """Return an iterable as a list; refuse strings, bytes, mappings and scalars."""
     is_list = hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0
     if not is_list or isinstance(value, (str, bytes, bytearray, Mapping)):
         raise OptionTypeError(f"{name} must be a list, got {shown(value)}")
@@ -293,7 +293,7 @@ def listed(name: str, value: Any) -> list[Any]:
 
 
 def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
-    """Return a check for an iterable other than a text, which checks each element."""
+    """Return a check that applies ``check`` to each element of an iterable other than a string."""
 
     def check_all(name: str, value: Any) -> tuple[T, ...]:
         is_text = isinstance(value, (str, bytes, bytearray, Mapping))
@@ -302,7 +302,7 @@ def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
                 return tuple(check(name, element) for element in value)
         except OptionError as error:
             raise OptionError(f"{name} must be {wanted}, got {shown(value)}") from error
-        except (TypeError, RuntimeError) as error:  # RuntimeError: of a tensor that holds nothing
+        except (TypeError, RuntimeError) as error:  # RuntimeError: a tensor without data
             hint = "; pass the token_id of each" if _has_tokens(value) else ""
             raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}{hint}") from error
         raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}")
@@ -311,13 +311,13 @@ def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
 
 
 def _has_tokens(value: Any) -> bool:
-    """Return whether a collection has tokens in it, which know their ids."""
+    """Return whether a collection has ``Token`` objects, which have a ``token_id``."""
     is_plain = isinstance(value, (list, tuple, set, frozenset))
     return is_plain and any(hasattr(each, "token_id") for each in value)
 
 
 def known_device(name: str, value: Any) -> Any:
-    """Return a device, or its name, as it is, if torch knows it, here or elsewhere."""
+    """Return a device or its name unchanged if torch knows it, even if this machine lacks it."""
     import torch
 
     wanted = f"{name} must be a device such as 'cpu' or 'cuda:0', got {shown(value)}"
@@ -333,7 +333,7 @@ def known_device(name: str, value: Any) -> Any:
 
 
 def device(name: str, value: Any) -> Any:
-    """Return the ``torch.device`` of a name that torch knows and that is on this machine."""
+    """Return the ``torch.device``, with its index, of a device that this machine has."""
     import torch
 
     found = torch.device(known_device(name, value))
@@ -347,13 +347,13 @@ def device(name: str, value: Any) -> Any:
 # -------------------------------------------------------------------- bounds that recur
 
 MAX_BYTES = (1 << 63) - 1
-"""Largest number of bytes: more cannot be counted in 64 bits."""
+"""Largest number of bytes: the maximum of a signed 64-bit integer."""
 
 MAX_THREADS = 4096
-"""Largest number of threads: OpenMP ends the process that asks for more than the system gives."""
+"""Largest number of threads: OpenMP aborts a process that requests more than the system allows."""
 
 MAX_VOCAB = 1 << 24
-"""Largest number of token ids: more than any vocabulary has, and each costs an object."""
+"""Largest number of token ids: above any real vocabulary; each id costs an object."""
 
 byte_count = integer(0, MAX_BYTES)
 
@@ -363,13 +363,13 @@ _seconds = optional(number(0, is_finite=False))
 
 
 def timeout(name: str, value: Any) -> float | None:
-    """Return seconds to wait at most, or ``None`` for as long as it takes, as for infinity."""
+    """Return the most seconds to wait; ``None`` for no limit, above ``threading.TIMEOUT_MAX``."""
     seconds = _seconds(name, value)
     return None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
 
 
 def absolute_path(name: str, value: Any) -> str:
-    """Return the absolute path of a file, which may not exist, with ``~`` and links resolved."""
+    """Return the absolute path of a file that need not exist, with ``~`` and links resolved."""
     path = instance((str, Path), "a path")(name, value)
     if not str(path):
         raise OptionError(f"{name} must be the path of a file, got {shown(value)}")

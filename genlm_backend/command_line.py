@@ -15,10 +15,10 @@ from typing import Any, Final, TypeAlias
 from genlm_backend.errors import OptionError
 
 TextFunction: TypeAlias = Callable[[Any, str], Coroutine[Any, Any, dict[str, Any]]]
-"""A function of a model and a text that returns the fields of the text's line."""
+"""A function from a model and a text to the fields of the text's line of JSON."""
 
 _AT_ONCE: Final = 200
-"""Texts that are scored at the same time, at most."""
+"""Texts that are scored concurrently, at most."""
 
 
 def add_commands(commands: Any) -> None:
@@ -102,7 +102,7 @@ def _ids(value: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"token ids are integers, got {value!r}") from None
 
 
-# -------------------------------------------------------------------- what is answered
+# -------------------------------------------------------------------- the answers
 
 
 def _score(options: argparse.Namespace) -> TextFunction:
@@ -158,7 +158,7 @@ def _generate(options: argparse.Namespace) -> TextFunction:
 
 
 def answer_texts(options: argparse.Namespace) -> None:
-    """Print a line of JSON for each text that the options of a command name."""
+    """Print a line of JSON for each text of the files in a command's options."""
     texts = _texts(options.files or ["-"], options.whole)
     answer: TextFunction = options.answers(options)
     from genlm_backend.backends.registry import load_model_by_name
@@ -179,7 +179,7 @@ def _texts(files: list[str], is_whole: bool) -> Iterator[str]:
 def _texts_of(path: str, is_whole: bool) -> Iterator[str]:
     is_input = path == "-"
     try:
-        # Not sys.stdin, whose lock the interpreter would wait for at its end.
+        # Not sys.stdin: the interpreter would wait for its lock at exit.
         with open(0 if is_input else path, encoding="utf-8", closefd=not is_input) as file:
             for text in [file.read()] if is_whole else file:
                 if text.strip():
@@ -191,7 +191,7 @@ def _texts_of(path: str, is_whole: bool) -> Iterator[str]:
 async def _print_answers(
     texts: Iterator[str], answer: Callable[[str], Coroutine[Any, Any, dict[str, Any]]], most: int
 ) -> None:
-    """Answer texts at the same time, and print each answer once those before it are printed."""
+    """Answer texts concurrently, and print the answers in the order of the texts."""
     loop = asyncio.get_running_loop()
     tasks: asyncio.Queue[asyncio.Task[dict[str, Any]] | OptionError | None] = asyncio.Queue()
     places, is_over = threading.Semaphore(most), threading.Event()
@@ -201,7 +201,7 @@ async def _print_answers(
 
     def read() -> None:
         end: OptionError | None = None
-        with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody wants more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no more texts are needed
             try:
                 for text in texts:
                     places.acquire()
@@ -212,7 +212,7 @@ async def _print_answers(
                 end = error
             loop.call_soon_threadsafe(tasks.put_nowait, end)
 
-    # A thread that waits for a line does not keep the program from ending.
+    # Daemon, so that a thread that waits for a line does not keep the program running.
     threading.Thread(target=read, name="genlm-texts", daemon=True).start()
     try:
         while isinstance(task := await tasks.get(), asyncio.Task):

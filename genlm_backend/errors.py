@@ -1,7 +1,7 @@
-"""Every exception the library raises on purpose.
+"""Every exception that the library raises on purpose.
 
-Each is also the standard type that a caller would expect, so that ``except ValueError``
-keeps working without knowing this module::
+Each is also a subclass of the standard exception that a caller would expect, so that
+``except ValueError`` works without this module::
 
     GenlmBackendError
     ├── OptionError (ValueError)             an argument out of its bounds
@@ -11,38 +11,38 @@ keeps working without knowing this module::
     ├── ContextTypeError (TypeError)         token ids that are not integers
     ├── AdapterError (ValueError)            a LoRA adapter that cannot be used
     │   └── UnknownAdapterError              one that is not loaded
-    ├── UnknownBackendError (ValueError)     a backend name nobody registered
+    ├── UnknownBackendError (ValueError)     a backend name that is not registered
     ├── UnsupportedModelError (ValueError)   a model this backend cannot evaluate
     ├── ModelNotFoundError (OSError)         no model under that name
     ├── MissingExtraError (ImportError)      an optional library is absent
-    ├── TokenizerDecodeError (ValueError)    a token's bytes cannot be known
+    ├── TokenizerDecodeError (ValueError)    a token's bytes cannot be determined
     ├── VocabularyError (ValueError)         a vocabulary that no trie can be built over
     ├── VocabularyTypeError (TypeError)      an entry that has no letters
-    ├── WeightsError (ValueError)            weights of another shape than the vocabulary's
+    ├── WeightsError (ValueError)            weights whose shape does not fit the vocabulary
     ├── WeightsTypeError (TypeError)         weights that are not real numbers
-    ├── ConstraintError (ValueError)         a constraint that cannot be made
+    ├── ConstraintError (ValueError)         a constraint that cannot be built
     │   └── ConstraintViolation              a token that a constraint does not allow
     ├── ConstraintTypeError (TypeError)      choices that are no list of texts
-    ├── GenerationConfigError (ValueError)   a field of a GenerationConfig
-    ├── RuntimeConfigError (ValueError)      a field of a RuntimeConfig
+    ├── GenerationConfigError (ValueError)   an invalid field of a GenerationConfig
+    ├── RuntimeConfigError (ValueError)      an invalid field of a RuntimeConfig
     ├── UnknownModelError (KeyError)         a model name that an engine does not have
     ├── UnknownRequestError (ValueError)     a request that is not this engine's
     ├── UnknownTaskError (KeyError)          a task that an AsyncGLM does not have, or no longer
-    ├── ModelStateError (RuntimeError)       a model is not in the state that this needs
-    ├── RequestQueueFullError (queue.Full)   no room among the requests that wait
-    ├── DeviceError (ValueError)             a device that is not there
+    ├── ModelStateError (RuntimeError)       a model is not in the required state
+    ├── RequestQueueFullError (queue.Full)   the request queue is full
+    ├── DeviceError (ValueError)             a device that does not exist
     ├── PrefixFileError (ValueError)         a file that holds no prefix of this model
-    ├── ReplacedNameError (NotImplementedError)  a name of genlm.backend that is not needed here
-    ├── BatcherClosedError (RuntimeError)    asked after close()
-    ├── ForkedError (RuntimeError)           asked in a fork of the process it lives in
-    ├── NotPicklableError (TypeError)        pickled or copied, though it lives in one process
+    ├── ReplacedNameError (NotImplementedError)  a name of genlm.backend without a counterpart
+    ├── BatcherClosedError (RuntimeError)    a query after close()
+    ├── ForkedError (RuntimeError)           used in a fork of the process that created it
+    ├── NotPicklableError (TypeError)        pickled or copied, though bound to one process
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
     ├── EvaluationError (RuntimeError)       an evaluation broke its contract
     │   └── EngineDiedError                  the process that evaluates has ended
     └── CacheError (RuntimeError)            a cache was misused or is inconsistent
         └── OutOfSlotsError                  no free key-value slot is left
 
-Batchers and caches live below the models, so the errors live below everything.
+Batchers and caches raise these too, so this module imports nothing from the library.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from typing import Any, Self
 
 
 class GenlmBackendError(Exception):
-    """Base of every error raised on purpose by this library."""
+    """Base of every error that this library raises on purpose."""
 
 
 class OptionError(GenlmBackendError, ValueError):
-    """An argument is out of its bounds, or none of the values that there are."""
+    """An argument is out of its bounds, or none of the allowed values."""
 
 
 class OptionTypeError(GenlmBackendError, TypeError):
-    """An argument is of a type that it cannot have, or there is none of its name."""
+    """An argument has a wrong type, or an unknown name."""
 
 
 class ContextError(GenlmBackendError, ValueError):
@@ -68,7 +68,7 @@ class ContextError(GenlmBackendError, ValueError):
 
 
 class PictureError(ContextError):
-    """Pictures that are no files, have no places in the prompt, or that the model cannot see."""
+    """Pictures cannot be read or have no place in the prompt, or the model takes none."""
 
 
 class ContextTypeError(GenlmBackendError, TypeError):
@@ -84,11 +84,11 @@ class UnknownAdapterError(AdapterError):
 
 
 class UnknownBackendError(GenlmBackendError, ValueError):
-    """A backend name that is not registered."""
+    """No backend of that name is registered."""
 
 
 class UnsupportedModelError(GenlmBackendError, ValueError):
-    """The model is of a kind that the backend cannot evaluate."""
+    """The backend cannot evaluate this kind of model."""
 
 
 class ModelNotFoundError(GenlmBackendError, OSError):
@@ -96,17 +96,17 @@ class ModelNotFoundError(GenlmBackendError, OSError):
 
 
 class MissingExtraError(GenlmBackendError, ImportError):
-    """An optional library is not installed; the message names the extra that brings it."""
+    """An optional library is not installed; the message names the extra that installs it."""
 
 
 class TokenizerDecodeError(GenlmBackendError, ValueError):
-    """The bytes of a token cannot be known from its tokenizer.
+    """The bytes of a token cannot be determined from its tokenizer.
 
     Attributes:
         tokenizer: The class name of the tokenizer.
-        token_id: The id of the token at fault, or ``None`` where no single token is.
+        token_id: The id of the token at fault, or ``None`` if no single token is.
         token: The token as the vocabulary spells it, or ``None``.
-        reason: Why its bytes cannot be known.
+        reason: Why its bytes cannot be determined.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class VocabularyTypeError(GenlmBackendError, TypeError):
 
 
 class WeightsError(GenlmBackendError, ValueError):
-    """The weights are not one for each token of the trie's vocabulary."""
+    """The number of weights differs from the number of tokens in the trie's vocabulary."""
 
 
 class WeightsTypeError(GenlmBackendError, TypeError):
@@ -137,11 +137,11 @@ class WeightsTypeError(GenlmBackendError, TypeError):
 
 
 class ConstraintError(GenlmBackendError, ValueError):
-    """A schema, pattern or grammar that no constraint can be made of."""
+    """No constraint can be built from the schema, pattern or grammar."""
 
 
 class ConstraintViolation(ConstraintError):
-    """A token that the constraint does not allow at this place."""
+    """The constraint does not allow this token here."""
 
 
 class ConstraintTypeError(GenlmBackendError, TypeError):
@@ -149,11 +149,11 @@ class ConstraintTypeError(GenlmBackendError, TypeError):
 
 
 class GenerationConfigError(GenlmBackendError, ValueError):
-    """A field of a generation's configuration is wrong, or contradicts another."""
+    """A field of a ``GenerationConfig`` is invalid, or contradicts another."""
 
 
 class RuntimeConfigError(GenlmBackendError, ValueError):
-    """A field of a model's runtime configuration is wrong, or does not go with the model."""
+    """A field of a ``RuntimeConfig`` is invalid, or does not fit the model."""
 
 
 class UnknownModelError(GenlmBackendError, KeyError):
@@ -163,7 +163,7 @@ class UnknownModelError(GenlmBackendError, KeyError):
 
 
 class UnknownRequestError(GenlmBackendError, ValueError):
-    """Something is not a request, or it is another engine's."""
+    """The argument is no request, or a request of another engine."""
 
 
 class UnknownTaskError(GenlmBackendError, KeyError):
@@ -173,19 +173,19 @@ class UnknownTaskError(GenlmBackendError, KeyError):
 
 
 class ModelStateError(GenlmBackendError, RuntimeError):
-    """A model, or what runs one, is not in the state that is needed."""
+    """A model, or an object that runs one, is not in the required state."""
 
 
 class RequestQueueFullError(GenlmBackendError, queue.Full):
-    """As many requests as may wait are waiting."""
+    """The request queue is full."""
 
 
 class DeviceError(GenlmBackendError, ValueError):
-    """The device is not one that torch knows, or not on this machine."""
+    """Torch does not know the device, or this machine does not have it."""
 
 
 class ReplacedNameError(GenlmBackendError, NotImplementedError):
-    """A name of genlm-backend 0.3.1 was used that something else takes the place of."""
+    """A name of genlm-backend 0.3.1 was used; the message names its replacement."""
 
 
 class BatcherClosedError(GenlmBackendError, RuntimeError):
@@ -193,7 +193,7 @@ class BatcherClosedError(GenlmBackendError, RuntimeError):
 
 
 class ForkedError(GenlmBackendError, RuntimeError):
-    """A model, engine or trie was used in a fork of its process, where its threads are not."""
+    """A model, engine or trie was used in a fork of its process, which has none of its threads."""
 
 
 class NotPicklableError(GenlmBackendError, TypeError):
@@ -201,7 +201,7 @@ class NotPicklableError(GenlmBackendError, TypeError):
 
 
 class QueryDroppedError(GenlmBackendError, RuntimeError):
-    """The query was dropped before its answer was computed."""
+    """The query was dropped before its result was computed."""
 
 
 class EvaluationError(GenlmBackendError, RuntimeError):
@@ -213,12 +213,12 @@ class EngineDiedError(EvaluationError):
 
 
 class CacheError(GenlmBackendError, RuntimeError):
-    """A cache was misused, or its books do not add up."""
+    """A cache was misused, or its accounting is inconsistent."""
 
 
 class PrefixFileError(GenlmBackendError, ValueError):
-    """A file holds no prefix, or not one of this model, or it has been cut short or changed."""
+    """A file holds no prefix of this model, or it has been truncated or modified."""
 
 
 class OutOfSlotsError(CacheError):
-    """There are fewer free slots for keys and values than were asked for."""
+    """The KV cache has fewer free slots than were requested."""

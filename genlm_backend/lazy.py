@@ -61,9 +61,9 @@ _PUBLIC: Final = {
     "trie.parallel": "ParallelTokenCharacterTrie",
     "trie.sequential": "TokenCharacterTrie",
 }
-"""Module of this package → the public names that packages import from it when first used.
+"""Module of this package → its public names, which packages import at their first use.
 
-``Other=Name`` is the module's ``Name`` under another name.
+``Other=Name`` exports the module's ``Name`` as ``Other``.
 """
 
 _HOMES: Final = {
@@ -82,7 +82,7 @@ def lazy_names(
 
     def __getattr__(name: str) -> Any:
         if name in submodules:
-            return importlib.import_module(f"{package}.{name}")  # which sets the attribute
+            return importlib.import_module(f"{package}.{name}")  # the import sets the attribute
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, original = names[name]

@@ -1,4 +1,4 @@
-"""Language models whose next-token log-probabilities can be awaited."""
+"""Language models with awaitable next-token log-probabilities, and the types of their queries."""
 
 from typing import TYPE_CHECKING
 

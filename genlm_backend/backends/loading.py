@@ -1,4 +1,4 @@
-"""Names of models: where they lead, and errors that name the places that were searched."""
+"""Model names: resolves them, and turns load errors into one that lists the places searched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SECONDS: Final = 5.0
 
 
 def resolve_name(name: str) -> str:
-    """Return a local path, which wins over a bundled model, or a repository id for ``name``."""
+    """Return the local path or repository id for ``name``; local paths win over bundled models."""
     name = check_name(name)
     if Path(name).is_dir():
         return name
@@ -46,7 +46,7 @@ def check_name(name: Any) -> str:
 
 
 def is_gguf(name: str) -> bool:
-    """Return whether a name is that of a GGUF file, or of a directory with such and no others."""
+    """Return whether a name is a GGUF file, or a directory with GGUF files and no config.json."""
     path = Path(name)
     if path.is_dir():
         return not (path / "config.json").exists() and any(path.glob("*.gguf"))
@@ -54,13 +54,13 @@ def is_gguf(name: str) -> bool:
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return options for a loader: ``local_files_only`` if the hub does not answer."""
-    # Without it, a loader tries the hub again for each file.
+    """Return loader options: ``local_files_only`` if the hub does not answer."""
+    # Without it, a loader retries the hub for each file.
     return {} if Path(path).is_dir() or hub_answers() else {"local_files_only": True}
 
 
 def check_holds(path: str, *files: str) -> None:
-    """Raise an ``OSError`` if a local directory has none of some files."""
+    """Raise an ``OSError`` if a local directory has none of these files."""
     directory = Path(path)
     if directory.is_dir() and not any((directory / name).exists() for name in files):
         there = shown(sorted(entry.name for entry in directory.iterdir()))
@@ -68,7 +68,7 @@ def check_holds(path: str, *files: str) -> None:
 
 
 def check_has_tokenizer(path: str) -> None:
-    """Raise an ``OSError`` if a local directory has no file of a tokenizer."""
+    """Raise an ``OSError`` if a local directory has no tokenizer file."""
     names = [entry.name for entry in Path(path).iterdir()] if Path(path).is_dir() else ["tokenizer"]
     if not any(part in name for name in names for part in _PARTS_OF_TOKENIZER_FILES):
         raise OSError(
@@ -78,11 +78,11 @@ def check_has_tokenizer(path: str) -> None:
 
 
 _PARTS_OF_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "bpe", "tekken", "spm", ".py")
-"""Parts of the name of some file of every kind of tokenizer, or of code that makes one."""
+"""Parts of file names: every kind of tokenizer, or code that makes one, matches at least one."""
 
 
 def check_reachable(path: str) -> None:
-    """Raise an ``OSError`` if a model is in no local cache and the hub does not answer."""
+    """Raise an ``OSError`` if a model is not cached locally and the hub does not answer."""
     if Path(path).is_absolute() and not Path(path).exists():
         raise OSError("there is no such file or directory")
     if hub_options(path) and path not in cached_models():
@@ -91,7 +91,7 @@ def check_reachable(path: str) -> None:
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn the many errors of an absent model into one that names the places that were searched."""
+    """Turn an ``OSError`` of loading into a ``ModelNotFoundError`` with the places searched."""
     try:
         with bars_where_seen():
             yield
@@ -113,14 +113,14 @@ def explained(name: str) -> Iterator[None]:
 def named_ends(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[int, ...] | None:
-    """Return the ids that end a text by the files of a model, without its weights."""
+    """Return the ids that end a text, by a model's generation config or config; no weights load."""
     from transformers import AutoConfig, GenerationConfig
 
     path = resolve_name(name)
     options = hub_options(path) if revision is None else {**hub_options(path), "revision": revision}
     try:
         return listed_ids(GenerationConfig.from_pretrained(path, **options).eos_token_id)
-    except OSError:  # there is no such file, but the config may tell
+    except OSError:  # no such file, but the config may name them
         pass
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
@@ -130,7 +130,7 @@ def named_ends(
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
-"""Files by any of which transformers finds the tokenizer of a directory."""
+"""Files that transformers reads a tokenizer from; one of them is enough."""
 
 
 def load_tokenizer(name: str, **options: Any) -> Any:
@@ -143,14 +143,14 @@ def load_tokenizer(name: str, **options: Any) -> Any:
 
 
 def hub_answers() -> bool:
-    """Return whether the hub answers its own client; ``False`` if ``HF_HUB_OFFLINE`` is set."""
+    """Return whether the hub answers within 5 s; ``False`` if ``HF_HUB_OFFLINE`` is set."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
-    unanswered: Any = HfHubHTTPError.__bases__  # the client's own errors, whichever client it is
+    unanswered: Any = HfHubHTTPError.__bases__  # the HTTP client's own errors, whichever it is
     try:
         get_session().head(constants.ENDPOINT, timeout=_SECONDS)
     except unanswered as error:
@@ -160,7 +160,7 @@ def hub_answers() -> bool:
 
 
 def cached_models() -> list[str]:
-    """Return the repositories of models in the hub's local cache."""
+    """Return the model repositories in the hub's local cache."""
     from huggingface_hub import constants
 
     folders = Path(constants.HF_HUB_CACHE).glob("models--*")

@@ -1,4 +1,4 @@
-"""MockAsyncLM: rows without a model, for testing one's own program."""
+"""MockAsyncLM: pseudo-random rows without a model, for tests of programs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class MockAsyncLM(BatchedLM):
     """A pseudo-random language model: a row depends on its context and on nothing else.
 
     Rows are the log-softmax of standard normal logits, seeded by a 384-bit digest of the
-    context, so that equal contexts have equal rows on every machine and no two contexts share
-    one by accident. Awaits take the same road as with a real model: batching, caching, errors.
+    context: equal contexts have equal rows on every machine, and distinct contexts practically
+    never share a row. Batching, caching and errors work as with a real model.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
-        vocab_size: Width of the rows, where it is to differ from the tokenizer's.
+        vocab_size: Width of the rows. Default: the tokenizer's vocabulary size.
         max_length: Longest context to accept, in tokens.
-        max_batch_size: Number of contexts that can be evaluated at once, where that is bounded.
-        eos_token_ids: The ids that end a text where a caller names none. Default: the tokenizer's.
+        max_batch_size: Maximum number of contexts evaluated at once; ``None`` for no bound.
+        eos_token_ids: The ids that end a text if a call names none. Default: the tokenizer's.
         row_cache: As for ``BatchedLM``.
         **options: Options of ``BatchedLM``: ``batch_size``, ``timeout``, ``row_cache_bytes``, …
     """
@@ -61,10 +61,10 @@ class MockAsyncLM(BatchedLM):
 
     @classmethod
     def from_name(cls, model_name: str, **kwargs: Any) -> Self:
-        """Mock the model of that name: its tokenizer and the ends of its texts, no weights.
+        """Mock a named model: load its tokenizer and end-of-text ids, but no weights.
 
         Args:
-            model_name: Name that ``load_model_by_name`` takes.
+            model_name: A name that ``load_model_by_name`` takes.
             **kwargs: Options of the constructor.
         """
         from genlm_backend.backends.loading import load_tokenizer, named_ends
@@ -77,7 +77,7 @@ class MockAsyncLM(BatchedLM):
 
 @final
 class MockEvaluator(StatelessEvaluator):
-    """Pseudo-random rows."""
+    """Computes the pseudo-random rows of ``MockAsyncLM``."""
 
     def __init__(
         self,

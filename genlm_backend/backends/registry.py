@@ -1,4 +1,4 @@
-"""Names of backends, the options that they share, and the one-liner that loads a model."""
+"""Names of backends, the options that they share, and ``load_model_by_name``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ BACKENDS: Final = {
 """Backend name → (module, class); imported when a model is loaded."""
 
 _LIBRARIES: Final = {"transformers": "hf", "huggingface": "hf", "mlx-lm": "mlx"}
-"""Names of libraries → the backend that uses them."""
+"""Name of a library → the backend that uses it, for error messages."""
 
 REPLICAS: Final = ("genlm_backend.remote.replicas.async_replicas", "AsyncReplicas")
-"""The backend in place of ``"hf"`` if ``replicas`` is among the options."""
+"""The (module, class) used instead of ``"hf"`` if ``replicas`` is among the options."""
 
 ABSENT: Final = {"sgl": ("genlm_backend.compat.replaced", "AsyncSGLTransformer")}
-"""Names of backends that raise an error because they are not available."""
+"""Backends that are not available: the class raises an error that says so."""
 
 
 @overload
@@ -83,21 +83,20 @@ def load_model_by_name(
         name: A model on the Hugging Face hub, a local directory or GGUF file, or ``"smollm2"``, the
             small model that ships with the extra ``demo``.
         backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM), ``"mlx"`` (mlx-lm), ``"llama-cpp"``
-            (llama.cpp, of GGUF files), or ``"mock"`` (the tokenizer and pseudo-random rows);
-            ``None`` means ``"llama-cpp"`` for GGUF files, ``"vllm"`` where a
-            CUDA device and a release of vLLM that is supported are there, ``"mlx"`` on macOS where
-            MLX is installed, else ``"hf"``.
+            (llama.cpp, for GGUF files), or ``"mock"`` (the tokenizer and pseudo-random rows).
+            ``None`` means ``"llama-cpp"`` for GGUF files, ``"vllm"`` with a CUDA device and a
+            supported release of vLLM, ``"mlx"`` on macOS with MLX installed, otherwise ``"hf"``.
         llm_opts: Keyword arguments for the backend's ``from_name``. With ``"replicas"``, a number,
-            the model is an ``AsyncReplicas``, which type checkers are not told.
-        **others: No arguments: an option that was meant for ``llm_opts`` is told so.
+            the model is an ``AsyncReplicas``, which type checkers do not see.
+        **others: Not accepted: the error shows how to pass such an option in ``llm_opts``.
 
     Returns:
         The backend's model: an ``AsyncTransformer``, ``AsyncVirtualLM``, ``AsyncMlxLM``,
         ``AsyncLlamaCppLM`` or ``MockAsyncLM``.
 
     Raises:
-        OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; options are
-            checked before anything is looked for or loaded.
+        OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; this is
+            checked before any file is searched or loaded.
         OptionError: (``ValueError``) If one is out of its bounds.
         UnknownBackendError: (``ValueError``) If there is no such backend.
         ModelNotFoundError: (``OSError``) If there is no such model.
@@ -115,7 +114,7 @@ def load_model_by_name(
 def check_loading(
     name: Any, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Check arguments of ``load_model_by_name``, loading nothing; return the class and options."""
+    """Check ``load_model_by_name``'s arguments without loading; return the class and options."""
     file = check_name(name)
     options = optional(mapping)("llm_opts", llm_opts) or {}
     optional(text)("backend", backend)
@@ -156,7 +155,7 @@ def check_loading(
 
 
 def default_backend() -> str:
-    """Return the backend used if none is named."""
+    """Return the backend for ``backend=None``: "vllm" if usable, "mlx" on macOS, or "hf"."""
     import torch
 
     release = importlib.import_module("genlm_backend.backends.vllm.release")
@@ -182,7 +181,7 @@ _SHARED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "kv_cache_dtype": ("engine_opts", "kv_cache_dtype"),
     },
 }
-"""Backend → option → its name in ``from_name``, or the mapping there and the name in that."""
+"""Backend → option → its path in ``from_name``'s arguments: a name, or a mapping and a key."""
 
 _OF_EVERY: Final = {"batch_size": ("batch_size",), "row_cache_bytes": ("row_cache_bytes",)}
 
@@ -190,13 +189,13 @@ VLLM_KV_CACHE_DTYPES: Final[Mapping[str, str]] = {
     "int8": "int8_per_token_head",
     "uint4": "int4_per_token_head",
 }
-"""Number format of keys and values → what vLLM calls the one that is like it."""
+"""Number format of keys and values → vLLM's name for the nearest equivalent."""
 
 
 def shared_options(
     backend: str, shared: Mapping[str, Any], more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the ``llm_opts`` of a backend for options that several backends have."""
+    """Return a backend's ``llm_opts`` for options that several backends share, with ``more``."""
     known = {**_OF_EVERY, **_SHARED.get(backend, {})}
     options: dict[str, Any] = {}
     for name, value in shared.items():

@@ -1,4 +1,4 @@
-"""Windows in which concurrent callers of one event loop meet, and one of them serves all."""
+"""Batches of concurrent callers on one event loop; the first caller computes for all."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any, final
 from genlm_backend.errors import QueryDroppedError
 
 batch_stats: Counter[tuple[Any, ...]] = Counter()
-"""Number of groups that were computed, by what they ask and how many entries each has."""
+"""Number of computed groups, by kind of query and number of entries."""
 
 
 def take_batch_stats() -> Counter[tuple[Any, ...]]:
-    """Return a copy of ``batch_stats``, and begin to count anew."""
+    """Return a copy of ``batch_stats``, and reset the counts."""
     counts = batch_stats.copy()
     batch_stats.clear()
     return counts
 
 
 def batch_abandoned(exc: BaseException) -> QueryDroppedError:
-    """Return the error of callers whose batch was lost with the caller that held it.
+    """Return the error for callers whose batch was lost because its holder ended.
 
     Args:
-        exc: The exception that ended the holder; it becomes the cause of the error.
+        exc: The exception that ended the holder; it becomes the error's cause.
     """
     error = QueryDroppedError(f"the caller that held the batch ended before it was served: {exc!r}")
     error.__cause__ = exc
@@ -32,7 +32,7 @@ def batch_abandoned(exc: BaseException) -> QueryDroppedError:
 
 
 def fail_futures(entries: Iterable[tuple[Any, ...]], exc: BaseException) -> None:
-    """Set an exception on the future of each entry, its last item, unless that is done."""
+    """Set an exception on the future of each entry, its last item, unless the future is done."""
     for *_, future in entries:
         if not future.done():
             future.set_exception(exc)
@@ -40,7 +40,7 @@ def fail_futures(entries: Iterable[tuple[Any, ...]], exc: BaseException) -> None
 
 @final
 class Window:
-    """The entries that wait on one event loop, and whether a caller waits to serve them."""
+    """The waiting entries of one event loop, and whether a caller already holds the batch."""
 
     __slots__ = ("armed", "queue")
 
@@ -57,20 +57,20 @@ async def join_batch(
 ) -> list[tuple[Any, ...]] | None:
     """Add entries to the batch of the running event loop.
 
-    The first caller holds the batch until a pass of the event loop adds nothing. It is then given
+    The first caller holds the batch until one pass of the event loop adds no entry. It then gets
     all entries, and must resolve every future that is not done before it awaits anything.
 
     Args:
         store: A ``weakref.WeakKeyDictionary``, one for each kind of batch.
         entries: Tuples whose last item is an ``asyncio`` future.
-        linger: Seconds that the holder waits once more for others.
+        linger: Seconds that the holder waits once for further entries.
 
     Returns:
         All entries of the batch, in order, if the caller holds it, and otherwise ``None``.
 
     Raises:
-        BaseException: What has ended the wait of the holder. The futures of the other callers get
-            a ``BatchAbandoned``.
+        BaseException: The exception that ended the holder's wait, such as a cancellation. The
+            futures of the other callers get a ``BatchAbandoned``.
     """
     window = store.setdefault(asyncio.get_running_loop(), Window())
     window.queue.extend(entries)

@@ -1,6 +1,6 @@
-"""Draws, sums and single elements of rows of log-weights, computed in one batch for all callers.
+"""Draws, sums and single elements of rows of log-weights, batched across concurrent callers.
 
-Clients import this module for its names alone, so that torch is first imported when one is used.
+Functions import torch when they are called, since clients import this module for its names.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ async def draw_from(
 ) -> tuple[int, float, float]:
     """Draw an index from the softmax of a row; concurrent draws are computed in one batch.
 
-    The noise is that of torch's global generator for the device of the row. Rows of 16-bit floats
+    The noise comes from torch's global generator of the row's device. Rows of 16-bit floats
     are computed in float32, others in their own precision.
 
     Args:
         weights: Log-weights, float ``[V]``, normalised or not, on any device. Not modified.
-        target: Log-weights of the same shape that the draw is weighted for; ``None`` for those
-            that it is drawn from.
+        target: Log-weights of the target distribution, of the same shape; ``None`` means
+            ``weights``.
 
     Returns:
         The index, the logarithm of its importance weight, and its log-probability. With a
-        ``target``, that weight is ``target[index]`` less the log-probability; without one, the
+        ``target``, the log-weight is ``target[index]`` minus the log-probability; without one, the
         ``logsumexp`` of all weights. If all weights are ``-inf``, any index, and ``-inf`` twice.
 
     Raises:
         OptionError: (``ValueError``) If a weight is NaN or ``+inf``, or ``target`` has another
             shape.
-        RuntimeError: If the rows of the batch that are of the same width do not stack.
+        RuntimeError: If the batch's rows of the same width do not stack.
         BatchAbandoned: (``RuntimeError``) If the caller that held the batch was cancelled.
     """
     row, place = _tensor_of(weights)
@@ -70,7 +70,7 @@ async def draw_from(
 
 
 async def logsumexp_from(weights: LogWeights) -> float:
-    """Return the logarithm of the sum of a row's weights, ``-inf`` for a row without any.
+    """Return the log-sum-exp of a row; ``-inf`` if all its log-weights are ``-inf``.
 
     Args:
         weights: Log-weights, float ``[V]``; see ``draw_from``.
@@ -80,7 +80,7 @@ async def logsumexp_from(weights: LogWeights) -> float:
 
 
 async def logp_at(weights: LogWeights, index: int) -> float:
-    """Return one element of a row, as it is.
+    """Return one element of a row, batched with other callers' transfers to the host.
 
     Args:
         weights: Log-weights, float ``[V]``; see ``draw_from``.
@@ -100,7 +100,7 @@ _NO_ROW = "a row must have one dimension, got the shape {}"
 
 
 class _Entry(NamedTuple):
-    key: tuple[Hashable, ...]  # of the entries that are computed with it, the kind first
+    key: tuple[Hashable, ...]  # entries with equal keys are computed together; the kind is first
     row: torch.Tensor
     target: torch.Tensor | None
     future: asyncio.Future[Any]
@@ -124,7 +124,7 @@ async def _ask(
 
 
 def _serve(batch: list[Any]) -> None:
-    """Compute the groups of a batch, each by itself, and settle every future."""
+    """Compute each group of a batch, and settle every future."""
     import torch
 
     groups: dict[Hashable, list[_Entry]] = {}
@@ -196,7 +196,7 @@ def _tensor_of(row: LogWeights) -> tuple[torch.Tensor, Hashable]:
 
 
 def _stacked(group: Sequence[_Entry]) -> torch.Tensor:
-    """Return a copy of the rows of a group, in float32 at least: ``[N, V]``."""
+    """Return a copy of a group's rows, in at least float32: ``[N, V]``."""
     import torch
 
     rows = torch.stack([entry.row for entry in group])
@@ -212,7 +212,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _normalise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise log-weights ``[..., V]`` in place; return them and the logarithms of their sums.
+    """Normalise log-weights ``[..., V]`` in place; return them and their log-sum-exps.
 
     A row without support stays ``-inf``.
     """
@@ -224,24 +224,24 @@ def _normalise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
-    """Return the largest weight of each row, and 0 for one without support: ``[..., 1]``."""
+    """Return each row's largest log-weight, or 0 for a row without support: ``[..., 1]``."""
     largest = rows.amax(-1, keepdim=True)
     return largest.masked_fill(largest == -math.inf, 0)
 
 
 def _wide(rows: torch.Tensor) -> torch.dtype:
-    """Return the most precise dtype of floats that the device of the rows has."""
+    """Return float64, or float32 on MPS, which has no float64."""
     import torch
 
     return torch.float32 if rows.device.type == "mps" else torch.float64
 
 
 def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log-probabilities at a temperature: the row itself at 1, and otherwise a new one.
+    """Return log-probabilities at a temperature: the row itself at 1, otherwise a new row.
 
     Args:
         row: Log-probabilities or other log-weights, float ``[..., V]``. Not modified.
-        temperature: What the row is divided by before it is normalised, above 0.
+        temperature: Divisor of the row before it is normalised, above 0.
 
     Raises:
         OptionError: (``ValueError``) If ``temperature`` is 0 or less, infinite or NaN.
@@ -250,7 +250,7 @@ def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
         return row
     _TEMPERATURE("temperature", temperature)
     scores = row.to(_at_least_float32(row.dtype))
-    # The largest is taken off before a small temperature overflows.
+    # Subtract the maximum first, so that a small temperature does not overflow.
     return _normalise((scores - _largest(scores)) / temperature)[0].to(row.dtype)
 
 
@@ -261,7 +261,7 @@ _TEMPERATURE = number(0, is_open=True)
 
 
 def gumbel_max(log_weights: torch.Tensor) -> torch.Tensor:
-    """Draw an index from each row as the largest log-weight with Gumbel noise added to it.
+    """Draw an index from each row: the argmax of the log-weights plus Gumbel noise.
 
     Args:
         log_weights: Float ``[..., V]``, normalised or not; a row without support gives any index.
@@ -271,33 +271,33 @@ def gumbel_max(log_weights: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    # The logarithm of an exponential variate is Gumbel noise with its sign reversed.
+    # The negative logarithm of an exponential variate is Gumbel noise.
     noise = torch.empty_like(log_weights).exponential_()
     return (log_weights - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_()).argmax(-1)
 
 
 def multinomial(log_weights: torch.Tensor) -> torch.Tensor:
-    """Draw an index from each row by ``torch.multinomial``; arguments as of ``gumbel_max``."""
+    """Draw an index from each row with ``torch.multinomial``; arguments as in ``gumbel_max``."""
     import torch
 
     return torch.multinomial(_probabilities(log_weights), 1)[..., 0]
 
 
 def inverse_cdf(log_weights: torch.Tensor) -> torch.Tensor:
-    """Draw an index from each row by one uniform number; arguments as of ``gumbel_max``."""
+    """Draw an index from each row with one uniform number; arguments as in ``gumbel_max``."""
     import torch
 
     probabilities = _probabilities(log_weights)
-    # A sum in parallel may rise at what has no weight.
+    # A parallel cumsum may increase at elements of zero probability, so zero their ends.
     ends = probabilities.cumsum(-1).masked_fill_(probabilities == 0, 0)
     total = ends.amax(-1, keepdim=True)
     point = torch.rand_like(total) * total
-    # The second condition finds the point that is rounded up to the total.
+    # The second condition covers a point that is rounded up to the total.
     return ((ends > point) | (ends == total)).int().argmax(-1)
 
 
 def _probabilities(log_weights: torch.Tensor) -> torch.Tensor:
-    """Return the softmax of rows in the widest dtype, and ones where it is NaN."""
+    """Return the softmax of rows in the widest dtype, with NaN replaced by 1."""
     return log_weights.softmax(-1, dtype=_wide(log_weights)).nan_to_num_(1.0)
 
 
@@ -312,7 +312,7 @@ _picker: Picker = gumbel_max
 
 
 def set_draw_method(method: str | Picker) -> None:
-    """Have all batches from now on draw by another method, in the whole process.
+    """Set the drawing method of all later batches in the process.
 
     Args:
         method: A name in ``DRAW_METHODS``, or a function from log-weights ``[N, V]``, which it does

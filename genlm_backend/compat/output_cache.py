@@ -1,4 +1,4 @@
-"""OutputCache: a mapping of a bounded number of tensors."""
+"""OutputCache: an LRU cache of a bounded number of tensors."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from genlm_backend.checks import integer, switch
 
 @final
 class OutputCache:
-    """A mapping from keys to tensors that forgets the least recently used ones.
+    """A mapping from keys to tensors that evicts the least recently used ones.
 
-    For programs of one's own that bound a cache by a count, as with genlm-backend 0.3.1; models
-    keep their rows in a ``RowCache``, which is bounded by bytes.
+    Kept for programs written for genlm-backend 0.3.1, which bound a cache by a count. Models keep
+    their rows in a ``RowCache``, which is bounded by bytes.
 
     Args:
         maxsize: Tensors to keep, at most.
-        move_to_cpu: Keep tensors in main memory, and hand them out on the device that they had.
+        move_to_cpu: Keep tensors in main memory, and return them on their original device.
 
     Raises:
-        OptionTypeError: (``TypeError``) If one of them is of another type.
+        OptionTypeError: (``TypeError``) If an argument is of another type.
         OptionError: (``ValueError``) If ``maxsize`` is negative.
     """
 
@@ -50,5 +50,5 @@ class OutputCache:
         return len(self.cache)
 
     def clear(self) -> None:
-        """Forget every tensor."""
+        """Evict every tensor."""
         self.cache.clear()

@@ -1,7 +1,7 @@
-"""Public names of genlm-backend 0.3.1 whose machinery is not needed here.
+"""Public names of genlm-backend 0.3.1 without a counterpart in this library.
 
-The package ``genlm.backend`` hands these out, so that a program which imports one still starts
-and is told on use what takes its place.
+The package ``genlm.backend`` exports them, so that a program that imports one still starts. Using
+one raises an error that names its replacement.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from genlm_backend.errors import MissingExtraError, ReplacedNameError
 from genlm_backend.tokenization import decode_vocab
 
 HAS_VLLM = is_supported(installed_release())
-"""Whether a release of vLLM is installed that ``AsyncVirtualLM`` runs on."""
+"""Whether the installed release of vLLM is one that ``AsyncVirtualLM`` supports."""
 
 HAS_MLX = is_present()
 """Whether ``AsyncMlxLM`` can load a model."""
@@ -71,7 +71,7 @@ def get_byte_tokens_from_sp(tokenizer: Any) -> NoReturn:
 
 
 def check_byte_decoder(tokenizer: Any, byte_decoder: Any) -> NoReturn:
-    """Raise a ``ReplacedNameError``: ``decode_vocab`` checks what it returns."""
+    """Raise a ``ReplacedNameError``: ``decode_vocab`` checks the bytes itself."""
     _refuse("check_byte_decoder", _DECODE_VOCAB)
 
 

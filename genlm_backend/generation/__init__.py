@@ -1,4 +1,4 @@
-"""Generation of text from log-probabilities, for every backend alike."""
+"""Text generation from next-token log-probabilities, the same for every backend."""
 
 from typing import TYPE_CHECKING
 

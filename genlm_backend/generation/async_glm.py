@@ -1,4 +1,4 @@
-"""AsyncGLM: tasks for a model from ordinary threads, batched together by an engine."""
+"""AsyncGLM: ``model.generate`` tasks from ordinary threads, batched together by an engine."""
 
 from __future__ import annotations
 
@@ -44,23 +44,22 @@ _NAME = "model"
 class AsyncGLM(OfOneProcess):
     """Generates for many threads at once: ``submit`` a task, ``get_result`` later.
 
-    What ``model.generate`` does for one caller at a time, this does for as many as come: tasks
-    that are under way at the same time share forward passes, on an ``Engine`` of its own. Each row
-    of a task is a request of that engine, which decides who waits. Any method may be called from
-    any thread. Tasks that are submitted before ``start()`` wait for it.
+    ``model.generate`` serves one caller at a time; this class batches the concurrent tasks of all
+    callers into the same forward passes, on its own ``Engine``. Each row of a task is a request of
+    that engine, which queues the requests. Any method may be called from any thread. Tasks that
+    are submitted before ``start()`` wait for it.
 
     Args:
-        model: A causal language model of transformers, or an ``AsyncLM``, which is not closed at
-            ``shutdown``.
-        tokenizer: The model's; tasks are token ids, so that it may be left out.
+        model: A causal language model of transformers, or an ``AsyncLM``, which ``shutdown`` does
+            not close.
+        tokenizer: The model's tokenizer; optional, since tasks are token ids.
         max_queue_size: Tasks that may wait for others to end, at least 1.
-        generation_kwargs: Options of every task that has no others; see ``HONOURED``.
-        max_running: Tasks, and texts of them, under way at once; by default as many as the model
-            takes in a batch.
+        generation_kwargs: Default options of the tasks; see ``HONOURED``.
+        max_running: Texts generated at once, at most; by default the model's ``batch_size``.
 
     Raises:
-        GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has something else, or a
-            bound is too small.
+        GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has an option that is not
+            in ``HONOURED`` or not valid, or a bound is too small.
         OptionTypeError: (``TypeError``) If ``model`` is neither.
     """
 
@@ -80,7 +79,7 @@ class AsyncGLM(OfOneProcess):
         self._lm: AsyncLM = _wrap(model, tokenizer) if self._is_own else model
         try:
             padding = getattr(self._lm.tokenizer, "pad_token_id", None)
-            # The model's own, or what is known of it here.
+            # The model's own configuration, or one with its special tokens.
             self._base: Any = own_config(self._lm) or transformers.GenerationConfig(
                 eos_token_id=sorted(self._lm.eos_token_ids) or None, pad_token_id=padding
             )
@@ -91,7 +90,7 @@ class AsyncGLM(OfOneProcess):
         self._max_queue_size: int = given["max_queue_size"]
         self._max_running: int = given["max_running"] or self._lm.batch_size
         self._lock = ProcessLock()
-        self._tasks: dict[int, _Task] = {}  # whose results have not been collected
+        self._tasks: dict[int, _Task] = {}  # tasks whose results have not been collected
         self._next_id = 0
         self._engine: Engine | None = None
         self._is_shut_down = False
@@ -99,7 +98,7 @@ class AsyncGLM(OfOneProcess):
     # ---------------------------------------------------------------- tasks
 
     def start(self) -> None:
-        """Start working; again has no effect.
+        """Start the engine and the waiting tasks; a second call has no effect.
 
         Raises:
             ModelStateError: (``RuntimeError``) After ``shutdown()``.
@@ -112,7 +111,7 @@ class AsyncGLM(OfOneProcess):
                 for task in self._tasks.values():
                     try:
                         task.submit(self._engine, timeout=0)
-                    except Exception as error:  # a future is settled
+                    except Exception as error:  # get_result raises it
                         task.result.set_exception(error)
 
     def _start_engine(self) -> Engine:
@@ -137,31 +136,31 @@ class AsyncGLM(OfOneProcess):
 
         Args:
             inputs: Token ids ``[length]`` or ``[batch, length]``, or a mapping with ``input_ids``
-                and an ``attention_mask`` that is 0 where a row is padded, on either side
-                (``token_type_ids`` and ``labels`` of a collator are left aside). For a model that
-                reads pictures, what its processor returns for one prompt, with ``pixel_values``.
-            generation_kwargs: Options that go before the constructor's.
-            timeout: Seconds to wait where the queue is full; ``None`` waits as long as it takes.
+                and an ``attention_mask`` that is 0 at the padding, on either side (a collator's
+                ``token_type_ids`` and ``labels`` are ignored). For a model that reads pictures,
+                the output of its processor for one prompt, with ``pixel_values``.
+            generation_kwargs: Options that override the constructor's.
+            timeout: Seconds to wait if the queue is full; ``None`` for no limit.
 
         Raises:
-            ContextError: (``ValueError``) If a prompt is empty or too long, if memory has no room
-                for it and its text, or if the mapping has something that a text model cannot
-                read. Nothing is queued then, as with the next.
+            ContextError: (``ValueError``) If a prompt is empty or too long, if the KV cache has no
+                room for it and its text, or if the mapping has an entry that a text model cannot
+                read. Nothing is queued after an error.
             GenerationConfigError: (``ValueError``) If ``generation_kwargs`` are wrong.
             RequestQueueFullError: (``queue.Full``) If the queue was full for ``timeout`` seconds.
-            ModelStateError: (``RuntimeError``) If it is full and ``start()`` has not been called,
-                and after ``shutdown()``.
+            ModelStateError: (``RuntimeError``) If the queue is full and ``start()`` has not been
+                called, and after ``shutdown()``.
         """
         timeout = check_timeout("timeout", timeout)
         checked(_CHECKS, {"generation_kwargs": generation_kwargs}, GenerationConfigError)
-        # First: torch aborts if Python, as it exits, collects a tensor that has views.
+        # Check first: torch aborts if Python collects a tensor with views at interpreter exit.
         with self._lock.here:
             self._check_open()
         own = generation_kwargs or {}
         kwargs = {**self._defaults, **own}
         for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
             if whole in own and new not in own:
-                kwargs.pop(new, None)  # or the constructor's would go before it
+                kwargs.pop(new, None)  # else the constructor's value would override it
         rows, mask, pictures = _rows_of(inputs, self._lm.contexts)
         width = rows.shape[1]
         configs = [_config_of_kwargs(self._base, kwargs, row, width) for row in range(len(rows))]
@@ -184,7 +183,7 @@ class AsyncGLM(OfOneProcess):
         with self._lock.here:
             self._check_open()
             engine = self._engine
-            if engine is None:  # it waits for the start, if there is room
+            if engine is None:  # the task waits for start(), if the queue has room
                 if self._num_waiting() >= self._max_queue_size:
                     if timeout == 0:
                         raise self._full()
@@ -197,7 +196,7 @@ class AsyncGLM(OfOneProcess):
                 return self._add(task)
         except RequestQueueFullError:
             raise self._full() from None
-        except BaseException as error:  # nobody would have its id
+        except BaseException as error:  # the caller gets no id with which to collect the result
             task.interrupt(engine)
             if isinstance(error, ModelStateError):
                 self._check_open()
@@ -209,20 +208,20 @@ class AsyncGLM(OfOneProcess):
         return task_id
 
     def get_result(self, task_id: int, timeout: float | None = None) -> torch.Tensor:
-        """Wait for a task and return its result, once.
+        """Wait for a task and return its result, which can be collected once.
 
         Returns:
-            Token ids, int64 ``[batch × num_return_sequences, length]``, as ``model.generate``
-            gives them: each row as it was given, its continuation, and padding.
+            Token ids, int64 ``[batch × num_return_sequences, length]``, in the format of
+            ``model.generate``: each input row, its continuation, and padding.
 
         Raises:
-            TimeoutError: If it is not complete after ``timeout`` seconds; it can be asked again.
+            TimeoutError: If the task is not complete after ``timeout`` seconds; call again later.
             UnknownTaskError: (``KeyError``) If there is no such task, or its result has been
                 collected.
             CancelledError: (of ``concurrent.futures``) If ``shutdown`` came first.
-            ModelStateError: (``RuntimeError``) Before ``start()``, at once, even if another thread
-                might call it later.
-            Exception: What made the task fail.
+            ModelStateError: (``RuntimeError``) At once if ``start()`` has not been called, even if
+                another thread might call it later.
+            Exception: The error with which the task failed.
         """
         timeout = check_timeout("timeout", timeout)
         with self._lock.here:
@@ -243,23 +242,23 @@ class AsyncGLM(OfOneProcess):
         return task.result.result()
 
     def _task(self, task_id: int) -> _Task:
-        """Return a task whose result has not been collected; under the lock."""
+        """Return a task whose result has not been collected; called under the lock."""
         task = self._tasks.get(_CHECKS["task_id"]("task_id", task_id))
         if task is None:
             raise UnknownTaskError(f"no task {task_id}, or its result has been collected")
         return task
 
     def is_ready(self, task_id: int) -> bool:
-        """Return whether ``get_result`` would not have to wait.
+        """Return whether ``get_result`` would return without waiting.
 
         Raises:
-            UnknownTaskError: (``KeyError``) As there.
+            UnknownTaskError: (``KeyError``) As ``get_result``.
         """
         with self._lock.here:
             return self._task(task_id).result.done()
 
     def queue_size(self) -> int:
-        """Return how many tasks wait to be begun."""
+        """Return the number of tasks that have not started."""
         with self._lock.here:
             return self._num_waiting()
 
@@ -271,12 +270,12 @@ class AsyncGLM(OfOneProcess):
     # ---------------------------------------------------------------- ending
 
     def shutdown(self, wait: bool = True, timeout: float | None = None) -> None:
-        """End it; again has no effect. Results that are there can still be collected.
+        """End the engine; a second call has no effect. Complete results can still be collected.
 
-        In a fork of the process that first used it, nothing is done.
+        In a fork of the process that first used it, this does nothing.
 
         Args:
-            wait: Whether to complete the tasks first. Those that are not are cancelled.
+            wait: Whether to wait for the tasks. Those that are not complete are cancelled.
             timeout: Seconds to wait for them, at most.
         """
         switch("wait", wait)
@@ -287,8 +286,8 @@ class AsyncGLM(OfOneProcess):
             self._is_shut_down = True
             tasks, engine = list(self._tasks.values()), self._engine
         if engine is not None:
-            with contextlib.suppress(ModelStateError):  # at exit, the engine has ended before us
-                engine.shut_model(_NAME)  # whoever waits for room is told
+            with contextlib.suppress(ModelStateError):  # at exit, the engine ends first
+                engine.shut_model(_NAME)  # callers that wait for room get an error
             if wait:
                 concurrent.futures.wait([task.result for task in tasks], timeout)
         with self._lock.here:
@@ -345,7 +344,7 @@ def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
     if tokenizer is None:
         from tokenizers import Tokenizer, models
 
-        # Nothing here looks at the bytes of a token; each id gets a word of its own.
+        # The tokens' bytes are not used here, so each id gets a placeholder word.
         size = model.get_input_embeddings().num_embeddings
         tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(size)}, unk_token="<0>"))
     return AsyncTransformer(model, tokenizer)
@@ -354,7 +353,7 @@ def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
 @final
 @dataclass(eq=False)
 class _Task:
-    """A request of an engine for each row, and one result of all of them."""
+    """An engine request for each row, and the future of their joint result."""
 
     rows: torch.Tensor  # [batch, length]
     contexts: list[Context]
@@ -372,7 +371,7 @@ class _Task:
             engine.stop_request(request)
 
     async def _complete(self, engine: Engine) -> torch.Tensor:
-        """Return each row with its continuations, padded, unless a request fails."""
+        """Await the requests; return each row with its continuations, padded."""
         try:
             found = await together(self.requests)
         except BaseException:
@@ -391,13 +390,13 @@ class _Task:
 # -------------------------------------------------------------------- arguments of model.generate
 
 HONOURED = (*SHARED_FIELDS, "early_stopping", "num_return_sequences", "pad_token_id", "seed")
-"""The ``generation_kwargs`` that are honoured: those of ``model.generate``, and ``seed``."""
+"""The ``generation_kwargs`` that are accepted: options of ``model.generate``, and ``seed``."""
 
 
 def _config_of_kwargs(
     defaults: Any, kwargs: Mapping[str, Any], row: int, width: int = 0
 ) -> GenerationConfig:
-    """Return the configuration of one row of a task, which has its own random stream."""
+    """Return the configuration of one row of a task; each row has its own random stream."""
     merged, ours = copy.deepcopy(defaults), {}
     for name, value in kwargs.items():
         if name not in HONOURED:
@@ -413,10 +412,10 @@ def _config_of_kwargs(
     if merged.max_new_tokens is None and merged.max_length is None:
         merged.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     config = GenerationConfig.from_hf(merged)
-    # As in ``model.generate``: no end but the length, for which padding counts.
+    # As in ``model.generate``: without ``eos_token_id``, only the length ends a text.
     if merged.eos_token_id is None:
         ours["eos_token_id"] = ()
-    # Bounds of the length are numbers of new tokens after ``width``.
+    # Convert total lengths, which include the padding, to numbers of new tokens.
     most, least = config.max_new_tokens, config.min_new_tokens
     if config.max_length is not None:
         most = config.max_length - width
@@ -433,11 +432,11 @@ def _config_of_kwargs(
 
 
 _APART = {"seed": optional(integer(0)), "pad_token_id": optional(integer())}
-"""Checks of the honoured keys that are no fields of a configuration."""
+"""Checks of the accepted keys that are not set on transformers' configuration."""
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return arrays and tensors as lists and numbers, which configurations can compare."""
+    """Convert arrays and tensors to lists and numbers, which configurations can compare."""
     try:
         return value.tolist() if hasattr(value, "tolist") else value
     except (TypeError, RuntimeError) as error:
@@ -445,13 +444,13 @@ def _plain(name: str, value: Any) -> Any:
 
 
 _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
-"""Entries that collators make of texts; the last ones say nothing to a model that generates."""
+"""Entries that collators make of texts; all but the first two are ignored for a text model."""
 
 
 def _rows_of(
     inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any], contexts: ContextFactory
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any] | None]:
-    """Return token ids ``[batch, length]``, which of them count, and inputs made of pictures."""
+    """Return token ids ``[batch, length]``, a bool mask without padding, and picture inputs."""
     named = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
     if "input_ids" not in named:
         raise ContextError(f"the inputs have no 'input_ids', only {sorted(named)}")
@@ -488,7 +487,7 @@ def _rows_of(
 
 
 def _listed(value: Any, contexts: ContextFactory) -> Any:
-    """Return each ``Context`` as a list, and whatever else it is as it came."""
+    """Convert each ``Context`` to a list; return anything else unchanged."""
     if isinstance(value, Context):
         if value.pictures is not None:
             raise ContextError(
@@ -513,7 +512,7 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def _hint(value: Any) -> str:
-    """Return a hint for texts, chats and rows of several lengths."""
+    """Return a hint for texts, chats and rows of unequal lengths."""
     first, depth = value, 0
     while isinstance(first, (list, tuple)) and first and depth < 3:
         first, depth = first[0], depth + 1

@@ -1,4 +1,4 @@
-"""BeamSearch: the most probable texts, as transformers searches for them."""
+"""BeamSearch: beam search with the scores and order of transformers' ``model.generate``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.readouts.draw import check_possible
 
 _NEVER = -1.0e9
-"""transformers' score of what must not be chosen."""
+"""Score that transformers gives all beams but the first at the start, so that none is chosen."""
 
 LogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 
@@ -24,7 +24,7 @@ LogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 @final
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """A text of the search: its context, the sum of its log-probabilities, and each token's own."""
+    """A beam: its context, the sum of its log-probabilities, and each token's own."""
 
     context: list[int]
     score: float
@@ -33,28 +33,28 @@ class _Beam:
 
 @final
 class BeamSearch(TextSequence):
-    """``num_beams`` texts at once, of which the ``n`` with the best scores are returned."""
+    """Searches with ``num_beams`` beams and returns the ``n`` texts with the best scores."""
 
-    # Beam search (Lowerre, 1976): each step extends all beams by all tokens and goes on with the
-    # best that have not ended. The score of a text that ends is its sum of log-probabilities /
-    # length ** ``length_penalty``, without the prompt (Wu et al., 2016, arXiv:1609.08144). The
-    # order of operations, in float32, is that of transformers' ``model.generate``, so that the
-    # texts are the same. The search ends when no beam can become better than the worst of
-    # ``num_beams`` ended texts, by the estimate of ``beam_early_stopping``.
+    # Beam search (Lowerre, 1976): each step extends all beams by all tokens and keeps the best
+    # that have not ended. An ended text scores its sum of log-probabilities / length **
+    # ``length_penalty``, without the prompt (Wu et al., 2016, arXiv:1609.08144). The operations
+    # run in float32 in the order of transformers' ``model.generate``, so that the texts are the
+    # same. The search ends when no beam can beat the worst of ``num_beams`` ended texts, by the
+    # estimate of ``beam_early_stopping``.
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         super().__init__(lm, prompt, config)
         first = _Beam(list(prompt.token_ids), 0.0)
         self._beams = [first] + [_Beam(first.context, _NEVER)] * (config.num_beams - 1)
         self._ended: list[_Beam] = []
         self._rows: torch.Tensor | None = None
-        # More candidates than beams, so that enough are left when some of them end.
+        # More candidates than beams, so that ``num_beams`` are left when some of them end.
         self._num_candidates = max(2, 1 + len(prompt.eos_token_ids)) * config.num_beams
 
     async def ask(self) -> None:
         lora = self._config.lora_name
         contexts = map(self.asked_of, self.contexts)
         rows = await asyncio.gather(*(self._lm.next_token_logprobs(c, lora) for c in contexts))
-        if len(rows) < len(self._beams):  # before the first token all beams are one context
+        if len(rows) < len(self._beams):  # before the first token, all beams have one context
             rows = rows * len(self._beams)
         self._rows = torch.stack(list(rows))
 
@@ -97,7 +97,7 @@ class BeamSearch(TextSequence):
         return self._texts(self._ended[: self._config.n]), nothing_held_back
 
     def _told(self, row: torch.Tensor, token_id: int) -> LogProbs:
-        """Return the log-probability of a token, and those of the most probable tokens."""
+        """Return a token's log-probability, and the most probable tokens with theirs."""
         top = row.topk(min(self._config.top_logprobs, len(row)))
         pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return float(row[token_id]), pairs
@@ -105,12 +105,12 @@ class BeamSearch(TextSequence):
     # ---------------------------------------------------------------- scores
 
     def _score(self, beam: _Beam, length: int) -> float:
-        """Return the score of a beam if it ended at a length, its prompt included."""
+        """Return a beam's score if it ended at this length, which includes the prompt."""
         penalty = (length - len(self._prompt.token_ids)) ** self._config.length_penalty
         return float(torch.tensor(beam.score, dtype=torch.float32) / penalty)
 
     def _end(self, beams: list[_Beam]) -> None:
-        """Keep the best of the ended texts and these."""
+        """Add beams to the ended texts, and keep the ``num_beams`` best."""
         scored = [replace(beam, score=self._score(beam, len(beam.context))) for beam in beams]
         self._ended = sorted([*self._ended, *scored], key=lambda beam: -beam.score)[: self.width]
 

@@ -1,4 +1,4 @@
-"""GenerationConfig: how a text is generated, checked when it is made."""
+"""GenerationConfig: the options of generation, checked at construction."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def checked_field(default: Any, check: Check[Any]) -> Any:
 
 
 class CheckedConfig(abc.ABC):
-    """Base of configurations: frozen dataclasses whose fields are checked when they are made."""
+    """Base of configurations: frozen dataclasses that check their fields at construction."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     _error: ClassVar[type[Exception]]
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
-        """Refuse unknown names and suggest near ones, which ``__init__`` would not."""
+        """Refuse unknown names with a suggestion, before ``__init__`` raises its ``TypeError``."""
         cls._check_names(fields)
         return super().__new__(cls)
 
@@ -58,10 +58,10 @@ class CheckedConfig(abc.ABC):
         check_names(names, known, f"field of {cls.__name__}", cls._error)
 
     def replace(self, **fields: Any) -> Self:
-        """Return another configuration, with these fields changed.
+        """Return a copy with these fields changed.
 
         Raises:
-            ValueError: As at construction, and for a name that is no field.
+            ValueError: If a value is invalid, or a name is no field.
         """
         self._check_names(fields)
         return dataclasses.replace(self, **fields)
@@ -73,11 +73,11 @@ class MultiMediaInfo:
     """The pictures of a prompt, for the field ``mm_info`` of a ``GenerationConfig``.
 
     Attributes:
-        images: One for each of the model's own tokens for a picture in the prompt: PIL
-            images, arrays ``[height, width, 3]`` of uint8, paths or the bytes of files.
+        images: One image per picture token of the model in the prompt: PIL images, arrays
+            ``[height, width, 3]`` of uint8, paths or the bytes of files.
 
     Raises:
-        GenerationConfigError: (``ValueError``) If they are no list.
+        GenerationConfigError: (``ValueError``) If ``images`` is no list.
     """
 
     images: Sequence[Any]
@@ -88,10 +88,10 @@ class MultiMediaInfo:
 
 
 DEFAULT_MAX_NEW_TOKENS: Final = 20
-"""Tokens of a text whose length nobody has named, as of ``model.generate`` of transformers."""
+"""Tokens of a text if no length is given; transformers' ``model.generate`` has the same default."""
 
 _BOUNDS = ("top_k", "top_p", "min_p")
-"""The bounds on draws; one that is given says that tokens are drawn."""
+"""Filters of sampling; giving one turns sampling on unless ``do_sample=False`` or temperature 0."""
 
 _LEFT_OUT = "left out with do_sample=False"
 _ONE_TEXT = (
@@ -146,55 +146,55 @@ _WORDS = sequence(sequence(_ID, "a list"), "non-empty lists of token ids")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig(CheckedConfig):
-    """How a text is generated. The defaults take the most probable token, to the model's limit.
+    """The options of generation. The default is greedy decoding up to the model's limit.
 
-    Every field is checked at construction; ``replace`` makes another one.
+    Every field is checked at construction; ``replace`` returns a changed copy.
 
     Attributes:
-        do_sample: Whether to draw from the distribution, or to take its largest; ``None`` draws
-            where one of the next four is given.
-        temperature: Divides the logits; ``None`` for 1. 0 takes the largest, and infinity draws
-            from all possible tokens alike.
-        top_k: Only so many of the most probable tokens; ``None`` or 0 for all. More than there
-            are are all, too, as in transformers.
-        top_p: Only the most probable tokens that together have this probability, above 0 to 1.
-        min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
-        seed: Seed of the random stream; equal seeds give equal texts. ``None`` draws one afresh.
-        n: Texts to generate of one prompt, each with a stream of its own.
-        max_new_tokens: Tokens to generate, at most. Where ``max_length`` is ``None`` as well,
-            ``generate`` and ``stream`` take 20, or as many as the model takes where there is a
-            ``response_format``; an engine as many as it takes.
+        do_sample: Whether to sample, or to decode greedily; ``None`` samples if ``temperature``
+            (other than 0), ``top_k``, ``top_p`` or ``min_p`` is given.
+        temperature: Divides the logits; ``None`` for 1. 0 is greedy, and infinity samples
+            uniformly from the possible tokens.
+        top_k: Sample from the ``top_k`` most probable tokens; ``None`` or 0 for all. More than
+            the vocabulary has means all, as in transformers.
+        top_p: Sample from the most probable tokens up to this total probability, above 0 to 1.
+        min_p: Sample from tokens with at least this fraction of the largest probability, 0 to 1.
+        seed: Seed of the random stream; equal seeds give equal texts. ``None`` for a random seed.
+        n: Texts to generate per prompt, each with its own random stream.
+        max_new_tokens: Tokens to generate, at most. If ``max_length`` is ``None`` as well,
+            ``generate`` and ``stream`` default to 20. With a ``response_format``, or in an engine,
+            the model's limit is the default.
         max_length: Tokens of prompt and text together, at most.
         min_length: Tokens of prompt and text together before the text may end.
         min_new_tokens: Tokens of the text before it may end.
-        early_stopping: ``False`` for texts that no end-of-sequence token ends; ``True`` and
-            ``None`` say that one does. In transformers, the name is of ``beam_early_stopping``: so
-            it is refused beside ``num_beams``, where ``eos_token_id=()`` says ``False``.
+        early_stopping: ``False`` ignores end-of-sequence tokens; with ``True`` and ``None`` they
+            end a text. Transformers uses this name for ``beam_early_stopping``, so it is refused
+            with ``num_beams > 1``; ``eos_token_id=()`` means ``False`` there.
         eos_token_id: One or several tokens that end a text; ``None`` for the model's own,
             ``lm.eos_token_ids``.
         stop_words_ids: Lists of token ids; a text that ends with one of them is complete. ``None``
-            means none, as with the next two.
-        stop: Strings; a text is complete, and cut off, where one of them begins.
+            means none, as for ``stop`` and ``bad_words_ids``.
+        stop: Strings that end a text; it is cut off before the first of them.
         bad_words_ids: Lists of token ids that are not generated.
-        repetition_penalty: Above 0; 1 for none. Divides the positive logits of tokens that were
-            there before, and multiplies the negative ones (Keskar et al., 2019).
-        suppress_repetition_in_generation: Whether ``repetition_penalty`` looks at the generated
-            tokens only, and not at the prompt.
-        no_repeat_ngram_size: No so many tokens follow one another twice; 0 for no such rule.
-        presence_penalty: Taken from the logits of tokens that were generated before.
-        frequency_penalty: Taken from them once for each time.
+        repetition_penalty: Above 0; 1 for none. Divides the positive logits of tokens that have
+            occurred, and multiplies the negative ones (Keskar et al., 2019).
+        suppress_repetition_in_generation: Whether ``repetition_penalty`` counts only generated
+            tokens, and not the prompt.
+        no_repeat_ngram_size: Size of the n-grams that may not occur twice; 0 for no such rule.
+        presence_penalty: Subtracted from the logits of tokens that have been generated.
+        frequency_penalty: Subtracted from them once per occurrence.
         logprobs: Whether to return the log-probabilities of the tokens.
-        top_logprobs: How many alternatives to return with each token.
-        lora_name: The adapter to read the context with.
-        response_format: What the text must look like: a mapping, or a class that has a JSON
-            schema, which is made of it at once; see ``Constraint.from_response_format``.
-        num_beams: Texts to search among for the most probable ones; 1 for no beam search. ``n``
-            of them are returned, the best first.
-        length_penalty: A beam's log-probability is divided by its length to this power, for
-            ranking: above 0 favours long texts.
-        beam_early_stopping: When a beam search ends that has found ``num_beams`` texts: ``True``
-            at once, ``False`` when no beam is better by its present length, ``"never"`` when none
-            can become so; as ``early_stopping`` of transformers.
+        top_logprobs: Number of alternatives to return with each token.
+        lora_name: The LoRA adapter to evaluate the context with.
+        response_format: The format of the text: a mapping, or a class with a JSON schema, which
+            is derived at construction; see ``Constraint.from_response_format``.
+        num_beams: Number of beams; 1 for no beam search. The best ``n`` texts are returned, the
+            best first.
+        length_penalty: Beams are ranked by log-probability / length ** ``length_penalty``: above
+            0 favours long texts.
+        beam_early_stopping: When a beam search with ``num_beams`` finished texts ends: ``True``
+            at once, ``False`` when no beam is better at its current length, ``"never"`` when none
+            can become better; the ``early_stopping`` of transformers.
         mm_info: The pictures that the prompt begins with.
 
     Raises:
@@ -266,21 +266,20 @@ class GenerationConfig(CheckedConfig):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether tokens are drawn, and not the most probable ones taken."""
+        """Whether tokens are sampled; otherwise decoding is greedy."""
         is_meant = any(getattr(self, name) is not None for name in ("temperature", *_BOUNDS))
         return self.temperature != 0 and (is_meant if self.do_sample is None else self.do_sample)
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
-        """Make one of a ``transformers.GenerationConfig``, to the same texts as ``model.generate``.
+        """Convert a ``transformers.GenerationConfig``, for the same texts as ``model.generate``.
 
-        Where it has both, ``max_new_tokens`` takes the place of ``max_length``, and
-        ``min_new_tokens`` that of ``min_length``; a least length beyond the greatest means the
-        greatest. Keys that change no text are ignored, as are those that transformers does not
-        know itself.
+        ``max_new_tokens`` overrides ``max_length``, and ``min_new_tokens`` overrides
+        ``min_length``; a minimum above the maximum is lowered to it. Keys that change no text are
+        ignored, as are keys that transformers itself does not define.
 
         Raises:
-            GenerationConfigError: (``ValueError``) Naming what it asks for that is not done here.
+            GenerationConfigError: (``ValueError``) Naming the key that is not supported.
         """
         if not hasattr(config, "to_diff_dict"):
             raise GenerationConfigError(
@@ -290,14 +289,14 @@ class GenerationConfig(CheckedConfig):
 
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:
-        """Make one of the model's own defaults, where it has any."""
+        """Return the model's own generation defaults, or the library's if it has none."""
         config = own_config(_MODEL("lm", lm))
         return cls() if config is None else cls.from_hf(config)
 
 
 @final
 class GenerationFields(TypedDict, total=False):
-    """The fields of a ``GenerationConfig``, which says what they mean, as keyword arguments."""
+    """The fields of a ``GenerationConfig`` as keyword arguments; it documents each."""
 
     do_sample: bool | None
     temperature: float | None

@@ -1,6 +1,7 @@
-"""Constraint: the tokens that may come next if a text keeps to a schema, pattern or grammar.
+"""Constraint: the next tokens that a schema, pattern or grammar allows.
 
-llguidance (extra ``grammar``) makes the masks; the model's ``byte_vocab`` has the tokens' bytes.
+llguidance (extra ``grammar``) computes the masks from the token bytes in the model's
+``byte_vocab``.
 """
 
 from __future__ import annotations
@@ -43,37 +44,36 @@ from genlm_backend.readouts.draw import PackedMask, as_scores
 from genlm_backend.readouts.sample_readout import log_mass, log_sum
 
 _MOST_OF_A_ROW: Final = 0.1
-"""Logarithm up to which the sum of a row may be above one by rounding, in 8 bits of precision."""
+"""Largest logarithm of a row's sum that rounding to 8 bits of precision (bfloat16) explains."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-"""Or only one way to divide a text into tokens would be allowed where it is forced.
+"""Without ``no_forcing``, llguidance allows only one tokenisation of text that a grammar forces.
 
-They come last, so that the lines of a grammar have the numbers that its writer knows.
+The line comes last, so that llguidance counts the lines as in the caller's grammar.
 """
 
 
 @final
 class Constraint:
-    """State of a text within a grammar: how far it has come, and the tokens that may follow.
+    """The grammar state of one text: the tokens so far, and the tokens that may follow.
 
-    Made by one of the ``from_…`` methods. Every token whose bytes keep the text within the grammar
-    is allowed, however the text is divided into tokens: a sampler that draws from the allowed
-    ones samples from the model restricted to the grammar, prefix by prefix. Each particle of a
-    program holds one of its own; ``fork`` copies it.
+    Make one with a ``from_…`` method. Every token whose bytes keep the text within the grammar
+    is allowed, in any tokenisation. A sampler that draws from the allowed tokens therefore samples
+    from the model restricted to the grammar, prefix by prefix. Give each particle of a program
+    its own constraint; ``fork`` copies one.
 
-    A text is drawn ``while not constraint.is_ended``: what ends it is a token that the model gives
-    a probability, and so is drawn and weighed as the others are, also where nothing else may
-    follow. A loop that leaves it out there weighs texts that cannot go on by other measures than
-    those that can, and samples another distribution.
+    Draw a text ``while not constraint.is_ended``. The token that ends a text has a probability, so
+    draw and weigh it like any other, even if no other token may follow. A loop that skips it then
+    leaves that probability out of some weights, and samples another distribution.
 
-    The grammar decides what ends a text. Where it goes on with a token, the token is text, even if
-    it is one of those that end a text (a line break, say, in a grammar of lines); where it does
-    not, such a token ends the text if it is complete, and is not allowed if it is not.
+    The grammar decides whether a token ends the text. If the grammar accepts an end-of-text token
+    (a line break, say, in a grammar of lines), the token is part of the text. Otherwise the token
+    ends a complete text, and is not allowed in an incomplete one.
 
-    A constraint is not to be used by two threads at once.
+    Two threads must not use one constraint at once.
 
     Attributes:
-        token_ids: The tokens that it has been advanced by.
+        token_ids: The tokens passed to ``advance`` so far.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -97,19 +97,19 @@ class Constraint:
         """Constrain to the JSON values that a schema describes.
 
         Args:
-            lm: The model whose tokens the texts are made of.
+            lm: The model that generates the text.
             schema: A JSON schema, the JSON text of one, or a class that has one: pydantic's, a
                 dataclass, typed dictionaries, or a ``pydantic.TypeAdapter``. The objects of a class
                 have its fields and no others.
-            whitespace: A pattern of what may stand between the parts of a value; ``""`` for
-                nothing.
+            whitespace: A pattern of the white space between the parts of a value; ``""`` for
+                none.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
-            ConstraintError: If it is no schema, or has a keyword or a value anywhere that cannot be
-                kept to; the message says where, and what would do. Annotations are allowed:
-                ``title``, ``description``, ``default``, ``examples``, … and whatever begins with
-                ``x-``.
+            ConstraintError: If it is no schema, or has a keyword or value that no constraint can
+                enforce; the message has its JSON pointer and an alternative. Annotations are
+                allowed: ``title``, ``description``, ``default``, ``examples``, … and any keyword
+                that begins with ``x-``.
         """
         _check_arguments(lm=lm, whitespace=whitespace)
         walk = check_schema(schema)
@@ -125,16 +125,16 @@ class Constraint:
     def from_regex(
         cls, lm: AsyncLM, pattern: str, *, eos_token_ids: Collection[int] | None = None
     ) -> Self:
-        """Constrain to the texts that a regular expression matches whole.
+        """Constrain to the texts that a regular expression matches in full.
 
         Args:
-            lm: The model whose tokens the texts are made of.
+            lm: The model that generates the text.
             pattern: A pattern in the syntax of Rust's ``regex``: no look-around and no
                 back-references.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
-            ConstraintError: If it is no such expression.
+            ConstraintError: If ``pattern`` is not a valid expression.
         """
         _check_arguments(lm=lm, pattern=pattern)
         grammar = json.loads(load_library().LLMatcher.grammar_from_regex(pattern))
@@ -144,10 +144,10 @@ class Constraint:
     def from_choice(
         cls, lm: AsyncLM, choices: Iterable[str], *, eos_token_ids: Collection[int] | None = None
     ) -> Self:
-        """Constrain to one of some texts, of which there may be many thousands.
+        """Constrain to one of several texts; many thousands are supported.
 
         Raises:
-            ConstraintError: If there is none, or one of them is empty or no text.
+            ConstraintError: If ``choices`` is empty, or one of them is empty or no text.
             ConstraintTypeError: (``TypeError``) If ``choices`` is a text itself.
         """
         _check_arguments(lm=lm)
@@ -156,7 +156,7 @@ class Constraint:
         texts: tuple[str, ...] = _check_arguments(choices=choices)["choices"]
         if not texts:
             raise ConstraintError("choices must be texts of at least one letter, got none")
-        # One terminal: as a rule, each text would be an item of the parser's row, which is bounded.
+        # One terminal: in a rule, each text would be an item of the parser's row, which is limited.
         grammar = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
         return cls._make(lm, grammar + _OPTIONS, eos_token_ids)
 
@@ -167,14 +167,13 @@ class Constraint:
         """Constrain to the texts of a context-free grammar.
 
         Args:
-            lm: The model whose tokens the texts are made of.
-            grammar: A grammar in Lark's syntax, as llguidance reads it, beginning at the rule
-                ``start``.
+            lm: The model that generates the text.
+            grammar: A grammar in llguidance's Lark syntax, beginning at the rule ``start``.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
-            ConstraintError: If it is no such grammar.
-            MissingExtraError: (``ImportError``) Without llguidance.
+            ConstraintError: If ``grammar`` is not valid.
+            MissingExtraError: (``ImportError``) If llguidance is not installed.
         """
         _check_arguments(lm=lm, grammar=grammar)
         options = "" if "%llguidance" in grammar else _OPTIONS
@@ -189,19 +188,19 @@ class Constraint:
         *,
         eos_token_ids: Collection[int] | None = None,
     ) -> Self:
-        """Constrain as a ``response_format`` says.
+        """Constrain by a ``response_format`` in the style of OpenAI's API.
 
         Args:
-            lm: The model whose tokens the texts are made of.
+            lm: The model that generates the text.
             response_format: ``type`` is ``"json_schema"``, ``"json_object"``, ``"regex"``,
-                ``"choice"`` or ``"grammar"``; all but the second have an entry of that name with
-                what the method of that name takes. A JSON schema may be in that of OpenAI's API:
-                ``{"name": …, "strict": …, "schema": {…}}``; it is kept to in either case. A class
-                that ``from_json_schema`` takes stands for its JSON schema.
+                ``"choice"`` or ``"grammar"``. All but the second have an entry of that name, with
+                the argument of the ``from_…`` method. A JSON schema may have OpenAI's wrapper,
+                ``{"name": …, "strict": …, "schema": {…}}``; it is enforced whatever ``strict`` is.
+                A class that ``from_json_schema`` takes stands for its JSON schema.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
-            ConstraintError: If it is none of these.
+            ConstraintError: If ``response_format`` is none of these.
         """
         makers = {
             "json_schema": cls.from_json_schema,
@@ -248,13 +247,14 @@ class Constraint:
     # ---------------------------------------------------------------- using it
 
     def mask(self, *, may_end: bool = True) -> torch.Tensor:
-        """Return which tokens may come next: bool ``[vocab]``, the caller's to modify.
+        """Return which tokens may come next: bool ``[vocab]``; the caller may modify it.
 
-        The tokens that end a text are among them where it may end here; after one of them there
-        is nothing more.
+        If the text is complete, the mask includes the tokens that end it. After one of those, the
+        mask is empty.
 
         Args:
-            may_end: ``False`` leaves out what would end the text, as where it is too short yet.
+            may_end: ``False`` excludes the tokens that would end the text, say below a minimum
+                length.
         """
         if self._is_ended:
             return torch.zeros(self._vocab_size, dtype=torch.bool)
@@ -264,17 +264,17 @@ class Constraint:
 
     @staticmethod
     def masks(constraints: Iterable[Constraint], *, may_end: bool = True) -> list[PackedMask]:
-        """Return the masks of many constraints, made side by side on the cores of the machine.
+        """Return the masks of many constraints, computed in parallel on all cores.
 
-        They have a bit for each token, as ``draw_next_token`` takes them, and not a bool.
+        A mask has one bit per token instead of a bool; ``draw_next_token`` takes it.
 
         Args:
-            constraints: Some constraints, of any models and grammars.
-            may_end: As ``mask`` has it.
+            constraints: The constraints, of any models and grammars.
+            may_end: See ``mask``.
 
         Raises:
             OptionTypeError: (``TypeError``) If one is no ``Constraint``.
-            ConstraintError: What ``mask`` raises, of the first that raises it.
+            ConstraintError: The error of the first constraint whose ``mask`` would raise one.
         """
         all_of = list(_check_many("constraints", constraints))
         for i, each in enumerate(all_of):
@@ -283,7 +283,7 @@ class Constraint:
         found = dict[int, PackedMask]()
         for vocab_size in {each._vocab_size for each in distinct.values()}:
             own = [each for each in distinct.values() if each._vocab_size == vocab_size]
-            # llguidance has one token more, which ends a text.
+            # llguidance's vocabulary has one more token, which ends a text.
             table = np.zeros((len(own), vocab_size // 32 + 1), np.int32)
             going_on = [(each._matcher, i) for i, each in enumerate(own) if not each._is_ended]
             if going_on:
@@ -298,7 +298,7 @@ class Constraint:
         return [found[id(each)] for each in all_of]
 
     def _unpacked(self, bits: NDArray[np.uint8], may_end: bool) -> NDArray[np.uint8]:
-        """Return a mask of llguidance's, whose first token is the least significant bit."""
+        """Unpack llguidance's mask to a uint8 per token, and allow the ends of a complete text."""
         bools = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
         if may_end and self.can_end:
             bools[[*self._eos_token_ids]] = 1
@@ -307,24 +307,24 @@ class Constraint:
     def restrict(
         self, row: torch.Tensor, mask: torch.Tensor | PackedMask | None = None
     ) -> tuple[torch.Tensor, float]:
-        """Return log-probabilities of the allowed tokens alone, and how probable those were.
+        """Return the log-probabilities renormalised over the allowed tokens, and the log-mass.
 
         Args:
             row: Log-probabilities of all tokens, float ``[vocab]``, as a model returns them; not
                 modified.
-            mask: The mask of the next token, where it has been computed, as while a model computed
-                the row: ``asyncio.to_thread(constraint.mask)``, or one of ``Constraint.masks``.
+            mask: The mask of the next token, if it has been computed, say during the forward pass:
+                ``asyncio.to_thread(constraint.mask)``, or one of ``Constraint.masks``.
 
         Returns:
-            The row with the others at ``-inf``, normalised again, and the logarithm of the
-            probability that the allowed ones had together: the weight of a particle's step, 0 at
-            most. It is ``-inf``, as is the whole row, where none of them is possible.
+            The row with the other tokens at ``-inf``, normalised again, and the logarithm of the
+            total probability of the allowed tokens: the weight of a particle's step, at most 0.
+            If no allowed token is possible, this logarithm and the whole row are ``-inf``.
 
         Raises:
-            ConstraintViolation: (``ValueError``) If the text has ended, so that nothing follows.
+            ConstraintViolation: (``ValueError``) If the text has ended.
             OptionTypeError: (``TypeError``) If ``row`` or ``mask`` is no tensor.
-            OptionError: (``ValueError``) If one of them is of another shape or dtype, or the row is
-                none of log-probabilities: the allowed ones have a sum above one.
+            OptionError: (``ValueError``) If a shape or dtype is wrong, or the probabilities of the
+                allowed tokens sum to more than one, so that ``row`` has no log-probabilities.
         """
         size = self._vocab_size
         wanted = f"a tensor of the log-probabilities of all tokens, float [{size}]"
@@ -346,11 +346,11 @@ class Constraint:
         return normalised, log_mass(total, as_scores(row))
 
     def advance(self, token_id: int) -> None:
-        """Go on by one token.
+        """Append one token to the text.
 
         Raises:
-            ConstraintViolation: (``ValueError``) If the token is not allowed here; nothing has
-                changed then.
+            ConstraintViolation: (``ValueError``) If the token is not allowed here; the state is
+                unchanged then.
             OptionTypeError: (``TypeError``) If the id is no integer.
         """
         token_id = _check_token_id("token_id", token_id)
@@ -371,7 +371,7 @@ class Constraint:
         self.token_ids.append(token_id)
 
     def fork(self) -> Self:
-        """Return a copy that goes its own way from here, as ``copy.copy`` and ``deepcopy`` do."""
+        """Return an independent copy; ``copy.copy`` and ``copy.deepcopy`` do the same."""
         copy = type(self)(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
         copy.token_ids = list(self.token_ids)
         copy._is_ended = self._is_ended
@@ -391,20 +391,19 @@ class Constraint:
 
     @property
     def can_end(self) -> bool:
-        """Whether the text is complete as it is."""
+        """Whether the text so far is complete, so that it may end here."""
         return not self._is_ended and bool(self._matcher.is_accepting())
 
     @property
     def is_ended(self) -> bool:
-        """Whether a token has come that ends the text."""
+        """Whether ``advance`` has taken a token that ends the text."""
         return self._is_ended
 
     @property
     def must_end(self) -> bool:
-        """Whether the text has not ended, and nothing but its end may follow.
+        """Whether the text has not ended, and only its end may follow.
 
-        For whoever wants the text alone, without what its end weighs; a loop that weighs texts
-        runs until ``is_ended``.
+        A loop that needs no weights may stop here; one that weighs texts runs until ``is_ended``.
         """
         return not self._is_ended and bool(self._matcher.is_stopped())
 
@@ -450,7 +449,7 @@ def _check_tensor(
 
 
 def _writable(check: Check[str]) -> Check[str]:
-    """Return a check of a text that refuses lone surrogates, which UTF-8 cannot write."""
+    """Return a check of a string that also refuses lone surrogates, which UTF-8 cannot encode."""
 
     def check_text(name: str, value: Any) -> str:
         found = check(name, value)

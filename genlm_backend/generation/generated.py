@@ -1,4 +1,4 @@
-"""Generated tokens, texts and pieces of texts; and the status of a request for them."""
+"""The results of generation: tokens, texts and pieces of texts, and a request's status."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from genlm_backend.readable import Readable
 @final
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """A token of a text, as it is generated. It is a ``Piece``.
+    """One generated token; a ``Piece``.
 
     Attributes:
         token_id: The token.
-        text: The characters that are certain with it; those of several tokens may come together.
-        logprob: The logarithm of the model's probability of it, if asked for.
-        top_logprobs: The most probable tokens at its position and theirs, if asked for.
-        finish_reason: Why the text ends, with its last token: ``"eos"``, ``"stop"`` (a stop string
-            or list of ids, or a ``response_format`` that is complete), or ``"length"``; else
+        text: The characters that this token completes; empty while a character or a possible
+            stop string is incomplete.
+        logprob: The model's log-probability of the token, if requested.
+        top_logprobs: The most probable tokens at its position, each an id and a log-probability,
+            if requested.
+        finish_reason: For the last token of a text, why it ends: ``"eos"``, ``"stop"`` (a stop
+            string or list of ids, or a complete ``response_format``) or ``"length"``; else
             ``None``.
-        index: The number of its text among the ``n`` of its prompt.
+        index: Index of its text among the ``n`` of its prompt.
     """
 
     token_id: int
@@ -34,22 +36,22 @@ class GeneratedToken:
 
     @property
     def tokens(self) -> list[GeneratedToken]:
-        """The token alone."""
+        """A list of this token alone."""
         return [self]
 
     @property
     def token_ids(self) -> list[int]:
-        """The token's id alone."""
+        """A list of this token's id alone."""
         return [self.token_id]
 
     @property
     def logprobs(self) -> list[float] | None:
-        """The token's ``logprob`` alone, if asked for."""
+        """A list of this token's ``logprob`` alone, if requested."""
         return None if self.logprob is None else [self.logprob]
 
     @property
     def num_cached_tokens(self) -> int:
-        """Always 0: only an engine counts the tokens that it finds in the prefix cache."""
+        """Always 0: only an engine counts prefix-cache hits."""
         return 0
 
 
@@ -59,12 +61,11 @@ class Generation:
     """A generated text.
 
     Attributes:
-        token_ids: Its tokens, the one that ended it included.
-        text: Its characters: without special tokens, cut off where a stop string begins.
+        token_ids: Its tokens, including the one that ended it.
+        text: Its characters, without special tokens, cut off before a stop string.
         finish_reason: ``"eos"``, ``"stop"``, ``"length"``, or ``"interrupted"`` by an engine.
-        tokens: Each token with what was asked for of it.
-        score: The log-probability of a beam, divided by its length to the power of
-            ``length_penalty``; ``None`` where it is none.
+        tokens: Each token with the requested log-probabilities.
+        score: For a beam, its log-probability / length ** ``length_penalty``; else ``None``.
     """
 
     token_ids: list[int]
@@ -82,7 +83,7 @@ class Generation:
     def of_tokens(
         cls, tokens: list[GeneratedToken], rest: str = "", score: float | None = None
     ) -> Generation:
-        """Join the tokens of a text, and ``rest`` of one that was interrupted."""
+        """Join the tokens of a text, and ``rest``, the characters held back at an interruption."""
         reason = tokens[-1].finish_reason if tokens else None
         return cls(
             token_ids=[token.token_id for token in tokens],
@@ -94,20 +95,20 @@ class Generation:
 
 
 class GenerationStatus(enum.Enum):
-    """How far a request has come. The last three are final."""
+    """The progress of a request. The last three values are final."""
 
     INIT = "init"
     """It waits to run, or for its prompt to be computed."""
     CONTEXT_FINISHED = "context finished"
     """The prompt has been computed."""
     GENERATING = "generating"
-    """There are tokens, and there will be more."""
+    """Some tokens have been generated, and more will follow."""
     FINISHED = "finished"
     """Every text is complete."""
     INTERRUPTED = "interrupted"
-    """It was stopped; what there is can be read."""
+    """It was stopped; its tokens so far can be read."""
     FAILED = "failed"
-    """An exception ended it; what there is can be read before it is raised."""
+    """An exception ended it; the queue yields its tokens so far before it raises the exception."""
 
     @property
     def is_final(self) -> bool:
@@ -118,19 +119,20 @@ class GenerationStatus(enum.Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class GeneratedElements:
-    """The part of one text since it was last asked for. It is a ``Piece``.
+    """The new tokens of one text since the last read; a ``Piece``.
 
     Attributes:
         token_ids: The new tokens.
-        text: The characters that are certain with them, never half of one.
-        logprobs: The logarithms of the tokens' probabilities, if asked for.
-        top_logprobs: The most probable tokens at each position and theirs, if asked for.
-        index: The number of the text among the ``n`` of the request.
-        finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` where the text ends
-            with these; else ``None``.
-        num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
-        num_host_tokens: Tokens among these that were on the host, and had to be fetched.
-        tokens: Each new token with what was asked for of it.
+        text: The characters that these tokens complete.
+        logprobs: The log-probabilities of the tokens, if requested.
+        top_logprobs: The most probable tokens at each position, each an id and a log-probability,
+            if requested.
+        index: Index of the text among the ``n`` of the request.
+        finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` if the text ends
+            with these tokens; else ``None``.
+        num_cached_tokens: Prompt tokens that were found in the prefix cache.
+        num_host_tokens: Of these, the tokens that had to be copied from the host tier.
+        tokens: Each new token with the requested log-probabilities.
     """
 
     token_ids: list[int]
@@ -145,31 +147,31 @@ class GeneratedElements:
 
     @property
     def prefix_len_gpu(self) -> int:
-        """Tokens of the prompt that were found in the cache on the model's device."""
+        """Prompt tokens that were found in the prefix cache on the model's device."""
         return self.num_cached_tokens - self.num_host_tokens
 
     @property
     def prefix_len_cpu(self) -> int:
-        """Tokens of the prompt that were found in the cache on the host (``num_host_tokens``)."""
+        """Prompt tokens that were found in the host tier of the cache (``num_host_tokens``)."""
         return self.num_host_tokens
 
     @property
     def token_id(self) -> int | None:
-        """The last new token; ``None`` where there are only characters."""
+        """The last new token; ``None`` if there are only characters."""
         return self.token_ids[-1] if self.token_ids else None
 
     @property
     def logprob(self) -> float | None:
-        """The logarithm of the last new token's probability, if asked for."""
+        """The log-probability of the last new token, if requested."""
         return self.logprobs[-1] if self.logprobs else None
 
 
 Piece: TypeAlias = GeneratedToken | GeneratedElements
-"""New tokens of a text, and the characters that are certain with them: what streams yield.
+"""The items that streams yield: new tokens of a text, and the characters that they complete.
 
 Both kinds have ``tokens``, ``token_ids``, ``token_id``, ``text``, ``logprobs``, ``logprob``,
-``index``, ``finish_reason`` and ``num_cached_tokens``. ``stream`` yields ``GeneratedToken``, one
-token each; an engine's streams and queues ``GeneratedElements``, as many as there are.
+``index``, ``finish_reason`` and ``num_cached_tokens``. ``stream`` yields a ``GeneratedToken`` per
+token; an engine's streams and queues yield ``GeneratedElements``, with all unread tokens of a text.
 """
 
 
@@ -179,14 +181,14 @@ class RequestStatistics(Readable):
     """Times and counts of a request. Times are in seconds, and ``None`` before their event.
 
     Attributes:
-        time_in_queue: From its start until the model was first asked.
+        time_in_queue: From its start until its first query to the model.
         time_to_first_token: From its start until its first token.
-        time_per_token: Between a text's tokens after its first, on average; texts of one request
-            come at the same time.
+        time_per_token: Mean time between the tokens of its longest text; its texts are generated
+            concurrently.
         time_in_total: From its start until it ended, or until now.
         num_prompt_tokens: Tokens of the prompt.
-        num_generated_tokens: Tokens generated, of all texts.
-        num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
+        num_generated_tokens: Tokens generated, in all texts.
+        num_cached_tokens: Prompt tokens that were found in the prefix cache.
     """
 
     time_in_queue: float | None

@@ -1,4 +1,4 @@
-"""generate and stream: texts of a model, token by token, batched with its other queries."""
+"""generate and stream: sample texts token by token, batched with the model's other queries."""
 
 from __future__ import annotations
 
@@ -68,27 +68,27 @@ async def generate(
     progress: bool = False,
     **fields: Unpack[GenerationFields],
 ) -> list[Generation] | list[list[Generation]]:
-    """Generate ``config.n`` texts after a prompt, or after each of several, all at the same time.
+    """Generate ``config.n`` texts after a prompt, or after each of several, all concurrently.
 
     Args:
-        lm: The model; what else it is asked meanwhile shares its batches.
-        prompt: A text, with the special tokens that the model's tokenizer puts around texts (no
-            second one that begins texts, if the text spells it, as a chat template's does); a
-            chat's messages, ``[{"role": …, "content": …}, …]``, which the model's chat template
-            puts together; or token ids. Or a list of any of these.
-        config: How; by default greedily, until a token of ``lm.eos_token_ids`` comes, and 20 tokens
-            at most, with a warning where that cuts a text.
-        progress: Whether to show a bar of the texts that are done, on a terminal or in a notebook.
-        **fields: Fields of the configuration, in place of its own.
+        lm: The model; its other concurrent queries share the batches.
+        prompt: A text, a chat, token ids, or a list of any of these. The model's tokenizer adds
+            its special tokens to a text, but no second BOS if the text spells one, as a chat
+            template's does. The chat template renders a chat's messages,
+            ``[{"role": …, "content": …}, …]``.
+        config: The configuration. The default is greedy, until a token of ``lm.eos_token_ids``
+            or 20 tokens, with a warning if that limit cuts a text off.
+        progress: Whether to show a bar of the finished texts, on a terminal or in a notebook.
+        **fields: Fields that override those of ``config``.
 
     Returns:
-        The texts of the prompt in a list; of several prompts, such a list for each. Every text has
-        a random stream of its own.
+        The list of the prompt's texts; for several prompts, one such list each. Every text has
+        its own random stream.
 
     Raises:
         ContextError: (``ValueError``) If a prompt is empty, leaves no room for a token, or
             cannot be encoded: the model's tokenizer takes no text, or has no chat template.
-        ContextTypeError: (``TypeError``) If its ids are not integers.
+        ContextTypeError: (``TypeError``) If a prompt's ids are not integers.
         GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
     """
     generated = partial(_generated, lm, prompt, config, progress, dict(fields))
@@ -112,9 +112,9 @@ async def stream(
     config: GenerationConfig | None = None,
     **fields: Unpack[GenerationFields],
 ) -> AsyncIterator[GeneratedToken]:
-    """Generate one text after a prompt, and yield its tokens as they come.
+    """Generate one text after a prompt, and yield its tokens as they are chosen.
 
-    It ends where that of ``generate`` does.
+    The text ends by the same rules as with ``generate``.
 
     Raises:
         GenerationConfigError: (``ValueError``) If ``n`` or ``num_beams`` is not 1; otherwise as
@@ -141,7 +141,7 @@ async def _generated(
     is_shown = switch("progress", progress)
     given, config = _with_length(make_config(config, fields))
     many = is_many(prompt)
-    if isinstance(prompt, (list, tuple)) and not prompt:  # of ids, or of prompts
+    if isinstance(prompt, (list, tuple)) and not prompt:  # no ids, or no prompts
         raise ContextError("prompt is empty: give at least one token, or a list of some prompts")
     prompts = _checked(lm, list(prompt) if many else [prompt], config, many)
     drafts = [make_drafts(lm, own, config, number * config.n) for number, own in enumerate(prompts)]
@@ -152,7 +152,7 @@ async def _generated(
 
 
 async def _finished(drafts: list[TextSequence], num_texts: int, bar: Any) -> list[Generation]:
-    """Return the texts of a prompt, whose drafts run at the same time until they are done."""
+    """Run a prompt's drafts concurrently until they finish; return their texts."""
     texts: dict[int, list[GeneratedToken]] = defaultdict(list)
 
     async def finish(draft: TextSequence) -> None:
@@ -171,7 +171,7 @@ async def _finished(drafts: list[TextSequence], num_texts: int, bar: Any) -> lis
 
 
 def _checked(lm: AsyncLM, prompts: list[Any], config: GenerationConfig, many: bool) -> list[Prompt]:
-    """Return checked prompts for a configuration, whose constraint is made once for all."""
+    """Check the prompts against a configuration; build its constraint once for all of them."""
     checked: list[Prompt] = []
     for number, prompt in enumerate(prompts):
         try:
@@ -188,8 +188,8 @@ def _checked(lm: AsyncLM, prompts: list[Any], config: GenerationConfig, many: bo
 
 
 def _with_length(config: GenerationConfig) -> tuple[bool, GenerationConfig]:
-    """Return whether a configuration bounds the length, and one that does."""
-    # A text with a ``response_format`` ends by itself.
+    """Return whether ``config`` bounds the length, and a configuration that does."""
+    # A ``response_format`` ends the text, so the default of 20 tokens does not apply.
     lengths = config.max_new_tokens, config.max_length, config.response_format
     if lengths != (None, None, None):
         return True, config
@@ -197,7 +197,7 @@ def _with_length(config: GenerationConfig) -> tuple[bool, GenerationConfig]:
 
 
 def _warning_of_cuts(is_given: bool, ends: Sequence[Generation | GeneratedToken]) -> str:
-    """Return a warning of texts that the default length cut off, if there are any."""
+    """Return the warning about texts that the default length cut off; ``""`` if there are none."""
     num_cut = sum(end.finish_reason == "length" for end in ends)
     if is_given or not num_cut:
         return ""
@@ -221,14 +221,14 @@ def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> Gene
 def make_drafts(
     lm: AsyncLM, prompt: Prompt, config: GenerationConfig, stream: int = 0
 ) -> list[TextSequence]:
-    """Return the drafts of a prompt: one for each text, or one beam search."""
+    """Return a prompt's drafts: one ``Sample`` per text, or one ``BeamSearch``."""
     if config.num_beams > 1:
         return [BeamSearch(lm, prompt, config)]
     return [Sample(lm, prompt, config, number, stream + number) for number in range(config.n)]
 
 
 def check_streamable(config: GenerationConfig) -> None:
-    """Raise a ``GenerationConfigError`` unless there is one text, whose tokens come in order."""
+    """Raise a ``GenerationConfigError`` unless ``n`` and ``num_beams`` are 1."""
     for name in ("n", "num_beams"):
         if getattr(config, name) != 1:
             raise GenerationConfigError(f"{name} must be 1 to stream, got {getattr(config, name)}")

@@ -1,4 +1,4 @@
-"""Fields of a ``transformers.GenerationConfig``, as fields of the one here."""
+"""Conversion of a ``transformers.GenerationConfig`` to fields of the library's own."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SHARED_FIELDS = (
     "num_beams",
     "length_penalty",
 )
-"""Fields that mean the same in transformers."""
+"""Fields with the same name and meaning in transformers."""
 
 _HF_TOP_K = 50
-"""The default of transformers when it samples."""
+"""The ``top_k`` with which transformers samples by default."""
 
 _HONOURED_BESIDE = {"early_stopping", "num_return_sequences"}
-"""Keys of transformers that are honoured under another name."""
+"""Keys of transformers that have another name in the library's configuration."""
 
 _WITHOUT_EFFECT = {
     *("transformers_version", "_from_model_config"),
@@ -42,11 +42,11 @@ _WITHOUT_EFFECT = {
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
     *("return_dict_in_generate", "use_cache", "cache_config", "max_cache_len", "low_memory"),
     *("compile_config", "disable_compile", "prefill_chunk_size", "continuous_batching_config"),
-    # Only another model, or another way to the same text, reads these.
+    # Only speculative decoding or an assistant model reads these; the text stays the same.
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("assistant_lookbehind", "target_lookbehind", "assistant_early_exit", "use_mtp"),
     *("prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type"),
-    "diversity_penalty",  # of groups of beams
+    "diversity_penalty",  # only read with groups of beams
 }
 """Keys of transformers that change no text, whatever their value."""
 
@@ -75,17 +75,17 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "token_healing": not_,
     "typical_p": lambda value: value >= 1,
 }
-"""Keys of transformers → whether a value of theirs changes no text; of all others none is."""
+"""Key of transformers → whether a value leaves the text unchanged; for other keys only ``None``."""
 
 
 def own_config(lm: AsyncLM) -> Any:
     """Return a model's own ``transformers.GenerationConfig``, or ``None`` if it has none."""
-    # Only models of transformers have one; no attribute of every ``AsyncLM`` tells.
+    # Only transformers models have one, and no attribute of ``AsyncLM`` identifies them.
     config = getattr(getattr(lm, "model", None), "generation_config", None)
     named = None if config is None else listed_ids(config.eos_token_id)
     if config is None or named is None:
         return config
-    # Ids outside the vocabulary, which no text has, are left out.
+    # Ids outside the vocabulary are dropped: they cannot be generated.
     known = [token_id for token_id in named if 0 <= token_id < len(lm.byte_vocab)]
     if len(known) < len(named):
         config = copy.deepcopy(config)
@@ -94,26 +94,26 @@ def own_config(lm: AsyncLM) -> Any:
 
 
 def fields_of_hf(config: Any) -> dict[str, Any]:
-    """Return the fields of a ``GenerationConfig`` that gives the texts of ``model.generate``."""
+    """Return ``GenerationConfig`` fields that give the same texts as ``model.generate``."""
     given = config.to_diff_dict()
     fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
     if given.get("num_return_sequences") is not None:
         fields["n"] = given["num_return_sequences"]
-    num_beams = given.get("num_beams")  # which may be anything yet
+    num_beams = given.get("num_beams")  # not checked yet, so of any type
     is_search = isinstance(num_beams, int) and num_beams > 1
     if is_search:
         fields["beam_early_stopping"] = given.get("early_stopping") or False
     else:
-        fields.pop("length_penalty", None)  # transformers does not look at it either
+        fields.pop("length_penalty", None)  # transformers ignores it too
     _check_neutral(config, given, is_search)
     if fields.get("do_sample"):
         fields.setdefault("top_k", _HF_TOP_K)
     else:
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            fields.pop(name, None)  # transformers does not look at them either
+            fields.pop(name, None)  # transformers ignores it too
     for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
         if new in fields:
-            fields.pop(whole, None)  # transformers prefers the other
+            fields.pop(whole, None)  # in transformers, new overrides whole
     for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
         if isinstance(fields.get(least), int) and isinstance(fields.get(most), int):
             fields[least] = min(fields[least], fields[most])
@@ -121,12 +121,12 @@ def fields_of_hf(config: Any) -> dict[str, Any]:
 
 
 def _check_neutral(config: Any, given: Mapping[str, Any], is_search: bool) -> None:
-    """Raise a ``GenerationConfigError`` if a key that is not supported changes the text."""
+    """Raise a ``GenerationConfigError`` if an unsupported key would change the text."""
     ignored = {*SHARED_FIELDS, *_HONOURED_BESIDE, *_WITHOUT_EFFECT}
     ignored |= set() if config.do_sample else _OF_SAMPLING
     ignored |= set() if is_search else _OF_BEAMS
-    # A key in no table is a newer transformers', and refused; ``model.generate`` ignores those that
-    # are not its own, which some checkpoints have.
+    # A key of transformers in no table comes from a newer release and is refused. Keys that
+    # transformers does not define, which some checkpoints have, are ignored, as it ignores them.
     for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):
         value = given[name]
         is_neutral = value is None or (name in _NEUTRAL and _NEUTRAL[name](value))

@@ -1,4 +1,4 @@
-"""Prompt: a prompt and what a configuration means for it, checked before the model is called."""
+"""Prompt: a prompt with its limits and constraint, checked before the model is called."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Chat = Sequence[Mapping[str, Any]]
 @final
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that is checked against its model and configuration."""
+    """A prompt, checked against a model and a configuration."""
 
     context: Context
     token_ids: tuple[int, ...]
@@ -45,7 +45,7 @@ class Prompt:
         config: GenerationConfig,
         max_length: int | None = None,
     ) -> Prompt:
-        """Check a prompt and a configuration against a model."""
+        """Encode a prompt, and check it and its configuration against a model."""
         context = _context(lm, prompt, config)
         token_ids = tuple(context)
         lm.check_adapter(config.lora_name)
@@ -89,7 +89,7 @@ def _encoded(lm: AsyncLM, prompt: str) -> TokenIds:
 
 
 def _check_is_one(prompt: Any) -> None:
-    """Raise a ``ContextTypeError`` for several prompts, a single message and no prompt at all."""
+    """Raise a ``ContextTypeError`` for several prompts, a single message or no prompt."""
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
     if isinstance(prompt, Mapping) and "role" in prompt:
         hint = ": a chat is a list of messages"
@@ -107,7 +107,7 @@ def _check_is_one(prompt: Any) -> None:
 
 
 def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
-    """Return a chat's token ids up to the start of the answer; its text if it has images."""
+    """Render a chat up to the start of the answer: token ids, or text if it has images."""
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ContextError(
@@ -127,7 +127,7 @@ def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
     options = {"tokenize": False} if has_images else {"return_dict": False}
     try:
         return source.apply_chat_template(list(messages), add_generation_prompt=True, **options)
-    except Exception as error:  # a template is a program of its own
+    except Exception as error:  # a template may raise anything
         raise ContextError(f"the chat template does not take these messages: {error}") from error
 
 
@@ -162,7 +162,7 @@ def ids_of(input_ids: Any) -> Any:
 
 
 def check_is_ids(input_ids: Any) -> None:
-    """Raise a ``ContextTypeError`` for a text, a chat and what a tokenizer returns as a whole."""
+    """Raise a ``ContextTypeError`` for a text, a chat or a tokenizer's whole output mapping."""
     if isinstance(input_ids, (Mapping, str)) or is_chat(input_ids):
         raise ContextTypeError(
             f"input_ids must be token ids, got {type(input_ids).__name__}: a text or a chat goes "
@@ -177,7 +177,7 @@ def _max_length(
         None if config.max_new_tokens is None else prompt_length + config.max_new_tokens,
         config.max_length,
         max_length,
-        None if lm.max_length is None else lm.max_length + 1,  # the last token is never a context
+        None if lm.max_length is None else lm.max_length + 1,  # the last token is not evaluated
     ]
     known = [limit for limit in limits if limit is not None]
     if not known:

@@ -1,4 +1,4 @@
-"""TextSequence: texts of one prompt being generated; Sample: one of them, token after token."""
+"""TextSequence: generates texts of one prompt step by step; Sample: one sampled text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from genlm_backend.runtime.together import together
 
 
 class TextSequence(abc.ABC):
-    """Texts of one prompt in the making: await ``ask()``, then ``choose()``, until finished."""
+    """One draft of a prompt: await ``ask()``, then call ``choose()``, until ``is_finished``."""
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         self._lm, self._prompt, self._config = lm, prompt, config
@@ -43,25 +43,27 @@ class TextSequence(abc.ABC):
         self.is_finished = False
         self.scores: dict[int, float] = {}
         self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
-        if prompt.constraint is not None:  # which knows where a token that ends texts is text
+        # Only the constraint knows whether an eos token is part of the text, so the mask enforces
+        # the minimum lengths.
+        if prompt.constraint is not None:
             config = config.replace(min_length=0, min_new_tokens=0)
         eos = sorted(prompt.eos_token_ids)
         self._processors = make_processors(config, len(prompt.token_ids), eos)
 
     @abc.abstractmethod
     async def ask(self) -> None:
-        """Await the model's answers for ``contexts``, once for each ``choose()``."""
+        """Query the model for ``contexts``; await it once before each ``choose()``."""
 
     @abc.abstractmethod
     def choose(self) -> list[GeneratedToken]:
-        """Choose the next token of each text; return the certain ones."""
+        """Choose the next token of each text; return the tokens that are final."""
 
     @abc.abstractmethod
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
-        """Return the tokens that ``choose`` has not returned, and the characters held back."""
+        """Return tokens not yet returned by ``choose``, and each text's held-back characters."""
 
     def asked_of(self, context: list[int]) -> TokenIds:
-        """Return a context for the model, with the pictures that it begins with."""
+        """Return the context to query, with the prompt's pictures if it has any."""
         begin = self._prompt.context
         return context if begin.pictures is None else begin + context[len(begin) :]
 
@@ -77,20 +79,20 @@ class TextSequence(abc.ABC):
         return "length" if len(context) >= self.max_length else None
 
     def _is_end(self, token_id: int) -> bool:
-        """Whether a token that has been chosen ends the text, and is no part of it."""
+        """Whether a chosen token ends the text, instead of being part of it."""
         if self._constraint is not None:
             return self._constraint.is_ended
         return token_id in self._prompt.eos_token_ids
 
     def _bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text: none if it is special."""
+        """The bytes that a token adds to the text: none if it is special or ends the text."""
         is_silent = token_id in self._lm.special_ids or self._is_end(token_id)
         return b"" if is_silent else self._lm.byte_vocab[token_id].byte_string
 
 
 @final
 class Text:
-    """Decode bytes to whole characters, holding back those that a stop string may still cut."""
+    """Decodes bytes to whole characters; holds back a possible beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = [stop.encode() for stop in stops]
@@ -101,7 +103,7 @@ class Text:
         self.is_stopped = False
 
     def add(self, new: bytes) -> str:
-        """Add the bytes of a token; return the characters that are certain now."""
+        """Add the bytes of a token; return the new characters that no stop string can cut off."""
         begin = max(0, len(self._bytes) - self._longest + 1)
         self._bytes += new
         found = [self._bytes.find(stop, begin) for stop in self._stops]
@@ -110,17 +112,17 @@ class Text:
             self.is_stopped = True
             del self._bytes[min(ends) :]
             return self.end()
-        # The longest end of the text that a stop string begins with is held back.
+        # Hold back the longest suffix of the text that is a prefix of a stop string.
         sizes = range(min(self._longest - 1, len(self._bytes)), 0, -1)
         held = (n for n in sizes if any(s.startswith(self._bytes[-n:]) for s in self._stops))
         return self._show(len(self._bytes) - next(held, 0))
 
     def end(self) -> str:
-        """Return the characters held back; half a character becomes U+FFFD."""
+        """Return the held-back characters; an incomplete character becomes U+FFFD."""
         return self._show(len(self._bytes)) + self._decoder.decode(b"", final=True)
 
     def _show(self, end: int) -> str:
-        # A stop string may begin within what is shown only if it has been ruled out already.
+        # Never take back returned bytes: no stop string can begin in them.
         end = max(end, self._num_shown)
         shown = self._decoder.decode(bytes(self._bytes[self._num_shown : end]))
         self._num_shown = end
@@ -129,7 +131,7 @@ class Text:
 
 @final
 class Sample(TextSequence):
-    """One text, whose tokens are drawn by the model, or here after logits are processed."""
+    """One text; the model draws its tokens, or this class does if logits need processing."""
 
     def __init__(
         self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int, stream: int
@@ -147,7 +149,7 @@ class Sample(TextSequence):
         self._top: tuple[tuple[int, float], ...] = ()
 
     async def ask(self) -> None:
-        """Await a token, drawn by the model, unless its logits have to be processed here."""
+        """Have the model draw a token, or draw it here from processed and masked logits."""
         context, lora_name = self.asked_of(self.contexts[0]), self._config.lora_name
         drawing = partial(
             SampleReadout,
@@ -159,7 +161,7 @@ class Sample(TextSequence):
         top = partial(Top, k=min(self._config.top_logprobs, len(self._lm.byte_vocab)))
         if self._processors or self._constraint is not None:
             asked = self._lm.next_token_logits(context, lora_name)
-            # The constraint is computed while the model computes the row.
+            # A thread computes the mask during the model's forward pass.
             logits, allowed = await asyncio.gather(asked, self._allowed())
             row = logits.log_softmax(-1)
             processed = row
@@ -169,7 +171,7 @@ class Sample(TextSequence):
             (drawn,) = drawing(NO_QUERY, allowed=allowed).of_logprobs(processed)
             drawn = drawn._replace(logprob=float(row[drawn.token_id]))
             found = top(NO_QUERY).of_logprobs(row) if self._config.top_logprobs else None
-        elif self._config.top_logprobs:  # two that are read off one row
+        elif self._config.top_logprobs:  # two readouts of one row
             asked = (self._lm.read(context, each, lora_name) for each in (drawing, top))
             (drawn,), found = await together(asked)
         else:
@@ -180,7 +182,7 @@ class Sample(TextSequence):
             self._top = tuple(pairs)
 
     async def _allowed(self) -> bytes | None:
-        """Return which tokens the constraint allows, a bit for each."""
+        """Return the constraint's mask, one bit per token; ``None`` without a constraint."""
         if self._constraint is None:
             return None
         may_end = len(self.contexts[0]) >= self._least
@@ -202,7 +204,7 @@ class Sample(TextSequence):
             self._constraint.advance(token_id)
         new = self._text.add(self._bytes(token_id))
         is_stopped = self._text.is_stopped
-        if self._constraint is not None:  # its text is whole; nobody weighs its end here
+        if self._constraint is not None:  # a complete text needs no eos: its weight is not used
             is_stopped |= self._constraint.is_ended or self._constraint.must_end
         reason = self._finish_reason(context, is_stopped)
         if reason is not None:
@@ -212,7 +214,7 @@ class Sample(TextSequence):
         return [GeneratedToken(token_id, new, logprob, self._top, reason, self._number)]
 
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
-        """Return no token, as ``choose`` has returned them all, and the characters held back."""
+        """Return no token, since ``choose`` returns all, and the held-back characters."""
         return [], {} if self.is_finished else {self._number: self._text.end()}
 
 
@@ -220,7 +222,7 @@ def make_processors(
     config: GenerationConfig, prompt_length: int, eos_token_ids: list[int]
 ) -> LogitsProcessorList:
     """Return the processors of a configuration, in the order of ``model.generate``."""
-    made = LogitsProcessorList()  # of ids so far [1, n] and logits [1, vocab]
+    made = LogitsProcessorList()  # called with ids [1, n] and logits [1, vocab]
     if config.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
         is_late = config.suppress_repetition_in_generation
@@ -241,9 +243,9 @@ def make_processors(
 
 @final
 class _OfGenerated:
-    """Processes the logits of generated tokens only, from the second one on."""
+    """Calls a processor with the generated ids alone, once there are any."""
 
-    # No partial, of which transformers takes 0.3 ms to inspect the signature, at each token.
+    # Not a partial: transformers would inspect its signature at each token, which takes 0.3 ms.
 
     def __init__(self, processor: Callable[..., Any], prompt_length: int) -> None:
         self._processor = processor
@@ -255,7 +257,7 @@ class _OfGenerated:
 
 
 def _less_for_counts(presence: float, frequency: float, input_ids: Any, scores: Any) -> Any:
-    """Take presence and frequency penalties from logits, as OpenAI's API defines them."""
+    """Subtract OpenAI's presence and frequency penalties from logits."""
     ones = torch.ones_like(input_ids, dtype=scores.dtype)
     counts = torch.zeros_like(scores).scatter_add_(1, input_ids, ones)
     return scores - frequency * counts - presence * (counts > 0)

@@ -1,1 +1,1 @@
-"""Programs of others that use a model of this library."""
+"""Integrations of third-party programs with the library's models."""

@@ -1,4 +1,4 @@
-"""The model class ``genlm`` of lm-evaluation-harness: its tasks, answered by any ``AsyncLM``."""
+"""The model ``genlm`` of lm-evaluation-harness: evaluates its tasks with any ``AsyncLM``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from genlm_backend.scoring.words import default_beginning
 from genlm_backend.tokenization.bos import adds_bos
 
 try:
-    # The other models first: the harness looks for its own only where it knows of none.
+    # Import the harness's models first: it loads them lazily only if its registry is empty.
     import lm_eval.models  # noqa: F401 # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
@@ -50,10 +50,10 @@ except ImportError as error:
 _log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 512
-"""Continuations that are scored between two updates of the progress."""
+"""Continuations that are scored between two updates of the progress bar."""
 
 _UNBOUNDED: Final = 2048
-"""The window, in tokens, of a model that nothing bounds, as of the harness's own models."""
+"""The window, in tokens, of a model without a maximum; the harness's own models use the same."""
 
 _OF_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p")
 
@@ -67,33 +67,33 @@ class _Asked(NamedTuple):
 @register_model("genlm")
 @final
 class HarnessLM(TemplateLM):
-    """A model of lm-evaluation-harness that an ``AsyncLM`` answers for.
+    """A model of lm-evaluation-harness that runs on an ``AsyncLM``.
 
-    The harness knows it as ``genlm`` once this module is imported. Contexts and continuations
-    become tokens as in the harness's own model of transformers (``hf``), and are cut from the left
-    as there; log-likelihoods are the same numbers, and greedy texts the same. What requests have
-    in common, such as the examples before a question, is computed once.
+    Importing this module registers it as ``genlm``. Contexts and continuations are tokenized and
+    truncated from the left as in the harness's transformers model (``hf``); log-likelihoods and
+    greedy texts are the same. Prefixes that requests share, such as few-shot examples, are computed
+    once.
 
     Args:
         pretrained: A name that ``load_model_by_name`` takes, or an ``AsyncLM``.
-        backend: The backend, as of ``load_model_by_name``.
-        batch_size: Distinct contexts that are computed at once. 1 and ``"auto"`` leave it to the
-            model: the harness says 1 where nobody has said anything.
-        max_batch_size: The harness's bound of a batch size that it looks for; not needed here.
+        backend: The backend; see ``load_model_by_name``.
+        batch_size: Distinct contexts in a batch. 1, the harness's default, and ``"auto"`` leave
+            it to the model.
+        max_batch_size: Upper bound of the harness's search for a batch size; ignored.
         device: The device, for transformers; for other backends see their options. The harness
-            says ``"cuda:0"`` where nobody has said anything, so that is left to the model where it
-            is not there.
-        max_gen_toks: Tokens of a generated text, at most, where its task does not say.
+            passes ``"cuda:0"`` by default, so the model chooses if there is no CUDA device.
+        max_gen_toks: Tokens of a generated text, at most, if its task sets no limit.
         add_bos_token: Whether texts begin with ``bos_token_id``; ``None`` leaves it to the
             tokenizer.
-        prefix_token_id: The token that texts without a context are read behind; by default the
-            tokenizer's ``bos_token_id``, or else its ``eos_token_id``.
-        peft: A LoRA adapter to read with, as ``add_new_lora`` takes it.
+        prefix_token_id: The token before texts without a context; by default the tokenizer's
+            ``bos_token_id``, or else its ``eos_token_id``.
+        peft: A LoRA adapter to evaluate with; see ``add_new_lora``.
         chat_template_args: More arguments for the tokenizer's chat template.
         enable_thinking: The argument of that name for the chat template.
-        think_end_token: A string: of a generated text, what comes behind the last one counts.
-        **llm_opts: Options of ``load_model_by_name`` by their names. One that goes into another,
-            as ``dtype`` goes into ``hf_opts``, may be named by itself.
+        think_end_token: A string; only the part of a generated text after its last occurrence
+            counts.
+        **llm_opts: Options of ``load_model_by_name`` by name. An option of the backend's library,
+            such as ``dtype`` in ``hf_opts``, may be given directly.
 
     Attributes:
         lm: The model.
@@ -102,8 +102,8 @@ class HarnessLM(TemplateLM):
     Raises:
         OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds, the tokenizer is not one of
-            transformers, or it names no token that a text could begin with where one is needed.
-        Exception: What ``load_model_by_name`` raises.
+            transformers, or it names no token with which to begin a text.
+        Exception: Any error of ``load_model_by_name``.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class HarnessLM(TemplateLM):
         return integer(0, len(self.lm.byte_vocab) - 1)("prefix_token_id", known[0])
 
     def _missing_begin(self) -> list[int]:
-        """Return the token that begins texts if the tokenizer itself puts none there."""
+        """Return the BOS in a list, or an empty list if the tokenizer adds it itself."""
         begin = self.tokenizer.bos_token_id
         if begin is None:
             raise OptionError("add_bos_token must be left out: the tokenizer names no such token")
@@ -174,7 +174,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token before texts without a context."""
+        """Id of the token before texts without a context; a default BOS may give a warning."""
         if self._begins_by_default:
             return default_beginning(self.lm, "prefix_token_id")
         return self._prefix_token_id
@@ -193,7 +193,7 @@ class HarnessLM(TemplateLM):
     ) -> list[int]:
         """Return token ids; ``None`` adds special tokens by ``add_bos_token``."""
         if add_special_tokens is None:
-            # None are added if they are spelt out already.
+            # A text that spells the prefix token gets no special tokens.
             begins = string.startswith(self._prefix)
             add_special_tokens = False if begins else self._add_bos_token
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
@@ -203,7 +203,7 @@ class HarnessLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of a chat, without system messages if the template has none."""
+        """Render a chat; if the template refuses it, try again without system messages."""
         options = {
             "tokenize": False,
             "add_generation_prompt": add_generation_prompt,
@@ -212,7 +212,7 @@ class HarnessLM(TemplateLM):
         }
         try:
             return self.tokenizer.apply_chat_template(chat_history, **options)
-        except Exception:  # a template is a program of its own
+        except Exception:  # a template may raise anything
             others = [message for message in chat_history if message["role"] != "system"]
             if len(others) == len(chat_history):
                 raise
@@ -238,7 +238,7 @@ class HarnessLM(TemplateLM):
         """Return the log-likelihood of each text, in nats, after the prefix token."""
         pairs, owners = list[tuple[list[int], list[int]]](), list[int]()
         for owner, request in enumerate(requests):
-            # As the harness's own models: longer texts have windows with one token in common.
+            # As in the harness's own models, windows of a long text overlap by one token.
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
@@ -259,9 +259,9 @@ class HarnessLM(TemplateLM):
     def _scored(
         self, pairs: Sequence[tuple[list[int], list[int]]], is_shown: bool
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Yield the index of each pair with its log-likelihood and whether it is the greedy one."""
+        """Yield each pair's index, its log-likelihood, and whether greedy decoding gives it."""
         cut = [self._cut(context, continuation) for context, continuation in pairs]
-        # Neighbours have the longest beginnings in common, which are in the cache then.
+        # Sorted neighbours share the longest prefixes, so that the prefix cache has them.
         order = sorted(range(len(cut)), key=lambda i: cut[i][0] + cut[i][1])
         with progress_bar(len(cut), is_shown, "scoring") as bar:
             for start in range(0, len(order), _AT_ONCE):
@@ -283,7 +283,7 @@ class HarnessLM(TemplateLM):
                 f"a continuation must have 1 to {self.max_length} tokens, got {len(continuation)}: "
                 f"{shown(self.tokenizer.decode(continuation))}"
             )
-        # The last token is never read, so that there is room for one more.
+        # The last token is never evaluated, so there is room for one more.
         most = self.max_length + 1 - len(continuation)
         if len(context) > most:
             _log.warning("a context of %d tokens is cut to its last %d", len(context), most)
@@ -301,7 +301,7 @@ class HarnessLM(TemplateLM):
             return loop.run(self._texts(requests, asked, bar))
 
     async def _texts(self, requests: Any, asked: Sequence[_Asked], bar: Any) -> list[str]:
-        # More would not be computed at once, and need memory for their keys and values.
+        # More concurrent texts would not fit into a batch, but would need KV cache.
         places = asyncio.Semaphore(self.lm.batch_size)
 
         async def finished(request: Any, own: _Asked) -> str:
@@ -316,7 +316,7 @@ class HarnessLM(TemplateLM):
         return await together(map(finished, requests, asked))
 
     def _asked(self, context: str, arguments: Mapping[str, Any]) -> _Asked:
-        """Return the text that a task requests after a context, by its arguments."""
+        """Convert a task's context and generation arguments to a prompt and a configuration."""
         fields = dict(model_utils.normalize_gen_kwargs({**arguments}, self._max_gen_toks))
         max_new_tokens = fields.pop("max_gen_toks")
         eos = [] if self.eot_token_id is None else [self.tokenizer.decode(self.eot_token_id)]
@@ -330,9 +330,9 @@ class HarnessLM(TemplateLM):
         if not fields["do_sample"]:
             for name in _OF_SAMPLING:
                 fields.pop(name, None)
-        elif "seed" not in fields:  # of the stream that the harness has seeded
+        elif "seed" not in fields:  # draw one from torch's generator, which the harness seeds
             fields["seed"] = int(torch.randint(1 << 62, (), dtype=torch.int64))
-        # An end that has a special token is not among the characters of a text.
+        # Special tokens add no characters to a text, so match such ends by their ids too.
         ends = {end: self.tok_encode(end, add_special_tokens=False) for end in until}
         special = [ids for ids in ends.values() if not self.lm.special_ids.isdisjoint(ids)]
         config = GenerationConfig(
@@ -347,7 +347,7 @@ class HarnessLM(TemplateLM):
 
 
 def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
-    """Return the option of a batch size that the caller has chosen."""
+    """Return the ``batch_size`` option; no option for the harness's default of 1 and "auto"."""
     if batch_size in (None, 1, "1") or str(batch_size).startswith("auto"):
         return {}
     if isinstance(batch_size, str) and batch_size.isdecimal():
@@ -358,7 +358,7 @@ def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
 def _loaded(
     pretrained: str, backend: str | None, options: dict[str, Any], device: str | None
 ) -> AsyncLM:
-    """Load a model with its backend's options; others go to its library."""
+    """Load a model; options that its backend does not know go to the backend's library."""
     kind, _ = check_loading(
         pretrained, backend, {n: v for n, v in options.items() if n == "replicas"}
     )
@@ -374,7 +374,7 @@ def _loaded(
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run the harness's own command line, which knows the model ``genlm`` here."""
+    """Run the harness's command line with the model ``genlm`` registered."""
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
     sys.argv = ["lm-eval", *arguments]

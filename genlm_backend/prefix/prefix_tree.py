@@ -227,13 +227,6 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- tiers
 
-    def _free(self, slots: Ints) -> None:
-        """Free the slots of unlinked nodes, on either tier."""
-        of_device = slots[slots > 0]
-        self._num_linked -= len(of_device)
-        self.slots.free(of_device)
-        self.host_slots.free(-slots[slots < 0])
-
     def _host_paths(self, ends: Ints) -> Ints:
         """Return the distinct host nodes on the paths to ``ends``, parents first."""
         ends = ends[self.nodes.slot[ends] < 0] if self.host_slots.num_used else ends[:0]

@@ -1,1 +1,1 @@
-"""Evaluators that live somewhere else: in a process of their own."""
+"""Remote evaluators: in another process, in a Ray actor, or as several replicas."""

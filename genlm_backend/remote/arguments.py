@@ -1,4 +1,4 @@
-"""Pickles the arguments of an evaluator's methods such that pictures cross once."""
+"""Pickles the arguments of an evaluator's methods, and sends each picture once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.remote.messages import Reply, UnknownPictures
 
 MAX_PICTURE_BYTES: Final = 1 << 30
-"""Bytes of pictures that the receiver keeps, about."""
+"""Approximate bytes of pictures that the receiver keeps."""
 
 
 @final
 class ArgumentEncoder:
-    """Packs arguments for one process or actor."""
+    """Pickles arguments for one process or actor."""
 
     def __init__(self) -> None:
         self._sent = set[bytes]()  # keys of the pictures that the receiver may have
 
     def ask(self, method: str, arguments: tuple[Any, ...], do: Callable[[bytes], Reply]) -> Reply:
-        """Return the reply to a call, which is sent again whole if pictures are unknown there."""
+        """Return the reply to a call; resend it with all pictures if the receiver lacks one."""
         if method == "clear":
             self._sent.clear()
         reply = do(self.packed(arguments))
@@ -34,7 +34,7 @@ class ArgumentEncoder:
 
     def packed(self, arguments: tuple[Any, ...]) -> bytes:
         buffer = io.BytesIO()
-        # Contexts that share blocks of ids are sent with each block once: it is one object.
+        # Pickle writes a block of ids that several contexts share once: it is one object.
         _Pickler(buffer, self._sent).dump(arguments)
         return buffer.getvalue()
 
@@ -46,7 +46,7 @@ class _Pickler(pickle.Pickler):
         self._sent = sent
 
     def persistent_id(self, obj: Any) -> tuple[bytes, bytes | None] | None:
-        """Return the key of pictures, and the pictures themselves with their first message."""
+        """Return the key of pictures, and the pictures too the first time they are sent."""
         if type(obj) is not Pictures:
             return None
         if obj.key in self._sent:
@@ -57,13 +57,13 @@ class _Pickler(pickle.Pickler):
 
 @final
 class ArgumentDecoder:
-    """Unpacks arguments, and keeps their pictures for later ones."""
+    """Unpickles arguments, and keeps their pictures for later messages."""
 
     def __init__(self) -> None:
-        self._pictures: OrderedDict[bytes, Pictures] = OrderedDict()  # the last used one last
+        self._pictures: OrderedDict[bytes, Pictures] = OrderedDict()  # least recently used first
 
     def arguments(self, packed: bytes) -> tuple[Any, ...] | None:
-        """Return the arguments; ``None`` if they refer to pictures that are unknown here."""
+        """Return the arguments; ``None`` if they refer to pictures that are not kept."""
         try:
             return _Unpickler(io.BytesIO(packed), self._pictures).load()
         except _UnknownPicturesError:
@@ -75,7 +75,7 @@ class ArgumentDecoder:
 
 
 class _UnknownPicturesError(Exception):
-    """The key of no pictures that are kept."""
+    """A message refers to pictures that are not kept."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""Channel and SharedRows: messages between two processes, and memory that both see."""
+"""Channel and SharedRows: messages between two processes, and memory that both map."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LENGTH: Final = struct.Struct("!Q")
 _CHUNK: Final = 1 << 20
 _BYTES_PER_NUMBER: Final = 4
 MAX_SHARED_BYTES: Final = 64 << 20
-"""Bytes of rows that are handed over at once, at most, unless a single one has more."""
+"""Most bytes of rows that are transferred at once, unless a single row has more."""
 
 
 @final
 class Channel:
-    """Whole messages over a socket, whose other end may stop at any moment."""
+    """Sends whole messages over a socket whose peer may stop at any moment."""
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
         self._socket = sock
@@ -33,7 +33,7 @@ class Channel:
         self._received = bytearray()
 
     def send(self, message: bytes, look: Callable[[], None]) -> None:
-        """Send a message; if ``look`` raises, the rest goes before the next one."""
+        """Send a message; if ``look`` raises on a timeout, the next call sends the rest first."""
         self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
         while self._unsent:
             view = self._unsent[0]
@@ -45,7 +45,7 @@ class Channel:
                 self._unsent.popleft()
 
     def receive(self, look: Callable[[], None]) -> bytes:
-        """Return the next message; if ``look`` raises, the part that has come is kept."""
+        """Return the next message; if ``look`` raises on a timeout, the received part is kept."""
         self._fill(_LENGTH.size, look)
         (length,) = _LENGTH.unpack_from(self._received)
         self._fill(_LENGTH.size + length, look)
@@ -71,7 +71,7 @@ class Channel:
 
 @final
 class SharedRows:
-    """A table of float32 that two processes map, for rows that are not pickled."""
+    """A float32 table that two processes map, so that rows need no pickling."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -80,19 +80,19 @@ class SharedRows:
 
     @classmethod
     def new(cls) -> Self:
-        """Return an empty table, whose descriptor another process inherits."""
+        """Return an empty table, whose file descriptor a child process can inherit."""
         if sys.platform == "linux":
             return cls(os.memfd_create("genlm-rows"))
-        with tempfile.TemporaryFile() as file:  # which has lost its name already
+        with tempfile.TemporaryFile() as file:  # it has no name
             return cls(os.dup(file.fileno()))
 
     @staticmethod
     def max_rows(width: int) -> int:
-        """Return the largest number of rows of a width that go at once."""
+        """Return the most rows of a width that are transferred at once."""
         return max(1, MAX_SHARED_BYTES // (_BYTES_PER_NUMBER * max(1, width)))
 
     def table(self, num_rows: int, width: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the memory as float32 ``[num_rows, width]``, grown if need be."""
+        """Return the memory as float32 ``[num_rows, width]``, grown if necessary."""
         count = num_rows * width
         size = max(mmap.PAGESIZE, count * _BYTES_PER_NUMBER)
         if self._memory is None or len(self._memory) < size:

@@ -1,4 +1,4 @@
-"""The process that an evaluator lives in; only ``ChildProcess`` starts it."""
+"""The main program of an evaluator's process; only ``ChildProcess`` starts it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from genlm_backend.remote.evaluator_server import EvaluatorServer
 from genlm_backend.remote.messages import DROP, PackedError, Reply, Request
 
 _LOOK_SECONDS: Final = 0.2
-"""Seconds between two checks that the parent process lives."""
+"""Seconds between two checks that the parent process is alive."""
 
 
 @final
 class Server:
-    """Carries requests of the parent process to the evaluator, and replies back, one by one."""
+    """Passes the parent's requests to the evaluator one by one, and sends the replies."""
 
     def __init__(self, channel: Channel, rows: SharedRows, parent: int) -> None:
         self._channel, self._rows, self._parent = channel, rows, parent
-        self._end = EvaluatorServer(self._put, BaseException)  # whatever is raised, it is told
+        self._end = EvaluatorServer(self._put, BaseException)  # send any exception
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def serve(self) -> None:
@@ -42,13 +42,13 @@ class Server:
             reply = self._end.reply(request)
             if request.method == "open" and reply.error is None:
                 gc.collect()
-                gc.freeze()  # what has been loaded stays: it need not be looked through
+                gc.freeze()  # the loaded model stays: skip it in collections
             self._send(reply)
             if request.method == "close":
                 return
 
     def _put(self, rows: list[Row]) -> tuple[None, list[Row]]:
-        """Put as many rows into the shared memory as fit; return the others."""
+        """Put the first rows that fit into the shared memory; return the others."""
         width = len(rows[0].logprobs)
         count = min(len(rows), self._rows.max_rows(width))
         put_rows(rows[:count], self._rows.table(count, width))
@@ -57,7 +57,7 @@ class Server:
     def _send(self, reply: Reply) -> None:
         try:
             message = packed(reply)
-        except Exception as raised:  # whatever the way of pickling of what was returned raises
+        except Exception as raised:  # pickling a returned object may raise any error
             error = PackedError.of(EvaluationError(f"what was returned cannot be sent: {raised}"))
             message = pickle.dumps(reply._replace(value=None, error=error))
         self._channel.send(message, self._check_parent)
@@ -74,12 +74,12 @@ class Server:
             os._exit(1)
 
     def _check_parent(self) -> None:
-        if os.getppid() != self._parent:  # a fork of it may hold the socket open
+        if os.getppid() != self._parent:  # a fork of the parent may hold the socket open
             os._exit(1)
 
 
 def serve_child(arguments: Sequence[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the cell or the shell
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     faulthandler.enable()
     descriptor, rows, parent, is_watched = map(int, arguments)
     for inherited in (descriptor, rows):
@@ -91,7 +91,7 @@ def serve_child(arguments: Sequence[str]) -> None:
     Server(channel, SharedRows(rows), parent).serve()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # without a wait for whatever threads there are
+    os._exit(0)  # without waiting for other threads
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""EvaluatorServer: an evaluator as a process or an actor runs it for callers elsewhere."""
+"""EvaluatorServer: runs an evaluator in a child process or actor, for a remote caller."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Carry: TypeAlias = Callable[[list[Row]], tuple[Table | None, list[Row]]]
 
 @final
 class EvaluatorServer:
-    """Makes an evaluator on request, and calls its methods one at a time."""
+    """Makes an evaluator on ``open``, and calls its methods one at a time."""
 
     def __init__(self, carry: Carry, told: type[BaseException] = Exception) -> None:
         self._carry, self._told = carry, told
@@ -59,7 +59,7 @@ class EvaluatorServer:
         return Reply(request.number, value, error, counts, table)
 
     def drop(self, number: int) -> None:
-        """Note, on any thread, that no caller waits for a request any more."""
+        """Cancel a request and all before it, from any thread: no caller waits any more."""
         self._dropped = max(self._dropped, number)
 
     def _check_cancelled(self) -> None:
@@ -67,9 +67,9 @@ class EvaluatorServer:
             raise QueryDroppedError("ended before the query was answered")
 
     def _answer(self, method: str, packed: bytes) -> Any:
-        if method == "open":  # whoever asks begins anew
+        if method == "open":  # the caller starts with a new encoder
             self._receiver = ArgumentDecoder()
-        elif self._evaluator is None:  # and so knows nothing of what the one before it was sent
+        elif self._evaluator is None:  # a restarted actor has lost its evaluator
             raise EngineDiedError("the actor of a replica has been started again")
         arguments = self._receiver.arguments(packed)
         if arguments is None:
@@ -107,20 +107,20 @@ class EvaluatorServer:
         if not isinstance(evaluator, Evaluator):
             raise EvaluationError(f"{make!r} must return an Evaluator, got {type(evaluator)}")
         evaluator.check_cancelled = self._check_cancelled
-        self._evaluator = evaluator  # first: it is closed where opening it raises, too
+        self._evaluator = evaluator  # set first, so that it is closed even if open() raises
         info = evaluator.open() if evaluator.info is None else evaluator.info
         self._reads_out, self._omits_undefined = info.reads_out, info.omits_undefined
         return info
 
     def _answers(self, evaluator: Evaluator, queries: Sequence[Query]) -> Any:
-        """Return answers without their rows, which go separately."""
+        """Return the answers without their rows, which are sent separately."""
         if self._reads_out:
             found: Any = evaluator.evaluate(queries)
         else:
             undefined_ids = () if self._omits_undefined else evaluator.undefined_ids
             found = answers_by_rows(evaluator.evaluate, queries, undefined_ids)
         if not isinstance(found, Sequence) or len(found) != len(queries):
-            return found  # for whoever asked to refuse
+            return found  # the caller refuses it
         rows = [answer for answer in found if is_row(answer)]
         width = len(rows[0].logprobs) if rows else 0
         self._rows = [row for row in rows if len(row.logprobs) == width]
@@ -139,7 +139,7 @@ def library_version() -> str:
 
 
 def is_row(answer: Any) -> bool:
-    """Return whether an answer is a row that a table can take."""
+    """Return whether an answer is a row that fits into a float32 table."""
     if not isinstance(answer, Row):
         return False
     row = answer.logprobs
@@ -148,7 +148,7 @@ def is_row(answer: Any) -> bool:
 
 
 def sendable(answer: Any) -> Any:
-    """Return an answer that is not in the table, ready to be pickled."""
-    if isinstance(answer, torch.Tensor):  # scores: a view would take what it is of along
+    """Return an answer outside the table in a form that can be pickled."""
+    if isinstance(answer, torch.Tensor):  # scores: pickling a view would copy its whole storage
         return answer.detach().cpu().clone()
     return PackedError.of(answer) if isinstance(answer, BaseException) else answer

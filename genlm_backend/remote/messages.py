@@ -1,4 +1,4 @@
-"""Messages between a model here and its evaluator elsewhere."""
+"""Messages between a model and its remote evaluator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.queries.evaluator import EvaluatorCounts
 
 DROP: Final = "drop"
-"""Name of the message that no caller waits any more for the request of a number."""
+"""Method name of a message that cancels the request of the same number."""
 
 
 Table: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -23,7 +23,7 @@ _NOTHING: Final = pickle.dumps(())
 
 
 class Request(NamedTuple):
-    """A method of an evaluator, with its packed arguments."""
+    """A call of an evaluator's method, with pickled arguments."""
 
     number: int
     method: str
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class PackedError(NamedTuple):
-    """An error that is raised as itself in another process."""
+    """A pickled error, which keeps its type in the other process."""
 
     packed: bytes
     said: str
@@ -39,22 +39,22 @@ class PackedError(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """Pack an error; one that cannot be pickled becomes an ``EvaluationError``."""
+        """Pickle an error; one that cannot be pickled becomes an ``EvaluationError``."""
         kind, where = type(error), "".join(traceback.format_exception(error)).rstrip()
         said = f"{kind.__name__}: {error}"
         for value in (error, _Parts(kind, error.args, vars(error))):
-            with contextlib.suppress(Exception):  # whatever an error's own way of pickling raises
+            with contextlib.suppress(Exception):  # pickling an error may raise any type
                 packed = cls(pickle.dumps(value), said, where)
                 if type(packed.error()) is kind:
                     return packed
         return cls(pickle.dumps(EvaluationError(said)), said, where)
 
     def error(self) -> BaseException:
-        """Return the error, with a note of its traceback in the other process."""
+        """Return the error, with its traceback in the other process as a note."""
         try:
             value = pickle.loads(self.packed)
             error = value.error() if isinstance(value, _Parts) else value
-        except Exception:  # its class is not to be had here
+        except Exception:  # its class cannot be imported here
             error = EvaluationError(self.said)
         error.add_note(f"Raised where the model lives:\n{self.where}")
         return error
@@ -82,7 +82,7 @@ class Reply(NamedTuple):
 
 
 class UnknownPictures(NamedTuple):
-    """The reply to arguments that refer to pictures unknown there."""
+    """The reply to arguments with pictures that the receiver does not keep."""
 
 
 class RowRef(NamedTuple):

@@ -1,4 +1,4 @@
-"""ProcessEvaluator: an evaluator that lives in a process of its own."""
+"""ProcessEvaluator: an evaluator in a child process, connected by a socket."""
 
 from __future__ import annotations
 
@@ -28,28 +28,27 @@ from genlm_backend.remote.remote_evaluator import RemoteEvaluator
 from genlm_backend.runtime.progress import is_watched
 
 _LOOK_SECONDS: Final = 0.05
-"""Seconds between two checks that the process lives and that a caller waits."""
+"""Seconds between two checks that the process is alive and that a caller waits."""
 _LAST_LINES: Final = 50
-"""Lines of its output that are kept for the error of its end."""
+"""Last lines of its output to keep, for the error that reports its end."""
 _PROGRESS: Final = re.compile(r"\d%\|| \d+(\.\d+)?(it/s|s/it)\b|^\s*$")
-"""Lines that are not kept: those of a progress bar, and empty ones."""
+"""Matches lines that are not kept: progress bars and empty lines."""
 _CLOSING_SECONDS: Final = 0.4
-"""Seconds that the process has to free its memory, before it is killed."""
+"""Seconds that the process gets to free its memory before it is killed."""
 
 
 @final
 class ProcessEvaluator(RemoteEvaluator):
-    """An evaluator in another process, which ``open()`` starts.
+    """An evaluator in a child process, which ``open()`` starts.
 
-    What it computes does not wait for Python here, nor what is computed here for it. Rows come
-    back through memory that both processes see; everything else is pickled. Errors arrive as what
-    they are, with a note of where they were raised. When this process ends, however it does, the
-    other one ends as well; when that one ends, queries are an ``EngineDiedError`` until
-    ``restart()``.
+    The model and this process's Python code do not wait for each other's GIL. Rows come back
+    through memory that both processes map; everything else is pickled. Errors keep their type, and
+    a note has their traceback in the child. The child ends whenever this process ends. If
+    the child ends by itself, queries raise an ``EngineDiedError`` until ``restart()``.
 
     Args:
-        make: Makes the evaluator, and is called over there: a function of a module, a
-            ``functools.partial`` of one, or anything else without arguments that pickles.
+        make: Makes the evaluator when called in the child: a function of a module, a
+            ``functools.partial`` of one, or another picklable callable without arguments.
 
     Raises:
         OptionTypeError: (``TypeError``) If ``make`` cannot be called or pickled.
@@ -65,12 +64,12 @@ class ProcessEvaluator(RemoteEvaluator):
 
     @property
     def process_id(self) -> int | None:
-        """Number of the process; ``None`` where there is none."""
+        """The child's process id; ``None`` if there is no child."""
         return None if self._child is None else self._child.process_id
 
     @property
     def has_died(self) -> bool:
-        """Whether its process has ended by itself."""
+        """Whether the child has ended by itself."""
         return self._child is not None and self._child.has_ended
 
     def _check_alive(self) -> None:
@@ -91,7 +90,7 @@ class ProcessEvaluator(RemoteEvaluator):
             child.end(_CLOSING_SECONDS if is_kind else 0)
 
     def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
-        """Yield copies of rows in the shared memory, as many at once as it holds."""
+        """Yield copies of the rows in the shared memory, one filling of it at a time."""
         assert self._child is not None
         most = self._child.rows.max_rows(width)
         for start in range(0, num_rows, most):
@@ -101,16 +100,16 @@ class ProcessEvaluator(RemoteEvaluator):
 
 
 def pickled(name: str, value: Any) -> bytes:
-    """Return a value pickled for another process, or raise an error that names it."""
+    """Return a value pickled, or raise an ``OptionTypeError`` that names it."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # whatever an object's own way of pickling raises
+    except Exception as error:  # pickling an object may raise any type
         raise OptionTypeError(f"{name} cannot be given to another process: {error}") from error
 
 
 @final
 class ChildProcess:
-    """A process that one thread at a time calls, and that ends with its parent."""
+    """A child process that one thread at a time calls; it ends with its parent."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -135,7 +134,7 @@ class ChildProcess:
                         stdout=writer,
                         stderr=writer,
                         pass_fds=descriptors,
-                        start_new_session=True,  # not of the terminal's foreground group
+                        start_new_session=True,  # outside the terminal's foreground group
                     )
                 finally:
                     os.close(writer)
@@ -167,7 +166,7 @@ class ChildProcess:
             self._channel.send(_message(Request(self._number, method, packed)), look)
             while True:
                 reply: Reply = pickle.loads(self._channel.receive(look))
-                if reply.number == self._number:  # and not to one that was dropped
+                if reply.number == self._number:  # earlier replies are to dropped requests
                     return reply
         except QueryDroppedError:
             with contextlib.suppress(OSError, EOFError):
@@ -182,7 +181,7 @@ class ChildProcess:
             raise self.how_it_ended() from None
 
     def how_it_ended(self) -> EngineDiedError:
-        """Return an error with the cause of the process's end."""
+        """Return an ``EngineDiedError`` with the process's exit code or signal and last output."""
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
@@ -203,7 +202,7 @@ class ChildProcess:
         )
 
     def end(self, seconds: float) -> None:
-        """End the process: by itself if it does so within ``seconds``. Again has no effect."""
+        """Ask the process to close, and kill it after ``seconds``; a second call has no effect."""
         if self._process.poll() is None and seconds > 0 and self._channel.is_clear:
             with contextlib.suppress(OSError, EOFError):
                 self._channel.send(_message(Request(self._number + 1, "close")), _give_up)
@@ -234,14 +233,14 @@ def _relay(reader: int, output: deque[str]) -> None:
         while text := lines.readline():
             if not _PROGRESS.search(text):
                 output.append(text)
-            with contextlib.suppress(OSError, ValueError):  # nobody reads there any more
+            with contextlib.suppress(OSError, ValueError):  # stderr is closed
                 sys.stderr.write(text)
                 sys.stderr.flush()
 
 
 def _kill(process: subprocess.Popen[bytes], sock: socket.socket, owner: int) -> None:
     sock.close()
-    if os.getpid() != owner:  # a fork has no children of its parent's
+    if os.getpid() != owner:  # in a fork, the process is not our child
         return
     with contextlib.suppress(OSError):
         process.kill()

@@ -1,4 +1,4 @@
-"""RayEvaluator: an evaluator that lives in an actor of a Ray cluster, and that actor."""
+"""RayEvaluator: an evaluator in an actor of a Ray cluster, and the actor's class."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from genlm_backend.remote.remote_evaluator import RemoteEvaluator
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 0.05
-"""Seconds between two checks that a caller waits."""
+"""Seconds between two checks that a caller still waits."""
 _RETURN_SECONDS: Final = 60.0
-"""Seconds that Ray has to restart an actor, before a new one is made."""
+"""Seconds that Ray gets to restart an actor before a new one is made."""
 _PLACE_SECONDS: Final = 15.0
-"""Seconds after which a wait for a node of the cluster is reported."""
+"""Seconds after which a wait for Ray to place an actor is logged."""
 _ANSWER_SECONDS: Final = 5.0
-"""Seconds that an address has to take a connection."""
+"""Timeout in seconds of a connection to the cluster's address."""
 
 
 @final
 class EvaluatorActor:
-    """Carries out requests; rows go with the reply, through Ray's object store."""
+    """The Ray actor: carries out requests; rows return with the reply, in Ray's object store."""
 
     def __init__(self) -> None:
         self._end = EvaluatorServer(_with_reply)
@@ -51,7 +51,7 @@ class EvaluatorActor:
         return self._end.reply(Request(number, method, packed))
 
     def drop(self, number: int) -> None:
-        """Note that no caller waits for a request any more."""
+        """Cancel a request for which no caller waits any more."""
         self._end.drop(number)
 
 
@@ -63,13 +63,13 @@ def _with_reply(rows: list[Row]) -> tuple[Table, list[Row]]:
 
 @final
 class RayEvaluator(RemoteEvaluator):
-    """An evaluator in an actor, where Ray places it; one remote call for each batch.
+    """An evaluator in an actor that Ray places; one remote call per batch.
 
-    Rows come back through Ray's object store. Errors arrive as what they are. An actor that dies is
-    started again by Ray, on another node where its own has gone, and loaded by ``restart()``.
+    Rows come back through Ray's object store, and errors keep their type. Ray restarts an actor
+    that dies, on another node if its own is lost; ``restart()`` then loads the model again.
 
     Args:
-        make: Makes the evaluator, and is called over there; it has to pickle.
+        make: Makes the evaluator when called in the actor; it has to be picklable.
         num_cpus: Number of cores that Ray reserves for the actor.
         num_gpus: Number of GPUs, which may be a fraction.
         max_restarts: Number of times that Ray starts the actor again; -1 for any number.
@@ -129,7 +129,7 @@ class RayEvaluator(RemoteEvaluator):
         import ray
 
         if self._actor is None:
-            remote: Any = ray.remote  # whose types do not tell of these groups
+            remote: Any = ray.remote  # its type stubs lack concurrency groups
             actor_class = remote(concurrency_groups={"dropping": 1})(EvaluatorActor)
             self._actor = actor_class.options(**self._options).remote()
             self._job = ray.get_runtime_context().get_job_id()
@@ -137,13 +137,13 @@ class RayEvaluator(RemoteEvaluator):
         return self.ask("open", self._made_by, library_version())
 
     def _is_of_this_session(self) -> bool:
-        """Whether this process is in the Ray session that the actor was made in."""
+        """Whether this process is still in the Ray session in which the actor was made."""
         import ray
 
         return ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job
 
     def _wait_for_place(self) -> None:
-        """Wait until Ray has placed a new actor, and report a long wait."""
+        """Wait until Ray has placed a new actor; log a warning after ``_PLACE_SECONDS``."""
         import ray
 
         placed = self._actor.drop.options(concurrency_group="dropping").remote(-1)
@@ -169,7 +169,7 @@ class RayEvaluator(RemoteEvaluator):
             self._actor = None
             return
         if not is_kind and self._is_there():
-            return  # started again by Ray, maybe on another node
+            return  # Ray restarts it, maybe on another node
         import ray
         from ray.exceptions import RayError
 
@@ -178,7 +178,7 @@ class RayEvaluator(RemoteEvaluator):
             ray.kill(actor)
 
     def _is_there(self) -> bool:
-        """Whether the actor answers, or Ray is about to start it again."""
+        """Return whether the actor answers, perhaps after Ray has restarted it."""
         import ray
         from ray.exceptions import ActorUnavailableError, RayError
 
@@ -207,7 +207,7 @@ def _countable(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 def connect(address: Any = None) -> None:
-    """Join a Ray cluster, or start a local one, unless this process is in one already."""
+    """Join a Ray cluster, or start a local one, unless this process is already in one."""
     if address is not None and not isinstance(address, str):
         raise OptionTypeError(f"address must be a string or None, got {address!r}")
     try:
@@ -228,7 +228,7 @@ def connect(address: Any = None) -> None:
 
 
 def _check_answers(address: str | None) -> None:
-    """Raise an ``OSError`` at once if nobody listens, which Ray takes long to find out."""
+    """Raise an ``OSError`` if no server listens: Ray itself would take much longer to fail."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), _ANSWER_SECONDS).close()

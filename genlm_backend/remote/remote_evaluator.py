@@ -1,4 +1,4 @@
-"""RemoteEvaluator: an evaluator somewhere else, whose verbs are handed on."""
+"""RemoteEvaluator: forwards an evaluator's methods to another process or actor."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteEvaluator(RestartableEvaluator):
-    """Forwards calls to an evaluator that may end by itself."""
+    """Forwards calls to a remote evaluator, and reloads its adapters after a restart."""
 
     def __init__(self) -> None:
         self.adapters: Mapping[Adapter, str] = {}
         self._loaded: set[Adapter] = set()
-        # Adapters that could not be loaded again, and why.
+        # Adapters that could not be reloaded, and why.
         self._lost: dict[Adapter | None, str] = {}
         self._counts = EvaluatorCounts()
         self._sent_ids: tuple[int, ...] = ()
@@ -53,23 +53,23 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @abc.abstractmethod
     def _check_alive(self) -> None:
-        """Raise an ``EngineDiedError`` where nothing is there to be asked."""
+        """Raise an ``EngineDiedError`` if there is no process or actor to call."""
 
     @abc.abstractmethod
     def _reply(self, method: str, packed: bytes) -> Reply:
-        """Return the reply to a method, whose arguments are packed, by way of its carrier."""
+        """Send a method and its pickled arguments; return the reply."""
 
     @abc.abstractmethod
     def _started(self) -> Any:
-        """Have an evaluator made over there; return what it is able to do."""
+        """Start the process or actor if necessary, open the evaluator; return its info."""
 
     @abc.abstractmethod
     def _end(self, is_kind: bool) -> None:
-        """End whatever it lives in; again has no effect."""
+        """End the process or actor, for good if ``is_kind``, otherwise for a restart."""
 
     @abc.abstractmethod
     def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
-        """Yield copies of the rows of the batch that has been answered last: ``[n, width]``."""
+        """Yield copies of the rows of the latest batch: ``[n, width]``."""
 
     # ---------------------------------------------------------------- beginning and ending
 
@@ -85,7 +85,7 @@ class RemoteEvaluator(RestartableEvaluator):
             return info  # for the caller to refuse
         is_here = not (info.device or "").startswith("cuda") or torch.cuda.is_available()
         device = info.device if is_here else None
-        # The threads are not of this process, and what is drawn over there is no row on its way.
+        # Its threads are not this process's, and its readouts are computed remotely.
         return replace(info, uses_openmp=False, reads_out=True, device=device)
 
     @final
@@ -140,7 +140,7 @@ class RemoteEvaluator(RestartableEvaluator):
     ) -> PictureRules:
         return self.ask("picture_rules", list(token_ids), dict(inputs))
 
-    # ---------------------------------------------------------------- what is kept
+    # ---------------------------------------------------------------- caching
 
     @final
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
@@ -174,7 +174,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def add_adapter(self, adapter: Adapter, path: str) -> None:
-        """Load an adapter, which is loaded again whenever the evaluator is made again."""
+        """Load an adapter; ``restart()`` loads it again."""
         path = os.path.abspath(path) if Path(path).exists() else path
         self.ask("add_adapter", adapter, path)
         self._loaded.add(adapter)
@@ -188,7 +188,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def load_adapters(self) -> None:
-        """Load those of ``adapters`` that are not there, and remove all others."""
+        """Load the missing ``adapters``, and remove loaded ones that are not among them."""
         wanted = self.adapters
         self._lost = {adapter: why for adapter, why in self._lost.items() if adapter in wanted}
         for adapter in self._loaded - wanted.keys():
@@ -198,7 +198,7 @@ class RemoteEvaluator(RestartableEvaluator):
             try:
                 self.ask("add_adapter", adapter, wanted[adapter])
                 self._loaded.add(adapter)
-            except AdapterError as error:  # its files are not there any more
+            except AdapterError as error:  # its files are gone
                 self._lost[adapter] = str(error)
                 logger.warning("the adapter %r could not be loaded again: %s", adapter.name, error)
 

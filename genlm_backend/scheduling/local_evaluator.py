@@ -6,7 +6,7 @@ import abc
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from typing import Any, Final, final
@@ -25,7 +25,7 @@ from genlm_backend.runtime.threads import frequent_switches
 from genlm_backend.scheduling.output_processor import OutputProcessor
 from genlm_backend.scheduling.prefill_plan import CostModel
 from genlm_backend.scheduling.prefix_cache import PrefixCache
-from genlm_backend.scheduling.scheduler import ALL, Capabilities, Scheduler
+from genlm_backend.scheduling.scheduler import ALL, Capabilities, Scheduler, in_parts
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class LocalEvaluator(Evaluator):
             indices: defaultdict[Adapter | None, list[int]] = defaultdict(list)
             for index, query in enumerate(queries):
                 indices[query.adapter].append(index)
-            return self._in_parts(queries, indices.values())
+            return in_parts(queries, indices.values(), self._answers)
         try:
             with self._in_place(queries[0].adapter):
                 answers = [*self.scheduler.evaluate(list(queries))]
@@ -104,7 +104,7 @@ class LocalEvaluator(Evaluator):
                 return [error] * len(queries)
         # The model may have refused one context's pictures: run contexts with pictures one by one.
         others = [i for i, q in enumerate(queries) if q.context.pictures is None]
-        return self._in_parts(queries, [others, *([i] for i in pictured)])
+        return in_parts(queries, [others, *([i] for i in pictured)], self._answers)
 
     def _tell_if_room_is_short(self) -> None:
         """Warn once if half of the computed tokens were recomputed or did not fit in the cache."""
@@ -131,18 +131,6 @@ class LocalEvaluator(Evaluator):
         where = {"filename": "<genlm_backend>", "lineno": 0, "module": __name__}
         with suppress(Warning):  # a filter that makes it an error must not fail this batch
             warnings.warn_explicit(said, RuntimeWarning, **where)
-
-    def _in_parts(
-        self, queries: Sequence[Query], parts: Iterable[list[int]]
-    ) -> list[Result | Exception]:
-        """Evaluate queries part by part, given the indices of each part; return all answers."""
-        answers: dict[int, Result | Exception] = {}
-        try:
-            for part in filter(None, parts):
-                answers.update(zip(part, self._answers([queries[i] for i in part]), strict=True))
-            return [answers[i] for i in range(len(queries))]
-        finally:
-            answers.clear()  # or an error and this frame in its traceback would form a cycle
 
     @final
     def evaluate_whole(self, query: RowQuery) -> Row:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -563,7 +563,19 @@ def _in_halves(
         order = np.argsort(starts, kind="stable")
         cuts = np.flatnonzero(np.diff(starts[order])) + 1
         middle = int(cuts[np.argmin(abs(cuts - middle))]) if len(cuts) else middle
+    return in_parts(queries, [order[:middle].tolist(), order[middle:].tolist()], evaluate)
+
+
+def in_parts(
+    queries: Sequence[Query],
+    parts: Iterable[list[int]],
+    evaluate: Callable[[list[Query]], list[Result]],
+) -> list[Result]:
+    """Return the answers to queries, given the indices of those that are answered together."""
     answers: dict[int, Result] = {}
-    for half in (order[:middle].tolist(), order[middle:].tolist()):
-        answers.update(zip(half, evaluate([queries[i] for i in half]), strict=True))
-    return [answers[i] for i in range(len(queries))]
+    try:
+        for part in filter(None, parts):
+            answers.update(zip(part, evaluate([queries[i] for i in part]), strict=True))
+        return [answers[i] for i in range(len(queries))]
+    finally:
+        answers.clear()  # an error remembers this frame, which must not know it in turn

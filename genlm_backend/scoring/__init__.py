@@ -1,4 +1,4 @@
-"""Texts, scored: surprisals of their words and tokens, prefixes, and the words that may follow."""
+"""Scores of texts: surprisals of words and tokens, prefix probabilities, next words."""
 
 from genlm_backend.scoring.search import (
     Continuation,

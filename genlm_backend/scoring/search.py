@@ -1,4 +1,4 @@
-"""continuations and prefix_logprob: searches of the tokenisations that spell words and prefixes."""
+"""continuations and prefix_logprob: searches over the tokenisations of words and prefixes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ ContextReadout: TypeAlias = tuple[Context, ReadoutOf]
 
 @final
 class Continuation(NamedTuple):
-    """A word that may come next, and its log-probability as far as it has been found.
+    """A possible next word, and a lower bound of its log-probability.
 
     Attributes:
-        text: The word, without the blanks around it; bytes of it that are no UTF-8 are ``"�"``.
-        logprob: The log-probability of all tokenisations that have been found, in nats: a lower
-            bound, from which nothing but the rest of all words can be missing.
+        text: The word, without the blanks around it; bytes that are not UTF-8 become ``"�"``.
+        logprob: The log-probability of the tokenisations found, in nats: a lower bound, which
+            misses at most the unexplored probability (``Continuations.log_rest``).
     """
 
     text: str
@@ -62,16 +62,16 @@ class Continuation(NamedTuple):
 
 @final
 class Continuations(list[Continuation]):
-    """The most probable words that may come next, the most probable first.
+    """The most probable next words, the most probable first.
 
     Attributes:
-        context: The token ids that they come behind.
-        log_end: The log-probability that no word comes, because the text ends.
-        log_rest: The logarithm of the probability that has not been explored, which may belong to
-            these words or to others; ``-inf`` for none.
-        is_proven: Whether no word that is left out, or that comes later in the list, can be more
-            probable than one before it: whether the rest is less than what they differ by. Not so
-            where there are fewer words than were asked for, unless nothing is left.
+        context: The token ids of the context.
+        log_end: The log-probability that the text ends without another word.
+        log_rest: The logarithm of the unexplored probability, which may belong to these words or
+            to others; ``-inf`` for none.
+        is_proven: Whether the order is certain: the unexplored probability is less than every gap
+            between consecutive words, including the best word left out. With fewer than ``n``
+            words, only if nothing is unexplored.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Continuations(list[Continuation]):
 
     @property
     def explored(self) -> float:
-        """The probability that has been explored: of all words found, and of the text's end."""
+        """The total probability of all words found and of the text's end."""
         return 1 - math.exp(self.log_rest)
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class Continuations(list[Continuation]):
 
 
 class SearchOptions(TypedDict, total=False):
-    """The options of ``continuations`` and ``prefix_logprob``, which say what they mean."""
+    """The options of ``continuations`` and ``prefix_logprob``, which document them."""
 
     words: Annotated[Words, WORDS]
     max_rest: Annotated[float, Option(0.05, number(0, 1))]
@@ -114,38 +114,36 @@ async def continuations(
     n: int = 10,
     **options: Unpack[SearchOptions],
 ) -> Continuations:
-    """Return the most probable words behind a context, as a cloze task asks for them.
+    """Return the most probable next words after a context, as for a cloze task.
 
-    The probability of a word is that of all tokens that spell it, in whatever way, and go on with
-    a blank or end the text; where the context ends within a word, given that it ends there. These
-    are the probabilities of ``surprisal``, summed over all tokenisations, so that those of all
-    words and of the end of the text come to one. Tokens are followed from the most probable on;
-    each wave of contexts shares batches with whatever else the model is asked.
+    A word's probability sums over all token sequences that spell it and continue with a blank or
+    the end of the text. If the context ends within a word, it is conditional on that word's end.
+    These are the probabilities of ``surprisal``, summed over all tokenisations: over all words and
+    the end of the text, they sum to one. The search follows the most probable tokens first; its
+    queries share batches with the model's other queries.
 
-    Exact up to rounding are ``log_rest``, the share that has not been explored, and so the bounds
-    of each word: it is at least as probable as it says, and more by the rest at most.
+    ``log_rest``, the unexplored probability, is exact up to rounding, and so are the bounds of
+    each word: its probability is at least the returned one, and at most that plus the rest.
 
     Args:
         lm: The model.
-        context: A text or token ids, which come before; ``None`` for the token that texts begin
-            with (``bos_token_id`` of the tokenizer). A text is read behind that token as well,
-            unless it spells a special token first; token ids are taken as they are. A text that
-            words follow ends without a blank, which belongs to the word's token.
+        context: A text or token ids; ``None`` for the tokenizer's BOS (``bos_token_id``). A text
+            gets a BOS too, unless it spells a special token first; token ids get none. End a text
+            without a blank, since a blank belongs to the token of the next word.
         n: Number of words.
-        **options: ``words``, what a word is: a regular expression or a function from a text to the
-            spans of its words, by default what blanks separate. With words of your own, the first
-            one in what comes behind the context is meant, whether or not the context ends within a
-            word; it has ended as soon as a character follows it. ``max_rest``, the probability that
-            may be left unexplored, from 0 to 1; at it the search ends. ``max_contexts``, the number
-            of contexts to ask about at most; at it the search ends, too. ``lora_name``, the adapter
-            to read with.
+        **options: ``words``, a regular expression of words, or a function from a text to the spans
+            of its words; by default, blanks separate words. With your own ``words``, the result is
+            the first word after the context, even if the context ends within a word, and a word
+            ends as soon as a character follows it. ``max_rest``, the probability that may stay
+            unexplored, from 0 to 1, and ``max_contexts``, the number of contexts to query at most:
+            the search ends at the first of these limits. ``lora_name``, the LoRA adapter to use.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no token
             that texts begin with and ``context`` is ``None``.
-        ContextError: (``ValueError``) If ``context`` cannot be read.
-        Exception: What ``next_token_logprobs`` raises.
+        ContextError: (``ValueError``) If ``context`` cannot be encoded.
+        Exception: Any error of ``next_token_logprobs``.
     """
     num_words, given = integer(1)("n", n), _checked(lm, options)
     begin = lm.contexts.check_context(context_ids(lm, context), lm.max_length, name="context")
@@ -169,16 +167,16 @@ continuations_sync = blocking(continuations, "words")
 
 
 _MAX_REST: Final = 0.01
-"""The part of the log-probability of a prefix that may be missing, by default."""
+"""The default ``max_rest`` of ``prefix_logprob``: the unexplored share of the upper bound."""
 
 
 @final
 class PrefixLogprob(NamedTuple):
-    """The log-probability that a text begins with some bytes, within bounds; in nats.
+    """Bounds of the log-probability that a text begins with given bytes, in nats.
 
     Attributes:
-        logprob: The logarithm of what has been found, a lower bound; ``-inf`` for nothing.
-        log_rest: The logarithm of what may be missing from it at most; ``-inf`` where all
+        logprob: The logarithm of the probability found, a lower bound; ``-inf`` for none.
+        log_rest: The logarithm of the probability that it may miss, at most; ``-inf`` if all
             tokenisations have been summed.
     """
 
@@ -204,44 +202,42 @@ async def prefix_logprob(
     word_ends: bool = False,
     **options: Unpack[SearchOptions],
 ) -> PrefixLogprob:
-    """Return the log-probability that what comes behind a context begins with a text.
+    """Return the log-probability that the text after a context begins with ``text``.
 
-    It is summed over all tokenisations: over all sequences of tokens that spell the text, or
-    spell a beginning of it and go on with a token that begins with the rest of it. Whatever comes
-    then is not asked about, so that ``" cat"`` has the probability of ``" category"`` within it. A
-    text that ends has no further bytes: special tokens, those that end texts and those without
-    bytes begin nothing.
+    It sums over all tokenisations: all token sequences that spell the text, or spell a prefix of
+    it and continue with a token that begins with the rest. The text may go on in any way, so the
+    probability of ``" cat"`` includes that of ``" category"``. Special tokens, tokens that end
+    texts and tokens without bytes do not continue the text.
 
-    Sequences are followed from the most probable on, those first that lead far for what they cost;
-    each wave of contexts shares batches with whatever else the model is asked. The answer is
-    exact up to rounding but for its ``log_rest``. There are many sequences of nearly no
-    probability, which all together may still be as probable as a long text, so that the upper
-    bound of a text of many words is loose where the lower one is not.
+    The search first follows sequences that are probable for their length; its queries share
+    batches with the model's other queries. Apart from ``log_rest``, the result is exact up to
+    rounding. Very many improbable sequences together may be as probable as a long text, so the
+    upper bound of a text of many words may be loose although the lower bound is tight.
 
     Args:
         lm: The model.
-        context: The text or token ids that come before, or ``None``, as of ``continuations``.
-        text: The bytes; a string is taken as UTF-8. A word that follows another begins with its
+        context: A text, token ids, or ``None``, as for ``continuations``.
+        text: The bytes; a string is encoded as UTF-8. A word that follows another begins with its
             blank.
-        word_ends: Whether the last word of the text has to end: whether a blank or the end of the
-            text comes behind it, as ``continuations`` counts words. Where a text that begins with a
-            blank comes behind a context that ends within a word, the answer is given that this word
-            ends, as there. So ``" cat"`` has the probability of the word ``"cat"`` behind one
-            blank, and that of ``" category"`` is not within it.
-        **options: ``words``, what a word is if ``word_ends=True``, as of ``continuations``. With
-            words of your own, the last word has ended as soon as a character follows that is none
-            of it, and the context may end within a word. ``max_rest``, the part of the answer that
-            may be missing, from 0 on; at it the search ends. ``max_contexts``, the number of
-            contexts to ask about at most; at it the search ends, too. A text takes one for each of
-            its tokens at least, or nothing is found. ``lora_name``, the adapter to read with.
+        word_ends: Whether the last word of the text has to end, with a blank or the end of the
+            text after it, as in ``continuations``. ``" cat"`` then has the probability of the word
+            ``"cat"`` after one blank, without that of ``" category"``. If the context ends within
+            a word and ``text`` begins with a blank, the result is conditional on that word's end.
+        **options: ``words``, the definition of a word with ``word_ends=True``, as for
+            ``continuations``. With your own ``words``, the last word ends as soon as a character
+            follows that is not part of it, and the context may end within a word. ``max_rest``,
+            the share of the probability that may be missing, from 0 to 1, and ``max_contexts``,
+            the number of contexts to query at most: the search ends at the first of these limits.
+            A text needs at least one context per token, or nothing is found. ``lora_name``, the
+            LoRA adapter to use.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no token
             that texts begin with and ``context`` is ``None``.
-        ContextError: (``ValueError``) If ``context`` or ``text`` cannot be read, or ``text`` does
-            not end with a word where its last word has to end.
-        Exception: What ``next_token_logprobs`` raises.
+        ContextError: (``ValueError``) If ``context`` or ``text`` cannot be encoded, or ``text``
+            does not end with a word although ``word_ends=True``.
+        Exception: Any error of ``next_token_logprobs``.
     """
     word_ends = switch("word_ends", word_ends)
     given = _checked(lm, {"max_rest": _MAX_REST, **options})
@@ -255,7 +251,7 @@ async def prefix_logprob(
         return PrefixLogprob(0.0, -math.inf)
     is_between, asked = context is None or is_between_words(lm, begin), await in_form(lm)
     ways = _Ways(lm, data, word_ends, words, not is_between)
-    best = np.full(ways.longest + 1, -np.inf)  # the most probable path of those that end at a byte
+    best = np.full(ways.longest + 1, -np.inf)  # best log-probability of a path of each length
     found, paths = -math.inf, [_Path(0.0, b"", begin)]
     too_long, left = list[float](), given["max_contexts"]
     while True:
@@ -292,18 +288,18 @@ def _checked(lm: Any, options: SearchOptions) -> dict[str, Any]:
 async def _answered(
     lm: AsyncLM, questions: Sequence[ContextReadout], lora_name: str | None
 ) -> Iterator[Any]:
-    """Return the answers to a wave of questions, each a context with the readout of its row."""
+    """Query the model for several contexts, each with a readout of its row, in one call."""
     contexts, makers = [context for context, _ in questions], iter([make for _, make in questions])
     return iter(await lm.batch_read(contexts, lambda query: next(makers)(query), lora_name))
 
 
 def _decoded(data: bytes, is_all: bool) -> str:
-    """Return bytes as text; the last may be a part of a character."""
+    """Decode UTF-8; without ``is_all``, drop an incomplete last character."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data, is_all)
 
 
 def _word_ends(lm: AsyncLM) -> NDArray[np.bool_]:
-    """Return the tokens before which a word, or the text, has ended."""
+    """Return a mask of the tokens before which a word has ended, or that end the text."""
     return word_begins(lm).unpacked().numpy() | lm.alphabet.ends
 
 
@@ -311,15 +307,15 @@ def _word_ends(lm: AsyncLM) -> NDArray[np.bool_]:
 
 
 _FEWEST: Final = 64
-"""Least number of tokens to query after a context, however few queries are left."""
+"""Least number of top tokens to request per context, however few queries are left."""
 
 _LEAST: Final = 1e-6
-"""Probability of a token from which on it is looked at whether a word ends in it, at the end."""
+"""Least probability of the tokens that are still checked for a word's end after the last query."""
 
 
 @final
 class _Node:
-    """The first tokens of a continuation, and what has not been explored after them."""
+    """The first tokens of a continuation, and the probability unexplored after them."""
 
     def __init__(self, context: Context, data: bytes, probability: float, is_word: bool) -> None:
         self.context, self.data, self.is_word = context, data, is_word
@@ -328,7 +324,7 @@ class _Node:
 
 @final
 class _Explored:
-    """Beginnings of continuations, and the words that have been found."""
+    """The search state of ``continuations``: its nodes, and the words found so far."""
 
     def __init__(self, lm: AsyncLM, words: Words, begin: Context, is_between: bool) -> None:
         self._lm, self._words, self._alphabet = lm, words, lm.alphabet
@@ -346,7 +342,7 @@ class _Explored:
         return math.fsum(node.rest for node in self._nodes)
 
     def _groups(self, node: _Node) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return the tokens that end the word or the text after a node, and those that go on."""
+        """Return masks of the tokens that end the word or text after a node, and of the others."""
         alphabet = self._alphabet
         if node is self.begin and self._is_within:
             return alphabet.ends, alphabet.others & self._begins
@@ -355,7 +351,7 @@ class _Explored:
         return alphabet.ends, alphabet.others
 
     def questions(self, node: _Node, num_tokens: int) -> list[ContextReadout]:
-        """Return the questions about a node: the mass of both groups, and the top tokens."""
+        """Return a node's queries: the masses of both groups, and the top tokens."""
         size = len(self._lm.byte_vocab)
         readouts = masses_of(self._groups(node), size), top_of(num_tokens, size)
         return [(node.context, readout) for readout in readouts]
@@ -363,7 +359,7 @@ class _Explored:
     def read(self, node: _Node, answers: Iterator[Any]) -> None:
         ending, going_on = next(answers).exp().tolist()
         top, scale = next(answers), node.probability
-        if node is self.begin and self._is_within:  # given that the word before has ended
+        if node is self.begin and self._is_within:  # conditional on the end of the open word
             scale = 1 / (ending + going_on) if ending + going_on else 0.0
         word, _ = self._first_word(node.data, is_all=True)
         if word:
@@ -386,7 +382,7 @@ class _Explored:
             data = parent.data + self._lm.byte_vocab[token_id].byte_string
             word, has_ended = self._first_word(data)
             if not has_ended and max_length is not None and len(parent.context) >= max_length:
-                continue  # it is too long to be asked about, and stays in the rest
+                continue  # too long for the model, so its probability stays in the rest
             parent.rest = max(parent.rest - probability, 0.0)
             if has_ended:
                 self._found[word] += probability
@@ -396,7 +392,7 @@ class _Explored:
         return found
 
     def _first_word(self, data: bytes, is_all: bool = False) -> tuple[str, bool]:
-        """Return the first word in some bytes, ``""`` for none, and whether it has ended."""
+        """Return the first word in ``data``, ``""`` for none, and whether it has ended."""
         text = _decoded(data, is_all)
         spans = spans_of(self._words, text) if text else []
         if not spans:
@@ -453,8 +449,8 @@ def _most_promising(
     paths: list[_Path], best: NDArray[np.float64], log_share: float, size: int
 ) -> tuple[list[_Path], list[_Path]]:
     """Return the paths to follow next, and the others."""
-    # A path is compared with the most probable of those that have come as far or farther: by its
-    # probability alone, short ones would all come first, and the end of a long text last.
+    # Rank a path against the most probable path that is as long or longer: by probability alone,
+    # all short paths would come first, and the end of a long text last.
     ahead = np.maximum.accumulate(best[::-1])[::-1].tolist()
 
     def promise(path: _Path) -> tuple[bool, float]:
@@ -478,7 +474,7 @@ class _Ways:
         self._alphabet, self._byte_vocab, self._data = lm.alphabet, lm.byte_vocab, data
         self._words, self._word_ends = words, word_ends
         wanted = [data + blank for blank in BLANKS] if word_ends else [data]
-        self.longest = max(map(len, wanted))  # a part of a character is no longer than blanks
+        self.longest = max(map(len, wanted))  # a partial character is no longer than the blanks
         self._is_default = words == NOT_BLANK
         self._wanted = wanted if self._is_default else [data]
         if not self._is_default:
@@ -488,7 +484,7 @@ class _Ways:
         self._steps: Final = cache(self._steps_after)
 
     def _steps_after(self, spelt: bytes) -> tuple[list[tuple[int, bytes]], list[ReadoutOf]]:
-        """Return the next tokens after some bytes with their spellings, and the readouts."""
+        """Return the next tokens after ``spelt`` with the bytes up to their ends, and readouts."""
         alphabet, size = self._alphabet, len(self._byte_vocab)
         rests = [own[len(spelt) :] for own in self._wanted if own.startswith(spelt)]
         parts = {r[:i] for r in rests for i in range(1, min(alphabet.longest + 1, len(r)))}
@@ -508,7 +504,7 @@ class _Ways:
                     tokens.append((i, own))
             is_end = not rest and self._has_ended(spelt, is_all=True)
         groups = [ending | alphabet.ends if is_end else ending]
-        if self._given is not None and not spelt:  # the word before the text ends
+        if self._given is not None and not spelt:  # condition on the end of the open word
             groups.append(self._given)
             tokens = [(i, own) for i, own in tokens if self._given[i]]
         readouts: list[ReadoutOf] = [masses_of(groups, size)]
@@ -517,7 +513,7 @@ class _Ways:
         return tokens, readouts
 
     def _has_ended(self, spelt: bytes, is_all: bool = False) -> bool | None:
-        """Return whether the text's last word has ended in some bytes; ``None`` if unknown yet."""
+        """Return whether the text's last word has ended in ``spelt``; ``None`` if not known yet."""
         text = _decoded(spelt, is_all)
         if text == self._text and not is_all:
             return None
@@ -527,7 +523,7 @@ class _Ways:
         return [(path.context, readout) for readout in self._steps(path.spelt)[1]]
 
     def followed(self, path: _Path, answers: Iterator[Any]) -> tuple[float, list[_Path]]:
-        """Return the log-probability of all ends of a path, and the paths that go on from it."""
+        """Return the log-probability of a path's complete continuations, and its longer paths."""
         tokens, readouts = self._steps(path.spelt)
         mass, *given = next(answers).tolist()
         before = path.logprob - sum(own for own in given if own > -math.inf)

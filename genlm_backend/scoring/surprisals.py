@@ -1,4 +1,4 @@
-"""surprisal: how surprising each word, token or character of a text is, in bits or nats."""
+"""surprisal: the surprisal of each word, token or character of a text, in bits or nats."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class Surprisal:
     """The surprisal of a word, token or character: the negative logarithm of its probability.
 
     Attributes:
-        text: Its characters. Those of a token that has a part of a character are all of that.
-        start: Index of the first of them in the text.
-        end: Index of the character behind the last one.
-        token_ids: Its tokens, with those of blanks before a word; of a character those that have a
-            part of it.
+        text: Its characters. A token with a part of a character has the whole character.
+        start: Index of its first character in the text.
+        end: Index after its last character.
+        token_ids: Its tokens. A word's include the blanks before it; a character's are all
+            tokens with a part of it.
         surprisal: In the unit of its text.
-        num_context: Number of tokens that were read before the first of its tokens, those that the
-            text was read behind included.
-        entropy: The entropy of the token in whose place its first one came, in the unit of its
-            text; ``None`` where it was not asked for.
-        rank: Number of tokens that were more probable than its first one; 0 where greedy decoding
-            would have taken it. ``None`` where it was not asked for.
+        num_context: Number of tokens that the model read before its first token, ``context``
+            included.
+        entropy: The entropy of the distribution of its first token, in the unit of its text;
+            ``None`` if not requested.
+        rank: Number of tokens more probable than its first token; 0 if greedy decoding would
+            choose it. ``None`` if not requested.
     """
 
     text: str
@@ -89,9 +89,9 @@ class Surprisals(list[Surprisal]):
     Attributes:
         text: The text.
         unit: ``"bits"`` or ``"nats"``.
-        context: The token ids that the text was read behind.
-        log_likelihood: The natural logarithm of the probability of its tokens, whatever words they
-            make.
+        context: The token ids before the text.
+        log_likelihood: The natural logarithm of the probability of its tokens, without any
+            correction for word ends.
         num_tokens: Number of its tokens.
     """
 
@@ -127,7 +127,7 @@ class Surprisals(list[Surprisal]):
         return f"Surprisals({', '.join(parts)}{more}; {self.unit}, behind {self._behind!r})"
 
     def to_dataframe(self) -> Any:
-        """Return them as a ``pandas.DataFrame``, a row for each, a column for each attribute.
+        """Return a ``pandas.DataFrame`` with a row per surprisal and a column per attribute.
 
         Raises:
             MissingExtraError: (``ImportError``) If pandas is not installed.
@@ -142,8 +142,8 @@ class SurprisalsOfTexts(list[Surprisals]):
     def to_dataframe(self) -> Any:
         """Return the surprisals of all texts as one ``pandas.DataFrame``.
 
-        Its first column, ``text_index``, is the index of the text in the list; the others are those
-        of the ``to_dataframe`` of one text.
+        Its first column, ``text_index``, is the index of the text in the list; the others are as
+        in ``Surprisals.to_dataframe``.
 
         Raises:
             MissingExtraError: (``ImportError``) If pandas is not installed.
@@ -168,15 +168,15 @@ def _table(values: Sequence[Surprisal]) -> Any:
 
 
 By: TypeAlias = Literal["word", "token", "character"]
-"""Parts of a text that have surprisals of their own."""
+"""The kind of parts of a text that get surprisals."""
 
 Unit: TypeAlias = Literal["bits", "nats"]
-"""The unit of a logarithm: of base 2, or of base e."""
+"""The unit of a logarithm: base 2, or base e."""
 
 
 @final
 class SurprisalOptions(TypedDict, total=False):
-    """The options of ``surprisal``, which says what they mean."""
+    """The options of ``surprisal``, which documents them."""
 
     by: Annotated[By, Option("word", one_of("word", "token", "character"))]
     unit: Annotated[Unit, Option("bits", one_of("bits", "nats"))]
@@ -207,37 +207,36 @@ async def surprisal(
 ) -> Surprisals | SurprisalsOfTexts:
     """Return the surprisal of each word, token or character of texts.
 
-    A word is what blanks separate. Its surprisal is that of its tokens, and of its end: the
-    probability that a word ends here is that of all tokens that begin another one, which the
-    tokens of the next word are then given (Oh and Schuler, 2024, arXiv:2406.10851; Pimentel and
-    Meister, 2024, arXiv:2406.14561). So the probabilities of all words that may come at a place sum
-    to one. Without the correction, ``word_ends=False``, a word is charged for the blank before it,
-    and any word that goes on as this one does is counted with it.
+    Blanks separate words. A word's surprisal includes its tokens and its end. The probability that
+    a word ends is the mass of all tokens that begin another word, and the tokens of the next word
+    are conditional on it (Oh and Schuler, 2024, arXiv:2406.10851; Pimentel and Meister, 2024,
+    arXiv:2406.14561). The probabilities of all possible next words therefore sum to one. Without
+    this correction (``word_ends=False``), a word is charged for the blank before it, and its
+    probability includes all longer words that begin with it.
 
-    A text is read behind the token that texts begin with (``bos_token_id`` of the tokenizer), which
-    the answer names as its ``context``; where there is none, ``context`` has to be given. A warning
-    names a token that the chat template writes before each message, as it may begin no text. Texts
-    share batches with each other and with whatever else the model is asked.
+    A text is scored after the tokenizer's BOS (``bos_token_id``), which the result has as its
+    ``context``; without a BOS, pass ``context``. A warning tells if the chat template writes the
+    BOS before each message, since then no text may have followed it in training. Texts share
+    batches with each other and with the model's other queries.
 
     Args:
         lm: The model.
         texts: A text, or several.
         **options: ``by``, ``"word"`` (the default), ``"token"`` or ``"character"``; ``unit``,
-            ``"bits"`` (the default) or ``"nats"``; ``words``, what a word is: a regular expression
-            or a function from a text to the spans of its words, ``r"\\S+"`` by default;
-            ``word_ends``, whether words are charged for their ends, by default where blanks
-            separate them; ``context``, what each text is read behind: a text, itself behind the
-            token that texts begin with unless it spells a special token first, or token ids as
-            they are;
-            ``contexts``, such a context for each of several texts, in a list;
-            ``entropy`` and ``rank``, whether to tell these;
-            ``stride``, for texts that are longer than the model takes: the number of tokens that
-            are scored behind one window of the others, half a window by default; ``lora_name``, the
-            adapter to read with; ``progress``, whether to show a bar of the texts that are done, on
-            a terminal or in a notebook.
+            ``"bits"`` (the default) or ``"nats"``; ``words``, a regular expression of words, or a
+            function from a text to the spans of its words, ``r"\\S+"`` by default;
+            ``word_ends``, whether words are charged for their ends, by default only if blanks
+            separate them; ``context``, a text or token ids before each text: a text gets a BOS
+            unless it spells a special token first, token ids get none;
+            ``contexts``, a list with such a context for each of several texts;
+            ``entropy`` and ``rank``, whether to compute these;
+            ``stride``, for texts longer than the model's limit: the number of tokens scored per
+            window, half a window by default; ``lora_name``, the LoRA adapter to use;
+            ``progress``, whether to show a bar of the finished texts, on a terminal or in a
+            notebook.
 
     Returns:
-        The surprisals of the text in a list; of several texts, such a list for each.
+        The list of the text's surprisals; for several texts, a list of such lists.
 
     Raises:
         OptionTypeError: (``TypeError``) If there is no such option, or one is of a wrong type.
@@ -245,7 +244,7 @@ async def surprisal(
             that texts begin with and no ``context`` is given.
         ContextError: (``ValueError``) If a text has no token, the tokenizer takes no text, or
             normalises it; or if ``context`` leaves no room for a text.
-        Exception: What ``score`` raises.
+        Exception: Any error of ``score``.
     """
     asked = _Asked(lm, options)
     many, read = asked.read(texts)
@@ -274,12 +273,12 @@ async def surprisal(
 surprisal_sync = blocking(surprisal, "surprisals")
 
 _AT_ONCE: Final = 200
-"""Texts that a blocking thread scores at once, between two updates of its progress."""
+"""Texts that the blocking form scores at once, between two updates of its progress bar."""
 
 
 @final
 class _Asked:
-    """Checked options of a call, and the questions to a model that they need."""
+    """The checked options of a call, and the score options that they need."""
 
     def __init__(self, lm: AsyncLM, options: SurprisalOptions) -> None:
         instance(AsyncLM, "an AsyncLM")("lm", lm)
@@ -331,15 +330,15 @@ class _Asked:
         return [self._begin_of(own, f"contexts[{i}]") for i, own in enumerate(contexts)]
 
     def _begin_of(self, context: Any, name: str) -> tuple[list[int], bool]:
-        """Return the context of a text, and whether no word has to end at its begin."""
+        """Return a text's context, and whether no word is open at the context's end."""
         ids = context_ids(self.lm, context, name)
-        # None has begun before, or it has ended.
+        # No word has begun before the text, or the last one has ended.
         return ids, context is None or is_between_words(self.lm, ids)
 
 
 @final
 class _Text:
-    """A text, its parts that a model scores one by one, and then its surprisals."""
+    """A text, divided into windows that a model scores, from which its surprisals are computed."""
 
     def __init__(
         self, asked: _Asked, text: str, name: str, context: list[int], is_between: bool
@@ -358,7 +357,7 @@ class _Text:
         self._divide(asked.lm.max_length, asked.stride)
 
     def _divide(self, max_length: int | None, stride: int | None) -> None:
-        """Divide the text into parts, all but the first of which are scored after a window."""
+        """Divide the text into parts; score all but the first after a window of earlier tokens."""
         ids, begin = self._spelling.token_ids, self._context
         most = len(ids) if max_length is None else max_length - len(begin) + 1
         if most < 1:
@@ -385,7 +384,7 @@ class _Text:
             done = stop
         if self._begins is None:
             return
-        # How the last word ends is asked before whichever token.
+        # The last word's end needs the masses after the last token: score any further token there.
         room = len(ids) if max_length is None else max_length - len(begin)
         if done - start <= room:
             self.parts[1][-1] = [*self.parts[1][-1], ids[0]]
@@ -427,37 +426,37 @@ class _Text:
         )
 
     def _logprob(self, region: Region, logprobs: list[float], ends: list[float] | None) -> float:
-        """Return the log-probability of a token, or of a word and its end."""
+        """Return the log-probability of a token, or of a word including its end."""
         total = math.fsum(logprobs[region.first : region.last])
         if ends is None:
             return total
         return total + self._end(region.last, ends) - self._end(region.first, ends)
 
     def _end(self, index: int, ends: list[float]) -> float:
-        """Return the log-probability that the word before a token ends, given all before it."""
+        """Return the log-probability that the word before a token ends, given its prefix."""
         begins = cast(list[bool], self._begins)
-        # It is 0 if that is known, and before a token that begins no word, such as one with a part
-        # of a blank whose rest comes with the next token.
+        # It is 0 if the end is certain, or if the token begins no word, such as a token with only
+        # a part of a multi-byte blank.
         is_known = self._spelling.ends_blank[index - 1] if index else self._is_between
         is_asked = index == len(begins) or begins[index]
         return ends[index] if is_asked and not is_known else 0.0
 
     def _of_characters(self, logprobs: list[float], beginnings: list[list[float]]) -> list[float]:
-        """Return each character's log-probability; a token may have a part of one."""
+        """Return each character's log-probability, summed over the tokens with a part of it."""
         found = [list[float]() for _ in self._spelling.text]
         parts = zip(self._spelling.portions, logprobs, beginnings, strict=True)
         for portions, logprob, begun in parts:
             before, last = 0.0, len(portions) - 1
             for i, (char, stop) in enumerate(portions):
                 behind = logprob if i == last else begun[stop - 1]
-                if before > -math.inf:  # what comes behind the impossible is not less probable
+                if before > -math.inf:  # after an impossible prefix, the difference would be NaN
                     found[char].append(behind - before)
                 before = behind
         return [math.fsum(own) for own in found]
 
 
 def _joined(scores: Sequence[TokenScores], name: str) -> list[Any] | None:
-    """Return the numbers of all tokens in one list; ``None`` if there are none."""
+    """Concatenate a field of all scores into one list; ``None`` if there is none."""
     columns = [own for each in scores if (own := getattr(each, name)) is not None]
     if name == "log_masses":
         columns = [own[:, 0] for own in columns]

@@ -1,4 +1,4 @@
-"""Words: which tokens of a text make each of its words, and which tokens begin one."""
+"""Words: which tokens of a text form each word, and which tokens begin a word."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Words: TypeAlias = str | re.Pattern[str] | Callable[[str], Iterable[Span]]
 """A regular expression of words, or a function from a text to the spans of its words."""
 
 NOT_BLANK: Final = re.compile(r"\S+")
-"""Words that blanks separate."""
+"""Matches words that white space separates."""
 
 BLANKS: Final = tuple(char.encode() for char in map(chr, range(0x3001)) if char.isspace())
-"""The bytes of each blank."""
+"""The UTF-8 bytes of each white-space character."""
 
 
 @final
 class Region(NamedTuple):
-    """A part of a text with a surprisal of its own."""
+    """A part of a text with its own surprisal: characters ``start:stop``, tokens ``first:last``."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ class Region(NamedTuple):
 
 @final
 class Spelling:
-    """The tokens of a text by the model's own tokenizer."""
+    """The tokens of a text, from the model's own tokenizer."""
 
     def __init__(self, lm: AsyncLM, text: str, name: str = "texts") -> None:
         self.text = text
@@ -69,7 +69,7 @@ class Spelling:
                 f"{name}: the tokens of {shown(text)} do not spell it, but "
                 f"{shown(b''.join(spelt))}: the tokenizer normalises texts, or leaves something out"
             )
-        # Some tokenizers begin every text with a blank, which is none of its characters.
+        # Some tokenizers put a blank before every text, which is not one of its characters.
         num_before = sum(map(len, spelt)) - len(data)
         stops = np.cumsum([0, *(len(own) for own in spelt)]) - num_before
         self._places: list[int] = stops.tolist()
@@ -79,7 +79,7 @@ class Spelling:
 
     @property
     def tokens(self) -> list[Region]:
-        """Each token; a character of which several have parts is of each."""
+        """Each token's region; a character split across tokens belongs to the region of each."""
         found = list[Region]()
         for i, (begin, end) in enumerate(itertools.pairwise(self._places)):
             first = bisect_right(self._chars, max(begin, 0)) - 1
@@ -89,11 +89,11 @@ class Spelling:
 
     @property
     def portions(self) -> list[list[tuple[int, int]]]:
-        """Each token's characters, with its number of bytes up to the end of its part of each."""
+        """For each token, its characters, each with the token's bytes up to the character's end."""
         found = list[list[tuple[int, int]]]()
         for begin, end in itertools.pairwise(self._places):
-            # A blank that the tokenizer adds before a text is of the first character; a token
-            # without bytes is of the character after it, or the last one.
+            # A blank that the tokenizer puts before a text counts to the first character; a token
+            # without bytes counts to the character after it, or else to the last one.
             first = bisect_right(self._chars, max(begin, 0)) - 1
             stops = [*self._chars[first + 1 : bisect_left(self._chars, end)], end]
             found.append([(char, stop - begin) for char, stop in enumerate(stops, first)])
@@ -101,7 +101,7 @@ class Spelling:
 
     @property
     def characters(self) -> list[Region]:
-        """Each character, with the tokens that have a part of it."""
+        """Each character's region, with the tokens that have a part of it."""
         tokens = [list[int]() for _ in self.text]
         for token, portions in enumerate(self.portions):
             for char, _ in portions:
@@ -110,15 +110,15 @@ class Spelling:
 
     def words(self, words: Words = NOT_BLANK) -> list[Region]:
         """Return the words of the text; text between two words belongs to the second."""
-        # Words with a token in common are one. Text after the last word belongs to none; a text
-        # without a word is one.
+        # Words that share a token are merged. Text after the last word belongs to no word; a text
+        # without a word counts as one.
         spans = spans_of(words, self.text) or [(0, len(self.text))]
         starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
         found, last_word = list[Region](), -1
         for i, token in enumerate(self.tokens):
             if token.start >= stops[-1]:
                 break
-            # The first and the last word that the token has a part of, or the word that follows.
+            # The first and last word that the token overlaps, or the next word if it overlaps none.
             first = bisect_right(stops, token.start)
             last = max(first, bisect_left(starts, token.stop) - 1, last_word)
             if first <= last_word:
@@ -132,12 +132,12 @@ class Spelling:
 def _spelling_part(
     data: bytes, spelt: Sequence[bytes], are_special: Sequence[bool]
 ) -> tuple[int, int]:
-    """Return the part of some tokens that spells a text, without special ones around."""
+    """Return the slice of the tokens that spells a text, without special tokens around it."""
     size = len(spelt)
     most = next((i for i, is_special in enumerate(are_special) if not is_special), size)
     least = next((size - i for i, own in enumerate(reversed(are_special)) if not own), 0)
     parts = itertools.product(range(most + 1), range(size, least - 1, -1))
-    around = sorted(parts, key=lambda part: part[0] - part[1])  # as few of them as can be
+    around = sorted(parts, key=lambda part: part[0] - part[1])  # strip as few as possible
     return next((part for part in around if _spells(spelt[slice(*part)], data)), (most, least))
 
 
@@ -147,7 +147,7 @@ def _spells(spelt: Sequence[bytes], data: bytes) -> bool:
 
 
 def check_words(name: str, words: Words) -> re.Pattern[str] | Callable[[str], Iterable[Span]]:
-    """Return the checked expression or function that finds words."""
+    """Check an expression or function that finds words; compile an expression."""
     if isinstance(words, str):
         try:
             return re.compile(words)
@@ -162,11 +162,11 @@ def check_words(name: str, words: Words) -> re.Pattern[str] | Callable[[str], It
 
 
 WORDS: Final = Option(NOT_BLANK, check_words)
-"""The option that says what a word is."""
+"""The option ``words``, the definition of a word."""
 
 
 def spans_of(words: Words, text: str) -> list[Span]:
-    """Return the spans of a text's words, checked; see ``Spelling.words``."""
+    """Return the spans of a text's words; raise an error unless they are ordered and disjoint."""
     words = check_words("words", words)
     if isinstance(words, re.Pattern):
         return [match.span() for match in words.finditer(text) if match.group()]
@@ -197,15 +197,15 @@ def ends_blank(data: bytes) -> bool:
 
 
 _masks: Final[weakref.WeakKeyDictionary[Any, PackedMask]] = weakref.WeakKeyDictionary()
-"""A mask for each alphabet; a model has a new one once its texts end otherwise."""
+"""A mask per alphabet; a model gets a new alphabet if its end-of-text tokens change."""
 
 
 def word_begins(lm: AsyncLM) -> PackedMask:
-    """Return the tokens that end the word before them: they begin with a blank, or end texts."""
+    """Return a mask of the tokens before which a word ends: blank, special and end tokens."""
     alphabet = lm.alphabet
     mask = _masks.get(alphabet)
     if mask is None:
-        # With special tokens; without those that begin with a part of a blank of several bytes.
+        # Tokens that begin with only a part of a multi-byte blank do not count.
         begins: list[Any] = [token.byte_string.startswith(BLANKS) for token in lm.byte_vocab]
         bools = np.array(begins, np.bool_)
         bools[[*lm.special_ids, *lm.eos_token_ids]] = True
@@ -215,7 +215,7 @@ def word_begins(lm: AsyncLM) -> PackedMask:
 
 
 def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "context") -> list[int]:
-    """Return the token ids that texts are read after, at least one."""
+    """Return the token ids before a text, at least one: the BOS by default."""
     has_bos = getattr(lm.tokenizer, "bos_token_id", None) is not None
     if context is None or (has_bos and context == ""):
         if not has_bos:
@@ -226,7 +226,7 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
         return [default_beginning(lm)]
     if isinstance(context, str):
         ids = Spelling(lm, context, name).token_ids
-        # A chat that its template has written begins with its own special token.
+        # A rendered chat begins with its template's own special token, and gets no BOS.
         is_special = ids[0] in lm.special_ids and not adds_bos(lm.tokenizer)
         begins = not has_bos or is_special or ids[0] == lm.tokenizer.bos_token_id
         return ids if begins else [default_beginning(lm), *ids]
@@ -238,11 +238,11 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
 
 
 _begun: Final[weakref.WeakSet[AsyncLM]] = weakref.WeakSet()
-"""Models whose default beginning has been taken."""
+"""Models for which ``default_beginning`` has been called, so that it warns once per model."""
 
 
 def default_beginning(lm: AsyncLM, option: str = "context") -> int:
-    """Return the tokenizer's BOS; warn, once a model, if it begins turns of chats."""
+    """Return the tokenizer's BOS; warn once per model if the chat template repeats it per turn."""
     if lm not in _begun:
         _begun.add(lm)
         if begins_turns(lm.tokenizer):
@@ -255,7 +255,7 @@ def default_beginning(lm: AsyncLM, option: str = "context") -> int:
 
 
 def is_between_words(lm: AsyncLM, context: Sequence[int]) -> bool:
-    """Return whether the last word of a context has ended, or none has begun."""
+    """Return whether no word is open at the end of a context: it ends in a blank or special."""
     last = context[-1]
     is_end = last in lm.special_ids or last in lm.eos_token_ids
     return is_end or ends_blank(lm.byte_vocab[last].byte_string)

@@ -1,4 +1,4 @@
-"""The exact bytes of every token id, from the tokenizer object alone."""
+"""The exact bytes of every token id, read from the tokenizer object alone."""
 
 from genlm_backend.tokenization.alphabet import Alphabet
 from genlm_backend.tokenization.token import Token

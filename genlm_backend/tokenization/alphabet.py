@@ -1,4 +1,4 @@
-"""Alphabet: tokens in the order of their bytes; those with one prefix are an interval."""
+"""Alphabet: tokens sorted by their bytes, so that the tokens with a prefix form an interval."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from genlm_backend.tokenization.token import Token
 
 @final
 class Alphabet:
-    """The tokens that make up texts, in the order of their bytes.
+    """The tokens that make up texts, sorted by their bytes.
 
-    Tokens that begin with the same bytes follow one another. A token that ends a text, a special
-    one and one without bytes are in it behind all others, and begin as no token does.
+    Tokens that begin with the same bytes are adjacent. Tokens that end a text, special tokens and
+    tokens without bytes come last, and share no prefix with any token.
 
     Args:
         byte_vocab: The tokens by id, as bytes.
         ends: Ids of the tokens that end a text, special ones among them.
-        undefined: Ids that no token has, which are not in it.
+        undefined: Ids without a token, which are left out.
 
     Attributes:
-        order: The ids of the tokens in this order: int32, packed.
-        longest: Number of bytes of the longest one that does not end a text.
+        order: The token ids in this order: int32, packed as ``bytes``.
+        longest: Number of bytes of the longest token that does not end a text.
         ends: Which tokens end a text, or have no bytes: bool ``[vocab]``.
         others: Which tokens make up texts: bool ``[vocab]``.
     """
@@ -54,11 +54,11 @@ class Alphabet:
         return mask
 
     def beginning_with(self, data: bytes) -> NDArray[np.bool_]:
-        """Return which tokens begin with some bytes: bool ``[vocab]``."""
+        """Return a mask of the tokens that begin with ``data``: bool ``[vocab]``."""
         return self._mask(self._order[slice(*self._interval(data))])
 
     def spelling(self, data: bytes) -> list[int]:
-        """Return the ids of the tokens that are some bytes and no more."""
+        """Return the ids of the tokens whose bytes are exactly ``data``."""
         start, stop = bisect_left(self._spelt, data), bisect_right(self._spelt, data)
         return self._order[start:stop].tolist()
 
@@ -68,10 +68,10 @@ class Alphabet:
         return start, bisect_right(self._spelt, data, start, key=lambda own: own[:size])
 
     def intervals(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Return the intervals of the tokens that begin as some tokens do: int32 ``[n, width, 2]``.
+        """Return the intervals of the proper prefixes of some tokens: int32 ``[n, width, 2]``.
 
-        For each token they are those of its first byte, its first two, and so on to all but one,
-        as places in ``order``, and empty from there on; ``width`` is of the longest.
+        A token has an interval of indices into ``order`` for its first byte, its first two, and so
+        on to all but one; the rest are empty. ``width`` is that of the longest token.
         """
         width = max(1, *(len(self._bytes[i]) for i in token_ids), 1) - 1
         found = np.zeros((len(token_ids), width, 2), np.int32)

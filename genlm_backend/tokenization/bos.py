@@ -1,4 +1,4 @@
-"""BOS: the token that texts begin with, which a text may spell and a tokenizer may add."""
+"""BOS: the beginning-of-sequence token, which a text may spell and a tokenizer may add."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def adds_bos(tokenizer: Any) -> bool:
 
 
 def with_one_bos(tokenizer: Any, token_ids: list[int]) -> list[int]:
-    """Return the ids of a text without the BOS that was added before one that the text spells."""
+    """Return the ids of a text, without the added BOS if the text spells one itself."""
     bos = getattr(tokenizer, "bos_token_id", None)
     is_twice = bos is not None and token_ids[:2] == [bos, bos] and adds_bos(tokenizer)
     return token_ids[1:] if is_twice else token_ids
 
 
 def without_bos(tokenizer: Any, text: str) -> str:
-    """Return a text without the BOS that it spells, if the tokenizer adds one."""
+    """Return a text without the BOS that it spells, if the tokenizer would add another."""
     bos = getattr(tokenizer, "bos_token", None)
     return text.removeprefix(bos) if bos and adds_bos(tokenizer) else text
 
@@ -33,7 +33,7 @@ def begins_turns(tokenizer: Any) -> bool:
     chat = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except Exception:  # a template is a program of its own
+    except Exception:  # a template may raise anything
         return False
     before, _, behind = text.partition(first)
     return bos in before and bos in behind.partition(second)[0]

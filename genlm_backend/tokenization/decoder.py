@@ -1,7 +1,7 @@
 """A tokenizer's declared decoder, compiled to "the bytes one token contributes mid-text".
 
-The stages are those of the ``decoders`` module of Hugging Face's tokenizers library, without those
-that concern only the first or last token of a text.
+The stages implement the ``decoders`` module of Hugging Face's tokenizers library, except for the
+stages that concern only the first or last token of a text.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 TextOrBytes = str | bytes
 Stage = Callable[[str], TextOrBytes]
-"""A step of decoding one token; bytes are final."""
+"""A step of decoding one token; if it returns bytes, later steps do not change them."""
 
 
 class UnknownDecoderError(ValueError):
-    """A decoder whose effect on a single token cannot be known; the message has the reason."""
+    """A decoder's effect on a single token cannot be determined; the message has the reason."""
 
 
 def byte_level_alphabet() -> dict[str, int]:
     """Return the byte of each of the 256 characters of byte-level BPE."""
-    # GPT-2's table (Radford et al., 2019): a printable Latin-1 character but the space is its own
-    # byte; the other 68 bytes, in order, are U+0100 onwards.
+    # GPT-2's table (Radford et al., 2019): a printable Latin-1 character other than the space is
+    # its own byte; the other 68 bytes, in order, are U+0100 onwards.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
@@ -43,7 +43,7 @@ _BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
 
 
 def decode_byte_level(strings: Sequence[str]) -> list[bytes]:
-    """Return the bytes of byte-level tokens; one with another character is its own UTF-8."""
+    """Return the bytes of byte-level tokens; a token with other characters is encoded as UTF-8."""
     points = np.frombuffer("".join(strings).encode("utf-32-le", "surrogatepass"), dtype="<u4")
     codes = _CODES[np.minimum(points, len(_CODES) - 1)]
     ends = np.cumsum(np.fromiter(map(len, strings), dtype=np.int64, count=len(strings)))
@@ -76,13 +76,13 @@ class CompiledDecoder:
         return [to_utf8(piece) for piece in pieces]
 
     def with_byte_fallback(self) -> CompiledDecoder:
-        """Return the decoder that reads ``<0xNN>`` as a byte, whatever else it does."""
+        """Return the decoder with a first stage that reads ``<0xNN>`` as a byte."""
         if _byte_fallback in self.stages:
             return self
         return dataclasses.replace(self, stages=(_byte_fallback, *self.stages), is_byte_level=False)
 
     def with_word_ends(self, suffix: str) -> CompiledDecoder:
-        """Return the decoder that reads ``suffix`` as the end of a word, before anything else."""
+        """Return the decoder with a first stage that turns the word-end ``suffix`` into a space."""
 
         def stage(piece: str) -> bytes:
             text = piece.removesuffix(suffix)
@@ -95,7 +95,7 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
     flat = _flatten(state)
     kinds = [stage.get("type") for stage in flat]
     stages: list[Stage] = []
-    joiner = None  # the stage that has made one string of all tokens
+    joiner = None  # the stage that joins all tokens to one string
     for stage, kind in zip(flat, kinds, strict=True):
         if kind == "Fuse":
             joiner = joiner or kind
@@ -103,7 +103,7 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
         if joiner is not None and kind == "Strip":
             continue  # the rule for a text's first space, not part of a token
         compiled = _compile_stage(stage)
-        # The replacement of a character does the same to a text as to its parts.
+        # Replacing single characters commutes with joining the tokens.
         is_of_parts = kind == "Replace" and len(stage["pattern"].get("String", "")) == 1
         if joiner is not None and not (joiner == "Fuse" and is_of_parts):
             raise UnknownDecoderError(
@@ -124,7 +124,7 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
 def infer_decoder(
     pre_tokenizer: dict[str, Any] | None, normalizer: dict[str, Any] | None, model: dict[str, Any]
 ) -> CompiledDecoder:
-    """Compile the decoder that a tokenizer without one would have to declare."""
+    """Infer the decoder of a tokenizer that declares none, from its other components."""
     splitters = _flatten(pre_tokenizer) if pre_tokenizer else []
     kinds = {stage.get("type") for stage in splitters}
     if "ByteLevel" in kinds:
@@ -145,7 +145,7 @@ def infer_decoder(
     stages = [_compile_stage(stage) for stage in splitters if stage.get("type") == "Metaspace"]
     for stage in reversed(_flatten(normalizer) if normalizer else []):
         if (stage.get("pattern") or {}).get("String") == " " and stage.get("content"):
-            # Undo what the normalizer wrote for a space: "▁", or byte-level's "Ġ".
+            # Undo the normalizer's replacement of a space: "▁", or byte-level's "Ġ".
             stages.append(_replace(stage["content"], " "))
         elif stage.get("type") == "ByteLevel":
             return compile_decoder({"type": "ByteLevel"})
@@ -204,7 +204,7 @@ def _replace_regex(pattern: str, new: str) -> Stage:
 
 
 def is_byte_token(piece: str) -> bool:
-    """Whether a token of this spelling stands for a byte if there is byte fallback."""
+    """Whether a token of this spelling is a byte (``<0xNN>``) under byte fallback."""
     return _BYTE_TOKEN.match(piece) is not None
 
 

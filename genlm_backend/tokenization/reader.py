@@ -1,4 +1,4 @@
-"""The bytes of every token id, for each kind of tokenizer object there is."""
+"""The bytes of every token id, for each supported kind of tokenizer object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from genlm_backend.tokenization.token import ByteVocab
 
 
 def read_byte_vocab(tokenizer: Any) -> ByteVocab:
-    """Read the bytes of every id out of ``tokenizer``, whatever its kind."""
+    """Read the bytes of every id from ``tokenizer``, with the reader for its kind."""
     name = type(tokenizer).__name__
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if rust is None and type(tokenizer).__module__.split(".")[0] == "tokenizers":
@@ -53,7 +53,7 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
 
 
 def _mistral_tokenizer(tokenizer: Any) -> Any | None:
-    """The Tekken or SentencePiece tokenizer inside whatever wraps it."""
+    """Return the Tekken or SentencePiece tokenizer inside its wrappers, or ``None``."""
     for _ in range(3):
         if type(tokenizer).__module__.startswith("mistral_common.tokens.tokenizers."):
             if hasattr(tokenizer, "id_to_piece"):
@@ -133,9 +133,9 @@ def _read_sentencepiece(model: Any, name: str) -> ByteVocab:
 
 
 def _tiktoken_encoding(tokenizer: Any) -> Any | None:
-    """A tiktoken encoding: the object itself, or one that it keeps."""
+    """Return a tiktoken encoding: the object itself, or one of its attributes."""
     tiktoken = sys.modules.get("tiktoken")
-    if tiktoken is None:  # then the object cannot hold one
+    if tiktoken is None:  # not imported, so the object cannot hold an encoding
         return None
     candidates = (tokenizer, *getattr(tokenizer, "__dict__", {}).values())
     return next((each for each in candidates if isinstance(each, tiktoken.Encoding)), None)
@@ -146,7 +146,7 @@ def _read_tiktoken(tokenizer: Any, encoding: Any, name: str) -> ByteVocab:
     for token_id in range(encoding.n_vocab):
         try:
             table[token_id] = encoding.decode_single_token_bytes(token_id)
-        except KeyError:  # no token has it
+        except KeyError:  # the id has no token
             continue
     special_ids = [encoding.encode_single_token(token) for token in encoding.special_tokens_set]
     encode = partial(encoding.encode, disallowed_special=())
@@ -176,7 +176,7 @@ def _read_table(
 
 
 def _plain_encode(tokenizer: Any) -> Callable[[str], list[int] | None]:
-    """Return a tokenizer's ``encode`` without tokens that begin and end texts."""
+    """Return a tokenizer's ``encode`` without the special tokens around texts."""
     encode = getattr(tokenizer, "encode", lambda text: None)
     if "add_special_tokens" in inspect.signature(encode).parameters:
         return partial(encode, add_special_tokens=False)
@@ -197,17 +197,17 @@ def _read_slow(
     name: str,
     to_bytes: Callable[[str], bytes],
     decode: Callable[[list[str]], str] | None = None,  # in place of convert_tokens_to_string
-    is_of_model: Callable[[str], bool] = lambda token: False,  # that the model has too
+    is_of_model: Callable[[str], bool] = lambda token: False,  # whether the model has it too
 ) -> ByteVocab:
-    """Read a tokenizer class written in Python, whose tokens ``to_bytes`` spells."""
+    """Read a slow tokenizer (written in Python); ``to_bytes`` maps its tokens to bytes."""
     to_text = decode or tokenizer.convert_tokens_to_string
     added = tokenizer.added_tokens_decoder
     size = max([*tokenizer.get_vocab().values(), *added]) + 1
     special_ids = set(tokenizer.all_special_ids)
     special_ids.update(token_id for token_id, token in added.items() if token.special)
-    # Ids that stand for their content, whatever the model makes of its own pieces.
+    # Added tokens spell their content, whatever ``to_bytes`` would make of it.
     literals = {i: token.content for i, token in added.items() if not is_of_model(token.content)}
-    if decode is not None:  # a SentencePiece class: some print "▁" as a space in these too
+    if decode is not None:  # a SentencePiece class: some print "▁" as a space here too
         for token_id in literals.keys() - special_ids:
             literals[token_id] = _between_others(tokenizer, literals[token_id])
     byte_strings, spellings = [], []
@@ -227,7 +227,7 @@ def _read_slow(
         for is_added, group in itertools.groupby(ids, (special_ids | literals.keys()).__contains__):
             tokens = tokenizer.convert_ids_to_tokens(run := list(group))
             part = "".join(map(literals.get, run, tokens)) if is_added else to_text(tokens)
-            # The first token's space is not printed.
+            # Decoding does not print the first token's space.
             is_short = byte_strings[run[0]].startswith(b" ") and not part.startswith(" ")
             parts.append(" " * is_short + part)
         return [text.encode(), "".join(parts).encode()]
@@ -246,7 +246,7 @@ def _read_slow(
 
 
 def _between_others(tokenizer: Any, token: str) -> str:
-    """The text that decoding prints for ``token`` in the middle of others."""
+    """Return the text that decoding prints for ``token`` between two other tokens."""
     text = tokenizer.convert_tokens_to_string(["a", token, "a"])
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] == "a" else token
 

@@ -1,4 +1,4 @@
-"""The bytes of every token id of a ``tokenizers.Tokenizer``, or of what wraps one."""
+"""The bytes of every token id of a ``tokenizers.Tokenizer``, or of a wrapper around one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEXTS_OF_A_KIND: Final = 64
 
 
 def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
-    """Read the bytes of every id out of ``rust``, which ``tokenizer`` is or wraps."""
+    """Read the bytes of every id from ``rust``, which ``tokenizer`` is or wraps."""
     spellings = _spellings(rust)
     encode = partial(_encode, rust)
     unheard_of, unheard_of_ids = _unheard_of(encode, spellings)
@@ -40,7 +40,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         byte_strings[token_id] = b""
     added_tokens = rust.get_added_tokens_decoder()
     special_ids = _special_ids(tokenizer, added_tokens)
-    if falls_back:  # then they come out of texts, also where they were trained as special tokens
+    if falls_back:  # texts produce byte tokens, even if those were trained as special tokens
         special_ids -= {i for i in special_ids if is_byte_token(spellings[i] or "")}
     for token_id in special_ids:
         added = added_tokens.get(token_id)
@@ -51,9 +51,9 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     for token_id, added in ordinary.items():
         if rust.model.token_to_id(added.content) is None:
             byte_strings[token_id] = texts.added_bytes(added.content, added.normalized)
-        elif spellings[token_id] != added.content:  # it is spelt as the normaliser writes it
+        elif spellings[token_id] != added.content:  # the vocabulary has the normalised spelling
             spelt = decoder.decode([added.content])[0]
-            if texts.can_come_back(spelt):  # or only the added token ever gives the id
+            if texts.can_come_back(spelt):  # otherwise only the added token produces the id
                 byte_strings[token_id] = spelt
     of_model = {
         i: (added.content.encode(), texts.spelt_by_model(added))
@@ -63,8 +63,8 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
     unknown_ids = {rust.token_to_id(unknown)} if unknown else set()
     if not unknown or not hasattr(rust.model, "unk_token"):
-        # A Unigram model has such an id, not always the tokenizer's, and does not tell it. What is
-        # written for a space is put before every word.
+        # A Unigram model has an unknown id that it does not expose, and that may differ from the
+        # tokenizer's. The replacement of a space is no such id: it is put before every word.
         heard = [i for i in unheard_of_ids if spellings[i] != texts.written_space]
         heard = [i for i in heard if byte_strings[i].strip()]
         unknown_ids.update(i for i in heard if byte_strings[i] not in unheard_of.encode())
@@ -87,10 +87,10 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
 def _added_texts(
     rust: Any, added_tokens: Mapping[int, Any], byte_strings: Sequence[bytes]
 ) -> list[str]:
-    """Texts that come out as added tokens, some of each kind."""
+    """Return texts that are encoded as added tokens, at most ``_TEXTS_OF_A_KIND`` per kind."""
     texts: defaultdict[tuple[bool, ...], list[str]] = defaultdict(list)
     for token_id, added in added_tokens.items():
-        # Ids of the model come out of other texts too, as Gemma's "▁▁" out of two spaces.
+        # Other texts produce ids of the model too, as two spaces produce Gemma's "▁▁".
         is_rewritten = byte_strings[token_id] != added.content.encode()
         flags = (added.normalized, added.lstrip, added.rstrip, added.single_word)
         of_its_kind = texts[(is_rewritten, *flags)]
@@ -98,7 +98,7 @@ def _added_texts(
             of_its_kind.append(added.content)
             if added.single_word:
                 of_its_kind.append(f" {added.content} ")
-            if added.normalized:  # a normaliser may have made it a word with a space before it
+            if added.normalized:  # a normaliser may put a space before it
                 of_its_kind.append(f" {added.content}")
             if is_rewritten:
                 of_its_kind.append(rust.decode([token_id], skip_special_tokens=False))
@@ -106,16 +106,16 @@ def _added_texts(
 
 
 def _encode(rust: Any, text: str) -> list[int] | None:
-    """Return the ids of an entire text, whatever truncation and padding are set, if it has any."""
+    """Return the ids of a text, undoing truncation and padding; ``None`` if encoding fails."""
     try:
         first = rust.encode(text, add_special_tokens=False)
-    except BaseException as error:  # of a character that has no token, or of some texts a panic
+    except BaseException as error:  # a character without a token, or a panic on some texts
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             return None
         raise
     truncation = rust.truncation
-    # A call of transformers leaves both set. What truncation cuts off is in further windows, which
-    # begin (or, if the left is cut off, end) with the tokens that two have in common.
+    # A call of transformers leaves both set. The truncated rest is in overflowing windows, which
+    # begin (or, with left truncation, end) with ``stride`` tokens of their neighbour.
     if truncation is None and rust.padding is None:
         return first.ids
     windows = [first, *first.overflowing]
@@ -132,7 +132,7 @@ def _encode(rust: Any, text: str) -> list[int] | None:
 def _spellings(rust: Any) -> list[str | None]:
     size = rust.get_vocab_size(with_added_tokens=True)
     spellings: list[str | None] = [rust.id_to_token(i) for i in range(size)]
-    if None in spellings:  # there are holes, so ids go beyond the count
+    if None in spellings:  # the ids have holes, so the largest id exceeds the count
         largest = max(rust.get_vocab(with_added_tokens=True).values(), default=-1)
         spellings.extend(rust.id_to_token(i) for i in range(size, largest + 1))
     return spellings
@@ -141,8 +141,8 @@ def _spellings(rust: Any) -> list[str | None]:
 def _unheard_of(
     encode: Callable[[str], list[int] | None], spellings: Sequence[str | None]
 ) -> tuple[str, list[int]]:
-    """Return a character that no token has, and its ids."""
-    # The rarest of the ideographs that Unicode has long had: nothing normalises or drops them.
+    """Return a character that is in no token, and the ids that it is encoded to."""
+    # Rare ideographs that have long been in Unicode: no normaliser changes or drops them.
     for character in map(chr, range(0x2A6D6, 0x20000, -1)):
         ids = encode(character) or []
         if not any(character in (spellings[token_id] or "") for token_id in ids):
@@ -156,15 +156,15 @@ def _special_ids(tokenizer: Any, added_tokens: Mapping[int, Any]) -> set[int]:
     for token_id, added in added_tokens.items():
         if added.special:
             special_ids.add(token_id)
-        # transformers lists a SentencePiece model's user-defined pieces, converted, as special;
-        # they are not, unless one has a name such as ``eos_token``.
+        # transformers lists a converted SentencePiece model's user-defined pieces as special; they
+        # are not, unless ``special_tokens_map`` names one, say as ``eos_token``.
         elif added.content not in named:
             special_ids.discard(token_id)
     return special_ids
 
 
 def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
-    """Return the declared decoder, or one inferred, with the model's own settings."""
+    """Return the declared decoder, or an inferred one, with the model's suffix or byte fallback."""
     settings = ("end_of_word_suffix", "continuing_subword_prefix", "byte_fallback")
     model = {setting: getattr(rust.model, setting, None) for setting in settings}
     if rust.decoder is not None:
@@ -176,14 +176,14 @@ def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
             {"type": type(rust.model).__name__, **model},
         )
     if decoder.is_byte_level and model["end_of_word_suffix"]:
-        return decoder.with_word_ends(model["end_of_word_suffix"])  # as CLIP's
+        return decoder.with_word_ends(model["end_of_word_suffix"])  # such as CLIP's
     return decoder.with_byte_fallback() if falls_back else decoder
 
 
 def _printing(
     rust: Any, byte_strings: Sequence[bytes], spellings: Sequence[str | None]
 ) -> Callable[[list[int]], tuple[list[int], str]] | None:
-    """The text that the declared decoder prints; see ``ByteVocab.prints``."""
+    """Return a function from ids to the ids that can be compared and the decoder's text of them."""
     if rust.decoder is None:
         return None
     declared = compile_decoder(_state(rust.decoder))
@@ -210,35 +210,35 @@ def _state(part: Any) -> dict[str, Any]:
 
 @final
 class _Texts:
-    """Texts as a tokenizer passes them to its model, and the texts to compare with."""
+    """Texts after a tokenizer's normaliser, and the byte strings that its tokens may spell."""
 
     def __init__(self, rust: Any, decoder: CompiledDecoder) -> None:
         self.decoder, self.normalizer = decoder, rust.normalizer
-        # Asked rather than read off its state, which one written in Python does not have.
+        # Probe the normaliser: one written in Python has no state to inspect.
         self.writes_spaces = " " not in self.normalized("x x")
         self.writes_byte_level = self.normalized("ß") == "ÃŁ"
         pieces = [("x x", (0, 3))]
         if rust.pre_tokenizer is not None:
             pieces = rust.pre_tokenizer.pre_tokenize_str("x x")
         _, *between, _ = *"".join(piece for piece, _ in pieces).split("x"), ""
-        # What the pre-tokenizer writes a space with, if it does not leave it out.
+        # The pre-tokenizer's replacement of a space; "" if it drops spaces.
         self.written_space = between[0] if len(between) == 2 else ""
 
     def normalized(self, text: str) -> str:
         return text if self.normalizer is None else self.normalizer.normalize_str(text)
 
     def added_bytes(self, text: str, is_normalized: bool) -> bytes:
-        """The bytes for ``text`` of an added token that is neither special nor of the model."""
+        """Return the bytes of an added token that is neither special nor in the model."""
         text = self.normalized(text) if is_normalized else text
         if self.decoder.reads_bytes and not (is_normalized and self.writes_spaces):
-            # The decoder takes letters of it for bytes, which no text that gives the token has.
+            # The decoder would read its letters as bytes, which the encoded text does not have.
             return text.encode()
         return self.decoder.decode([text])[0]
 
     def readings(
         self, added: Mapping[int, tuple[bytes, bytes]], text: str, ids: list[int]
     ) -> list[bytes]:
-        """The texts that the tokens of ``text`` may spell, up to white space."""
+        """Return the byte strings that the tokens of ``text`` may spell, up to white space."""
         written = self.written_space
         texts = [text, text.replace(written, " ")] if written else [text]
         normalized = [self.normalized(each) for each in texts]
@@ -248,22 +248,22 @@ class _Texts:
         return spelt
 
     def _spelt(self, normalized: str) -> bytes:
-        """A normalised text in the letters that the decoder writes."""
+        """Return the bytes that the decoder gives for a normalised text."""
         decoder = self.decoder
         if self.writes_byte_level or (decoder.keeps_spaces and not decoder.is_byte_level):
             return decoder.decode([normalized])[0]
         return normalized.encode()
 
     def can_come_back(self, spelt: bytes) -> bool:
-        """Whether the normaliser leaves what a token spells as it is, up to spaces around it."""
+        """Whether the normaliser preserves a token's bytes, up to spaces around them."""
         try:
             normalized = self._spelt(self.normalized(spelt.decode()))
-        except UnicodeDecodeError:  # a part of a character
+        except UnicodeDecodeError:  # an incomplete character
             return True
         return normalized.strip() == spelt.strip()
 
     def spelt_by_model(self, added: Any) -> bytes:
-        """The bytes of an added token whose id the model writes too, perhaps for another text."""
+        """Return the bytes of an added token that is in the model too, maybe for another text."""
         if added.normalized and self.writes_spaces:
             return self.decoder.decode([self.normalized(added.content)])[0]
         spelt = self.decoder.decode([added.content])[0]
@@ -272,6 +272,6 @@ class _Texts:
         try:
             spelt.decode()
         except UnicodeDecodeError:
-            # Where "é" is the model's way to write a byte, no bytes are right for both texts.
+            # If the model writes a byte as "é", no byte string is right for both texts.
             return spelt if is_byte_token(added.content) else added.content.encode()
         return spelt

@@ -1,4 +1,4 @@
-"""The check that a byte vocabulary gives back the texts that its tokenizer encodes."""
+"""The check that the bytes of a text's tokens give back the text, for a set of probe texts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PROBES: Final = (
     "naïve café – “ça va”",
     "Привет, мир. 日本語のテキスト 한국어 😀",
     "x = [1, 2];\n\tprint(x)  # two spaces",
-    # Runs of white space, which many vocabularies have tokens of their own for.
+    # Runs of white space, for which many vocabularies have separate tokens.
     *(
         "a".join(space * length for length in (1, 2, 3, 4, 6, 8, 12, 16, 24, 31))
         for space in " \n\t"
     ),
     "a\r\nb\r\n\r\nc \n d\t \te",
-    # Characters that hardly any vocabulary has, so that they come out byte by byte.
+    # Characters that hardly any vocabulary has, so that they are encoded byte by byte.
     "a\x01b\x1fc\x7fd\x85e\u0378f\u07fcg\ue000h\ufffdi\U0003fff0j\U000e0fffk\U0010fffdl",
 )
 
@@ -36,7 +36,7 @@ def check_byte_vocab(vocab: ByteVocab) -> None:
     if ids and vocab.unknown_ids.isdisjoint(ids) and _comes_back(vocab, together, ids):
         _check_printed(vocab, together, ids)
         return
-    for text in added:  # one by one: some say nothing, and a fault has to be named
+    for text in added:  # one by one: some cannot be encoded, and an error must name its token
         _check(vocab, text)
 
 
@@ -59,10 +59,10 @@ def _check(vocab: ByteVocab, text: str) -> None:
 
 
 def _check_printed(vocab: ByteVocab, text: str, ids: list[int]) -> None:
-    """Compare what the declared decoder prints for ``ids`` with their bytes."""
+    """Compare the text that the declared decoder prints for ``ids`` with their bytes."""
     if vocab.prints is None:
         return
-    # Tokenizers of the Rust library change white space at will: the decoder's text is compared too.
+    # Rust tokenizers may change white space, so the decoder's text is compared as well.
     kept, printed = vocab.prints(ids)
     if _is_printed(vocab, kept, printed):
         return
@@ -79,7 +79,7 @@ def _check_printed(vocab: ByteVocab, text: str, ids: list[int]) -> None:
 
 
 def _is_printed(vocab: ByteVocab, ids: list[int], printed: str) -> bool:
-    """Whether bytes and text are equal, up to parts of characters."""
+    """Whether the tokens' bytes equal the printed text, except for incomplete characters."""
     spelt = b"".join(vocab.byte_strings[token_id] for token_id in ids).decode("utf-8", "replace")
     return spelt.replace("\ufffd", "") == printed.replace("\ufffd", "")
 
@@ -89,7 +89,7 @@ def _comes_back(vocab: ByteVocab, text: str, ids: list[int]) -> bool:
         return False
     spelt = b"".join(_spell(vocab, token_id) for token_id in ids)
     for expected in vocab.readings(text, ids):
-        # Without a token for the unknown, a tokenizer leaves out what it cannot spell.
+        # Without an unknown token, a tokenizer drops text that it cannot spell.
         shorter = () if vocab.unknown_ids else _without_unspellable(vocab, expected)
         for each in itertools.chain([expected], shorter):
             if _is_same(spelt, each if vocab.keeps_spaces else _without_spaces(each)):
@@ -106,13 +106,13 @@ def _is_same(spelt: bytes, expected: bytes) -> bool:
 
 
 def _is_misspelt(vocab: ByteVocab, token_id: int) -> bool:
-    """Whether an added token is other bytes of the model's."""
+    """Whether the bytes of an added token differ from those that the model spells for it."""
     expected = vocab.bytes_of_added.get(token_id)
     return expected is not None and expected != vocab.byte_strings[token_id]
 
 
 def _without_unspellable(vocab: ByteVocab, text: bytes) -> Iterator[bytes]:
-    """``text`` without the bytes, and without the characters, that no token consists of."""
+    """Yield ``text`` without the bytes that are no token, and without such characters."""
     bytes_known = {piece[0] for piece in vocab.byte_strings if len(piece) == 1}
     yield bytes(byte for byte in text if byte in bytes_known)
     tokens = set(vocab.byte_strings)
@@ -121,7 +121,7 @@ def _without_unspellable(vocab: ByteVocab, text: bytes) -> Iterator[bytes]:
 
 
 def _first_difference(vocab: ByteVocab, expected: bytes, ids: list[int]) -> int:
-    """The first token that does not continue the text."""
+    """Return the first token whose bytes do not continue the expected text."""
     expected, start = _without_spaces(expected), 0
     for token_id in ids:
         piece = _without_spaces(_spell(vocab, token_id))

@@ -1,4 +1,4 @@
-"""Token, the bytes of a vocabulary entry that knows its id; ByteVocab, those of all ids."""
+"""Token: the bytes of a vocabulary entry with its id. ByteVocab: the bytes of all ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from genlm_backend.checks import instance, integer
 
 def _by_id(compare: Callable[[int, int], bool]) -> Callable[[Token, object], bool]:
     def method(self: Token, other: object) -> bool:
-        # NotImplemented lets Python ask bytes, which compares the spelling.
+        # NotImplemented makes Python fall back to the comparison of bytes.
         return (
             compare(self.token_id, other.token_id) if isinstance(other, Token) else NotImplemented
         )
@@ -22,21 +22,20 @@ def _by_id(compare: Callable[[int, int], bool]) -> Callable[[Token, object], boo
 
 @final
 class Token(bytes):
-    """One entry of a vocabulary: a ``bytes`` that knows its ``token_id``.
+    """One entry of a vocabulary: a ``bytes`` with a ``token_id``.
 
-    Several ids may spell the same bytes, so two tokens are equal, and ordered, by their ids.
-    Beside plain ``bytes``, a token is compared by its spelling: ``token == b" the"``,
-    ``token < b"b"``. Everything else is as with ``bytes``: ``b"".join(tokens)``, ``len``,
-    indexing.
+    Several ids may have the same bytes, so tokens compare with each other by id. A token compares
+    with plain ``bytes`` by its spelling: ``token == b" the"``, ``token < b"b"``. All else is as
+    with ``bytes``: ``b"".join(tokens)``, ``len``, indexing.
 
-    A token is hashed by its id, so that sets and dictionaries tell tokens of equal spelling
-    apart and do not find one by plain bytes, nor plain bytes by a token: ``b" the" in {token}``
-    is False although ``b" the" == token``, while ``b" the" in [token]`` is True. Look up
-    ``token.byte_string`` where the spelling is meant, and do not mix tokens with plain bytes
-    among the keys of one dictionary, nor in what is sorted: two orders are not one.
+    A token is hashed by its id, so sets and dictionaries distinguish tokens of equal spelling, and
+    find neither a token by plain bytes nor plain bytes by a token: ``b" the" in {token}`` is False
+    although ``b" the" == token``, while ``b" the" in [token]`` is True. Look up
+    ``token.byte_string`` to match by spelling. Do not mix tokens and plain bytes as keys of one
+    dictionary or in one sorted list, since the two orders are inconsistent.
 
     ``Token(token_id, byte_string)`` takes an integer id and the ``bytes`` that the token
-    contributes in the middle of a text, which may be empty; other types are a ``TypeError``.
+    contributes in the middle of a text, which may be empty; other types raise a ``TypeError``.
 
     Attributes:
         token_id: Id of the token in its vocabulary.
@@ -57,7 +56,7 @@ class Token(bytes):
 
     @staticmethod
     def as_bytes(x: bytes) -> bytes:
-        """Return plain ``bytes`` for a token, and anything else as it is."""
+        """Return plain ``bytes`` for a token, and anything else unchanged."""
         return bytes(x) if isinstance(x, Token) else x
 
     @staticmethod
@@ -84,7 +83,7 @@ class Token(bytes):
 
 
 def make_tokens(byte_strings: list[bytes]) -> list[Token]:
-    """Return ``Token(i, byte_strings[i])`` for every i, without checking each."""
+    """Return ``Token(i, byte_strings[i])`` for every i, without the constructor's checks."""
     new, tokens = bytes.__new__, []
     for token_id, byte_string in enumerate(byte_strings):
         token = new(Token, byte_string)
@@ -95,7 +94,7 @@ def make_tokens(byte_strings: list[bytes]) -> list[Token]:
 
 @dataclass(frozen=True)
 class ByteVocab:
-    """The bytes of each id of a tokenizer, and what the tokenizer says of the ids."""
+    """The bytes of each id of a tokenizer, with its special ids and functions to check them."""
 
     name: str
     byte_strings: list[bytes]

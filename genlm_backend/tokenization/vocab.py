@@ -15,15 +15,15 @@ Fallback = Literal["tokenizer", "latin1", "replace"]
 
 @final
 class Vocabulary(tuple[list[Token], list[str]]):
-    """The pair ``(byte_vocab, str_vocab)``, with what else is known of the ids.
+    """The pair ``(byte_vocab, str_vocab)``, with the sets of special and undefined ids.
 
-    No text is empty: an id that no token has holds ``<|undefined_151643|>`` with its own
-    number, and a token whose bytes are empty ``<|empty_7|>``.
+    No string is empty: an id without a token is ``<|undefined_151643|>``, with its own number,
+    and a token without bytes ``<|empty_7|>``.
 
     Attributes:
-        special_ids: Ids of special tokens, which spell their names.
-        undefined_ids: Ids that no token has: holes, and the padding of a model's embedding.
-            Their bytes are empty. (So are those of some real tokens.)
+        special_ids: Ids of special tokens, whose bytes are their names.
+        undefined_ids: Ids without a token: holes, and the padding of a model's embedding. Their
+            bytes are empty, as are the bytes of some real tokens.
     """
 
     special_ids: frozenset[int]
@@ -54,7 +54,7 @@ class Vocabulary(tuple[list[Token], list[str]]):
         return self[1]
 
     def resized(self, size: int) -> Vocabulary:
-        """Return a vocabulary of exactly ``size`` ids: padded with undefined ones, or cut."""
+        """Return a vocabulary of exactly ``size`` ids: padded with undefined ids, or cut off."""
         extra = range(len(self.byte_vocab), size)
         return Vocabulary(
             self.byte_vocab[:size] + [Token(i, b"") for i in extra],
@@ -64,9 +64,9 @@ class Vocabulary(tuple[list[Token], list[str]]):
         )
 
     def of_model(self, size: int | None) -> Vocabulary:
-        """Return the vocabulary of a model with rows of that width; warn of tokens that it lacks.
+        """Resize to the width of a model's rows; warn about tokens that the model lacks.
 
-        ``None`` for whatever the tokenizer has. The warning is of the caller's caller's caller.
+        ``None`` keeps the tokenizer's size. The warning has a ``stacklevel`` of 4.
         """
         num_ids = len(self.byte_vocab)
         if size is None or size == num_ids:
@@ -90,30 +90,30 @@ def decode_vocab(
 ) -> Vocabulary:
     """Return the bytes and the text of every token id of ``tokenizer``.
 
-    Needs nothing but the object: the bytes come from the decoder that it declares itself
-    (or, for SentencePiece, tiktoken and mistral-common, from the model it holds), so nothing
-    is loaded again or fetched. They are what the id contributes in the middle of a text. Special
-    tokens spell their names; added tokens that are not special, what decoding prints for them.
+    The bytes come from the decoder that the object declares (or, for SentencePiece, tiktoken and
+    mistral-common, from the model it holds), so no file is loaded or fetched. They are the bytes
+    that the id contributes in the middle of a text. A special token's bytes are its name; the
+    bytes of other added tokens are what decoding prints for them.
 
     Args:
         tokenizer: The tokenizer: a Hugging Face tokenizer (Rust, slow or mistral-common's), a bare
             ``tokenizers.Tokenizer``, a SentencePiece processor, a tiktoken encoding, or an
             object that holds one of these.
-        byte2str_fallback: The text of a token whose bytes are not valid UTF-8: its spelling in
-            the tokenizer's files ("tokenizer"), one character a byte ("latin1"), or with
-            U+FFFD in place of what is invalid ("replace").
-        self_check: Whether probe texts, which reach tokens of every class, are compared, as the
-            tokenizer lets them through, with the bytes of their tokens. It takes a millisecond or
-            two, also for 262,000 tokens.
+        byte2str_fallback: The string of a token whose bytes are not valid UTF-8: its spelling in
+            the tokenizer's files ("tokenizer"), one character per byte ("latin1"), or with U+FFFD
+            in place of invalid bytes ("replace").
+        self_check: Whether to encode probe texts, which cover every class of token, and compare
+            the normalised texts with the bytes of their tokens. It takes one or two milliseconds,
+            even for 262,000 tokens.
 
     Returns:
-        The pair ``(byte_vocab, str_vocab)``, lists indexed by token id, which also has
-        ``special_ids`` and ``undefined_ids``. An id that no token has spells no bytes and the
-        text ``<|undefined_151643|>``, with its own number; a token without bytes has the text
-        ``<|empty_7|>``. So no text is empty.
+        The pair ``(byte_vocab, str_vocab)``, lists indexed by token id, with the attributes
+        ``special_ids`` and ``undefined_ids``. An id without a token has no bytes and the string
+        ``<|undefined_151643|>``, with its own number; a token without bytes has the string
+        ``<|empty_7|>``. So no string is empty.
 
     Raises:
-        TokenizerDecodeError: If the bytes of some token cannot be known.
+        TokenizerDecodeError: If the bytes of some token cannot be determined.
         OptionError: (``ValueError``) If ``byte2str_fallback`` is none of the three.
         OptionTypeError: (``TypeError``) If ``self_check`` is not True or False.
     """

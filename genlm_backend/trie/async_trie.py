@@ -1,4 +1,4 @@
-"""AsyncTokenCharacterTrie: awaited prefix weights, one Batcher for each operation."""
+"""AsyncTokenCharacterTrie: awaitable prefix weights, with one Batcher per operation."""
 
 from __future__ import annotations
 
@@ -37,25 +37,24 @@ class TrieStatistics(Readable):
 
 @final
 class AsyncTokenCharacterTrie(OfOneProcess, Closing):
-    """A trie whose prefix weights can be awaited, by many coroutines at once.
+    """A trie whose prefix weights many coroutines can await at once.
 
-    All concurrent awaits of an operation are evaluated as one batch on a worker thread, so that
-    the event loop stays free. Any number of event loops and threads may use one trie, at the
-    same time or one after another. Weights are checked before they are queued: a query that is
-    wrong fails alone. Cancelling one caller does not affect the others. Each answer owns its
-    memory.
+    A worker thread evaluates all concurrent awaits of an operation as one batch, so that the event
+    loop stays free. Any number of event loops and threads may use one trie, concurrently or in
+    turn. Weights are checked before they are queued, so an invalid query fails alone. Cancelling
+    one caller does not affect the others. Each result owns its memory.
 
-    Nothing has to be started: the first query does. ``cleanup()`` ends the worker threads;
-    a query after it starts new ones.
+    The first query starts the worker threads. ``cleanup()`` ends them; a later query starts new
+    ones.
 
     Args:
         trie: The trie that evaluates the batches.
         batch_size: Number of queries in a batch, at most.
-        timeout: Seconds that the first query of a batch may wait for others. It waits less as a
-            rule, since a batch is evaluated as soon as the event loop brings no new query.
+        timeout: Seconds that the first query of a batch may wait for others. It usually waits
+            less, since a batch starts as soon as the event loop brings no new query.
 
     Attributes:
-        trie: The trie as given; it has ``children``, ``word2leaf`` and what else is not awaited.
+        trie: The trie; use it for ``children``, ``word2leaf`` and all else that is not awaited.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument is of another type.
@@ -86,9 +85,9 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
         Args:
             vocab: The vocabulary; see ``VocabularyTrie``.
             backend: Kind of the trie: "parallel" (``ParallelTokenCharacterTrie``), "sequential"
-                (``TokenCharacterTrie``), or ``None``: the parallel one where there is a CUDA
-                device, or where ``device`` or ``as_tensor`` is given; the sequential one, which
-                is the faster on a CPU, elsewhere.
+                (``TokenCharacterTrie``), or ``None``: parallel if there is a CUDA device, or if
+                ``device`` or ``as_tensor`` is given; otherwise sequential, which is faster on a
+                CPU.
             batch_size: Number of queries in a batch, at most.
             timeout: Seconds that the first query of a batch may wait for others.
             **kwargs: Options of the trie's constructor, such as ``device="cuda"`` and
@@ -96,7 +95,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
 
         Raises:
             UnknownBackendError: If there is no such ``backend``.
-            Exception: What the trie's constructor raises.
+            Exception: Any error of the trie's constructor.
         """
         checked(_CHECKS, {"batch_size": batch_size, "timeout": timeout})
         if not isinstance(backend, str | None) or backend not in (None, *get_args(Backend)):
@@ -123,11 +122,11 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
             ws: Weights ``[len(trie.decode)]``, not to be modified before the call returns.
 
         Raises:
-            WeightsError: If the length is another.
+            WeightsError: If the length is wrong.
             WeightsTypeError: If the elements are not real numbers.
             QueryDroppedError: If ``cleanup()`` or ``shutdown()`` came first.
-            BatcherClosedError: When the interpreter has ended the worker threads.
-            ForkedError: In a fork of the process that first asked.
+            BatcherClosedError: If the interpreter has ended the worker threads.
+            ForkedError: In a fork of the process that made the first query.
         """
         return await self._submit("sum", ws)
 
@@ -151,9 +150,9 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
             try:
                 return await batcher.submit(weights)
             except BatcherClosedError:
-                if self._batchers.get(operation) is batcher:  # the interpreter exits
+                if self._batchers.get(operation) is batcher:  # the interpreter is exiting
                     raise
-                # Shut down between the two: the next attempt starts anew.
+                # shutdown() ran after the lookup: the next iteration starts new batchers.
 
     # ---------------------------------------------------------------- keeping house
 
@@ -175,7 +174,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
                     self._batchers[operation] = Batcher(
                         lambda rows, trie=self.trie, kind=operation: trie.evaluate_rows(kind, rows),
                         self._policy,
-                        # No two are one query, whatever the weights: each answer owns its memory.
+                        # A key per query, so that equal weights do not share a result.
                         key=lambda weights, numbers=numbers: next(numbers),
                         name=f"trie-{operation}",
                     )
@@ -185,8 +184,8 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
         """End the worker threads, after the batches that are being evaluated.
 
         Callers that still wait get a ``QueryDroppedError``. A second call has no effect, and a
-        later query starts new threads. In a fork of the process that first asked, nothing is
-        done.
+        later query starts new threads. In a fork of the process that made the first query, this
+        does nothing.
         """
         if self._lock.is_foreign:
             return

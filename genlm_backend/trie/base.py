@@ -1,4 +1,4 @@
-"""VocabularyTrie: the interface of every trie over a vocabulary."""
+"""VocabularyTrie: the base class of tries over a vocabulary."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ if TYPE_CHECKING:
 
 
 class VocabularyTrie(abc.ABC):
-    """A trie over the letters of a vocabulary, that turns token weights into prefix weights.
+    """A trie over the letters of a vocabulary that turns token weights into prefix weights.
 
-    Each entry of ``decode`` has a leaf of its own below the node of its last letter, also where
-    several entries spell the same; the leaf of an empty entry hangs at the root. Nodes are
-    numbered so that children come before parents and the root is last; the same vocabulary
-    always gets the same numbers.
+    Each entry of ``decode`` has its own leaf below the node of its last letter, even if several
+    entries have the same spelling; an empty entry's leaf is a child of the root. Nodes are numbered
+    so that children come before parents and the root is last; equal vocabularies get equal numbers.
 
     Weights are one real number per entry, in ``decode``'s order: NumPy arrays, or torch tensors
-    on any device, gradients or not (none flow through). Half precision, float32 and booleans
-    give float32 results; float64 and integers give float64. A NaN shows in every prefix of its
-    token and nowhere else. Weights that an asynchronous call is waiting for must not be modified
-    before it returns.
+    on any device (no gradients flow through). Half precision, float32 and booleans give float32
+    results; float64 and integers give float64. A NaN propagates to the prefixes of its token and
+    nowhere else. Do not modify the weights of an asynchronous call before it returns.
 
     Args:
         decode: The vocabulary: ``Token`` objects, ``bytes``, strings, or other iterables of
@@ -41,7 +39,7 @@ class VocabularyTrie(abc.ABC):
     Raises:
         VocabularyError: If ``decode`` is empty or holds an entry twice (for tokens: the same id
             with the same bytes).
-        VocabularyTypeError: If an entry is not iterable, or it or a letter of it not hashable.
+        VocabularyTypeError: If an entry is not iterable, or it or one of its letters not hashable.
 
     Attributes:
         decode: The vocabulary, as a list.
@@ -72,8 +70,8 @@ class VocabularyTrie(abc.ABC):
     def children(self) -> Sequence[dict[Any, int]]:
         """For each node its children: letter → node.
 
-        A leaf's edge is ``(None, position)``, with the position of its token in ``decode``. The
-        dictionaries are made as they are asked for.
+        A leaf's edge is ``(None, position)``, with the position of its token in ``decode``. Each
+        dictionary is built at its first use.
         """
         return _PerNode(self.num_nodes, self._children)
 
@@ -109,7 +107,7 @@ class VocabularyTrie(abc.ABC):
 
     @cached_property
     def ordering(self) -> NDArray[np.int32]:
-        """The nodes that are no leaves, children before parents and the root last: int32."""
+        """The inner nodes, children before parents and the root last: int32."""
         is_inner = np.ones(self.num_nodes, bool)
         is_inner[self.leaves] = False
         ordering = np.flatnonzero(is_inner).astype(np.int32)
@@ -118,7 +116,7 @@ class VocabularyTrie(abc.ABC):
 
     @cached_property
     def node2prefix(self) -> Mapping[int, list[Any]]:
-        """For each node the letters that lead to it, as a list, spelled out when asked for."""
+        """For each node the list of letters from the root to it, built on access."""
         return _Prefixes(self.layout)
 
     def _children(self, node: int) -> dict[Any, int]:
@@ -138,14 +136,14 @@ class VocabularyTrie(abc.ABC):
 
         Args:
             operation: How the weights of the tokens below a node are combined.
-            batch: Weights as ``check_batch`` has returned them.
+            batch: Weights that ``check_batch`` has returned.
         """
 
     @abc.abstractmethod
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
-        """Return the rows of ``evaluate_batch``, each of which owns its memory.
+        """Return the rows of ``evaluate_batch``, each in its own memory.
 
-        A row that is kept does not keep the memory of the batch.
+        A row that a caller keeps does not keep the batch's memory alive.
         """
 
     def prepare(self) -> None:
@@ -156,13 +154,13 @@ class VocabularyTrie(abc.ABC):
         self.release()
 
     def release(self) -> None:  # noqa: B027  (most tries keep nothing)
-        """Free the memory that is kept for later results."""
+        """Free the buffers that are kept for reuse."""
 
     def tokens_below(self, node: int) -> NDArray[np.int32]:
         """Return the tokens that begin with a node's prefix, by position in ``decode``.
 
         Args:
-            node: A node; of a leaf, its one token is returned.
+            node: A node; for a leaf, the result is its one token.
 
         Returns:
             The positions, ascending: int32 ``[n]``.
@@ -186,19 +184,19 @@ class VocabularyTrie(abc.ABC):
             prefix: Its letters, such as ``b" Pa"``.
 
         Returns:
-            The positions, ascending: int32 ``[n]``; none where no token begins so.
+            The positions, ascending: int32 ``[n]``; empty if no token begins with the prefix.
         """
         node = self.node(prefix)
         return np.empty(0, np.int32) if node is None else self.tokens_below(node)
 
     def node(self, prefix: Iterable[Any]) -> int | None:
-        """Return the node of a prefix, at which its sums and maxima are; ``None`` for none.
+        """Return a prefix's node, the index of its sums and maxima; ``None`` if it has none.
 
         Args:
             prefix: Its letters, such as ``b" Pa"``.
 
         Raises:
-            OptionTypeError: (``TypeError``) If it is a text, and the tokens are of bytes.
+            OptionTypeError: (``TypeError``) If ``prefix`` is a string, but the tokens are bytes.
         """
         node = self.root
         if isinstance(prefix, str) and not any(
@@ -215,17 +213,17 @@ class VocabularyTrie(abc.ABC):
         """Return the sums at the node of a prefix; 0 if no token begins with it.
 
         Args:
-            sums: What ``weight_sum`` or ``batch_weight_sum`` returns: ``[…, num_nodes]``. For
-                logarithms and maxima, 0 means something else: take ``node`` for those.
+            sums: A result of ``weight_sum`` or ``batch_weight_sum``: ``[…, num_nodes]``. Not for
+                logarithms and maxima, where 0 does not mean "none": use ``node`` for those.
             prefix: Its letters, such as ``b" th"``.
 
         Returns:
             A number, or one for each row: ``[…]``, of the type and on the device of ``sums``.
 
         Raises:
-            WeightsError: (``ValueError``) If ``sums`` has not one number for each node, or has
-                negative numbers, as logarithms are, and no token begins with the prefix.
-            OptionTypeError: (``TypeError``) If the prefix is a text, and the tokens are of bytes.
+            WeightsError: (``ValueError``) If ``sums`` does not have one number per node, or if no
+                token begins with the prefix and ``sums`` has negative numbers, as logarithms are.
+            OptionTypeError: (``TypeError``) If ``prefix`` is a string, but the tokens are bytes.
         """
         shape = [*getattr(sums, "shape", ())]
         if shape[-1:] != [self.num_nodes]:
@@ -252,7 +250,7 @@ class VocabularyTrie(abc.ABC):
             ws: Weights ``[len(decode)]``.
 
         Raises:
-            WeightsError: If the length is another.
+            WeightsError: If the length is wrong.
             WeightsTypeError: If the elements are not real numbers.
         """
         return self._one("sum", ws)
@@ -260,17 +258,16 @@ class VocabularyTrie(abc.ABC):
     def weight_max(self, ws: Weights) -> Any:
         """Return the largest weight of all tokens below each node: ``[num_nodes]``.
 
-        As right for negative weights and log-probabilities as for probabilities; otherwise like
-        ``weight_sum``.
+        Correct also for negative weights and log-probabilities; otherwise like ``weight_sum``.
         """
         return self._one("max", ws)
 
     def log_weight_sum(self, ws: Weights) -> Any:
         """Return the log-sum-exp of all tokens below each node: ``[num_nodes]``.
 
-        For log-weights: the logarithm of ``weight_sum(exp(ws))``, also where the exponentials
-        would underflow, since each node is shifted by its own maximum; otherwise like
-        ``weight_sum``.
+        For log-weights: the logarithm of ``weight_sum(exp(ws))``. It is accurate even if the
+        exponentials would underflow, since each node is shifted by its own maximum; otherwise
+        like ``weight_sum``.
         """
         return self._one("log_sum", ws)
 
@@ -309,10 +306,10 @@ class VocabularyTrie(abc.ABC):
     def visualize(
         self, ws: Weights | None = None, *, max_depth: int | None = None, max_nodes: int = 60
     ) -> graphviz.Digraph:
-        """Draw the trie; shown as SVG in a notebook, written by ``.write("trie.svg")``.
+        """Draw the trie; a notebook shows it as SVG, ``.write("trie.svg")`` saves it.
 
-        A trie too large to read is pruned: to ``max_depth`` letters, and to the ``max_nodes``
-        heaviest nodes, or without weights those with the most tokens below them.
+        Large tries are pruned to ``max_depth`` letters, and to the ``max_nodes`` heaviest nodes, or
+        without weights to the nodes with the most tokens below them.
 
         Args:
             ws: Weights to label the nodes with: one per token (drawn as sums) or one
@@ -331,7 +328,7 @@ class VocabularyTrie(abc.ABC):
 
 @final
 class _PerNode(Sequence[Any]):
-    """A value for each node, made at its first use and then kept."""
+    """A value for each node, built at its first use and then cached."""
 
     def __init__(self, num_nodes: int, make: Callable[[int], Any]) -> None:
         self._nodes, self._make = range(num_nodes), make
@@ -345,14 +342,14 @@ class _PerNode(Sequence[Any]):
             return [self[i] for i in self._nodes[node]]
         value = self._made.get(node)
         if value is None:
-            node = self._nodes[node]  # an index may be negative, or NumPy's
+            node = self._nodes[node]  # normalises negative and NumPy indices
             value = self._made.setdefault(node, self._make(node))
         return value
 
 
 @final
 class _Prefixes(Mapping[int, list[Any]]):
-    """For each node the letters from the root to it; a leaf has those of its token."""
+    """Maps each node to the letters from the root to it; a leaf, to its token's letters."""
 
     def __init__(self, layout: TrieLayout) -> None:
         self._layout = layout

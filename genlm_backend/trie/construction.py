@@ -1,7 +1,7 @@
-"""build_layout: from a vocabulary to the arrays of its trie.
+"""build_layout: builds the arrays of a vocabulary's trie.
 
-One pass over the lengths that sorted neighbours share finds the runs (Kasai et al., 2001: intervals
-of longest common prefixes); the rest is arithmetic on whole arrays, without recursion.
+One pass over the common-prefix lengths of sorted neighbours finds the runs (Kasai et al., 2001:
+intervals of longest common prefixes); the rest is array arithmetic, without recursion.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from genlm_backend.trie.layout import Int32, TrieLayout
 def build_layout(decode: Sequence[Any]) -> TrieLayout:
     if not decode:
         raise VocabularyError("a trie needs a vocabulary of at least one token; got none")
-    # 1. Runs, as they are found: the words' own, then the branches.
+    # 1. Runs in the order they are found: one per word, then the branches.
     alphabet, letters, lengths, order = _sort(decode)
     parents, bottoms, firsts = _find_runs(lengths, _shared_lengths(letters, lengths))
     num_words, num_runs = len(lengths), len(parents)
     tops = np.where(parents < 0, -1, bottoms[parents])
     levels = _levels(parents, np.lexsort((bottoms, firsts)))
 
-    # 2. Runs by their numbers: from the deepest level up, alphabetically within a level.
+    # 2. Number the runs from the deepest level up, alphabetically within a level.
     found = np.lexsort((firsts, -levels))
     numbers = np.empty_like(found)
     numbers[found] = np.arange(num_runs)
@@ -38,7 +38,7 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
     run_start = np.zeros(num_runs + 1, np.int32)
     np.cumsum((bottoms - tops)[found], out=run_start[1:])
 
-    # 3. Nodes, from the bottom of each run up, and their letters.
+    # 3. Number the nodes from the bottom of each run up, and find their letters.
     runs = np.repeat(np.arange(num_runs, dtype=np.int32), np.diff(run_start))
     words = firsts[found][runs]
     depths = bottoms[found][runs] + run_start[runs] - np.arange(len(runs))
@@ -47,7 +47,7 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
     codes = np.zeros(len(runs), letters.dtype)
     codes[has_letter] = letters[ends[has_letter] - 1]
 
-    # 4. Runs that end in a leaf, and those that do not, are numbered each by themselves.
+    # 4. Number separately the runs that end in a leaf and those that end in a branching node.
     leaf_runs = np.flatnonzero(found < num_words).astype(np.int32)
     branch_runs = np.flatnonzero(found >= num_words).astype(np.int32)
     sources = np.empty(num_runs, np.int32)
@@ -99,7 +99,7 @@ def _sort(
 
 @compiled
 def _shared_lengths(codes, lengths):
-    """Return how many letters each word shares with the one before it, int64 ``[num_tokens]``."""
+    """Return each word's common-prefix length with the word before it: int64 ``[num_tokens]``."""
     shared = np.zeros(len(lengths), np.int64)
     start = 0
     for k in range(1, len(lengths)):
@@ -115,8 +115,8 @@ def _shared_lengths(codes, lengths):
 
 @compiled
 def _find_runs(lengths, shared):
-    """Return each run's parent, depth of its bottom, and first word: ``[num_runs]``."""
-    # Run k ends in the leaf of word k, one letter below it; branches follow as they are found.
+    """Return each run's parent, the depth of its bottom, and its first word: ``[num_runs]``."""
+    # Run k ends in the leaf of word k, one level below its last letter; branches follow as found.
     num_words = len(lengths)
     parents = np.full(2 * num_words, -1, np.int64)
     bottoms = np.zeros(2 * num_words, np.int64)
@@ -154,8 +154,8 @@ def _levels(parents, preorder):
 
 
 def coded_entries(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
-    """Return each entry as bytes, four for the code of each letter, and the letter of each code."""
-    # Letters are numbered as they come, after the bytes, so that a byte is its own code.
+    """Return each entry as bytes, four per letter's code, and the letter of each code."""
+    # Codes 0 to 255 are the bytes themselves; other letters are numbered in order of occurrence.
     code_of: dict[Hashable, int] = {letter: letter for letter in range(256)}
     words = []
     for position, item in enumerate(decode):
@@ -166,7 +166,7 @@ def coded_entries(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
                 f"decode[{position}] is {item!r}: every entry of a vocabulary is an iterable of "
                 f"hashable letters, such as bytes or a string ({error})"
             ) from error
-        words.append(np.array(codes, ">u4").tobytes())  # in the order of the codes
+        words.append(np.array(codes, ">u4").tobytes())  # big-endian, so that bytes sort like codes
     return words, list(code_of)
 
 
@@ -181,7 +181,7 @@ def check_unique(decode: Sequence[Any]) -> None:
     """Raise a ``VocabularyError`` if two entries have the same key."""
     is_ordinary = all(type(item) is Token for item in decode)
     if is_ordinary and len({item.token_id for item in decode}) == len(decode):
-        return  # without making a key of each token
+        return  # fast path: build no keys
     seen: dict[Hashable, int] = {}
     for position, key in enumerate(keys_of(decode)):
         try:

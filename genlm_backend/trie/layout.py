@@ -1,11 +1,11 @@
 """TrieLayout: a vocabulary's trie as a few flat arrays.
 
-A *run* is a longest chain of nodes with one child each, with the leaf or the branching node (then
-it is a *branch*) that it ends in. Its nodes have the same tokens beneath them, so that only
-branches are computed: 60,000 for 130,000 tokens and 400,000 nodes. Runs are numbered breadth-first
-from the deepest level up, alphabetically within a level, and the nodes of a run from its bottom up:
-children come before parents, and the children of run 0, 1, 2, … follow one another. The vocabulary
-a, abc, b::
+A *run* is a maximal chain of nodes with one child each, including the leaf or branching node at its
+end; if that is a branching node, the run is a *branch*. The same tokens lie below all nodes of a
+run, so only branches are computed: 60,000 for 130,000 tokens and 400,000 nodes. Runs are numbered
+breadth-first from the deepest level up, alphabetically within a level; nodes of a run are numbered
+from its bottom up. So children come before parents, and the children of run 0, 1, 2, … follow one
+another. For the vocabulary a, abc, b::
 
     node 7, the root                  run 4: [7]
     ├─ a: node 4                      run 2: [4]
@@ -53,14 +53,14 @@ class TrieLayout:
 
     @property
     def num_branches(self) -> int:
-        """Number of runs that end in a branching node; the others end in a leaf."""
+        """Number of runs that end in a branching node; the other runs end in a leaf."""
         return len(self.branch_runs)
 
     @property
     def sweep_arrays(self) -> tuple[NDArray[np.uint32], ...]:
-        """Last arguments of the sweeps of ``reachability.py``, in their order; uint32."""
+        """The last arguments of the sweeps in ``reachability.py``, in order; uint32."""
         arrays = (self.leaf_tokens, self.leaf_parents, self.branch_parents, self.node_sources)
-        # Unsigned, so that compiled code has no negative index to handle.
+        # Unsigned, so that compiled code does not check for negative indices.
         return tuple(array.view(np.uint32) for array in arrays)
 
     def run(self, node: int) -> int:
@@ -70,7 +70,7 @@ class TrieLayout:
         return int(self.branch_runs[source - self.num_tokens])
 
     def token(self, node: int) -> int | None:
-        """Return the position of the token that ``node`` is the leaf of, if it is one."""
+        """Return the position of a leaf's token; ``None`` if ``node`` is no leaf."""
         source = int(self.node_sources[node])
         is_leaf = source < self.num_tokens and node == self.run_start[self.leaf_runs[source]]
         return int(self.leaf_tokens[source]) if is_leaf else None

@@ -1,4 +1,4 @@
-"""lm_trie_weights: from a context to the weight of every prefix of its next token."""
+"""lm_trie_weights: the weight of every prefix of the next token after a context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NextTokenModel(Protocol):
-    """A model as ``lm_trie_weights`` needs it; every ``AsyncLM`` is one."""
+    """The protocol of models that ``lm_trie_weights`` takes; every ``AsyncLM`` follows it."""
 
     byte_vocab: list[Token]
 
@@ -41,9 +41,9 @@ async def lm_trie_weights(
 ) -> Any:
     """Return the weight of the model's next token below each node: ``[trie.num_nodes]``.
 
-    Concurrent calls share the model's forward passes and the trie's batches. Where the model
-    returns its rows on a GPU (``output_device``) and the trie is a
-    ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` there, nothing leaves it.
+    Concurrent calls share the model's forward passes and the trie's batches. If the model returns
+    its rows on a GPU (``output_device``) and the trie is a
+    ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` there, no data leaves the GPU.
 
     Args:
         lm: The model that computes the log-probabilities.
@@ -52,7 +52,7 @@ async def lm_trie_weights(
         token_ids: Token ids of the context.
         operation: How the tokens below a node are combined. "sum": the probability that the next
             token begins with the node's prefix.
-            "log_sum": the logarithm of it, exact also where the probability underflows.
+            "log_sum": its logarithm, accurate even if the probability underflows.
             "max": the largest log-probability of a token below the node.
         lora_name: Name of the adapter to evaluate the context with, if any.
 
@@ -60,7 +60,7 @@ async def lm_trie_weights(
         VocabularyError: If the trie has entries that are not tokens of ``lm``.
         OptionError: (``ValueError``) If there is no such ``operation``.
         OptionTypeError: (``TypeError``) If ``lm`` is no model or ``trie`` no trie.
-        Exception: What the model raises for the context.
+        Exception: Any error of the model for the context.
     """
     one_of(*get_args(Operation))("operation", operation)
     _TRIE("trie", trie)
@@ -69,8 +69,8 @@ async def lm_trie_weights(
     plain = trie.trie if isinstance(trie, AsyncTokenCharacterTrie) else trie
     indices = _indices(plain, lm.byte_vocab)
     row = await lm.next_token_logprobs(token_ids, lora_name=lora_name)
-    # NumPy on the CPU: torch would wake a team of threads here, on the caller's thread, which
-    # then competes with the one that the model computes with.
+    # Use NumPy on the CPU: torch would start a thread team for the caller's thread, which would
+    # compete with the threads of the model.
     weights = row.numpy() if row.device.type == "cpu" else row
     if indices is not None:
         weights = weights[_on_device(indices, row.device)]
@@ -92,9 +92,9 @@ _LATEST: Final[weakref.WeakKeyDictionary[VocabularyTrie, tuple[list[Token], Any]
 
 
 def _indices(trie: VocabularyTrie, byte_vocab: list[Token]) -> dict[str, Any] | None:
-    """Return the ids of the entries, by device; ``None`` if the trie has all tokens in order."""
+    """Return the entries' token ids, by device; ``None`` if the trie has all tokens in order."""
     vocab, indices = _LATEST.get(trie, (None, None))
-    # Compared once for each change of model.
+    # Compute them once per change of model.
     if vocab is not byte_vocab:
         ids = _token_ids(trie.decode, byte_vocab)
         indices = None if ids == list(range(len(byte_vocab))) else {"cpu": np.array(ids)}

@@ -1,4 +1,4 @@
-"""ParallelTokenCharacterTrie: sparse reachability in torch, on a GPU or the CPU."""
+"""ParallelTokenCharacterTrie: prefix weights by a sparse matrix in torch, on a GPU or the CPU."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ MAX_ELEMENTS = 1 << 26
 
 @final
 class ParallelTokenCharacterTrie(VocabularyTrie):
-    """A trie that sums and maximises by a sparse reachability matrix in torch.
+    """A trie that sums and maximises with a sparse reachability matrix in torch.
 
     See ``VocabularyTrie`` for the vocabulary and the weights, and ``reachability.py`` for the
-    matrix. Meant for a GPU; on a CPU ``TokenCharacterTrie`` gives the same answers sooner.
+    matrix. It is meant for a GPU; on a CPU, ``TokenCharacterTrie`` gives the same results faster.
 
     Args:
         decode: The vocabulary.
-        device: Device of the matrix: "cuda", "cuda:1", "mps", "cpu", …; by default "cuda" where
-            there is one, else "cpu".
-        as_tensor: Whether results are tensors on ``device`` instead of NumPy arrays. Weights that
-            are there already never leave it.
+        device: Device of the matrix: "cuda", "cuda:1", "mps", "cpu", …; by default "cuda" if
+            available, else "cpu".
+        as_tensor: Whether results are tensors on ``device`` instead of NumPy arrays. Weights on
+            ``device`` then never leave it.
 
     Raises:
-        DeviceError: If torch does not know ``device``, or it is not on this machine.
+        DeviceError: If torch does not know ``device``, or this machine does not have it.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         return tensor.detach().to(device=self.device, dtype=dtype)
 
     def _evaluate_part(self, operation: Operation, weights: Tensor) -> Tensor:
-        # One table of what nodes copy: tokens, the blocks of every level, and branches. Each is
-        # written where it belongs: to join them later would take as long as all the rest.
+        # One table has the sources of all nodes: tokens, the blocks of every level, and branches.
+        # All are written in place, since concatenating them would double the time.
         num_branches, num_columns = self._shape
         table = weights.new_empty(len(weights), num_columns + num_branches)
         columns = table[:, :num_columns]
@@ -126,17 +126,17 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         return table.index_select(1, self._node_sources)
 
     def sum_kernel(self, columns: Tensor) -> Tensor:
-        """Sum the columns below each branch: ``[batch, num_rows]``, the sparse product."""
+        """Sum the columns below each branch by a sparse product: ``[batch, num_rows]``."""
         if not self._shape[0]:
             return columns[:, :0]
         if not self.has_sparse_product:
             source = columns.index_select(1, self._columns)
             return self._zeros(columns).index_add_(1, self._rows, source)
-        # Contiguous: the product reads the columns of all rows of the batch side by side.
+        # Contiguous, since the product reads a column of all the batch's rows at once.
         return torch.sparse.mm(self._matrix(columns.dtype), columns.t().contiguous()).t()
 
     def max_kernel(self, columns: Tensor) -> Tensor:
-        """Return the largest column below each branch: ``[batch, num_rows]``, a scatter."""
+        """Return the largest column below each branch by a scatter: ``[batch, num_rows]``."""
         source = columns.index_select(1, self._columns)
         return self._zeros(columns).scatter_reduce_(
             1, self._rows.expand_as(source), source, "amax", include_self=False
@@ -144,7 +144,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
 
     def _log_sum(self, columns: Tensor) -> Tensor:
         largest = self.max_kernel(columns)
-        # Nothing to shift by where all are -inf, or one is inf or NaN: exp and log then keep it.
+        # Do not shift a branch if all are -inf, or one is inf or NaN: exp and log preserve these.
         shift = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
         source = columns.index_select(1, self._columns) - shift.index_select(1, self._rows)
         total = self._zeros(columns).index_add_(1, self._rows, source.exp_())
@@ -157,7 +157,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         matrix = self._matrices.get(dtype)
         if matrix is None:
             ones = torch.ones(len(self._columns), dtype=dtype, device=self.device)
-            with warnings.catch_warnings():  # that the layout is in beta, or is not checked
+            with warnings.catch_warnings():  # warnings of the beta layout and unchecked invariants
                 warnings.filterwarnings("ignore", "Sparse (CSR|invariant)", UserWarning)
                 matrix = torch.sparse_csr_tensor(
                     self._row_starts.int(),

@@ -1,8 +1,8 @@
 """Reachability: which tokens lie below which branch, as a sparse matrix with short rows.
 
-A column is a token in alphabetical order, or a block: ``RADIX`` tokens, or blocks of the level
-below. An interval needs fewer than ``2 * RADIX`` columns of each level (Bentley's segment tree):
-32 for the root of 131,072 tokens. Short sums are quick in parallel, and accurate in float32.
+A column is a token, in alphabetical order, or a block of ``RADIX`` tokens or lower-level blocks.
+An interval needs fewer than ``2 * RADIX`` columns of each level (Bentley's segment tree): 32 for
+the root of 131,072 tokens. Short sums are fast in parallel, and accurate in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Reachability:
     level_sizes: list[int]
     row_starts: Int64  # [num_rows + 1] int64
     columns: Int64  # [num_stored] int64
-    node_sources: Int64  # [num_nodes] int64, places in all columns, then all rows
+    node_sources: Int64  # [num_nodes] int64, indices into the columns followed by the rows
 
 
 def build_reachability(layout: TrieLayout) -> Reachability:
@@ -61,13 +61,13 @@ def _largest_by_branch(layout: TrieLayout, ranks: Int64) -> Int64:
 
 
 def _cover(first: Int64, end: Int64, level_sizes: list[int]) -> tuple[Int64, Int64]:
-    """Return rows and columns of the blocks that the intervals ``[first, end)`` consist of."""
+    """Return the rows and columns of the blocks that make up the intervals ``[first, end)``."""
     rows: list[Int64] = []
     columns: list[Int64] = []
     offset = 0
     interval = np.arange(len(first))
     for size in level_sizes:
-        # Whole blocks of the next level lie between these two; the rest is taken at this one.
+        # Between ``left`` and ``right`` are whole blocks of the next level; the rest is taken here.
         left, right = -(-first // RADIX) * RADIX, end // RADIX * RADIX
         is_apart = left < right
         for a, b in ((first, np.where(is_apart, left, end)), (np.where(is_apart, right, end), end)):
@@ -90,7 +90,7 @@ def _copy_to_nodes(values, out, node_sources) -> None:
 
 @compiled
 def _maximise(ws, values, totals, leaf_tokens, leaf_parents, branch_parents) -> None:
-    """Write all leaves' weights and all branches' maxima; a NaN is larger than anything."""
+    """Write all leaves' weights and all branches' maxima; NaN counts as the largest."""
     num_leaves = np.uint64(len(leaf_tokens))
     totals[:] = -np.inf
     for k in range(len(leaf_tokens)):
@@ -126,7 +126,7 @@ def sweep_sum(
 def sweep_max(
     ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
 ) -> None:
-    """Write the maximum under each node to ``out``; a NaN is larger than anything."""
+    """Write the maximum under each node to ``out``; NaN counts as the largest."""
     _maximise(ws, values, totals, leaf_tokens, leaf_parents, branch_parents)
     _copy_to_nodes(values, out, node_sources)
 
@@ -142,7 +142,7 @@ def sweep_log_sum(
     _maximise(ws, values, shifts, leaf_tokens, leaf_parents, branch_parents)
     for b in range(num_branches + 1):
         if not np.isfinite(shifts[b]):
-            shifts[b] = 0.0  # all -inf, or an inf or a NaN: exp and log keep each of them
+            shifts[b] = 0.0  # all -inf, or an inf or NaN: exp and log preserve each
     totals[:] = 0
     for k in range(len(leaf_tokens)):
         totals[leaf_parents[k]] += np.exp(np.float64(values[k]) - shifts[leaf_parents[k]])

@@ -1,4 +1,4 @@
-"""TokenCharacterTrie: the compiled bottom-up sweep."""
+"""TokenCharacterTrie: prefix weights by a compiled bottom-up sweep on the CPU."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ from genlm_backend.trie.weights import Operation, Weights, to_numpy
 Values = NDArray[np.floating]
 
 DEFAULT_SPARE_BYTES = 256 << 20
-"""Bytes of results no longer in use that a trie keeps by default, for later results."""
+"""Default bytes of freed result buffers that a trie keeps for reuse."""
 
 NODES_PER_THREAD = 1_000_000
-"""Number of results that are worth a thread: below twice as many, a second one costs more time
-than it saves."""
+"""Result elements per thread: below twice this number, a second thread costs more time than it
+saves."""
 
 
 @final
 class TokenCharacterTrie(VocabularyTrie):
-    """A trie that sums and maximises on the CPU, by one compiled pass per row of weights.
+    """A trie that sums and maximises on the CPU, in one compiled pass per row of weights.
 
-    See ``VocabularyTrie`` for the vocabulary and the weights. Results are NumPy arrays. Sums are
-    added in float64 whatever the result's dtype, from the leaves up, so that small masses beside
-    large ones keep their digits. A row's answer does not depend on the rows beside it. Large
-    batches are divided among threads; the interpreter lock is free meanwhile.
+    See ``VocabularyTrie`` for the vocabulary and the weights. Results are NumPy arrays. Sums
+    accumulate in float64 whatever the result's dtype, from the leaves up, so that small masses
+    keep their digits when added to large ones. A row's result does not depend on the other rows
+    of the batch. Threads share large batches, with the GIL released.
 
     Args:
         decode: The vocabulary.
-        num_threads: Number of threads for a batch, at most; as many as there are processors by
-            default.
-        spare_bytes: Bytes of results no longer in use that are kept for later results; 0 keeps
-            none. ``release()`` frees them.
+        num_threads: Number of threads for a batch, at most; by default the number of processors.
+        spare_bytes: Bytes of freed result buffers to keep for reuse; 0 keeps none. ``release()``
+            frees them.
 
     Raises:
         OptionTypeError: (``TypeError``) If ``num_threads`` or ``spare_bytes`` is no integer.
@@ -84,7 +83,7 @@ class TokenCharacterTrie(VocabularyTrie):
         sweep, arrays = SWEEPS[operation], self.layout.sweep_arrays
 
         def scratch(dtype: np.dtype) -> tuple[Values, Values]:
-            # A maximum needs no more precision than it is given.
+            # A maximum does not round, so the input's precision is enough.
             wide = dtype if operation == "max" else np.float64
             values = np.empty(self.layout.num_tokens + self.layout.num_branches, dtype)
             return values, np.empty(self.layout.num_branches + 1, wide)

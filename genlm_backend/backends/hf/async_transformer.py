@@ -18,7 +18,7 @@ from genlm_backend.remote.process_evaluator import ProcessEvaluator
 
 
 class TransformerOptions(HFOptions, RowOptions, total=False):
-    """Options of ``AsyncTransformer``, which explains them, that are given by name."""
+    """Keyword-only options of ``AsyncTransformer``, which documents them."""
 
     processor: Annotated[Any, Option(None, check_processor)]
 
@@ -30,63 +30,61 @@ class _OptionsByName(TransformerOptions, LMOptions):
 class AsyncTransformer(ProcessLM):
     """A causal language model of transformers, batched and cached.
 
-    All concurrent awaits become padded batched forward passes on one worker thread; the keys and
-    values of every prefix seen are kept, within a budget, and reused token by token; of layers of
-    state-space models and linear attention, the states behind what was asked. A model of which
-    nothing can be kept answers as well, by running every context whole; ``kv_reuse`` tells.
+    Concurrent queries become padded batched forward passes on one worker thread. The keys and
+    values of every prefix are cached, within a budget, and reused token by token. State-space and
+    linear-attention layers cache their recurrent states after queried contexts. If a model cannot
+    be cached, every context runs whole; ``kv_reuse`` tells.
 
-    Several of these may use one model at the same time, and so may its owner: it is never touched,
-    and what is computed runs in a private copy of its modules, which shares the weights. Adapters
-    of the owner may be loaded, activated and deleted, and no row changes. Its weights may not be
-    changed, nor adapters merged into them.
+    Several instances may use one model at the same time, and so may its owner: passes run in a
+    private copy of its modules that shares the weights. The owner may load, activate and delete
+    adapters without changing any row, but may not change weights nor merge adapters into them.
 
     Args:
-        hf_model: A causal language model, on whatever device; it is put into evaluation mode. Or
-            an evaluator of one that lives in another process, as ``from_name`` makes it.
+        hf_model: A causal language model, on any device; it is put into evaluation mode. Or the
+            evaluator of a model in another process, as ``from_name`` makes it.
         hf_tokenizer: Its tokenizer.
-        batch_size: Distinct contexts in one batch, at most, which takes one forward pass or
-            several.
-        timeout: Seconds that the first query of a batch may wait for others, at most.
-        kv_cache_bytes: Bytes of keys and values to keep; 0 keeps none. Default: half of a CUDA
+        batch_size: Distinct contexts in one batch, at most; a batch takes one or several forward
+            passes.
+        timeout: Seconds that the first query of a batch waits for others, at most.
+        kv_cache_bytes: Bytes of the KV cache; 0 turns it off. Default: half of a CUDA
             device's free memory, or a quarter of the machine's, 4 GiB at most.
-        kv_cache_dtype: Number format in which keys and values are kept: ``None`` for the type that
-            the model computes in, "bfloat16", "float16", "int8" (a scale for each head of a token)
-            or "uint4" (a scale and a zero point for each 32 elements). Tokens attend to what is
-            kept, so that a row depends on its context and the format alone, and neither on what is
-            cached nor on how the context came to be.
-        host_cache_bytes: Bytes of keys, values and recurrent states to keep in the memory of the
-            host, in the same format, when they have to leave a device for others; they are fetched
-            when a context wants them. On CUDA the memory is pinned, and taken at once.
-        state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep recurrent states in, of a
-            model that has such layers (Mamba, Gated DeltaNet, …). Default: half of them, or all
-            where no layer attends.
+        kv_cache_dtype: Format of cached keys and values: ``None`` for the type that the model
+            computes in, "bfloat16", "float16", "int8" (a scale for each head of a token) or
+            "uint4" (a scale and a zero point for each 32 elements). Tokens attend to keys and
+            values in this format whether or not they were cached before, so a row depends on its
+            context and the format alone.
+        host_cache_bytes: Bytes of host memory for keys, values and recurrent states that are
+            evicted from a device, in the same format; they are copied back when a context needs
+            them. On CUDA the memory is pinned, and allocated at once.
+        state_cache_bytes: The part of ``kv_cache_bytes`` for the recurrent states of a model that
+            has such layers (Mamba, Gated DeltaNet, …). Default: half, or all if no layer attends.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …
         num_threads: Threads of a forward pass on the CPU. Default: torch's own number.
-        max_length: The longest context to accept. Default: what the model's config says.
-        packs_weights: Whether linear layers get their weights a second time, in the layout that
-            this processor reads fastest, where a short trial says that it is faster;
-            ``packed_weight_bytes`` tells how much memory that takes, a quarter of what is free
-            and 4 GiB at most. The model's own layers stay as they are, and rows are the same but
-            for rounding. What is tried holds for the process; another may find otherwise. On CUDA
-            nothing is kept twice: the weights of projections with one input are moved next to each
-            other, so that each group is one product. The parameters stay the same objects with the
-            same values, but other tensors over their old memory are theirs no longer.
-        process: ``True`` is for ``from_name``: a model object lives where it has been made.
+        max_length: The longest context to accept. Default: the limit in the model's config.
+        packs_weights: Whether to lay out the weights of linear layers for speed. On a CPU, they are
+            copied into oneDNN's blocked layout, for shapes that a short trial finds faster. The
+            copies take a quarter of the free memory and 4 GiB at most (``packed_weight_bytes``).
+            The model's own layers stay as they are, and rows change by rounding alone. A trial
+            holds for the process; another process may find otherwise. On CUDA nothing is copied:
+            the weights of projections with one input move next to each other, so that each group is
+            one product. The parameters stay the same objects with the same values, but other
+            tensors over their old memory no longer share it with them.
+        process: ``True`` is for ``from_name``: a model object stays in the process that made it.
         self_check: Compare a few probe texts with the bytes of their tokens.
-        processor: What makes the model's inputs of texts and pictures, as ``AutoProcessor`` loads
-            it, or a function that does; for ``context(…, images=[…])``.
+        processor: The model's processor of texts and pictures, as ``AutoProcessor`` loads it, or a
+            function that loads it; for ``context(…, images=[…])``.
 
-    The model is not to be converted, moved, put into training mode, configured otherwise or given
-    other layers or parameters afterwards (``model.half()``, ``model.to(…)``, ``model.train()``):
-    queries are a ``ModelStateError`` then, until it is as it was.
+    Do not convert, move, train or reconfigure the model afterwards, nor replace its layers or
+    parameters (``model.half()``, ``model.to(…)``, ``model.train()``): queries then raise
+    ``ModelStateError`` until you undo the change.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds, or does not fit into memory.
-        DeviceError: (``ValueError``) If ``output_device`` is not there.
+        DeviceError: (``ValueError``) If ``output_device`` does not exist.
         UnsupportedModelError: (``ValueError``) For encoder-decoder models.
-        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
+        TokenizerDecodeError: (``ValueError``) If the bytes of a token cannot be determined.
 
     Attributes:
         model_device: Device on which the model takes its token ids.
@@ -150,23 +148,23 @@ class AsyncTransformer(ProcessLM):
                 ``{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`` (extra ``bitsandbytes``).
             hf_opts: For ``AutoModelForCausalLM.from_pretrained``. Defaults:
                 ``device_map="auto"``, ``dtype="auto"`` (``torch_dtype`` means the same).
-                ``revision``, ``token``, ``cache_dir`` and ``trust_remote_code``, which stays off
-                unless it is asked for, go to the tokenizer too.
+                The tokenizer also gets ``revision``, ``token``, ``cache_dir`` and
+                ``trust_remote_code``, which is off by default.
             weights: ``"int8"`` for weights of 8 bits with a scale for each output, which compute
                 faster on a CPU and take a quarter of the memory; rows change a little. The model is
                 loaded in float32 onto the CPU first.
-            process: Whether the model is loaded, and computes, in a process of its own, so that it
-                and the Python of callers do not wait for each other. It ends with this process;
-                where it ends before, queries are an ``EngineDiedError`` until ``restart()``.
-                ``num_threads`` and devices are those over there. The first tokens of a model take
-                a few seconds longer to come.
-            **options: For the constructor; ``packs_weights`` is ``True`` unless it is given.
+            process: Whether to load and run the model in a child process, so that it and the
+                caller's Python do not wait for each other. The child ends with this process; if it
+                ends earlier, queries raise ``EngineDiedError`` until ``restart()``.
+                ``num_threads`` and devices refer to the child. A model's first tokens take a few
+                seconds longer.
+            **options: For the constructor; ``packs_weights`` defaults to ``True`` here.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
-                be given to another process; as with the next two, nothing is loaded then.
+            OptionTypeError: (``TypeError``) If an option is unknown, of a wrong type, or cannot be
+                pickled for a child process. This and the next two come before any loading.
             OptionError: (``ValueError``) If one is out of its bounds.
-            DeviceError: (``ValueError``) If a device is not there.
+            DeviceError: (``ValueError``) If a device does not exist.
             ModelNotFoundError: (``OSError``) If there is no such model.
             MissingExtraError: (``ImportError``) If an extra is needed and absent.
         """
@@ -176,26 +174,26 @@ class AsyncTransformer(ProcessLM):
             loader.check_portable()
         with explained(model_id):
             tokenizer = loader.tokenizer()
-            if is_elsewhere:  # where it is loaded when it is asked what it is able to do
+            if is_elsewhere:  # the child loads the model on ``open()``
                 return cls(ProcessEvaluator(loader), tokenizer, **own)
             model = loader.model()
         return cls(model, tokenizer, **own, **loader.evaluator)
 
-    # ---------------------------------------------------------------- keys and values
+    # ---------------------------------------------------------------- the model
 
     @property
     def model(self) -> Any:
-        """The model as it was given; ``None`` in another process and after ``close()``."""
+        """The wrapped model; ``None`` if it runs in another process, and after ``close()``."""
         return None if isinstance(self._hf, ProcessEvaluator) else self._hf.scheduler.runner.model
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end a text, as the model's generation config names them now."""
+        """The ids that end a text, read from the model's generation config at each access."""
         if self.model is not None:
             self._own_eos = ends_of_model(self.model)
         return super().eos_token_ids
 
     @property
     def packed_weight_bytes(self) -> int:
-        """Number of bytes of packed weights, beside the model's own."""
+        """Bytes of packed weights, in addition to the model's own."""
         return self._evaluator.counts().packed_weight_bytes

@@ -1,8 +1,8 @@
-"""The way from the layers of a view to the attention of a pass.
+"""Attention functions registered with transformers, which call the current pass's attention.
 
 Most models of transformers call the attention and mask functions that are registered under the
 name in their config. Ours are registered once for each such name, and the configs of a view name
-them. In a pass that attends otherwise they call the function that they stand for.
+them. In a pass that does not use them, they call the function that they replace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREFIX: Final = "genlm_backend-"
 
 
 def attends_otherwise(how: str) -> ModelStateError:
-    """Return the error of a model that attends otherwise than it did when it was examined."""
+    """Return the error for a model that no longer attends as it did when it was probed."""
     return ModelStateError(
         f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed, "
         "or has its attn_implementation been set while it was asked?"
@@ -45,9 +45,9 @@ def attends_otherwise(how: str) -> ModelStateError:
 
 _HARMLESS: Final = frozenset(
     {
-        "dropout",  # which is none in a model that is not being trained
-        "is_causal",  # unless it is false
-        "sliding_window",  # which the mask says too
+        "dropout",  # zero in evaluation mode
+        "is_causal",  # ``False`` is refused
+        "sliding_window",  # the mask has it too
         "cache_position",
         "max_length_k",
         "max_length_q",
@@ -73,7 +73,7 @@ class TorchCascadeRun(CascadeRun[Tensor]):
     def mask(
         self, allows: Callable[..., Tensor], is_causal: bool, window: int | None
     ) -> Tensor | None:
-        """Return the mask that layers of one kind pass to ``attend``."""
+        """Return the mask that layers of one kind pass to ``attend``; ``None`` if it is causal."""
         num_rows, num_new = self._batch.input_ids.shape
         length = self.max_prefix_len + num_new
         if is_causal or (window is not None and window >= length):
@@ -109,18 +109,18 @@ def dispatched_to(attention: TorchCascadeRun | CudaGraphRun) -> Iterator[None]:
 
 
 def name_attention(config: Any, is_ours: bool) -> None:
-    """Have a config name our functions, or its own, if it names any."""
+    """Make a config name our functions, or its own; do nothing if it names none."""
     name = getattr(config, "_attn_implementation", None)
     if isinstance(name, str):
         own = name.removeprefix(PREFIX)
         wanted = _name_of(own) if is_ours else own
         if wanted != name:
-            config._attn_implementation = {"": wanted}  # and not of the configs within it
+            config._attn_implementation = {"": wanted}  # ``""``: not its nested configs
 
 
 @functools.cache
 def _name_of(former: str) -> str:
-    """Register our functions in the place of those of a name; return what they are called."""
+    """Register our functions for the attention named ``former``; return their own name."""
     name = PREFIX + former
     AttentionInterface.register(name, functools.partial(_attention, former))
     AttentionMaskInterface.register(name, functools.partial(_mask, former))
@@ -136,15 +136,15 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as the pass of this thread does, or as the model would without one."""
+    """Attend by the pass of this thread, or by the model's own function if there is none."""
     if former in ALL_ATTENTION_FUNCTIONS:
         function = ALL_ATTENTION_FUNCTIONS[former]
-    else:  # each file of transformers has its own
+    else:  # each modeling file has its own
         function = sys.modules[type(module).__module__].eager_attention_forward
     attention = _current.attention
     if attention is None:
         return function(module, query, key, value, attention_mask, **options)
-    if former == "sdpa":  # which heeds nothing but what it names: no soft caps, no sinks
+    if former == "sdpa":  # ignores options that are not in its signature: soft caps, sinks
         known = _parameters(function)
         options = {name: value for name, value in options.items() if name in known}
     named = [options.pop(name, None) for name in ("scaling", "softcap", "s_aux")]
@@ -162,14 +162,14 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _mask(former: str, **given: Any) -> Tensor | None:
-    """Make a mask as the pass of this thread does, or as the model would without one."""
+    """Make a mask by the pass of this thread, or by the model's own function if there is none."""
     attention = _current.attention
     if attention is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[former](**given)
     if given.get("use_vmap") or given.get("attention_mask") is not None:
         raise attends_otherwise("with masks that are not functions of two positions")
     allows, window = given["mask_function"], given.get("local_size")
-    # Where it may not be left out, something has been added to the pattern.
+    # If the mask may not be skipped, something was added to the causal or windowed pattern.
     is_bare = given.get("allow_is_causal_skip", True)
     is_causal = allows is causal_mask_function
     allows = functools.partial(_allowed, allows, given.get("device"))
@@ -177,11 +177,11 @@ def _mask(former: str, **given: Any) -> Tensor | None:
 
 
 def _allowed(allows: Callable[..., Tensor], device: Any, *positions: Tensor) -> Tensor:
-    """Return the result of a model's mask function for positions on the processor."""
+    """Call a model's mask function with positions on the CPU, or on its device if that fails."""
     try:
         return allows(*positions)
     except RuntimeError:
         if device is None or torch.device(device).type == "cpu":
             raise
-        # A function with tensors of the model needs positions on its device.
+        # A function that uses tensors of the model needs positions on their device.
         return allows(*(position.to(device) for position in positions)).cpu()

@@ -1,4 +1,4 @@
-"""Ways for new tokens to attend to cached ones: shared stretches once, copies of each row, none."""
+"""Attention backends: cascade over shared prefixes, gather by row, and without a cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from genlm_backend.prefix.state_cache import StateLayout
 
 @final
 class CascadeAttention(AttentionBackend[dict[str, Any]]):
-    """Attends to each stretch of cached tokens once for all rows that have it."""
+    """Attends to each shared prefix once for all rows that have it."""
 
     def __init__(self, pool: KVPool, few_tokens: int | None = None) -> None:
         self._pool = pool
@@ -45,12 +45,12 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Have the model's layers call the attention of a pass."""
+        """Route the model's layers to the attention of this pass; yield its cache."""
         plan = batch.plan or self.plan(batch.past, batch.num_new)
         shared = TorchCascadeRun(self._pool, batch, plan)
 
         def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
-            """Store new keys and values, which come out as they are."""
+            """Store new keys and values; return them as the pool's format keeps them."""
             return shared.take_kv(layer, *write_new(self._pool, layer, batch, keys, values))
 
         layout = self._pool.layout
@@ -77,8 +77,8 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
     #     slots      0  0  7  8 | 9 10 11        a row with 2 past and 3 new tokens
     #                1  2  3  4 | 5  0  0        a row with 4 past and 1 new token
     #
-    # So the distance of two columns of a row is that of their positions, from which causal and
-    # sliding-window masks are made. Only the left padding is masked; causality hides the right one.
+    # So two columns of a row are as far apart as their positions, which causal and sliding-window
+    # masks rely on. Only the left padding is masked; causality hides the right padding.
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
@@ -86,7 +86,7 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield the mask of the left padding, and a cache of transformers over the slots."""
         layout = self._pool.layout
-        if not layout.layers:  # but states
+        if not layout.layers:  # recurrent states only
             cache = transformers_cache((), layout.states, batch.states)
             yield {"cache": cache, "use_cache": True}
             return
@@ -97,11 +97,11 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
         both = batch.past.columns(max_prefix_len), new.reshape(batch.input_ids.shape)
         slots = torch.from_numpy(np.concatenate(both, 1))  # [B, P + Q]
         mask = np.arange(slots.shape[1]) >= max_prefix_len - batch.prefix_lens[:, None]
-        # Moved once to each device that has a layer.
+        # One copy for each device that has a layer.
         on = {device: slots.to(device) for device in {layer.device for layer in layout.layers}}
 
         def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
-            """Store new keys and values; past and new ones come out, ``[B, heads, P + Q, dim]``."""
+            """Store new keys and values; return past and new ones, ``[B, heads, P + Q, dim]``."""
             write_new(self._pool, layer, batch, keys, values)
             return self._pool.read_by_head(layer, on[layout.layers[layer].device])
 
@@ -113,7 +113,7 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
 
 @final
 class UncachedAttention(AttentionBackend[dict[str, Any]]):
-    """Attends to the new tokens alone: there are none before them, and nothing is kept."""
+    """Attends to the new tokens alone: no tokens precede them, and nothing is cached."""
 
     def __init__(self, layout: KVLayout | None = None) -> None:
         layers = () if layout is None else layout.layers
@@ -137,4 +137,4 @@ ATTENTION_FACTORIES: Final = (
     AttentionFactory(CascadeAttention, lambda pool: CascadeAttention(pool, 4), uses_interface=True),
     AttentionFactory(GatherAttention, GatherAttention),
 )
-"""Ways to attend to keys and values in slots; the first is taken that suits a model."""
+"""Attention backends over slots; a model gets the first one that gives its rows."""

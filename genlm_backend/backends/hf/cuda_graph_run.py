@@ -1,4 +1,4 @@
-"""CudaGraphRun: the attention of a decode step whose every number is on the device."""
+"""CudaGraphRun: the attention of a decode step that reads all changing numbers on the device."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from genlm_backend.prefix.kv_pool import KVPool
 
 
 class NotCapturableError(RuntimeError):
-    """A pass that does something of which the next one may need another version."""
+    """Raised for a pass that does something that a replay cannot repeat for other steps."""
 
     window: int | None = None
 
 
 @final
 class DecodeArrays:
-    """The inputs of decode steps of one shape: memory on the device, filled in one copy."""
+    """Device buffers for the inputs of decode steps of one shape, filled by one copy."""
 
     def __init__(self, shape: DecodeShape, device: torch.device) -> None:
         self.shape = shape
@@ -46,7 +46,7 @@ class DecodeArrays:
             "recent": (rows, shape.window),
             "recent_starts": (rows,),
             "recent_counts": (rows,),
-            "slots": (shape.tokens,),  # the last, since room for them is rarely filled
+            "slots": (shape.tokens,),  # last: rarely full, and the copy stops at its end
         }
         are_long = {"token_ids", "positions", "slot_mapping"}
         types = {name: np.dtype(np.int64 if name in are_long else np.int32) for name in shapes}
@@ -65,14 +65,14 @@ class DecodeArrays:
             dtype = torch.from_numpy(own).dtype
             self.arrays[name] = self._on_device[start:stop].view(dtype).view(own.shape)
         self._numbers["recent_starts"][:] = np.arange(rows) * shape.window
-        self._shared: Extents | None = None  # of the step before
+        self._shared: Extents | None = None  # copied by the step before
         self._slots_at = ends["slots"][0]
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, tables: DecodeTables, batch: ForwardBatch) -> None:
-        """Copy the numbers of a step to the device."""
+        """Copy the tables of a step to the device."""
         if self._copied is not None:
-            self._copied.synchronize()  # the copy before this, or it would take our numbers
+            self._copied.synchronize()  # the previous copy may still read the host buffer
         shape, into, num_rows = self.shape, self._numbers, batch.num_rows
         of_rows = {
             "token_ids": batch.input_ids[:, 0].numpy(),
@@ -84,7 +84,7 @@ class DecodeArrays:
             of_rows |= {"recent": tables.recent, "recent_counts": tables.num_recent}
         for name, numbers in of_rows.items():
             into[name][:num_rows] = numbers
-            # Surplus rows do what the first one does, and write the same numbers to its slot.
+            # Padding rows repeat the first row, and write the same numbers to its slot.
             if num_rows < shape.rows:
                 into[name][num_rows:] = numbers[0]
         starts, num_slots = into["slot_starts"], len(tables.slots)
@@ -115,7 +115,7 @@ class DecodeArrays:
 
 @final
 class CudaGraphRun:
-    """The attention of a decode step, as layers of a model of transformers call it."""
+    """The attention of a captured decode step, which the layers of a model call."""
 
     attends_otherwise = NotCapturableError
 
@@ -128,8 +128,8 @@ class CudaGraphRun:
         self.most_tokens: float = math.inf
         self.num_attended = 0
         self._new: tuple[int, Tensor, Tensor] | None = None
-        self._windowed: list[Tensor] = []  # what layers with a window are given for a mask
-        self._bounds: dict[int, Tensor] = {}  # of readers, by the size of groups of heads
+        self._windowed: list[Tensor] = []  # placeholder masks of layers with a window
+        self._bounds: dict[int, Tensor] = {}  # bounds of readers in queries, by group size
 
     def inputs(self, batch: ForwardBatch) -> dict[str, Any]:
         return {
@@ -140,7 +140,7 @@ class CudaGraphRun:
         }
 
     def _take(self, layer: int, keys: Tensor, values: Tensor) -> Pair:
-        """Take new keys and values of a layer, ``[B, key_heads, 1, dim]``, before its query."""
+        """Hold a layer's new keys and values, ``[B, key_heads, 1, dim]``, until ``attend``."""
         if self._new is not None:
             raise NotCapturableError("a layer has attended elsewhere")
         self._new = layer, keys, values
@@ -212,7 +212,7 @@ class CudaGraphRun:
     def _in_extents(
         self, ops: DecodeOps, queries: Tensor, codes: Tensor, num_key_heads: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend to extents in place, the heads of a group as queries of their own."""
+        """Attend to extents in place, with each head of a group as a query of its own."""
         arrays = self._arrays.arrays
         num_rows, num_heads, dim = queries.shape
         group_size = num_heads // num_key_heads
@@ -232,7 +232,7 @@ class CudaGraphRun:
 
 
 def _is_window(allows: Callable[..., Tensor], window: int) -> bool:
-    """Whether the last tokens are what may be attended to, up to a number of them."""
+    """Whether a mask function allows exactly the last ``window`` tokens."""
     last = 2 * window + window // 2 + 1
     zero, positions = torch.zeros(1, dtype=torch.int64), torch.arange(last + 1, dtype=torch.int64)
     found = allows(zero, zero, zero + last, positions).expand(last + 1)

@@ -1,27 +1,27 @@
 """CudaGraphRunner: decode steps captured as CUDA graphs, one for each shape of their tables.
 
-**Why.** A pass of one token for each row is some eight hundred kernels, and to launch them takes
-the processor ten times as long as a GPU computes. Captured, they are one launch.
+**Why.** A pass of one token for each row is some eight hundred kernels, whose launches take the
+CPU ten times as long as the GPU computes. A captured pass is one launch.
 
 **Flow.** Tokens, positions, slots and the plan are tables on the device, of a fixed shape, filled
-by one copy from pinned memory (``DecodeTables``, pure; ``DecodeArrays``). Shapes are few: rows by
-powers of two and three quarters of them, room for tokens and extents, and a window. Surplus rows
-repeat the first one, down to its slot. Extents of consecutive slots are read once for all rows
-that share them, by FlashAttention with bounds on the device; everything else is read slot by slot
-by a kernel of Triton, which merges the pieces too. Which of the two, and the number of splits, is
-a rule of the rows and tokens that was read off times on an H100 (``make gpu``, "division"), within
-a fifth of the fastest.
+by one copy from pinned memory (``DecodeTables``, pure; ``DecodeArrays``). Shapes are few: rows are
+powers of two or three quarters of these, with capacities for tokens and extents, and a window.
+Padding rows repeat the first row, down to its slot. FlashAttention, with bounds on the device,
+reads extents of consecutive slots once for all rows that share them. A Triton kernel reads all
+other slots one by one, and merges the splits. A rule on rows and tokens chooses between the two,
+and the number of splits. It was fitted to times on an H100 (``make gpu``, "division"), and is
+within a fifth of the fastest.
 
-**Invariants.** Whatever Python decides is in a captured pass for good. So all graphs are forgotten
+**Invariants.** A captured pass repeats every decision that Python made. So all graphs are dropped
 when parameters have moved, when a part of the model is another object, and by ``clear_cache()``:
-all together, since torch frees the memory of a stream with the first graph that was captured on
-it. All graphs share the memory of their logits. Operators are tried on random numbers before they
-are used, and each captured pass is compared with the same pass run eagerly. Whether the owner has
-changed the model is checked while the device computes; if so, the results are thrown away. A
-capture or a replay that fails runs eagerly.
+all together, since with one graph, torch frees memory that all graphs of its stream use. All
+graphs share the memory of their logits. Operators are tried on random numbers before they are
+used, and each captured pass is compared with the same pass run eagerly. ``HFRunner`` checks
+whether the owner has changed the model while the device computes; if so, it drops the results. If
+a capture or a replay fails, the pass runs eagerly.
 
-**Eager.** Prefill, Llama 4, modules with hooks, latent attention, soft caps, recurrent states,
-keys and values in smaller formats, and float32.
+**Eager.** Not captured: prefill, Llama 4, modules with hooks, latent attention, soft caps,
+recurrent states, keys and values in smaller formats, and float32.
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ MAX_SLOTS: Final = 1 << 20
 """Tokens that a captured pass may read slot by slot."""
 
 MAX_GRAPHS: Final = 64
-"""Passes that are captured; then all are forgotten, and those captured that are met again."""
+"""Captured passes, at most; one more drops all, and shapes that recur are captured again."""
 
 MIN_SEEN: Final = 2
-"""Steps of some number of rows from which on one is captured, which takes as long as a few."""
+"""Steps with one number of rows until one is captured; a capture takes as long as a few."""
 
 MIN_SEEN_AGAIN: Final = 8
-"""The same if a pass of more rows has been captured, which is as good, but slower."""
+"""The same if a captured pass of more rows fits the step, which is only slower."""
 
 MAX_ERRORS: Final = 2
-"""Errors of captures, or of replays, after which it is left alone."""
+"""Failed captures of a view, or failed replays in a row, beyond which steps run eagerly."""
 
 FARTHEST: Final = 0.25
-"""Distance of a captured pass's logits from those of the same pass as it runs, over their size."""
-# Rounding of bfloat16 alone makes 0.09 of a small model's rows together, and 0.49 of one of them.
+"""Largest distance of a captured pass's logits from the eager ones, over their deviation."""
+# In a small model, rounding of bfloat16 alone makes 0.09 over all rows, and 0.49 in one of them.
 
 
 @final
 @dataclass(slots=True, eq=False)
 class CapturedGraph:
-    """A captured pass of some shape."""
+    """A captured pass of one shape."""
 
     arrays: DecodeArrays
     most_tokens: float
@@ -84,7 +84,7 @@ class CapturedGraph:
     logits: torch.Tensor  # [rows, model_vocab]
 
     def replay(self, tables: DecodeTables, batch: ForwardBatch) -> torch.Tensor:
-        """Run a captured pass; the next replay overwrites its logits, ``[B, model_vocab]``."""
+        """Run the captured pass; the next replay overwrites its logits, ``[B, model_vocab]``."""
         self.arrays.fill(tables, batch)
         self.run_again()
         return self.logits[: batch.num_rows]
@@ -97,7 +97,7 @@ class _OfView:
 
     tensors: list[torch.Tensor]
     pointers: list[int]
-    memory: list[Any]  # of the tensors, which a replay reads wherever they are by now
+    memory: list[Any]  # keeps the tensors' storages alive, since a replay reads their addresses
     group_size: int
     by_shape: dict[DecodeShape, CapturedGraph] = field(default_factory=dict)
     failed: set[DecodeShape] = field(default_factory=set)
@@ -105,12 +105,12 @@ class _OfView:
     num_errors: int = 0
 
     def find(self, shape: DecodeShape) -> DecodeShape | None:
-        """Return the shape of the pass of fewest rows that tables have room in, if there is one."""
+        """Return the captured shape of fewest rows that tables fit into; ``None`` if none does."""
         return min((known for known in self.by_shape if known.holds(shape)), default=None)
 
 
 class ReplayPlan(NamedTuple):
-    """A decode step that may run captured."""
+    """The tables of a decode step, and the captured pass that they fit, if there is one."""
 
     tables: DecodeTables
     captured: CapturedGraph | None
@@ -129,7 +129,7 @@ class CudaGraphRunner:
         self._views: weakref.WeakKeyDictionary[ModelView, _OfView | None] = (
             weakref.WeakKeyDictionary()
         )
-        # How often each number of rows has been met that no pass was captured for.
+        # Steps of each number of rows that has no captured pass of its own.
         self._num_seen: Counter[int] = Counter()
         self._alive: list[CapturedGraph] = []
         self._num_failed = 0
@@ -138,7 +138,7 @@ class CudaGraphRunner:
     def can_be(
         model: Any, parameters: Collection[str], attention: AttentionBackend[Any], pool: KVPool
     ) -> bool:
-        """Whether decode steps can be captured, as far as it shows before one runs."""
+        """Whether decode steps may be captured, by the checks that need no step."""
         layers = pool.layout.layers
         return (
             isinstance(attention, CascadeAttention)
@@ -148,7 +148,7 @@ class CudaGraphRunner:
             and not pool.layout.states
             and all(layer.key_dim == layer.value_dim for layer in layers)
             and len({layer.device for layer in layers}) == 1
-            # They are compiled and tried here, and not when somebody waits for a step.
+            # Operators are compiled and tried here; later, a query would wait for it.
             and all(
                 decode_ops_for(layer.device, layer.dtype, layer.key_dim, _group_size(model, layer))
                 for layer in dict.fromkeys(layers)
@@ -156,15 +156,15 @@ class CudaGraphRunner:
         )
 
     def forget(self) -> None:
-        """Forget all captured passes: weights may be others, or anything else they depend on."""
-        # All at once: when one graph goes, torch frees memory that all graphs of its stream use.
+        """Drop all captured passes, since weights or anything else in them may have changed."""
+        # All at once: with one graph, torch frees memory that all graphs of its stream use.
         self._views.clear()
         self._alive.clear()
         self._recorder.forget()
         self._num_failed = 0
 
     def plan(self, view: ModelView, batch: ForwardBatch) -> ReplayPlan | None:
-        """Return how a pass may run captured; ``None`` if it runs eagerly."""
+        """Return the tables of a pass that may run captured; ``None`` if it runs eagerly."""
         if not batch.is_decode or batch.plan is None or batch.states is not None:
             return None
         own = self._of(view)
@@ -195,15 +195,15 @@ class CudaGraphRunner:
     def replayed(
         self, plan: ReplayPlan, view: ModelView, batch: ForwardBatch
     ) -> torch.Tensor | None:
-        """Replay the captured pass; ``None`` if there is none, or it fails."""
+        """Replay the captured pass; return ``None`` if there is none, or it fails."""
         if plan.captured is None:
             return None
         try:
             found = plan.captured.replay(plan.tables, batch)
             self._num_failed = 0
-            if self._is_as_it_was(view):  # looked at while the device computes
+            if self._is_as_it_was(view):  # checked while the device computes
                 return found
-        except Exception as error:  # of the device, which the pass may yet do without
+        except Exception as error:  # from the device; the pass may still run eagerly
             num_failed = self._num_failed + 1
             then = " until clear_cache()" if num_failed > MAX_ERRORS else ""
             logger.warning(
@@ -216,21 +216,21 @@ class CudaGraphRunner:
     def capture(
         self, plan: ReplayPlan, view: ModelView, batch: ForwardBatch, logits: torch.Tensor
     ) -> None:
-        """Record a pass of a number of rows that has been met before, and compare it."""
+        """Capture a pass whose number of rows recurs, and compare it with the eager logits."""
         own, shape = self._views.get(view), plan.tables.shape
         if own is None or not self._is_as_it_was(view):
             return
         self._num_seen[shape.rows] += 1
         if self._num_seen[shape.rows] < MIN_SEEN:
             return
-        own.failed.add(shape)  # until it has been seen to be right
+        own.failed.add(shape)  # until the comparison passes
         slot_mapping, codes = batch.slot_mapping.numpy(), None
         try:
-            codes = self._pool.take_rows(slot_mapping)  # a wrong capture writes wrong ones
+            codes = self._pool.take_rows(slot_mapping)  # a wrong capture overwrites them
             captured = self._capture(plan, view, batch)
             self._alive.append(captured)
             distance = _distance(captured.replay(plan.tables, batch), logits)
-        except Exception as error:  # whatever third-party code does that cannot be captured
+        except Exception as error:  # third-party code may do anything that cannot be captured
             if codes is not None:
                 self._pool.put(slot_mapping, codes)
             self._note(own, view, shape, error)
@@ -250,9 +250,9 @@ class CudaGraphRunner:
             self.forget()
 
     def _note(self, own: _OfView, view: ModelView, shape: DecodeShape, error: Exception) -> None:
-        """Note why a pass was not captured, and whether others are to be."""
+        """Log why a capture failed, and decide whether to capture other passes of the view."""
         if isinstance(error, NotCapturableError) and error.window is not None:
-            own.window = error.window  # with which it is tried again
+            own.window = error.window  # the next capture uses it
             own.failed.discard(shape)
             return
         own.num_errors += 1
@@ -270,7 +270,7 @@ class CudaGraphRunner:
             logger.info("decode steps of %s are not captured: %s", shape, error, exc_info=error)
 
     def _of(self, view: ModelView) -> _OfView | None:
-        """Return the captured passes of a view; ``None`` if there can be none."""
+        """Return the captured passes of a view; ``None`` if it runs eagerly."""
         if self._num_failed > MAX_ERRORS or _has_global_hooks():
             return None
         if view in self._views:
@@ -286,7 +286,7 @@ class CudaGraphRunner:
         return own
 
     def _is_as_it_was(self, view: ModelView) -> bool:
-        """Whether the parameters of a view are where they were; else its passes are forgotten."""
+        """Whether a view's parameters have their captured addresses; if not, drop all graphs."""
         own = self._views.get(view)
         if own is not None and [one.data_ptr() for one in own.tensors] == own.pointers:
             return True
@@ -329,40 +329,40 @@ class CudaGraphRunner:
 
 
 _RECORDING: Final = threading.Lock()
-"""Held by a thread that records, since what others do meanwhile may end it."""
+"""Held by a thread that records, since other recordings may make it fail."""
 
 
 @final
 class CudaGraphCapturer:
     """Records the launches of a function on a CUDA device as a graph."""
 
-    # All graphs share a pool of memory: no two run at once, and no caller reads the results of one
-    # after the next has run.
+    # All graphs share a memory pool: no two run at once, and callers read the results of one before
+    # the next runs.
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def forget(self) -> None:
-        """Begin with memory of its own for the graphs to come; all those before have gone."""
+        """Use a new memory pool for later graphs; call this once all earlier ones are dropped."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
         """Run a function twice, capture the second run; return a replay function and the result."""
         current = torch.cuda.current_stream(self._stream.device)
-        # A capture that fails leaves its stream the current one, but for the outer context.
+        # The outer context restores the current stream, which a failed capture does not.
         with _RECORDING, torch.cuda.stream(current):
             self._stream.wait_stream(current)
             try:
                 with torch.cuda.stream(self._stream):
-                    run()  # what is made once is not to be a part of it
+                    run()  # warm-up: one-time initialisation must not be captured
                     try:
                         graph, found = self._capture(run)
                     except torch.cuda.OutOfMemoryError:
-                        torch.cuda.empty_cache()  # which no pool may use
+                        torch.cuda.empty_cache()  # memory that the graphs' pool cannot use
                         graph, found = self._capture(run)
-            finally:  # or memory of its inputs would be had again too early
+            finally:  # or the memory of its inputs would be reused too early
                 current.wait_stream(self._stream)
-        # The next graph uses the memory of the result too.
+        # The next graph reuses the memory of the result.
         return graph.replay, _unowned(found)
 
     def _capture(self, run: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
@@ -371,7 +371,7 @@ class CudaGraphCapturer:
         try:
             found = run()
         except BaseException:
-            with suppress(RuntimeError):  # which says again that the capture has failed
+            with suppress(RuntimeError):  # repeats that the capture has failed
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -379,8 +379,8 @@ class CudaGraphCapturer:
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory that does not keep it from being used again."""
-    # As torch takes bytes on a CUDA device from other libraries, which own them.
+    """Return a tensor over the same memory that does not own it, so that it can be reused."""
+    # By the interface through which torch takes CUDA memory that other libraries own.
     data = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False)}
     owner = SimpleNamespace(__cuda_array_interface__={**data, "version": 3})
     memory = torch.as_tensor(owner, device=tensor.device)
@@ -388,7 +388,7 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_for_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one in whose handling it was raised, is one of memory."""
+    """Whether an error, or one in its chain of contexts, is out of memory."""
     while error is not None:
         if is_out_of_memory(error):
             return True
@@ -397,30 +397,30 @@ def _is_for_memory(error: BaseException | None) -> bool:
 
 
 def _has_global_hooks() -> bool:
-    """Whether hooks of all modules of the process are there, which a replay would leave out."""
+    """Whether the process has global module hooks, which a replay would skip."""
     of_torch = vars(torch.nn.modules.module)
     return any(of_torch.get(f"_global_forward_{kind}") for kind in ("hooks", "pre_hooks"))
 
 
 def _group_size(model: Any, layer: LayerLayout) -> int:
-    """Return the number of heads that share a head of keys, as the config of a model has it."""
+    """Return the number of query heads for each key head, from a model's config."""
     config = model.config.get_text_config(decoder=True)
     num_heads = getattr(config, "num_attention_heads", None) or layer.num_key_heads
     return max(1, num_heads // layer.num_key_heads)
 
 
 def _has_hooks(module: Any) -> bool:
-    """Whether something of a module's owner runs with it, which a replay would leave out."""
+    """Whether a module or its children have hooks of the owner, which a replay would skip."""
     return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the root mean square difference of logits, over the deviation of the expected ones."""
-    # Those of a few rows, the last among them, since the tables of a large batch take gigabytes.
+    # At most 32 rows, the last among them, since the logits of a large batch take gigabytes.
     few = torch.linspace(0, len(found) - 1, min(len(found), 32), dtype=torch.float32).round().long()
     few = few.to(found.device)
     found, expected = found[few].float(), expected[few].float()
-    # Infinite and NaN expected logits are left out; any other makes the result infinite or NaN.
+    # Infinite and NaN expected logits are skipped; any other one makes the result infinite or NaN.
     is_finite = expected.isfinite()
     difference = torch.where(is_finite, found - expected, 0.0)
     expected = torch.where(is_finite, expected, 0.0)

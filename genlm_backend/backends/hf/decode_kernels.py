@@ -15,7 +15,7 @@ from torch import Tensor
 
 @triton.jit
 def _with_split(means, total, largest, values, sums):
-    """Add weighted means with the logarithms of their sums to those of earlier splits."""
+    """Merge a split's means and log-sum-exps into the running ones, by online softmax."""
     now = tl.maximum(largest, sums)
     weights, kept = tl.exp(sums - now), tl.exp(largest - now)
     return means * kept[:, None] + values * weights[:, None], total * kept + weights, now
@@ -26,7 +26,7 @@ def _with_splits(
     means, total, largest, values, sums, splits, num_splits, each, GROUP_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, is_query, is_value,
 ):  # fmt: skip
-    """Add the splits of a row, by the number of its first query over the size of groups."""
+    """Merge a row's splits; split ``i`` begins at query ``i * GROUP_SIZE``, and -1 is none."""
     for number in range(0, num_splits):
         split = tl.load(splits + number).to(tl.int64)
         if split >= 0:
@@ -37,7 +37,8 @@ def _with_splits(
     return means, total, largest
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_splits"])  # or each number is compiled for
+# Otherwise Triton would compile again for 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["num_queries", "num_splits"])
 def _attend(
     query, codes, slots, starts, counts, part_values, part_sums, splits, sinks, found, scale, width,
     num_queries, num_splits, NUM_KEY_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
@@ -94,18 +95,18 @@ def attend_in_slots(
     scale: float,
     num_key_heads: int,
 ) -> Tensor:
-    """Attend; see ``DecodeOps.in_slots``."""
+    """Attend to slots, and merge extents; see ``DecodeOps.in_slots``."""
     num_rows, num_heads, dim = query.shape
     group_size = num_heads // num_key_heads
     query = query.contiguous()
     found = torch.empty_like(query)
     per_row = triton.next_power_of_2(max(1, len(slots) // num_rows))
-    if of_parts is None:  # which nobody reads
+    if of_parts is None:  # placeholders: with no splits, none is read
         of_parts = query, query.new_empty((1, 1), dtype=torch.float32)
         splits = splits[:, :0]
     values, sums = (part.contiguous() for part in of_parts)
     launch: Any = _attend[(num_rows, num_key_heads)]  # pyright: ignore[reportIndexIssue]
-    with torch.cuda.device_of(query):  # or it is launched on the one that is current
+    with torch.cuda.device_of(query):  # or Triton launches on the current device
         launch(
             query,
             codes,
@@ -148,11 +149,11 @@ def _write(
 
 
 def reshape_and_cache(keys: Tensor, values: Tensor, slots: Tensor, codes: Tensor) -> None:
-    """Write; see ``DecodeOps.write``."""
+    """Write keys and values to slots; see ``DecodeOps.write``."""
     keys, values = (one if one.stride(-1) == 1 else one.contiguous() for one in (keys, values))
     num_rows, num_heads, _, dim = keys.shape
     launch: Any = _write[(num_rows,)]  # pyright: ignore[reportIndexIssue]
-    with torch.cuda.device_of(keys):  # or it is launched on the one that is current
+    with torch.cuda.device_of(keys):  # or Triton launches on the current device
         launch(
             keys,
             values,
@@ -186,13 +187,13 @@ def _group(
 
 
 def group_queries(query: Tensor, readers: Tensor, num_key_heads: int) -> Tensor:
-    """Gather; see ``DecodeOps.grouped``."""
+    """Gather the queries of readers by group; see ``DecodeOps.grouped``."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     _, num_heads, dim = query.shape
     group_size = num_heads // num_key_heads
     found = query.new_empty((len(readers) * group_size, num_key_heads, dim))
     launch: Any = _group[(len(readers),)]  # pyright: ignore[reportIndexIssue]
-    with torch.cuda.device_of(query):  # or it is launched on the one that is current
+    with torch.cuda.device_of(query):  # or Triton launches on the current device
         launch(
             query,
             readers,

@@ -1,7 +1,7 @@
-"""Operators of attention whose every number is on the device, so that a launch can be captured.
+"""Attention operators that read changing numbers on the device, so that launches can be captured.
 
-For each type of elements, size of heads and size of groups, they are first tried on random numbers
-as decode steps call them: so none is trusted on a device that nobody has tested.
+For each dtype, head size and group size, they are first tried on random numbers as decode steps
+call them, so that an untested device is never trusted.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _OfParts: TypeAlias = tuple[Tensor, Tensor] | None
 
 @final
 class DecodeOps(NamedTuple):
-    """The operators of which the attention of a decode step consists."""
+    """The operators of a decode step's attention."""
 
-    # ``codes``, ``[num_slots, 2 * key_heads * dim]``, has keys and values. Heads of a group, which
-    # share a head of keys, are queries of their own.
+    # ``codes``, ``[num_slots, 2 * key_heads * dim]``, has keys and values. The heads of a group,
+    # which share a key head, are separate queries.
     in_extents: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]
     ]
@@ -36,7 +36,7 @@ class DecodeOps(NamedTuple):
 
     # Queries [B, heads, dim], rows int [N], number of key heads -> [N * group, key_heads, dim]
     grouped: Callable[[Tensor, Tensor, int], Tensor]
-    # Keys and values [B, key_heads, 1, dim] each, int64 slots [B], the table that is written
+    # Keys and values [B, key_heads, 1, dim] each, int64 slots [B], the table to write to
     write: Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
@@ -79,7 +79,7 @@ def _of_cuda() -> DecodeOps:
 
 
 DECODE_OPS: Final[dict[str, Callable[[], DecodeOps]]] = {"cuda": _of_cuda}
-"""Operators that there may be, by the kind of a device."""
+"""The operators for each type of device."""
 
 _ROUNDING: Final = 3e-2
 
@@ -88,14 +88,14 @@ _ROUNDING: Final = 3e-2
 def decode_ops_for(
     device: torch.device, dtype: torch.dtype, dim: int, group_size: int
 ) -> DecodeOps | None:
-    """Return the operators for heads of ``dim`` elements; ``None`` if there are none."""
+    """Return the operators for heads of ``dim`` elements; ``None`` if none passes the trial."""
     if device.type not in DECODE_OPS:
         return None
     try:
         ops = DECODE_OPS[device.type]()
         own = ops, device, dtype, dim, group_size
         distances = [_distance(*own, has_sinks) for has_sinks in (False, True)]
-    except Exception as error:  # whatever an operator raises of what it does not take
+    except Exception as error:  # operators raise anything for arguments that they do not take
         logger.info("decode steps of %s are not captured", dtype, exc_info=error)
         return None
     logger.debug("operators of decode steps of %s are %s off", dtype, distances)
@@ -103,10 +103,10 @@ def decode_ops_for(
 
 
 _STRETCHES: Final = (((0, 1, 3), 11, 700), ((2,), 720, 1), ((), 0, 0), ((1, 3), 800, 64))
-"""Extents that operators are tried on: who reads each, its first slot and its size."""
+"""Extents that operators are tried on: the rows that read each, its first slot and its size."""
 
 _COUNTS: Final = (1, 40, 7, 130)
-"""Tokens in slots of the rows that they are tried on."""
+"""Tokens that each row of the trial reads slot by slot."""
 
 _NUM_SLOTS: Final = 1200
 _NUM_KEY_HEADS: Final = 2
@@ -121,7 +121,7 @@ def _distance(
     group_size: int,
     has_sinks: bool,
 ) -> float:
-    """Return the largest difference of operators from the formula in float64."""
+    """Return the largest difference between operators and the formula in float64."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
@@ -131,7 +131,7 @@ def _distance(
     codes = numbers(_NUM_SLOTS, 2 * _NUM_KEY_HEADS * dim)
     sinks = numbers(_NUM_KEY_HEADS * group_size) if has_sinks else None
     slots = torch.randint(1, _NUM_SLOTS, (sum(_COUNTS),), generator=generator, dtype=torch.int64)
-    scale = 0.7 * dim**-0.5  # another one than operators take by themselves
+    scale = 0.7 * dim**-0.5  # not the default of operators
     found = _attended(ops, device, query, codes, sinks, slots, scale).cpu().double()
     expected = _by_formula(query.double(), codes.double(), sinks, slots, scale)
     return float((found - expected).abs().max().nan_to_num(torch.inf))
@@ -187,7 +187,7 @@ def _attended(
 def _by_formula(
     query: Tensor, codes: Tensor, sinks: Tensor | None, slots: Tensor, scale: float
 ) -> Tensor:
-    """Return the means that operators are to return, in float64."""
+    """Return the outputs that operators should return, in float64: ``[B, heads, dim]``."""
     found: list[Tensor] = []
     for row, own in enumerate(slots.split(list(_COUNTS))):
         extents = [

@@ -1,8 +1,8 @@
-"""From the plan of a decode step to tables of a fixed shape, of which a captured pass reads.
+"""DecodeTables: the plan of a decode step, as tables of a fixed shape for a captured pass.
 
-Cached tokens are read in two ways: extents of consecutive slots once for all rows that share
-them; and each row's other tokens, with the new one, slot by slot. Layers with a window read the
-last tokens of each row slot by slot.
+Extents of consecutive slots are read once for all rows that share them. Each row's other tokens,
+and its new one, are read slot by slot. Layers with a window read the last tokens of each row slot
+by slot.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan, Sh
 from genlm_backend.prefix.slot_allocator import ranges_in_a_row
 
 MAX_SPLITS: Final = 32
-"""Extents that a row may read."""
+"""Extents that a row may read, at most."""
 
 MAX_RUNS: Final = 16
-"""Runs of slots that a part may be read in as extents; one in more is read slot by slot."""
+"""Runs of consecutive slots in a prefix, beyond which it is read slot by slot."""
 
 NUM_BLOCKS: Final = 264
 """Blocks of queries, by extent and head, that keep a device busy: twice the multiprocessors of an
-H100. A long extent is divided where there are fewer, which takes 26 us in place of 80 for 4,096
-tokens and one row there, and no more where rows are many."""
+H100. With fewer, long extents are divided: 4,096 tokens of one row then take 26 us instead of 80
+there, and many rows take no longer."""
 
 QUERIES_OF_BLOCK: Final = 128
-"""Queries that the operator of extents takes at once."""
+"""Queries in a block of the operator for extents."""
 
 SHORTEST_SPLIT: Final = 128
-"""Tokens from which on an extent is divided."""
+"""Tokens in a part of a divided extent, at least."""
 
 MANY_READ: Final = 1 << 14
-"""Tokens, counted for each row that reads them, from which on they are read as an extent: below, an
-H100 takes 9 us to read 128 tokens of 64 rows slot by slot, and 15 by extents."""
+"""Tokens of a prefix times its rows, beyond which it is read by extents. Below, an H100 takes 9 us
+to read 128 tokens of 64 rows slot by slot, and 15 by extents."""
 
 LONG: Final = 512
-"""Tokens beyond which a few rows are faster by extents as well."""
+"""Tokens of a prefix beyond which extents are faster even for a few rows."""
 
 FEW_SLOTS: Final = 64
-"""Tokens for each row that a captured pass has room to read slot by slot, at least; room costs next
-to nothing, and a pass that is captured again for want of it a tenth of a second."""
+"""Least capacity of a captured pass for tokens read slot by slot, for each row. Capacity costs next
+to nothing, while another capture for lack of it takes a tenth of a second."""
 
 
 class DecodeShape(NamedTuple):
@@ -59,7 +59,7 @@ class DecodeShape(NamedTuple):
     window: int = 0
 
     def holds(self, other: DecodeShape) -> bool:
-        """Whether the tables of another shape have room, and few more rows would be computed."""
+        """Whether tables of another shape fit, and at most twice its rows would be computed."""
         return (
             self.window == other.window
             and self.rows <= 2 * other.rows
@@ -69,19 +69,19 @@ class DecodeShape(NamedTuple):
 
 @final
 class Extents(NamedTuple):
-    """Tables of what the rows of a decode step read as extents, and what else they share."""
+    """Tables of the extents that rows of a decode step read, and shared prefixes without any."""
 
     starts: NDArray[np.int64]  # [S] int64
     sizes: NDArray[np.int64]  # [S] int64
     readers: NDArray[np.int64]  # [N] int64
     num_readers: NDArray[np.int64]  # [S] int64
     splits: NDArray[np.int64]  # [B, splits] int64
-    apart: tuple[SharedPrefix, ...]  # read slot by slot
+    apart: tuple[SharedPrefix, ...]  # shared prefixes that are read slot by slot
 
 
 @final
 class DecodeTables(NamedTuple):
-    """Tables of what the ``B`` rows of a decode step read."""
+    """Tables of the slots that the ``B`` rows of a decode step read."""
 
     slots: NDArray[np.int64]  # [tokens] int64
     counts: NDArray[np.int64]  # [B] int64
@@ -110,14 +110,14 @@ class DecodeTables(NamedTuple):
 
     @property
     def shape(self) -> DecodeShape:
-        """The smallest of the shapes that passes are captured for, in which the tables fit."""
+        """The smallest shape for captured passes that the tables fit into."""
         num_rows = _rounded_rows(len(self.counts))
         per_row = FEW_SLOTS
         while num_rows * per_row < len(self.slots):
             per_row *= 8
         splits, starts = self.shared.splits, self.shared.starts
         num_splits = splits.shape[1] and _power_of_two(splits.shape[1])
-        # The operator launches blocks for each extent that there is room for.
+        # The operator launches blocks for the whole capacity of extents.
         most = num_rows * num_splits
         room = next((size for size in (4, 16, 64) if len(starts) <= size), most)
         num_extents, window = min(most, room), self.recent.shape[1]
@@ -128,7 +128,7 @@ class DecodeTables(NamedTuple):
 def _extents_of(
     prefixes: tuple[SharedPrefix, ...], num_rows: int, group_size: int, num_key_heads: int
 ) -> Extents:
-    """Return how rows read parts, which are the same in most steps as in the step before."""
+    """Return how rows read prefixes; cached, since most steps have the prefixes of the last."""
     in_place: list[tuple[SharedPrefix, list[tuple[int, int]]]] = []
     apart: list[SharedPrefix] = []
     for prefix in prefixes:
@@ -160,15 +160,15 @@ def _power_of_two(number: int) -> int:
 
 
 def _rounded_rows(number: int) -> int:
-    """Return the number of rows of a captured pass for so many, a third more at most beyond 16."""
+    """Return the rows of a captured pass for ``number`` rows, less than half more beyond 16."""
     power = _power_of_two(number)
     return 3 * power // 4 if power > 16 and number <= 3 * power // 4 else power
 
 
 def num_extents(size: int, num_rows: int, num_blocks: int) -> int:
-    """Return in how many extents a run of slots is read."""
-    # What extents find is merged row by row, so their number pays as the root of the tokens per
-    # row: within a fifth of the fastest, for 1 to 1,024 rows and 32 to 32,768 tokens (H100).
+    """Return the number of extents that a run of slots is divided into."""
+    # Results of extents are merged row by row, so the best number grows as the root of the tokens
+    # per row: within a fifth of the fastest, for 1 to 1,024 rows and 32 to 32,768 tokens (H100).
     most = min(16, NUM_BLOCKS // max(1, num_blocks), size // SHORTEST_SPLIT)
     return max(1, min(most, math.isqrt(size // num_rows)))
 
@@ -178,7 +178,7 @@ def _divided(
     group_size: int,
     num_key_heads: int,
 ) -> list[tuple[NDArray[np.int64], int, int]]:
-    """Return extents, long ones divided so that a device is busy: rows, first slot, size."""
+    """Return extents (rows, first slot, size), long ones divided to keep a device busy."""
     num_blocks = sum(
         num_key_heads * -(-len(prefix.rows) * group_size // QUERIES_OF_BLOCK) * len(runs)
         for prefix, runs in prefixes
@@ -197,10 +197,10 @@ def _divided(
 def _splits(
     extents: Sequence[tuple[NDArray[np.int64], int, int]], num_rows: int
 ) -> NDArray[np.int64]:
-    """Return which of the readers of all extents each row is: ``[B, splits]``, -1 for none."""
+    """Return each row's indices among the readers of all extents: ``[B, splits]``, -1 for none."""
     if not extents:
         return np.empty((num_rows, 0), np.int64)
-    if all(len(rows) == num_rows for rows, _, _ in extents):  # as a rule: all read all
+    if all(len(rows) == num_rows for rows, _, _ in extents):  # as a rule, all rows read all extents
         first = np.arange(len(extents)) * num_rows
         return first + np.arange(num_rows)[:, None]
     readers = np.concatenate([rows for rows, _, _ in extents])
@@ -216,7 +216,7 @@ def _splits(
 def _slot_by_slot(
     plan: CascadePlan, prefixes: Sequence[SharedPrefix], slot_mapping: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the slots that are read one by one, row by row, and their number of each row."""
+    """Return the slots that are read one by one, joined row by row, and how many each row has."""
     num_rows = len(slot_mapping)
     columns = np.concatenate([plan.suffix[0], slot_mapping[:, None]], 1)
     is_there = np.ones(columns.shape, np.bool_)

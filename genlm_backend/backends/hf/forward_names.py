@@ -1,8 +1,8 @@
-"""Names of what a model's ``forward`` takes, and of the cache among that and in what it returns.
+"""Parameter names of a model's ``forward``, and the cache's name in its inputs and outputs.
 
 Transformers names a cache ``cache`` from release 5.24 on; before, most models named it
 ``past_key_values``, and some that keep recurrent states alone ``cache_params``. Code that comes
-with a checkpoint goes on naming it as it did.
+with a checkpoint keeps the old name.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _CACHES: Final = ("cache", "past_key_values", "cache_params")
 
 
 def parameters_of(model: Any) -> frozenset[str]:
-    """Return the names of what a model's forward takes, or that of the model which it is around."""
+    """Return the parameter names of a model's forward, and of the model's inside PEFT's wrapper."""
     names = {*inspect.signature(model.forward).parameters}
-    if "kwargs" in names and hasattr(model, "get_base_model"):  # of PEFT, which hands them on
+    if "kwargs" in names and hasattr(model, "get_base_model"):  # PEFT's wrapper passes them on
         names.update(inspect.signature(model.get_base_model().forward).parameters)
     return frozenset(names)
 
 
 def cache_argument(parameters: Collection[str]) -> str | None:
-    """Return the name that a cache is given by, if a forward with these parameters takes one."""
+    """Return which of a forward's parameters is the cache; ``None`` if it takes none."""
     return next((name for name in _CACHES if name in parameters), None)
 
 

@@ -1,4 +1,4 @@
-"""A view's norms are torch's own, and its decoder layers add and normalise residuals in one launch.
+"""Fused norms of a view: torch's ``rms_norm``, and one launch to add and normalise residuals.
 
 Most decoder layers have one shape: norm, attention, residual, norm, feed-forward layer, residual.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 FusedAddRMSNorm: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
 ]
-"""A function of two terms, the weight of a norm and its epsilon: their sum, and its norm."""
+"""A function of two terms, a norm's weight and epsilon, to the sum of the terms and its norm."""
 
 
 def _of_cuda() -> FusedAddRMSNorm:
@@ -34,7 +34,7 @@ _CHILDREN: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", 
 
 
 def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
-    """Fuse residuals and norms of layers that agree on random numbers, after ``fuse_norms``."""
+    """Fuse residuals and norms if layers agree on random numbers; call ``fuse_norms`` first."""
     for own in copies.values():
         if not isinstance(own, nn.ModuleList):
             continue
@@ -51,7 +51,7 @@ def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Layer:
-    """The ``forward`` of a decoder layer, which leaves the first norm of the next one ready."""
+    """The ``forward`` of a decoder layer, which also computes the first norm of the next one."""
 
     def __init__(self, module: Any, kernel: FusedAddRMSNorm) -> None:
         self._module, self._kernel = module, kernel
@@ -110,7 +110,7 @@ def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
     weight, seen = layer.input_layernorm.weight, list[dict[str, Any]]()
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, 1, len(weight), generator=generator, dtype=torch.float32)
-    numbers *= torch.tensor([1.0, 30.0, 1000.0])[:, None, None]  # of which a limit cuts some
+    numbers *= torch.tensor([1.0, 30.0, 1000.0])[:, None, None]  # so that a clamp would show
     given = numbers.to(weight.device, weight.dtype)
 
     def attend(**options: Any) -> tuple[torch.Tensor, None]:
@@ -132,7 +132,7 @@ def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
         following = _Layer(layer, kernel)
         following.following = following
         again = following(given, **options)
-    except Exception as error:  # of third-party code, or a platform that compiles no kernel
+    except Exception as error:  # third-party code, or the kernel does not compile
         logger.info("%s computes as it is written", type(layer).__name__, exc_info=error)
         return None
     finally:
@@ -148,7 +148,7 @@ def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
 
 
 def _are_same(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether attention gets the same arguments, and hidden states that are equal to rounding."""
+    """Whether attention gets the same arguments, and hidden states equal up to rounding."""
     given, other = options["hidden_states"], others["hidden_states"]
     return (
         options.keys() == others.keys()
@@ -164,7 +164,7 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def fuse_norms(copies: Mapping[nn.Module, Any]) -> None:
-    """Have norms compute by ``rms_norm`` of torch if it agrees with them on random numbers."""
+    """Have norms call torch's ``rms_norm`` if both agree on random numbers."""
     for module, own in copies.items():
         eps = _eps_of(module)
         if eps is not None and _is_root_mean_square(module, eps):
@@ -173,45 +173,45 @@ def fuse_norms(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class Norm:
-    """The ``forward`` of a module that is a norm: it takes the module's weight as it is now."""
+    """The ``forward`` of an RMS norm, which reads the module's weight at each call."""
 
     def __init__(self, module: Any, eps: float) -> None:
         self._module, self.eps = module, eps
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self._module.weight
-        if hidden_states.dtype is not weight.dtype:  # of which modules return one or the other
+        if hidden_states.dtype is not weight.dtype:  # modules differ in which one they return
             return type(self._module).forward(self._module, hidden_states)
         return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.eps)
 
 
 def _eps_of(module: nn.Module) -> float | None:
-    """Return the epsilon of a norm; ``None`` of a module that cannot be one."""
+    """Return the epsilon of a norm; ``None`` for a module that cannot be one."""
     own = vars(module)
     weight = own["_parameters"].get("weight")
     is_bare = not own["_modules"] and not own["_buffers"] and [*own["_parameters"]] == ["weight"]
     if weight is None or not is_bare or weight.dim() != 1 or "forward" in own:
         return None
     eps = own.get("variance_epsilon", own.get("eps"))
-    takes_states_alone = len(inspect.signature(module.forward).parameters) == 1  # and no gate
+    takes_states_alone = len(inspect.signature(module.forward).parameters) == 1  # no gate
     return eps if isinstance(eps, float) and takes_states_alone else None
 
 
 @torch.inference_mode()
 def _is_root_mean_square(module: Any, eps: float) -> bool:
-    """Whether a module and torch's norm agree on some numbers."""
+    """Whether a module and torch's ``rms_norm`` agree on random numbers."""
     weight = module.weight
     if weight.device.type == "meta" or not weight.is_floating_point() or not weight.any():
         return False
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(4, len(weight), generator=generator, dtype=torch.float32)
-    numbers[1] += 3  # of which a layer norm takes away the mean
-    numbers[2] *= eps**0.5  # where the epsilon counts
+    numbers[1] += 3  # a layer norm would subtract this mean
+    numbers[2] *= eps**0.5  # so small that the epsilon counts
     numbers[3] *= 30
     given = numbers.to(weight.device, weight.dtype)
     try:
-        found = type(module).forward(module, given)  # without hooks of its owner's
-    except Exception:  # third-party code that takes something else
+        found = type(module).forward(module, given)  # without the owner's hooks
+    except Exception:  # third-party code with other arguments
         return False
     expected = nn.functional.rms_norm(given, weight.shape, weight, eps)
     if not isinstance(found, torch.Tensor) or found.dtype is not expected.dtype:

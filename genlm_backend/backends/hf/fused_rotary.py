@@ -1,7 +1,7 @@
-"""Rotary positions of a view in one launch, on devices where each launch counts.
+"""Rotary positions of a view in one launch, on devices that have a kernel.
 
-Modeling modules of transformers have a function of one name for them, ten elementwise operators
-in each layer; many of these functions are the same, and some are others.
+Each modeling module of transformers has an ``apply_rotary_pos_emb``, ten elementwise operators in
+each layer. Many of these functions are the same, and some differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 Rotate: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""A function of queries, keys, cosines and sines, which rotates the former two."""
+"""A function of queries, keys, cosines and sines that returns rotated queries and keys."""
 
 
 def _of_cuda() -> Rotate:
@@ -29,7 +29,7 @@ def _of_cuda() -> Rotate:
 
 
 ROTARY_KERNELS: Final[dict[str, Callable[[], Rotate]]] = {"cuda": _of_cuda}
-"""Kernels that there may be, by the kind of a device."""
+"""The kernel for each type of device."""
 
 _NAME: Final = "apply_rotary_pos_emb"
 _ARGUMENTS: Final = ["q", "k", "cos", "sin"]
@@ -37,7 +37,7 @@ _TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
-    """Have modules rotate queries and keys by a kernel if it agrees on random numbers."""
+    """Have modules rotate by the kernel if it agrees with their function on random numbers."""
     asked: dict[tuple[Any, ...], _Rotation | None] = {}
     for module, own in copies.items():
         decorated = type(own).forward
@@ -51,14 +51,14 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
             continue
         dim = vars(module).get("head_dim")
         if not isinstance(dim, int) or dim <= 0 or dim % 2:
-            dim = 64  # a usual one
+            dim = 64  # a common size
         key = original, weight.dtype, weight.device, dim
         if key not in asked:
             asked[key] = _asked(*key)
         rotation = asked[key]
         if rotation is None:
             continue
-        # The view has the code of the module's ``forward`` with other globals, in its decorators.
+        # The view's ``forward`` has the module's code and decorators, but globals of its own.
         found = _Globals(forward.__globals__, rotation)
         copied = _copied(forward, found, forward.__closure__ or ())
         made = _decorated(decorated, forward, copied)
@@ -68,7 +68,7 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Rotation:
-    """A function of a modeling module, by a kernel if that takes its arguments."""
+    """A modeling module's function, which calls the kernel if that takes the arguments."""
 
     def __init__(self, original: Rotate, kernel: Rotate, dtype: torch.dtype, kind: str) -> None:
         self.original = original
@@ -102,21 +102,21 @@ class _Rotation:
 
 @final
 class _Globals(dict[str, Any]):
-    """The globals of a module as they are now, but for one function while that is the same."""
+    """Live globals of a module; ``rotation`` replaces its function until that is rebound."""
 
     def __init__(self, of_module: dict[str, Any], rotation: _Rotation) -> None:
-        # Warnings and imports look for these without asking.
+        # ``warnings`` and imports read these from the ``dict`` itself, without ``__missing__``.
         super().__init__((n, v) for n, v in [*of_module.items()] if n.startswith("__"))
         self._of_module, self._rotation = of_module, rotation
 
-    # If globals are a subclass of ``dict``, Python calls its methods at each use of a name.
+    # If globals are a subclass of ``dict``, Python looks up names by its methods.
     def __missing__(self, name: str) -> Any:
         found = self._of_module[name]
         return self._rotation if found is self._rotation.original else found
 
 
 def _is_plain(code: CodeType) -> bool:
-    """Return whether code only reads globals by their names."""
+    """Return whether code, nested functions included, only reads globals by name."""
     if not _ASIDE.isdisjoint(code.co_names) or any(
         step.opname in _NOT_PLAIN for step in dis.get_instructions(code)
     ):
@@ -129,10 +129,10 @@ _NOT_PLAIN: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLAS
 
 
 def _decorated(outer: Any, inner: FunctionType, made: FunctionType) -> FunctionType | None:
-    """Return a function around ``inner`` with ``made`` in its place; ``None`` if that fails."""
+    """Return ``outer`` with ``made`` in the place of ``inner``; ``None`` if that fails."""
     if outer is inner:
         return made
-    # ``functools.wraps`` names the function within, and most decorators hold it in a closure.
+    # ``functools.wraps`` sets ``__wrapped__``, and most decorators hold the function in a closure.
     around = getattr(outer, "__wrapped__", None)
     within = None if around is None else _decorated(around, inner, made)
     if within is None or not isinstance(outer, FunctionType):
@@ -166,7 +166,7 @@ def _copied(
 
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:
-    """Return a parameter of a type and device for which there is a kernel, if a module has one."""
+    """Return a parameter whose dtype and device have a kernel; ``None`` if there is none."""
     return next(
         (p for p in module.parameters() if p.dtype in _TYPES and p.device.type in ROTARY_KERNELS),
         None,
@@ -174,12 +174,12 @@ def _weight_of(module: nn.Module) -> torch.Tensor | None:
 
 
 _SHAPES: Final = ((2, 4, 2, 3, 2), (3, 12, 1, 1, 3), (2, 1, 9, 5, 1))
-"""Rows, heads, heads of keys, tokens of a row, and rows of cosines that functions are tried on."""
+"""Shapes of a trial: rows, heads, key heads, tokens of a row, and rows of cosines."""
 
 
 @torch.inference_mode()
 def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) -> _Rotation | None:
-    """Return a function by the kernel, if both agree on random numbers, bit for bit."""
+    """Return a kernel for a function if both agree bit for bit on random numbers."""
     try:
         if [*inspect.signature(original).parameters][: len(_ARGUMENTS)] != _ARGUMENTS:
             return None
@@ -188,7 +188,7 @@ def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) ->
             given = _numbers(dtype, device, dim, shape)
             if not _are_same(rotation(*given), original(*given)):
                 return None
-    except Exception as error:  # third-party code that takes something else, or no kernel
+    except Exception as error:  # third-party code with other arguments, or no kernel
         logger.info("%s is called as it is", original, exc_info=error)
         return None
     return rotation
@@ -197,7 +197,7 @@ def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) ->
 def _numbers(
     dtype: torch.dtype, device: torch.device, dim: int, shape: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    """Return queries, keys, cosines and sines, of which no two are alike."""
+    """Return independent random queries, keys, cosines and sines."""
     num_rows, num_heads, num_key_heads, num_tokens, cos_rows = shape
     generator = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""HFEvaluator: answers of a model of transformers, which is probed when it is opened."""
+"""HFEvaluator: answers queries by a model of transformers, which ``open()`` probes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ logger = logging.getLogger(__name__)
 
 @final
 class HFEvaluator(LocalEvaluator):
-    """Answers queries by a causal language model of transformers, without a cache if need be."""
+    """Answers queries by a causal language model of transformers, cached if it can be."""
 
     _runner: HFRunner
 
     def __init__(
         self, model: Any, *, output_device: torch.device | None = None, **options: Any
     ) -> None:
-        """Take the options of ``HFOptions``."""
+        """Check a model and its ``HFOptions``, without running it."""
         self._options = hf_options(options)
         check_hf_model(model)
         model.eval()
@@ -72,10 +72,10 @@ class HFEvaluator(LocalEvaluator):
         check_length(model, max_length)
         self._max_length = longest_context(model) if max_length is None else max_length
 
-    # ---------------------------------------------------------------- getting ready
+    # ---------------------------------------------------------------- probing
 
     def open(self) -> EvaluatorInfo:
-        """Find out what the model can do by a few tiny passes, and make room for its cache."""
+        """Probe the model by a few tiny passes, and allocate its cache."""
         runner = self._runner
         width = vocab_width(runner.model)
         if num_threads := self._options.get("num_threads"):
@@ -113,7 +113,7 @@ class HFEvaluator(LocalEvaluator):
             given = runner.model, runner.parameters, cache.attention, cache.pool
             if not support.needs_equal_lengths and CudaGraphRunner.can_be(*given):
                 runner.graphs = CudaGraphRunner(cache.pool)
-        runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
+        runner.num_forwards = runner.tokens_computed = 0  # excludes the probe
         return EvaluatorInfo(
             vocab_size=width,
             max_length=self._max_length,
@@ -124,7 +124,7 @@ class HFEvaluator(LocalEvaluator):
             device=str(runner.device),
             takes_adapters=True,
             uses_openmp=runner.device.type == "cpu",
-            scores=not support.reason,  # which tells that what follows a token is not seen
+            scores=not support.reason,  # right rows from slots prove causality
             omits_undefined=True,
             reads_out=True,
             image_token_id=image_token_id(runner.model),
@@ -134,13 +134,13 @@ class HFEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- rows and scores
 
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
-        self._runner.activate(adapter)  # and it stays there
+        self._runner.activate(adapter)  # it stays active afterwards
         return nullcontext()
 
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
     ) -> PictureRules:
-        """Find out by a few passes where text goes on after the pictures of a context."""
+        """Find by a few passes how text continues after the pictures of a context."""
         runner, placeholder = self._runner, image_token_id(self._runner.model)
         if placeholder is None:
             return super().picture_rules(token_ids, inputs)
@@ -164,7 +164,7 @@ class HFEvaluator(LocalEvaluator):
         return self._files.load(path, adapter, self._max_length)
 
     def clear(self) -> None:
-        """Free all slots, pinned ones too, and look whether weights are others now."""
+        """Free all slots, pinned ones too, and read weights again, in case they changed."""
         self.scheduler.tree.clear()
         self._runner.look_again()
         self._files.look_again()
@@ -176,11 +176,11 @@ class HFEvaluator(LocalEvaluator):
         self._runner.load(adapter, path, self.scheduler.cache.keeps)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Let go of an adapter, and free all slots."""
+        """Drop an adapter, and free all slots."""
         self._runner.remove(adapter)
         self.clear()
 
-    # ---------------------------------------------------------------- keeping house
+    # ---------------------------------------------------------------- counts
 
     def counts(self) -> EvaluatorCounts:
         """Return the counts of the runner and the tree, and the bytes of packed weights."""
@@ -195,7 +195,7 @@ class HFEvaluator(LocalEvaluator):
         self._let_go()
 
 
-# -------------------------------------------------------------------- room for contexts
+# -------------------------------------------------------------------- prefix cache
 
 _CACHED_TYPES: Final = """
     bailing_hybrid bamba bloom cohere deepseek_v3 falcon falcon_h1 falcon_mamba gemma gemma2
@@ -206,13 +206,13 @@ _CACHED_TYPES: Final = """
     zaya
 """
 CACHED_TYPES: Final = frozenset(_CACHED_TYPES.split())
-"""Types of models that the tests have cached; one that is not is a warning."""
+"""Model types whose cache the tests cover; running one without a cache is a warning."""
 
 
 def layout_of(
     runner: HFRunner, support: KVSupport, kept: KVCacheDtype | None, vocab_size: int, longest: float
 ) -> KVLayout:
-    """Return the shapes of keys and values, and how they are kept."""
+    """Return the layout of cached keys and values, in the format ``kept`` if it is given."""
     if kept is None:
         return support.layout
     why = f"runs every context whole: {support.reason}" if support.reason else ""
@@ -230,7 +230,7 @@ def layout_of(
 def hf_prefix_cache(
     runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: HFOptions
 ) -> PrefixCache | None:
-    """Return room for contexts; ``None`` if every context is run whole."""
+    """Return a prefix cache within its budgets; ``None`` if every context runs whole."""
     name = type(runner.model).__name__
     kv_bytes, host = wanted.get("kv_cache_bytes"), wanted.get("host_cache_bytes", 0)
     state_bytes = wanted.get("state_cache_bytes")
@@ -309,7 +309,7 @@ def _check_nothing_wanted(host: int, state_bytes: int | None, name: str, reason:
 
 
 def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
-    """Return how many states of some size have room in their half of the host's bytes, or all."""
+    """Return how many states fit into half the host's bytes, or into all if no layer attends."""
     num_bytes = host // 2 if attends else host
     if host and num_bytes < size:
         raise OptionError(
@@ -322,7 +322,7 @@ def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
 
 @contextlib.contextmanager
 def _fits(name: str, num_bytes: int | None) -> Iterator[None]:
-    """Name the option that needs more memory than there is in the error."""
+    """Turn an out-of-memory error into an ``OptionError`` that names the option."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -32,7 +32,7 @@ from genlm_backend.runtime.progress import bars_where_seen, stage
 from genlm_backend.runtime.threads import freeze_imports
 
 WeightFormat: TypeAlias = Literal["int8"]
-"""Name of a number format that the weights of a model can be brought into."""
+"""Format that a model's weights can be quantised to."""
 
 check_weight_format: Final[Check[WeightFormat | None]] = one_of(None, *get_args(WeightFormat))
 
@@ -40,7 +40,7 @@ check_weight_format: Final[Check[WeightFormat | None]] = one_of(None, *get_args(
 @final
 @dataclass(frozen=True, slots=True)
 class HFLoader:
-    """A name and options that make a model, and an evaluator of it."""
+    """The name and options that load a model, its tokenizer, its processor and its evaluator."""
 
     name: str
     path: str
@@ -58,12 +58,12 @@ class HFLoader:
 
     @property
     def _shared(self) -> dict[str, Any]:
-        """Options that go to whatever is loaded."""
+        """Options that the tokenizer, the processor, the config and the model share."""
         shared = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only")
         return {name: self.options[name] for name in shared if name in self.options}
 
     def processor(self) -> Any:
-        """Load what makes a model's inputs of texts and pictures."""
+        """Load the model's processor of texts and pictures."""
         from transformers import AutoProcessor
 
         try:
@@ -80,7 +80,7 @@ class HFLoader:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
         from transformers.models.auto import modeling_auto
 
-        # What ships as a package is wherever the process is that loads it.
+        # A bundled model is looked up again, since another process may have it elsewhere.
         path = resolve_name(self.name) if self.name in BUNDLED else self.path
         config, _ = PretrainedConfig.get_config_dict(path, **self._shared)
         check_architecture(self.name, config)
@@ -99,7 +99,7 @@ class HFLoader:
         return model
 
     def __call__(self) -> HFEvaluator:
-        """Load the model; return an evaluator of it whose rows are on the CPU."""
+        """Load the model; return its evaluator, with rows on the CPU."""
         with bars_where_seen():
             model = self.model()
         return HFEvaluator(model, output_device=torch.device("cpu"), **self.evaluator)
@@ -114,7 +114,7 @@ class HFLoader:
         own: Mapping[str, Any],
         owner: type[AsyncLM],
     ) -> tuple[Self, dict[str, Any]]:
-        """Check the options of a ``from_name``; return the loader, and those for ``owner``."""
+        """Check the options of a ``from_name``; return the loader, and the options of ``owner``."""
         owner.check_options(own)
         evaluator = hf_options({"packs_weights": True, **own})
         options = loading_options(bitsandbytes_opts, hf_opts)
@@ -124,14 +124,14 @@ class HFLoader:
         if wanted is not None:
             options = _on_cpu(wanted, options, hf_opts or {})
         path = resolve_name(model_id)
-        if Path(path).is_dir():  # from wherever it is loaded
+        if Path(path).is_dir():  # valid in any working directory
             path = str(Path(path).absolute())
         loader = cls(str(model_id), path, {**hub_options(path), **options}, evaluator, wanted)
         others = {name: value for name, value in own.items() if name not in evaluator}
         return loader, {"processor": loader.processor, **others}
 
     def check_portable(self) -> None:
-        """Check that the options can be given to another process."""
+        """Check that the options can be pickled for another process."""
         for name, value in self.options.items():
             pickled(f"hf_opts[{name!r}]", value)
 

@@ -1,4 +1,4 @@
-"""HFRunner: calls of a model's views, with packed batches."""
+"""HFRunner: runs packed batches through the views of a model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from genlm_backend.queries.query import Adapter
 logger = logging.getLogger(__name__)
 
 _MOST_APART: Final = 0.125
-"""Distance of the logits of a fused model from those of its own code, over their size."""
+"""Largest distance of a fused model's logits from its own code's, over their size."""
 
 
 @final
 class HFRunner(Runner):
-    """Forward passes of a model, by a view for each adapter and one for the model as it came."""
+    """Forward passes of a model, by one view for each adapter and one without."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class HFRunner(Runner):
         self._merges, self._check_cancelled = merges, check_cancelled
         self.view: Any = ModelView(model, is_apart=False)
         self.packed, self._state = PackedWeights(), ModelSnapshot(model, is_apart=False)
-        # PEFT changes an adapter's own view, so that neither other adapters nor the model change.
+        # PEFT changes only its adapter's view, so that other views and the model stay the same.
         self._views: dict[Adapter | None, ModelView] = {None: self.view}
         self.graphs: CudaGraphRunner | None = None
         self._is_unseen = False
@@ -59,7 +59,7 @@ class HFRunner(Runner):
         if plan is not None and graphs is not None:
             logits = graphs.replayed(plan, self.view, batch)
         if self._is_unseen and self._check():  # while the device computes
-            logits = None  # of the model as it was
+            logits = None  # from the model before its change
             plan = None if graphs is None else graphs.plan(self.view, batch)
         if logits is None:
             logits = self._launched(batch, attention)
@@ -72,7 +72,7 @@ class HFRunner(Runner):
         return logits
 
     def _launched(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """Run a pass operator by operator."""
+        """Run a pass eagerly."""
         with attention.forward_context(batch, self.view.module) as given:
             inputs: dict[str, Any] = {
                 "input_ids": batch.input_ids,
@@ -92,13 +92,13 @@ class HFRunner(Runner):
         return TorchBatchStates(layout, before)
 
     def caching(self, is_wanted: bool) -> dict[str, bool]:
-        """Return the argument that has a model keep what it reads, or not, if it takes one."""
+        """Return ``use_cache`` as a keyword argument, or nothing if the model does not take it."""
         return {"use_cache": is_wanted} if "use_cache" in self.parameters else {}
 
     # ---------------------------------------------------------------- views
 
     def try_views(self, token_ids: torch.Tensor) -> None:
-        """Find out which views the model has; see ``view_of``."""
+        """Make the view without an adapter (``view_of``), and fuse its layers if logits agree."""
         view = self._views[None] = view_of(self.model, token_ids, **self.caching(False))
         plain = self._logits(view, token_ids) if self._fuses else None
         self._dress(view)
@@ -116,15 +116,15 @@ class HFRunner(Runner):
         return found.float()
 
     def activate(self, adapter: Adapter | None) -> None:
-        """Compute with an adapter in the passes to come, or as the model came."""
-        # The model is checked before every batch. A recorded pass is launched before the check, and
+        """Run later passes with an adapter, or without one."""
+        # Every batch checks the model first. Only a captured pass is launched before the check, and
         # its results are dropped if the model has changed.
         self.view, self._is_unseen = self._views[adapter], True
         if self.graphs is None:
             self._check()
 
     def _check(self) -> bool:
-        """Check the model and what has been packed; return whether views were dressed again."""
+        """Check the model and packed weights; return whether views were dressed again."""
         has_changed = self._state.check_settings()
         if has_changed:
             self._dress_again()
@@ -140,12 +140,12 @@ class HFRunner(Runner):
             self._dress(view)
 
     def view_with(self, adapter: Adapter | None) -> ModelView:
-        """Return the view that computes with an adapter, or as the model came."""
+        """Return the view of an adapter, or the one without, after a check of the model."""
         self._check()
         return self._views[adapter]
 
     def _dress(self, view: ModelView) -> None:
-        """Give a view what passes need in addition to its weights."""
+        """Give a view packed layers, fused kernels, the picking of outputs and cancel checks."""
         self.packed.place(view.copies)
         if self._fuses:
             fused_residuals.fuse_norms(view.copies)
@@ -157,7 +157,7 @@ class HFRunner(Runner):
         view.check_between_layers(self._check_cancelled)
 
     def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
-        """Load an adapter in PEFT's format, and try it."""
+        """Load an adapter in PEFT's format into a view of its own, and try it."""
         self._check()
         if adapter.name in adapters_of(self.model):
             raise AdapterError(
@@ -177,7 +177,7 @@ class HFRunner(Runner):
         del self._views[adapter]
 
     def look_again(self) -> None:
-        """Look at weights, and at code that is called in another form, which may be others now."""
+        """Pack weights and fuse layers again, since weights or code may have changed."""
         self.packed.pack_again()
         self._dress_again()
 
@@ -199,6 +199,6 @@ def input_device(model: Any) -> torch.device:
 
 
 def _are_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether logits differ by no more than rounding in 16 bits, NaN being equal to NaN."""
+    """Whether logits differ by no more than rounding in 16 bits; NaN counts as 0."""
     found, expected = found.nan_to_num(), expected.nan_to_num()
     return bool((found - expected).norm() <= _MOST_APART * expected.norm())

@@ -2,9 +2,9 @@
 
 A weight is an int8 times a scale of its output, ``max|w| / 127``. Activations have a scale for each
 row, ``max|x| / 16256`` (both scales as in LLM.int8(), arXiv:2208.07339, section 2.1), and two
-digits of 8 bits, ``x = scale * (128 * high + low)``: one changes SmolLM2's rows visibly. Products
-of whole numbers are exact but for the last bit of sums beyond ``2**24``; apart from that, no row
-depends on others of its batch.
+digits of 8 bits, ``x = scale * (128 * high + low)``: a single digit visibly changes SmolLM2's rows.
+Integer products are exact but for the last bit of sums beyond ``2**24``; apart from that, no row
+depends on the other rows of its batch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from genlm_backend.runtime.compiled import compiled
 
 logger = logging.getLogger(__name__)
 
-_LARGEST: Final = 127  # of a code
-_ZERO: Final = 128  # of a digit, which is unsigned
-_SMALLEST: Final = 1e-30  # that is more than nothing
-_MAX_WIDTH: Final = 1 << 16  # where sums of products fit into 32 bits
+_LARGEST: Final = 127  # the largest code of a weight
+_ZERO: Final = 128  # the zero point of unsigned digits
+_SMALLEST: Final = 1e-30  # smaller maxima count as zero
+_MAX_WIDTH: Final = 1 << 16  # inputs, so that sums of products fit into 32 bits
 
 
 def quantize(model: Any) -> None:
-    """Replace the linear layers of a model, in place, by such with int8 weights."""
+    """Replace a model's linear layers in float32, in place, by layers with int8 weights."""
     if not _is_exact():
         raise OptionError(
             "weights='int8' needs oneDNN's products of whole numbers of 8 bits, which this "
@@ -63,7 +63,7 @@ def quantize(model: Any) -> None:
 
 
 def _matrix(layer: nn.Module) -> torch.Tensor | None:
-    """Return the weight ``[outputs, inputs]`` of a linear layer; ``None`` if it is none."""
+    """Return the weight ``[outputs, inputs]`` of a float32 linear layer; ``None`` for others."""
     if type(layer) is nn.Linear:
         weight = layer.weight.detach()
     elif type(layer) is Conv1D:
@@ -90,12 +90,12 @@ class Int8Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_buffer("scale", scale)
         self.register_buffer("zero", torch.zeros(len(codes), dtype=torch.int32))
-        # What tells two weights apart, where the packed one has no elements to look at.
+        # Sums that tell two weights apart, since a packed one has no elements to read.
         for dim in (0, 1):
             self.register_buffer(f"sums_{dim}", codes.sum(dim, dtype=torch.int64))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars:  # to be written somewhere, and not only looked at
+        if not keep_vars:  # ``keep_vars=True`` only inspects the weights
             raise ModelStateError(
                 "weights of 8 bits are not saved: save the model as it was, and load it with "
                 "weights='int8'"
@@ -103,7 +103,7 @@ class Int8Linear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the products of the weight and of ``[…, in_features]``, plus the bias."""
+        """Return the product of ``[…, in_features]`` and the weight, plus the bias."""
         if input.dtype is not torch.float32:
             raise TypeError(f"weights of 8 bits are for float32 activations, got {input.dtype}")
         rows = input.detach().reshape(-1, self.in_features).contiguous()
@@ -128,13 +128,13 @@ def _products(
 
 
 def _is_exact() -> bool:
-    """Whether products of digits are exact, up to the largest: some processors cut off."""
+    """Whether products of digits are exact up to the largest; on some processors they saturate."""
     digits = torch.tensor([[255] * 64, [1] * 64, [0, 255] * 32], dtype=torch.uint8)
     codes = torch.tensor([[127] * 64, [-127] * 64, [127, -127] * 32], dtype=torch.int8)
     scale, zero = torch.ones(3, dtype=torch.float32), torch.zeros(3, dtype=torch.int32)
     try:
         found = _products(digits, torch.ops.onednn.qlinear_prepack(codes, None), scale, zero)
-    except (RuntimeError, AttributeError) as error:  # a build that does not have them
+    except (RuntimeError, AttributeError) as error:  # a build of torch without them
         logger.debug("products of int8 cannot be computed", exc_info=error)
         return False
     return torch.equal(found.long(), (digits.long() - _ZERO) @ codes.long().t())
@@ -147,8 +147,8 @@ def _take_apart(rows: Any, bits: Any, digits: Any, scales: Any) -> None:
     as_bits = scales.view(np.int32)
     for index in range(num_rows):
         row, own, high, low = rows[index], bits[index], digits[index], digits[num_rows + index]
-        # Bits of absolute values are ordered as the values are, which vectorises the maximum. A row
-        # with an infinity or a NaN has the scale NaN.
+        # The bits of absolute values have the order of the values, which vectorises the maximum. A
+        # row with an infinity or a NaN has the scale NaN.
         largest_bits = np.int32(0)
         for column in range(width):
             largest_bits = max(largest_bits, np.int32(own[column] & np.int32(0x7FFFFFFF)))
@@ -162,7 +162,7 @@ def _take_apart(rows: Any, bits: Any, digits: Any, scales: Any) -> None:
             scales[index] = largest / np.float32(16256)
         else:
             scales[index] = np.float32(0)
-        for column in range(width):  # what is added makes all of them positive, and rounds
+        for column in range(width):  # the offset makes codes positive, and rounds them
             code = np.int32(row[column] * factor + np.float32(16448.5))
             high[column] = np.uint8(code >> np.int32(7))
             low[column] = np.uint8((code & np.int32(127)) + np.int32(64))
@@ -170,7 +170,7 @@ def _take_apart(rows: Any, bits: Any, digits: Any, scales: Any) -> None:
 
 @compiled
 def _add_up(products: Any, scales: Any) -> None:
-    """Add the products of low digits to those of high ones, which lie before them."""
+    """Add the low digits' products to the high digits', in the first half of the rows."""
     num_rows = len(scales)
     for index in range(num_rows):
         high, low = products[index], products[num_rows + index]

@@ -1,7 +1,7 @@
-"""Kernels of Triton for layers: rotary positions (Su et al., 2021, arXiv:2104.09864), gated
+"""Triton kernels for layers: rotary positions (Su et al., 2021, arXiv:2104.09864), gated
 activations and normalisations of residuals.
 
-One launch does the work of several of torch, and rounds where they do.
+One launch does the work of several torch operators, and rounds at the same points.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 _HEADS: Final = 8
-"""Heads of a program."""
+"""Heads that one program rotates."""
 
 
 @triton.jit
 def _product(one, other):
-    """Multiply in float32 and round to the type, as torch does."""
+    """Multiply in float32 and round to the dtype, as torch does."""
     return (one.to(tl.float32) * other.to(tl.float32)).to(one.dtype).to(tl.float32)
 
 
@@ -28,7 +28,7 @@ def _rotate_heads(
     given, head_stride, found, block, num_heads, dims, cos, other_cos, sin, other_sin,
     HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some heads of a token, of which ``found`` has all, one after the other."""
+    """Rotate a block of a token's heads; ``found`` has all its heads, contiguous."""
     head = block * HEADS + tl.arange(0, HEADS)
     is_there = (head < num_heads)[:, None] & (dims < HALF)[None, :]
     at = given + head.to(tl.int64)[:, None] * head_stride + dims[None, :]
@@ -41,7 +41,7 @@ def _rotate_heads(
     tl.store(to + HALF, other_rotated.to(first.dtype), mask=is_there)
 
 
-# Each number would be compiled for.
+# Otherwise Triton would compile again for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_tokens", "num_heads", "num_key_heads", "query_blocks"])
 def _rotate(
     query, keys, cos, sin, found_query, found_keys, num_tokens, num_heads, num_key_heads,
@@ -74,7 +74,7 @@ def _rotate(
 
 
 def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x * cos + rotate_half(x) * sin`` of queries and keys, bit for bit as torch does."""
+    """Return ``x * cos + rotate_half(x) * sin`` of queries and keys, bit for bit as torch."""
     num_rows, num_heads, num_tokens, dim = query.shape
     num_key_heads = keys.shape[1]
     found_query, found_keys = (
@@ -83,7 +83,7 @@ def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
     query_blocks = triton.cdiv(num_heads, _HEADS)
     grid = (num_rows * num_tokens, query_blocks + triton.cdiv(num_key_heads, _HEADS))
     launch: Any = _rotate[grid]  # pyright: ignore[reportIndexIssue]
-    with torch.cuda.device_of(query):  # or it is launched on the one that is current
+    with torch.cuda.device_of(query):  # or Triton launches on the current device
         launch(
             query,
             keys,
@@ -104,13 +104,13 @@ def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
             HALF=dim // 2,
             DIMS=triton.next_power_of_2(dim // 2),
             HEADS=_HEADS,
-            enable_fp_fusion=False,  # what is multiplied and added at once is rounded once
+            enable_fp_fusion=False,  # a fused multiply-add rounds once, torch twice
         )
     return found_query.transpose(1, 2), found_keys.transpose(1, 2)
 
 
 _BLOCK: Final = 1024
-"""Columns of a program."""
+"""Columns that one program computes."""
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -120,7 +120,7 @@ def _silu_and_mul(both, row_stride, found, width, BLOCK: tl.constexpr):
     at = both + row * row_stride + column
     gate = tl.load(at, mask=is_there, other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=is_there, other=0.0).to(tl.float32)
-    # Rounded to the type in between, as torch does.
+    # Rounded to the dtype before the product, as torch does.
     silu = (gate / (1 + tl.exp(-gate))).to(found.dtype.element_ty).to(tl.float32)
     tl.store(found + row * width + column, (silu * up).to(found.dtype.element_ty), mask=is_there)
 
@@ -133,7 +133,7 @@ def silu_and_mul(both: Tensor) -> Tensor:
     found = both.new_empty((*both.shape[:-1], width))
     grid = (len(rows), triton.cdiv(width, _BLOCK))
     launch: Any = _silu_and_mul[grid]  # pyright: ignore[reportIndexIssue]
-    with torch.cuda.device_of(both):  # or it is launched on the one that is current
+    with torch.cuda.device_of(both):  # or Triton launches on the current device
         launch(rows, rows.stride(0), found, width, BLOCK=_BLOCK)
     return found
 
@@ -167,7 +167,7 @@ def fused_add_rms_norm(
     total, normed = given.new_empty(shape), given.new_empty(shape)
     launch: Any = _fused_add_rms_norm[(len(rows),)]  # pyright: ignore[reportIndexIssue]
     size = triton.next_power_of_2(width)
-    with torch.cuda.device_of(given):  # or it is launched on the one that is current
+    with torch.cuda.device_of(given):  # or Triton launches on the current device
         launch(
             rows,
             rows.stride(0),

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: reading them, and putting their layers into a view, which is tried."""
+"""Adapters in PEFT's format: reads them, puts their layers into a view, and tries the view."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _REFUSED = {
     "layer_replication": "the model would have other layers",
     "alora_invocation_tokens": "where it begins to apply depends on the tokens",
 }
-"""Options of adapters that do more than to replace layers, each with the obstacle."""
+"""Options of adapters that do more than replace layers, each with the reason to refuse it."""
 
 _PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
-"""Ways to begin a LoRA's training, by name, that leave the model's own weights as they are."""
+"""Values of ``init_lora_weights`` that leave the model's own weights as they are."""
 
 
 _Saved = tuple[Any, dict[str, torch.Tensor]]
@@ -31,7 +31,7 @@ _Saved = tuple[Any, dict[str, torch.Tensor]]
 
 
 def put_adapter(path: str, view: ModelView, bare: ModelView, is_cached: bool) -> None:
-    """Put an adapter in a directory or a repository on the hub into a view; ``bare`` is another."""
+    """Put an adapter from a directory or the hub into a view; ``bare`` is a view without it."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("LoRA adapters need PEFT: pip install 'genlm-backend[lora]'")
     try:
@@ -40,8 +40,8 @@ def put_adapter(path: str, view: ModelView, bare: ModelView, is_cached: bool) ->
         for one in (view, bare):
             _take_out(one)
         _put_layers(saved, view, bare, is_cached)
-    except Exception as error:  # PEFT and what it reads files with raise many kinds
-        is_said = isinstance(error, (ValueError, OSError))  # of others, the name says the most
+    except Exception as error:  # PEFT and its file readers raise many types
+        is_said = isinstance(error, (ValueError, OSError))  # other types need their name
         reason = str(error) if is_said else f"{type(error).__name__}: {error}"
         raise AdapterError(f"no adapter could be loaded from {path!r}: {reason}") from error
 
@@ -52,7 +52,7 @@ def _read(path: str) -> _Saved:
 
     config = PeftConfig.from_pretrained(path)
     config.inference_mode = True
-    config.base_model_name_or_path = None  # PEFT warns of a model with another name
+    config.base_model_name_or_path = None  # or PEFT warns if the model's name differs
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise ValueError(f"an adapter of kind {_kind(config)} changes the context, not the layers")
     for option, why in _REFUSED.items():
@@ -64,12 +64,12 @@ def _read(path: str) -> _Saved:
             f"init_lora_weights={init!r} changes the model's own weights, which every other query "
             "uses; convert it to a plain LoRA (path_initial_model_for_weight_conversion)"
         )
-    # They are mapped from the file, and would change when another adapter is copied over it.
+    # Cloned, since mapped weights change when another adapter is copied over the file.
     return config, {name: w.clone() for name, w in load_peft_weights(path, device="cpu").items()}
 
 
 def _put_layers(saved: _Saved, view: ModelView, bare: ModelView, is_cached: bool) -> None:
-    """Put the layers of an adapter into their places in a view, tried once."""
+    """Put an adapter's layers into a view, and check the rows of it and of ``bare``."""
     plain = base_of(bare.module)
     before, noise = _row(plain), _inconsistency(plain, is_cached)
     expected = _injected(saved, view)
@@ -92,7 +92,7 @@ def _put_layers(saved: _Saved, view: ModelView, bare: ModelView, is_cached: bool
 
 
 def _take_out(view: ModelView) -> None:
-    """Put the model's own layers into the places of PEFT's in a view."""
+    """Replace PEFT's layers in a view by the model's own."""
     if not view.copies:
         raise ValueError(
             "the parts of this model refer to each other in ways of their own, so that nothing can "
@@ -104,13 +104,13 @@ def _take_out(view: ModelView) -> None:
 
 
 def _injected(saved: _Saved, view: ModelView) -> torch.Tensor:
-    """Let PEFT put its layers into a view; return the row that its wrapper has."""
+    """Let PEFT put its layers into a view; return the row that PEFT's wrapper computes."""
     from peft import get_peft_model, set_peft_model_state_dict
 
     config, weights = saved
     model = base_of(view.module)
     vars(model).pop("peft_config", None)
-    # What an adapter's file has by the name of one of the model's weights may be written into it.
+    # PEFT may overwrite a weight of the model if the adapter's file has one of that name.
     names = {_own_name(key) for key in weights}
     named = dict(model.named_parameters(remove_duplicate=False))
     kept = _kept_apart(view, {parameter for name, parameter in named.items() if name in names})
@@ -132,14 +132,14 @@ def _injected(saved: _Saved, view: ModelView) -> torch.Tensor:
 def _kept_apart(
     view: ModelView, written: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-    """Give a view parameters and hooks of its own until it is undressed; return the parameters."""
-    own: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays so
+    """Give a view parameters and hooks of its own until ``restore``; return the parameters."""
+    own: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     for module in view.copies.values():
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             vars(module)[name] = vars(module)[name].copy()
         for name, shared in module._parameters.items():
-            if type(shared) is nn.Parameter:  # and none of a quantised weight's kind
+            if type(shared) is nn.Parameter:  # not a quantised weight's class
                 if shared not in own:
                     data = shared.detach().clone() if shared in written else shared.detach()
                     own[shared] = nn.Parameter(data, requires_grad=False)
@@ -153,9 +153,9 @@ def _kind(config: Any) -> str:
 
 
 def _check_loaded(wrapper: Any, missing: list[str], unexpected: list[str]) -> None:
-    """Raise a ``ValueError`` if the weights are not those of the adapter's layers."""
+    """Raise a ``ValueError`` if the adapter's layers lack weights or others are left over."""
     parameters = dict(wrapper.named_parameters(remove_duplicate=False))
-    # What layers share has several names, and is in the file under one of them.
+    # A parameter that layers share has several names, and the file has one of them.
     loaded = {id(parameter) for key, parameter in parameters.items() if key not in missing}
     lacking = [
         key
@@ -175,7 +175,7 @@ def _check_loaded(wrapper: Any, missing: list[str], unexpected: list[str]) -> No
 
 
 def _own_name(key: str) -> str:
-    """Return the name of the model's weight that a key of an adapter's file may stand for."""
+    """Return the name of the model's weight that a key in an adapter's file may refer to."""
     key = key.removeprefix("base_model.model.")
     return key.replace(".base_layer.", ".").replace(".original_module.", ".")
 
@@ -189,14 +189,14 @@ def _outputs(model: Any, start: int, stop: int, **options: Any) -> Any:
 
 
 def _row(model: Any) -> torch.Tensor:
-    """Return the logits after a few tokens, run whole and alone."""
+    """Return the logits after three tokens, from one pass."""
     return _outputs(model, 1, 4).logits[0, -1]
 
 
 def _inconsistency(model: Any, is_cached: bool) -> float:
-    """Return how far rows differ by what follows them in the pass, and by where they begin."""
+    """Return how far rows change with later tokens in the pass, or when they continue a cache."""
     begun = _outputs(model, 1, 4, use_cache=True) if is_cached else None
-    longer = _outputs(model, 1, 6).logits[0]  # in between, as other contexts are
+    longer = _outputs(model, 1, 6).logits[0]  # between the two passes, as other contexts run
     differences = [_difference(_row(model), longer[2])]
     if begun is not None:
         kept = {"use_cache": True, **given_cache(model, returned_cache(begun))}
@@ -204,7 +204,7 @@ def _inconsistency(model: Any, is_cached: bool) -> float:
         kept |= given_cache(model, returned_cache(_outputs(model, 1, 4, use_cache=True)))
         _outputs(model, 4, 5, **kept)
         one_by_one = _outputs(model, 5, 6, **kept).logits[0, -1]
-        # Some models with recurrent states go on by one token alone, and others by two.
+        # Some models with recurrent states continue a cache by one token only, others by two.
         differences.append(min(_difference(row, longer[-1]) for row in (at_once, one_by_one)))
     return max(differences)
 
@@ -222,7 +222,7 @@ def _are_alike(row: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """Return the model that PEFT's wrapper is around, or the one that is given."""
+    """Return the model inside PEFT's wrapper, or ``model`` itself if it has none."""
     if not hasattr(model, "get_base_model"):
         return model
     try:
@@ -232,14 +232,14 @@ def base_of(model: Any) -> Any:
 
 
 def own_layer(layer: Any) -> Any:
-    """Return the model's own layer that layers of PEFT are around, or the one that is given."""
+    """Return the model's own layer inside PEFT's, or ``layer`` itself if it has none."""
     while _is_of_peft(layer):
         layer = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
     return layer
 
 
 def own_modules(model: Any) -> dict[Any, str]:
-    """Return the modules of a model without those that PEFT has added, each with its name."""
+    """Return the modules of a model and their names, without the modules that PEFT added."""
     names: dict[Any, str] = {}
     waiting = [(model, "")]
     while waiting:
@@ -252,7 +252,7 @@ def own_modules(model: Any) -> dict[Any, str]:
 
 
 def adapters_of(model: Any) -> dict[str, Any]:
-    """Return the configurations of the adapters that a model has of its owner, by name."""
+    """Return the configurations of the owner's adapters of a model, by name."""
     return vars(base_of(model)).get("peft_config") or {}
 
 
@@ -262,7 +262,7 @@ def layers_of_peft(model: Any) -> list[Any]:
 
 
 def _is_of_peft(layer: Any) -> bool:
-    if "peft.tuners.tuners_utils" not in sys.modules:  # there is no such layer
+    if "peft.tuners.tuners_utils" not in sys.modules:  # PEFT is not loaded
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper

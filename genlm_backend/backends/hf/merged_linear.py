@@ -1,7 +1,7 @@
 """Merged linear layers of a view: one product for q, k and v, and one for gate and up.
 
 The layers of a group have one input. Their weights become rows of one matrix: the parameters stay
-the same objects with the same values, but are neighbours in memory, so that nothing is kept twice.
+the same objects with the same values, but move next to each other, so that none is stored twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GATE_KERNELS: Final[dict[str, Callable[[], SiluAndMul]]] = {"cuda": _of_cuda}
 
 
 def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
-    """Merge the linear layers of a view's modules that have one input."""
+    """Merge the linear layers with one input in each module of a view."""
     has_moved = False
     for own in copies.values():
         children = vars(own)["_modules"]
@@ -49,7 +49,7 @@ def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
             has_moved |= not _are_joined([layer.weight for layer in layers])
             try:
                 products = _MergedLinear(layers)
-            except torch.OutOfMemoryError:  # of two sets of weights, for a moment
+            except torch.OutOfMemoryError:  # both sets of weights exist for a moment
                 logger.info("no memory is left to merge %s", names)
                 continue
             if names is _GATED:
@@ -60,7 +60,7 @@ def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
             for index, layer in enumerate(layers):
                 vars(layer)["forward"] = partial(products.of, index)
     if has_moved and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # the weights' old memory counts as free from here on
+        torch.cuda.empty_cache()  # so that the weights' old memory counts as free
 
 
 def _can_merge(layers: Sequence[Any]) -> bool:
@@ -92,7 +92,7 @@ def _has_hooks(layer: Any) -> bool:
 
 
 def _is_alone(parameter: Any) -> bool:
-    """Whether a parameter is the whole of its storage, and not a part of a flat buffer."""
+    """Whether a parameter fills its storage, and is no part of a flat buffer."""
     return parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
@@ -107,7 +107,7 @@ def _are_joined(parameters: Sequence[Any]) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _joined(parameters: Sequence[Any]) -> torch.Tensor:
-    """Return parameters as one, ``[sum of lengths, ...]``, to which they are moved if apart."""
+    """Return one tensor over parameters, ``[sum of lengths, ...]``; move them if they are apart."""
     sizes = [len(parameter) for parameter in parameters]
     if not _are_joined(parameters):
         whole = torch.cat([parameter.detach() for parameter in parameters])
@@ -119,7 +119,7 @@ def _joined(parameters: Sequence[Any]) -> torch.Tensor:
 
 @final
 class _MergedLinear:
-    """Linear layers with one input, which are called in their order, by one product."""
+    """Linear layers with one input, called in order: the first call computes one product."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = layers
@@ -140,7 +140,7 @@ class _MergedLinear:
         return [(one.data_ptr(), one.stride()) for one in self._parameters]
 
     def all(self, given: torch.Tensor) -> torch.Tensor | None:
-        """Return all products, ``[..., sum of sizes]``; ``None`` if a parameter has been moved."""
+        """Return all products, ``[..., sum of sizes]``; ``None`` if grad is on or weights moved."""
         if torch.is_grad_enabled() or self._seen() != self._addresses:
             return None
         return functional.linear(given, self._weight, self._bias)
@@ -162,7 +162,7 @@ class _MergedLinear:
     def gated(
         self, module: Any, kernel: SiluAndMul, given: torch.Tensor, *others: Any, **options: Any
     ) -> torch.Tensor:
-        """Return what a gated layer returns, ``[..., hidden]``; see ``_silu_and_mul_for``."""
+        """Return the output of a gated layer, ``[..., hidden]``; see ``_silu_and_mul_for``."""
         both = None if others or options else self.all(given)
         if both is None:
             return type(module).forward(module, given, *others, **options)
@@ -186,14 +186,14 @@ def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None
         points = torch.linspace(-60, 60, 961, dtype=torch.float32, device=weight.device)
         if not torch.allclose(module.act_fn(points), functional.silu(points), atol=1e-6):
             return None
-        # Gates of up to 1, 30 and 100, of which a limit would cut some.
+        # Gates of up to 1, 30 and 100, so that a clamp would show.
         largest = functional.linear(given, weight).float().abs().amax(1).clamp(min=1e-6)
         given = given * (torch.tensor([1.0, 30.0, 100.0], device=weight.device) / largest)[:, None]
         given = given.to(weight.dtype)
         expected = type(module).forward(module, given)
         found = products.gated(module, kernel, given)
         is_same = bool(expected.any()) and is_close(found, expected)
-    except Exception as error:  # of third-party code, or a platform that compiles no kernel
+    except Exception as error:  # third-party code, or the kernel does not compile
         logger.info("%s computes as it is written", type(module).__name__, exc_info=error)
         return None
     return kernel if is_same else None

@@ -1,4 +1,4 @@
-"""Rules of a model for pictures: found by passes of the model, not by its name."""
+"""Finds how a model continues after pictures, by passes and not by its name."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_SPREAD: Final = 0.01
-"""The largest difference, of that which one wrong token makes."""
+"""Largest difference of rows, as a share of the difference that one wrong token makes."""
 
 _TIMES_THE_LEAST: Final = 4
-"""The largest difference, in terms of the least that there is."""
+"""Largest difference of rows, as a multiple of the least one."""
 
 _NUM_TAIL: Final = 12
-"""Number of tokens that a prompt is followed by."""
+"""Number of tokens after the prompt."""
 
 _NUM_ROWS: Final = 3
-"""Number of rows that are compared, after the last of these tokens."""
+"""Number of rows that are compared, at the last of these tokens."""
 
 
 def image_token_id(model: Any) -> int | None:
-    """Return the id that stands for a part of a picture; ``None`` for a model that sees none."""
+    """Return the id of a picture's placeholder tokens; ``None`` if a model reads no pictures."""
     return image_token_id_of(model.config) if "pixel_values" in _parameters(model) else None
 
 
@@ -54,10 +54,10 @@ def examine_pictures(
     inputs: Mapping[str, torch.Tensor],
     image_token_id: int,
 ) -> PictureRules:
-    """Find out by a few passes where text may go on after pictures."""
+    """Find by a few passes how text continues after pictures."""
     # A prompt and more tokens run whole, and then in two passes: the opening, and the rest from its
-    # keys and values. The first way wins whose rows are about as near as the nearest of all ways,
-    # or are near compared with the difference that a wrong token makes.
+    # keys and values. The first rules win whose rows differ at most 4 times as much as the nearest
+    # rules' do, or by a hundredth of the difference that a wrong token makes.
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
     of_tokens = frozenset(n for n, value in inputs.items() if value.shape == (1, size))
@@ -133,7 +133,7 @@ def _in_steps(
 
 @torch.inference_mode()
 def _as_the_model_goes_on(runner: HFRunner, pictures: Pictures, ids: list[int]) -> torch.Tensor:
-    """Return the row after a prompt and more tokens, by a cache of transformers."""
+    """Return the last rows after a prompt and more tokens, by a cache of transformers."""
     size, taken, cache = pictures.num_tokens, _parameters(runner.model), DynamicCache()
     dtype = next(runner.model.parameters()).dtype
     inputs = {

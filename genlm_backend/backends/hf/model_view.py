@@ -1,8 +1,7 @@
 """ModelView: a module tree of our own that shares the parameters of a model.
 
-What passes need of a model beside its weights is put into the view once, and the model is
-left alone: configs that name our attention, an output head that picks positions, packed layers,
-adapters.
+The view holds all that passes need in addition to the weights, and the model stays unchanged:
+configs that name our attention, an output head that picks positions, packed layers, adapters.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _HOOKS: Final = (
 """Dictionaries of a module's hooks."""
 
 _CAPTURING: Final = "_output_capturing_hooks_installed"
-"""Attribute of models of transformers that have hooks which capture hidden states."""
+"""Attribute that transformers sets on models with hooks that capture hidden states."""
 
 _LONG: Final = 64
-"""Tokens from which on a pass is long."""
+"""New tokens from which on a pass checks between layers whether it is cancelled."""
 
 AS_WRITTEN: Final = "_torchdynamo_orig_callable"
-"""Attribute of compiled code, with the code that it was made of."""
+"""Attribute of compiled code that holds the original function."""
 
 
 @final
@@ -52,8 +51,8 @@ class ModelView:
     """A copy of each module of a model, with the same parameters and buffers."""
 
     # Modules, configs, hooks and bound attributes are the view's own; all other attributes are
-    # shared. Compiled code runs as it is written: passes differ in shape, and attend by functions
-    # that a compiler cannot see through.
+    # shared. Compiled code runs uncompiled: passes differ in shape, and attend by functions that a
+    # compiler cannot see through.
     def __init__(self, model: Any, *, names_ours: bool = False, is_apart: bool = True) -> None:
         self._model: Any = model
         self._names_ours = names_ours
@@ -76,18 +75,18 @@ class ModelView:
         self.restore()
 
     def close(self) -> None:
-        """Let go of the model; the view cannot be run any more."""
-        # Modules refer to themselves by bound attributes, and would keep gigabytes of parameters
-        # until Python collects garbage.
+        """Drop the references to the model; the view cannot run afterwards."""
+        # Bound attributes refer back to their modules: these cycles would keep gigabytes of
+        # parameters until Python collects garbage.
         for own in self.copies.values():
             vars(own).clear()
         self.copies, self._bare, self.module, self._model = {}, {}, None, None
         self._picking = None
 
-    # ---------------------------------------------------------------- as the model is
+    # ---------------------------------------------------------------- resetting modules
 
     def restore(self) -> None:
-        """Give modules the class and the attributes that they were made with, but for children."""
+        """Reset modules to the class and attributes that they were made with, except children."""
         for own, (_, attributes) in self._bare.items():
             children = vars(own).get("_modules", attributes["_modules"])
             vars(own).clear()
@@ -96,7 +95,7 @@ class ModelView:
         self.undress()
 
     def undress(self) -> None:
-        """Give modules the class and ``forward`` they were made with, and the model's hooks."""
+        """Reset modules to the class and ``forward`` they were made with, and the model's hooks."""
         for module, own in self.copies.items():
             kind, attributes = self._bare[own]
             own.__class__ = kind
@@ -111,7 +110,7 @@ class ModelView:
                 vars(own)[name] = OrderedDict((key, self._rebound(hook)) for key, hook in hooks)
 
     def _rebound(self, value: Any) -> Any:
-        """Return the view's attribute, or a part of it, in the place of the module's own."""
+        """Return a value that refers to the view's modules and configs instead of the model's."""
         if isinstance(value, nn.Module):
             return self.copies.get(value, value)
         if isinstance(value, PretrainedConfig):
@@ -123,7 +122,7 @@ class ModelView:
         if isinstance(value, partial):  # as hooks of accelerate are
             options = {name: self._rebound(part) for name, part in value.keywords.items()}
             made = partial(self._rebound(value.func), *map(self._rebound, value.args), **options)
-            vars(made).update(vars(value))  # with the signature that it stands for
+            vars(made).update(vars(value))  # ``__wrapped__`` gives the signature
             return made
         if type(value) in (list, tuple) and any(map(_is_bound, value)):
             return type(value)(map(self._rebound, value))
@@ -138,8 +137,8 @@ class ModelView:
         return own
 
     def name_attention(self, is_ours: bool) -> None:
-        """Have all configs name our functions of attention, or the model's own."""
-        # Only where needed: some models ask their config by name how to mask.
+        """Make all configs name our attention functions, or the model's own."""
+        # Only if needed: some models choose their mask by the name in their config.
         self._names_ours = is_ours
         for config in self._own_configs:
             name_attention(config, is_ours)
@@ -148,8 +147,8 @@ class ModelView:
 
     def logits(self, batch: ForwardBatch, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Run the view; return logits at the outputs of a batch: ``[num_outputs, model_vocab]``."""
-        # Most of the projection onto a wide vocabulary would be thrown away. Hidden states are
-        # picked before the output embedding, so that any later scaling or soft cap still happens.
+        # Most rows of a projection onto a wide vocabulary would be unused. Hidden states are picked
+        # before the output embedding, so that any later scaling or soft cap still happens.
         name = self.cache_argument or "cache"
         named = {name if n == "cache" else n: inputs[n] for n in inputs}
         self._batch, self._is_picked = batch, False
@@ -172,7 +171,7 @@ class ModelView:
     def check_between_layers(self, check_cancelled: Callable[[], object]) -> None:
         """Have a long pass call ``check_cancelled`` before each layer."""
         lists = [own for own in self.copies.values() if isinstance(own, nn.ModuleList)]
-        # The one with the most in it is that of the layers, which has the lists of experts in it.
+        # The list with the most modules holds the layers; lists of experts are inside it.
         for layer in max(lists, key=lambda own: len([*own.modules()]), default=()):
             forward: Any = layer.forward
             if getattr(forward, "func", None) != self._checked:
@@ -190,7 +189,7 @@ class ModelView:
         batch, states = self._batch, args[0] if args else None
         if batch is None or states is None or not self._can_pick:
             return forward(*args, **options)
-        # Once other than [B, Q, H], never again: another order has that shape where B is Q.
+        # After any other shape, never again: [Q, B, H] looks like [B, Q, H] if B is Q.
         self._can_pick = states.dim() == 3 and states.shape[:2] == batch.input_ids.shape
         if self._can_pick:
             self._is_picked = True
@@ -198,7 +197,7 @@ class ModelView:
             args = picked, *args[1:]
         return forward(*args, **options)
 
-    # ---------------------------------------------------------------- other ones
+    # ---------------------------------------------------------------- copies
 
     def another(self) -> ModelView:
         view = ModelView(self._model, names_ours=self._names_ours, is_apart=bool(self.copies))
@@ -207,7 +206,7 @@ class ModelView:
 
 
 def _at_outputs(states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-    """From ``[B, Q, …]`` to ``[num_outputs, …]``."""
+    """Pick the outputs of a batch: from ``[B, Q, …]`` to ``[num_outputs, …]``."""
     rows, columns = batch.output_rows.to(states.device), batch.output_columns.to(states.device)
     return states[rows, columns]
 
@@ -221,15 +220,15 @@ def _is_bound(value: Any) -> bool:
     return isinstance(value, (nn.Module, PretrainedConfig, MethodType, partial))
 
 
-# -------------------------------------------------------------------- asking a model
+# -------------------------------------------------------------------- making a view
 
 
 @torch.inference_mode()
 def view_of(model: Any, token_ids: torch.Tensor, **options: Any) -> ModelView:
-    """Return a view, or the model in its place if their rows differ in a few tiny passes."""
+    """Return a view, or one that runs the model itself if logits of tiny passes differ."""
     name, is_compiled = type(model).__name__, any(map(_is_compiled, model.modules()))
-    for _ in range(2):  # the first pass makes some quantised layers ready, and is not as others are
-        # Compiled code has a rounding of its own, and nobody wants it compiled for this.
+    for _ in range(2):  # the first pass initialises some quantised layers, and may differ
+        # Compiled code rounds otherwise, and a trial should not start a compilation.
         own = None if is_compiled else model(input_ids=token_ids, **options)
         try:
             view = ModelView(model)
@@ -238,7 +237,7 @@ def view_of(model: Any, token_ids: torch.Tensor, **options: Any) -> ModelView:
         except Exception as error:  # third-party model code may raise anything
             logger.info("%s runs as it is: its view does not", name, exc_info=error)
             return ModelView(model, is_apart=False)
-        # Code that refers to modules otherwise than by attributes would run the model's own.
+        # Code that refers to modules other than by attributes would run the model's own.
         if not left and _have_equal_logits(found if own is None else own, found):
             return view
         view.close()
@@ -255,7 +254,7 @@ def _have_equal_logits(output: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def _left_by(view: ModelView) -> Iterator[list[nn.Module]]:
-    """Collect the model's own modules that run on this thread while its view is run."""
+    """Collect the model's own modules that run on this thread while its view runs."""
     thread, left = threading.get_ident(), list[nn.Module]()
 
     def note(module: nn.Module, _: object) -> None:

@@ -33,7 +33,7 @@ from genlm_backend.prefix.codecs import KV_CACHE_DTYPES, KVCacheDtype
 
 
 class HFOptions(TypedDict, total=False):
-    """Options of ``HFEvaluator``, which ``AsyncTransformer`` explains."""
+    """Options of ``HFEvaluator``, which ``AsyncTransformer`` documents."""
 
     kv_cache_bytes: Annotated[int | None, Option(None, optional(byte_count))]
     kv_cache_dtype: Annotated[KVCacheDtype | None, Option(None, one_of(None, *KV_CACHE_DTYPES))]
@@ -45,7 +45,7 @@ class HFOptions(TypedDict, total=False):
 
 
 def hf_options(values: Mapping[str, Any]) -> HFOptions:
-    """Return checked options of ``HFEvaluator`` among other values by their names."""
+    """Return the options of ``HFEvaluator`` among ``values``, checked; ignore other names."""
     checks = checks_of(HFOptions)
     options: Any = checked(checks, {name: values[name] for name in checks if name in values})
     check_budgets(
@@ -60,13 +60,13 @@ _FREQUENT = (
     *("attn_implementation", "device_map", "dtype", "local_files_only", "quantization_config"),
     *("revision", "token", "trust_remote_code"),
 )
-"""The frequent options of ``from_pretrained``."""
+"""Frequent options of ``from_pretrained``, which errors suggest for misspelt names."""
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""The frequent ones of the dtypes that weights may have."""
+"""Frequent dtypes of weights, which errors suggest."""
 
 _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Words that a ``device_map`` may have instead of a device."""
+"""Strings that ``device_map`` takes instead of a device."""
 
 
 def loading_options(
@@ -90,11 +90,11 @@ def loading_options(
 
 @contextlib.contextmanager
 def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn the error for an unknown option of a model into one of ours."""
+    """Turn the ``TypeError`` for an unknown option of a model into an ``OptionTypeError``."""
     try:
         yield
     except TypeError as error:
-        # Loading passes on to the model any option that neither it nor the config knows.
+        # ``from_pretrained`` passes options that neither it nor the config knows to the model.
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None or found[1] not in options:
             raise
@@ -108,7 +108,7 @@ def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_dtype(name: str, value: Any) -> None:
-    """Refuse what is no dtype for weights, or none for each part of a model."""
+    """Refuse all but floating-point dtypes, "auto", ``None`` and mappings from parts to these."""
     if isinstance(value, Mapping):
         for part, dtype in value.items():
             _check_dtype(f"{name}[{part!r}]", dtype)
@@ -132,6 +132,6 @@ def _quantization_config(options: Any) -> Any:
         )
     from transformers import BitsAndBytesConfig
 
-    known = [*inspect.signature(BitsAndBytesConfig).parameters][:-1]  # the last takes any name
+    known = [*inspect.signature(BitsAndBytesConfig).parameters][:-1]  # the last is ``**kwargs``
     check_names(options, known, "option of BitsAndBytesConfig")
     return BitsAndBytesConfig(**options)

@@ -1,7 +1,7 @@
-"""Packed weights: a model's products, from weights laid out as the processor reads them fastest.
+"""Packed weights: linear layers with weights in the layout that the processor reads fastest.
 
-oneDNN lays a matrix out in blocks once, instead of reading it as it is stored each time. Whether
-that is faster depends on the processor and on the shape, so it is tried.
+oneDNN reorders a matrix into blocks once, instead of reading it as stored in every product. Whether
+that is faster depends on the processor and on the shape, so a trial decides.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ logger = logging.getLogger(__name__)
 DTYPES: Final = (torch.float32, torch.bfloat16)
 """Types of the weights that are tried."""
 
-_NUM_ROWS: Final = 20  # of a step
-_NUM_LAYERS: Final = 4  # of one shape, one after another, so that none comes from the caches
+_NUM_ROWS: Final = 20  # rows of a product, in packing and in trials
+_NUM_LAYERS: Final = 4  # layers of one shape in turn, so that no weight is in the CPU's caches
 _NUM_ROUNDS: Final = 5
 _GAIN: Final = 0.95
 
 
 @final
 class PackedWeights:
-    """Packed copies of the weights of a model's linear layers, for shapes that gain by it."""
+    """Packed copies of the weights of a model's linear layers, for shapes that run faster so."""
 
-    # A layer does not use its copy once torch counts its weight as modified. Other changes (by way
-    # of ``.data``, or by fused optimizers) need ``pack_again``. Products differ by rounding.
+    # A layer stops using its copy once torch counts its weight as modified. Other changes (through
+    # ``.data``, or by fused optimizers) need ``pack_again``. Products differ by rounding.
     def __init__(self) -> None:
         self._packed: list[_Packed] = []
         self._remember()
@@ -52,8 +52,8 @@ class PackedWeights:
         left = cpu_budget()
         for shape, layers in by_shape.items():
             num_bytes = sum(layer.weight.nbytes for layer in layers)
-            # What a trial finds holds for this number of threads in the whole process, so that
-            # equal models have equal rows.
+            # A trial's result holds for this number of threads in the whole process, so that equal
+            # models have equal rows.
             if num_bytes <= left and _is_worth_it(shape, layers[:_NUM_LAYERS]):
                 left -= num_bytes
                 self._packed += map(_Packed, layers)
@@ -69,8 +69,8 @@ class PackedWeights:
                 vars(view)["packed"] = one
 
     def check_weights(self) -> None:
-        """Have layers whose weight has changed compute without, and the others with it."""
-        # All at once, because this runs before every batch.
+        """Let layers use their packed weight only as long as the original has not changed."""
+        # Compares whole lists, because this runs before every batch.
         is_there = [*map(_address, self._parameters)] == self._addresses
         if is_there and self._are_used and [*map(_version, self._parameters)] == self._versions:
             return
@@ -95,7 +95,7 @@ class PackedWeights:
         return sum(one.weight.nbytes for one in self._packed)
 
     def _remember(self) -> None:
-        """Note which weights have been packed, where they are, and how often they were modified."""
+        """Record the parameters of packed weights, their addresses and modification counts."""
         self._parameters = [one.parameter for one in self._packed]
         self._addresses = [one.weight.data_ptr() for one in self._packed]
         self._versions = [one.version for one in self._packed]
@@ -109,9 +109,9 @@ class PackedLinear(nn.Linear):
     packed: _Packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the products of the weight and of ``[…, in_features]``, plus the bias."""
+        """Return the product of ``[…, in_features]`` and the weight, plus the bias."""
         packed = self.packed
-        # An adapter of a bare parameter makes it a class of its own, for as long as it computes.
+        # An adapter of a bare parameter changes the layer's class while it computes.
         if not packed.is_used or type(self) is not PackedLinear:
             return functional.linear(input, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(input, packed.packed, self.bias, "none", [], "")
@@ -119,7 +119,7 @@ class PackedLinear(nn.Linear):
 
 @final
 class _Packed:
-    """The packed weight of one layer, and the weight as it was then."""
+    """The packed weight of one layer, and the weight that it was packed from."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
@@ -147,18 +147,18 @@ _version = operator.attrgetter("_version")
 
 def _can_be_packed(weight: torch.Tensor) -> bool:
     is_plain = type(weight) is nn.Parameter and weight.layout is torch.strided
-    if not is_plain or weight.is_inference():  # which counts no modifications
+    if not is_plain or weight.is_inference():  # inference tensors count no modifications
         return False
     is_matrix = weight.ndim == 2 and weight.is_contiguous()
     return is_matrix and weight.device.type == "cpu" and weight.dtype in DTYPES
 
 
 _found: dict[tuple[Any, ...], bool] = {}
-"""Findings on this processor: dtype, shape and number of threads, and whether packing is faster."""
+"""Whether packing is faster on this processor, by dtype, shape and number of threads."""
 
 
 def _is_worth_it(shape: tuple[Any, ...], layers: list[nn.Linear]) -> bool:
-    """Whether packed layers of one shape are faster, and compute the same but for rounding."""
+    """Whether packed layers of one shape are faster, and equal but for rounding."""
     key = (*shape, torch.get_num_threads())
     if key not in _found:
         _found[key] = _is_better(layers)
@@ -172,7 +172,7 @@ def _is_better(layers: list[nn.Linear]) -> bool:
             own.weight, own.bias = layer.weight, layer.bias
             vars(own)["packed"] = _Packed(layer)
         return _is_same(packed[0], layers[0]) and _is_faster(packed, layers)
-    except (RuntimeError, AttributeError) as error:  # a processor or a build that knows no packing
+    except (RuntimeError, AttributeError) as error:  # a processor or build without packing
         logger.debug("weights cannot be packed", exc_info=error)
         return False
 

@@ -1,4 +1,4 @@
-"""PictureReader: from a prompt and pictures to the context that begins with them."""
+"""PictureReader: makes the context of a prompt with pictures, by a model's processor."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from genlm_backend.queries.evaluator import Evaluator
 from genlm_backend.tokenization.bos import without_bos
 
 _OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})
-"""Entries that processors return and the model is not given as they are."""
+"""Entries of a processor's output that do not go to the model unchanged."""
 
 
 class _Read(NamedTuple):
-    """Inputs that a processor has made of a prompt with pictures."""
+    """Token ids and other inputs that a processor made from a prompt with pictures."""
 
     token_ids: list[int]
     inputs: dict[str, torch.Tensor]
 
 
 def check_processor(name: str, processor: Any) -> Any:
-    """Refuse an object that neither is a processor nor loads one."""
+    """Refuse an object that cannot be called, as processors and their loaders can."""
     if processor is not None and not callable(processor):
         raise OptionTypeError(
             f"{name} must be one of transformers, as AutoProcessor.from_pretrained(…) loads it, "
@@ -52,7 +52,7 @@ def check_processor(name: str, processor: Any) -> Any:
 
 @final
 class PictureReader:
-    """Reads pictures by the processor of one model, which may not be loaded before it is needed."""
+    """Reads pictures by the processor of one model, which may be loaded on first use."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class PictureReader:
 
     @cached_property
     def processor(self) -> Any:
-        """The processor, loaded now; ``None`` for a model of text alone, or if none is given."""
+        """The processor, loaded on first use; ``None`` for text-only models or if none is given."""
         if self._image_token_id is None:
             return None
         return self._given() if inspect.isroutine(self._given) else self._given
 
     @cached_property
     def _marker(self) -> str:
-        """The text that marks the place of a picture, of a processor that reads pictures."""
+        """The text that marks a picture's place; ``PictureError`` if pictures cannot be read."""
         if self._image_token_id is None:
             raise PictureError("the model reads text alone, and takes no pictures")
         if self.processor is None:
@@ -91,7 +91,7 @@ class PictureReader:
 
     @cached_property
     def _probes(self) -> tuple[_Read, _Read]:
-        """Inputs that the processor makes of a picture before texts of two lengths."""
+        """Outputs of the processor for a picture before a short text, and before a longer one."""
         noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
         first, second = (
             self._read(f"{self._marker} a b{rest}", [read_image(noise, 0)]) for rest in ("", " c d")
@@ -100,7 +100,7 @@ class PictureReader:
 
     @cached_property
     def _of_tokens(self) -> frozenset[str]:
-        """Names of what has one element for each token."""
+        """Names of the inputs that have one element for each token."""
         first, second = self._probes
         return frozenset(
             name
@@ -126,7 +126,7 @@ class PictureReader:
             return self._of_inputs(ids, images, max_length)
         pictures = read_images(images)
         if isinstance(prompt, str):
-            prompt = without_bos(self.processor.tokenizer, prompt)  # which the processor adds
+            prompt = without_bos(self.processor.tokenizer, prompt)  # the processor adds it
             check_num_pictures(marker, prompt.count(marker), len(pictures))
             part = str(self.processor.tokenizer.convert_ids_to_tokens(self._image_token_id))
             if part != marker and part in prompt:
@@ -152,7 +152,7 @@ class PictureReader:
     def _of_inputs(
         self, ids: list[int], inputs: Mapping[str, Any], max_length: int | None
     ) -> Context:
-        """Return the context of what the processor has made."""
+        """Return the context of token ids and inputs that the processor returned."""
         given = {n: value for n, value in inputs.items() if n not in _OF_TEXT}
         if not all(isinstance(value, torch.Tensor) for value in given.values()):
             raise PictureError(
@@ -199,23 +199,23 @@ class PictureReader:
         }
         return _Read(made["input_ids"][0].tolist(), inputs)
 
-    # ---------------------------------------------------------------- from these to a context
+    # ---------------------------------------------------------------- making a context
 
     def _counts(self, pictures: list[Any]) -> list[int]:
-        """Return how many parts each picture has if it is alone; none for a single one."""
+        """Return the number of parts of each picture read alone; an empty list for one picture."""
         if len(pictures) == 1:
             return []
         alone = (self._read(self._marker, [picture]).token_ids for picture in pictures)
         return [ids.count(self._image_token_id) for ids in alone]
 
     def _context(self, read: _Read, prints: list[bytes], counts: list[int]) -> Context:
-        """Return a context, its parts of pictures named by what they show."""
+        """Return a context in which codes of pictures' fingerprints replace their placeholders."""
         ids = read.token_ids
         rules, values = self._rules, np.array(ids, np.int32)
         self._contexts.packed([i for i in ids if i != self._image_token_id])
         (parts,) = np.nonzero(values == self._image_token_id)
-        # There is one, or what one becomes depends on the others, or parts of two touch, which may
-        # see each other: then all are one.
+        # Pictures count as one if there is only one, if the number of parts of one depends on the
+        # others, or if parts of two touch and may see each other.
         starts = np.cumsum(counts, dtype=np.int64)[:-1]
         is_one = sum(counts) != len(parts) or (np.diff(parts)[starts - 1] == 1).any()
         if is_one:

@@ -1,4 +1,4 @@
-"""Files with the keys and values of a prefix each, and digests of all that these depend on."""
+"""Prefix files: the keys and values of one prefix, and digests of all that they depend on."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _fingerprint_of(model: Any, weights: str, adapter: str, layout: KVLayout) ->
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The tokens of a prefix, and their keys and values as they are coded."""
+    """The tokens of a prefix, and their keys, values and states in the pools' format."""
 
     token_ids: tuple[int, ...]
     codes: list[tuple[torch.Tensor, ...]]  # [len(token_ids), columns]
@@ -74,7 +74,7 @@ class Prefix:
 
 
 def save(path: Path, prefix: Prefix, fingerprint: Mapping[str, str], layout: KVLayout) -> None:
-    """Write a file in the format of safetensors; whatever goes wrong, no half of it stays."""
+    """Write a file in the format of safetensors; an error leaves no partial file."""
     tensors = {"token_ids": torch.tensor(prefix.token_ids, dtype=torch.int32)}
     for number, codes in enumerate(prefix.codes):
         for i, of_tokens in enumerate(codes):
@@ -95,9 +95,9 @@ def save(path: Path, prefix: Prefix, fingerprint: Mapping[str, str], layout: KVL
     try:
         try:
             save_file(tensors, name, said)
-        except SafetensorError as error:  # a full disk, among others
+        except SafetensorError as error:  # such as a full disk
             raise OSError(errno.EIO, f"could not be written: {error}", str(path)) from error
-        os.chmod(name, mode)  # that of any new file, which what safetensors writes has not
+        os.chmod(name, mode)  # a new file's mode, which safetensors does not set
         os.replace(name, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -108,7 +108,7 @@ def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix
     """Return the prefix in a file, mapped into memory."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would wait
         raise PrefixFileError(f"{path} is a device or a pipe, and no file of a prefix")
-    with path.open("rb"):  # whose errors say more than those of safetensors
+    with path.open("rb"):  # its errors say more than safetensors'
         pass
     try:
         with safe_open(path, "pt") as file:
@@ -148,7 +148,7 @@ def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix
 
 
 def _kinds(layout: KVLayout, num_tokens: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the type and shape of every tensor in a file of so many tokens."""
+    """Return the dtype and shape of every tensor in a file of ``num_tokens`` tokens."""
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "token_ids": (torch.int32, (num_tokens,))
     }
@@ -174,21 +174,21 @@ def _digest(said: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    """Return the memory of a tensor, without a copy if it is contiguous."""
+    """Return the bytes of a tensor, without a copy if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 @final
 class PrefixFiles:
-    """Files with the keys and values of a model, whose fingerprints it keeps."""
+    """Saves and loads the prefix files of a model, and caches digests of its weights."""
 
     def __init__(self, scheduler: Scheduler, runner: HFRunner, *, has_bytes: bool) -> None:
         self._scheduler, self._runner, self._has_bytes = scheduler, runner, has_bytes
-        # What a digest was made of, and the digest.
+        # For each digest, the state of the weights that it was made from.
         self._digests: dict[Adapter | None, tuple[object, str]] = {}
 
     def check_can_keep(self, num_tokens: int) -> None:
-        """Check that contexts of so many tokens are kept."""
+        """Raise ``CacheError`` unless contexts of ``num_tokens`` tokens can be cached."""
         if not self._scheduler.cache.keeps:
             why = "it runs contexts whole" if self._has_bytes else "kv_cache_bytes is 0"
             raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
@@ -236,7 +236,7 @@ class PrefixFiles:
         return ids
 
     def look_again(self) -> None:
-        """Read the weights again for the next file: they may have been changed past torch."""
+        """Read the weights again for the next file: they may have changed unseen by torch."""
         self._digests.clear()
 
     def _fingerprint(self, adapter: Adapter | None) -> dict[str, str]:
@@ -260,11 +260,10 @@ def weights_digest(model: Any) -> str:
     digest = hashlib.sha256(json.dumps(_settings(model)).encode())
     for tensor in _weights(model):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
-        if tensor.is_meta or not tensor.numel():  # which is elsewhere while nothing is computed
+        if tensor.is_meta or not tensor.numel():  # offloaded between passes
             continue
-        # The bits are added up as integers along two dimensions, which is exact and takes the time
-        # of reading the weights once. It is no protection against models made on purpose to be
-        # equal.
+        # The bits are added up as integers along two dimensions, which is exact and reads the
+        # weights twice. It does not protect against weights that were made to collide.
         bits = tensor.detach().contiguous().view(_WIDTHS[tensor.element_size()])
         table = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
         for dim in (0, 1):
@@ -273,13 +272,13 @@ def weights_digest(model: Any) -> str:
 
 
 def weights_state(model: Any) -> object:
-    """Return where a model's weights are, how often each was changed, and adapters' settings."""
+    """Return the addresses and modification counts of weights, and adapters' settings."""
     state = [(tensor.data_ptr(), tensor._version) for tensor in _weights(model)]
     return state, _settings(model)
 
 
 def _weights(model: Any) -> Iterator[torch.Tensor]:
-    """Return the weights that a model computes with, those of idle adapters left out."""
+    """Yield the weights that a model computes with, without idle adapters'."""
     idle: set[int] = set()
     for layer in layers_of_peft(model):
         for name in layer.adapter_layer_names:

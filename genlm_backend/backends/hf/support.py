@@ -1,4 +1,4 @@
-"""Can this model's keys and values be kept token by token? Asked of the model, not of its name."""
+"""Finds by tiny passes whether a model's keys and values can be cached token by token."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ logger = logging.getLogger(__name__)
 _PROBE_LENGTH: Final = 24
 _COUNTS_COLUMNS: Final = {"gpt_neo", "imagegpt", "mpt"}
 _SHARE_OF_SPREAD: Final = 0.1
-_SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding flips the next
+_SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding can flip the next
 _ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # some five seconds on one thread
 
 
 @dataclass(frozen=True, slots=True)
 class KVSupport:
-    """The layout that can be kept of a model and the way to attend to it, or why nothing can be."""
+    """The layout of a model's cache and its attention backend, or why it cannot be cached."""
 
     layout: KVLayout = field(default_factory=KVLayout)
     attention: Callable[[KVPool], AttentionBackend] = GatherAttention
@@ -74,7 +74,12 @@ class KVSupport:
 
 
 def check_hf_model(model: Any) -> None:
-    """Raise an ``UnsupportedModelError`` if ``model`` is no causal language model."""
+    """Check that ``model`` is a causal language model whose outputs have names.
+
+    Raises:
+        UnsupportedModelError: If ``model`` is no causal language model.
+        ModelStateError: If its config has ``return_dict=False``.
+    """
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or not callable(getattr(model, "forward", None)):
         hint = "; from_name takes a name" if isinstance(model, str) else ""
@@ -106,7 +111,7 @@ def check_hf_model(model: Any) -> None:
             "both ways if token_type_ids mark them, and no query has such marks. If its prompts "
             "are to be read from left to right, set prefix_lm=False"
         )
-    is_split = getattr(model, "hf_device_map", None) is not None  # parts may wait elsewhere
+    is_split = getattr(model, "hf_device_map", None) is not None  # parts may be offloaded
     if not is_split and any(p.is_meta for p in getattr(model, "parameters", tuple)()):
         raise UnsupportedModelError(
             f"{type(model).__name__} is on 'meta', in part or all: no weights"
@@ -114,14 +119,14 @@ def check_hf_model(model: Any) -> None:
 
 
 def longest_context(model: Any) -> int | None:
-    """Return the longest context that a model's config names; some have -1 for any."""
+    """Return the longest context of a model's config; ``None`` if it has none, or -1 for any."""
     config = model.config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     return length if length is None or length > 0 else None
 
 
 def check_length(model: Any, max_length: int | None) -> None:
-    """Refuse a length beyond the positions of a model that cannot compute any others."""
+    """Refuse a length beyond a model's positions, unless these are rotary or ALiBi."""
     most = longest_context(model)
     if max_length is None or most is None or max_length <= most:
         return
@@ -142,7 +147,7 @@ def vocab_width(model: Any) -> int:
 
 
 def rotary_limit(model: Any) -> float:
-    """Return the longest context, or ``inf``, whose rotary positions are those of shorter ones."""
+    """Return the longest context, or ``inf``, with the rotary frequencies of shorter ones."""
     # For "longrope" and "dynamic", transformers recomputes the frequencies for long contexts, so
     # that all positions depend on the length of the context.
     limits = [
@@ -162,27 +167,28 @@ def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:
         if kind == "longrope":
             yield own["original_max_position_embeddings"]
         elif "dynamic" in str(kind):
-            yield module.original_max_seq_len - 1  # at the limit, it reads as in the one before
+            # At the limit itself, the frequencies of the pass before stay in use.
+            yield module.original_max_seq_len - 1
 
 
 @stage("asking the model what it can do")
 def hf_probe(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
-    """Find out by a few tiny forward passes whether slots give the right rows."""
+    """Find by a few tiny forward passes whether rows from slots are right."""
     # Two short contexts run whole and then from slots, in two steps and padded to one batch. The
-    # first way wins whose difference is rounding, compared with that of a wrong token. Without a
-    # cache, three more passes show whether the model takes positions, and padding.
+    # first backend wins whose rows differ by rounding, compared with a wrong token's difference.
+    # Without a cache or with states, more passes show if the model takes positions and padding.
     support = _examine_slots(runner, vocab_size, max_length)
-    if not support.reason and not support.layout.states:  # where it has to begin anew
+    if not support.reason and not support.layout.states:  # states may have to start over, uncached
         return support
     return replace(support, pads=_examine_uncached(runner, vocab_size, max_length))
 
 
 def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None) -> bool:
-    """Return whether a row is the same in a padded batch; drop positions if only that gives it."""
+    """Return whether padding keeps a row; drop positions if rows are right only without them."""
     length = min(_PROBE_LENGTH, max_length or _PROBE_LENGTH)
     generator = random.Random(1)
     long = [generator.randrange(vocab_size) for _ in range(length)]
-    size = min(length // 2, 11)  # a prime: some pad a context to a multiple of a number
+    size = min(length // 2, 11)  # a prime: some models pad contexts to a multiple
     if not size:
         return True
     short = TokenChunk(long[:size], outputs=(size - 1,))
@@ -199,7 +205,7 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
             except Exception as error:  # third-party model code may raise anything
                 failure = error
                 continue
-            if not distance(alone, rows[-1]) > tolerance:  # it may be NaN
+            if not distance(alone, rows[-1]) > tolerance:  # NaN is accepted
                 break
         else:
             raise UnsupportedModelError(
@@ -209,7 +215,7 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
         try:
             batch = pack([short, TokenChunk(long, outputs=(length - 1,))])
             padded, _ = row_of(runner.forward(batch, UncachedAttention()))
-        except Exception as error:  # and it may take contexts of one length
+        except Exception as error:  # it may take only contexts of one length
             logger.debug("%s takes no padding", name, exc_info=error)
             return False
     return distance(alone, padded) <= tolerance
@@ -246,7 +252,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
             "%s runs without key-value reuse", type(runner.model).__name__, exc_info=True
         )
         return KVSupport(reason=f"it does not run on a foreign cache: {error!r}")
-    if distance(trial.third_row, bare_row) > trial.tolerance:  # its positions, or it looks ahead
+    if distance(trial.third_row, bare_row) > trial.tolerance:  # by positions or later tokens
         chunk = TokenChunk(long[:3], outputs=(2,))
         (alone_row,) = row_of(runner.forward(pack([chunk]), UncachedAttention()))
         if distance(alone_row, bare_row) > trial.tolerance:
@@ -259,7 +265,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
     return KVSupport(
         layout,
         factory.over,
-        # Llama 4 scales attention by the number of columns that a pass has cached.
+        # Llama 4 scales attention by the number of cached columns in a pass.
         needs_equal_lengths=bool(getattr(config, "attn_temperature_tuning", False)),
         takes_several_tokens=several,
         spread_alone=alone,
@@ -267,7 +273,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
 
 
 def bounds(model: Any, dtype: torch.dtype | None = None) -> tuple[float, float]:
-    """Return the largest difference of equal rows, and its share of the spread of others."""
+    """Return the tolerance for equal rows, absolute and as a share of different rows' spread."""
     if getattr(model, "is_quantized", False):
         return MOST_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
     own = next((p.dtype for p in model.parameters()), torch.float32)
@@ -276,7 +282,7 @@ def bounds(model: Any, dtype: torch.dtype | None = None) -> tuple[float, float]:
 
 @final
 class _SlotTrial:
-    """One context and half of another, computed whole, to be computed from slots as well."""
+    """Whole rows of a context and of half of another, to compare with rows from slots."""
 
     def __init__(
         self, runner: HFRunner, layout: KVLayout, long: list[int], other: list[int], vocab_size: int
@@ -285,8 +291,8 @@ class _SlotTrial:
         self._long, self._short = long, other[: len(other) // 2]
         wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
         last = (len(long) - 1,)
-        # One pass for all: of one length, so that nothing is padded. What follows the half takes no
-        # part in its row, or the row from slots, where nothing follows, is another one.
+        # One pass of equal lengths, so that nothing is padded. If tokens after the half changed its
+        # row, the row from slots, with none after it, would differ.
         whole = runner.forward(
             pack(
                 [
@@ -304,7 +310,7 @@ class _SlotTrial:
         self.tolerance = max(smallest, share * self.spread)
 
     def first_factory(self) -> tuple[AttentionFactory | None, float, bool]:
-        """Return the first way whose rows are the whole ones, and its findings or the last ones."""
+        """Return the first backend that gives the whole rows, and its findings or the last ones."""
         difference, takes_several = math.inf, True
         for factory in ATTENTION_FACTORIES:
             if factory.uses_interface and not self._layout.layers:
@@ -323,7 +329,7 @@ class _SlotTrial:
         return None, difference, takes_several
 
     def _difference(self, factory: AttentionFactory) -> tuple[float, bool]:
-        """Return how far rows from slots are from whole ones, and if several tokens go on."""
+        """Return how far rows from slots are from whole ones, and if they take several tokens."""
         contexts, whole = (self._long, self._short), (self._long_row, self._short_row)
         pool = KVPool(self._layout, 4 * sum(map(len, contexts)))
         states = self._layout.states
@@ -332,9 +338,9 @@ class _SlotTrial:
         return difference_of(*given, contexts, whole, rounding(self._dtype))
 
     def spread_alone(self, factory: AttentionFactory) -> float:
-        """Return how far the row of a token computed alone is from the whole; 0 in rounding."""
-        # Some kernels of quantised models compute one row in another precision than many; other
-        # models only add sums up in another order.
+        """Return how far the row of a one-token pass is from the whole row; 0 if it is rounding."""
+        # Some kernels of quantised models compute one row in another precision than many; in other
+        # models, only the order of sums differs.
         if self._layout.states or not getattr(self._runner.model, "is_quantized", False):
             return 0.0
         *before, last = self._long
@@ -348,7 +354,7 @@ class _SlotTrial:
 
 
 def tried(runner: HFRunner) -> AbstractContextManager[None]:
-    """Return the context of a tiny pass that tests a model, on one thread if it is small."""
+    """Return a context manager for tiny passes, which run on one thread if the model is small."""
     num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
     # Several threads would gain less on an idle machine than they lose on a busy one.
     is_small = runner.device.type == "cpu" and num_parameters < _ONE_THREAD_PARAMETERS
@@ -365,7 +371,7 @@ def _is_known(layer: Any) -> bool:
 
 
 def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
-    """Contents of the layers of a model's cache; nothing if all hold keys and values alone."""
+    """Return the contents of cache layers; nothing if all hold keys and values alone."""
     held = tuple(
         CacheLayer(isinstance(layer, DynamicLayer), getattr(layer, "number_of_states", 0))
         for layer in layers
@@ -374,7 +380,7 @@ def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
 
 
 def _fresh_cache(contents: Sequence[CacheLayer]) -> Cache:
-    """A cache of transformers' own that holds nothing yet."""
+    """Return an empty cache of transformers with the given contents."""
 
     def attention_layer(num_states: int) -> Any:
         if num_states:
@@ -389,12 +395,12 @@ def _fresh_cache(contents: Sequence[CacheLayer]) -> Cache:
 def _observe_layout(
     runner: HFRunner, token_ids: list[int], contents: tuple[CacheLayer, ...]
 ) -> tuple[KVLayout, torch.Tensor]:
-    """The shapes of keys, values and states, and the last row of the model without positions."""
+    """Return the cache's layout, and the last row of a pass without ``position_ids``."""
     cache = _fresh_cache(contents)
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
     given = given_cache(runner.model, cache)
     logits = runner.view.module(input_ids=ids, **given, use_cache=True).logits
-    if contents:  # to which one adds that goes through some of its layers several times
+    if contents:  # a model that repeats layers adds cache layers
         contents = _cache_layers(cache.layers)
     states = StateLayout(_state_tensors(cache.layers), contents) if contents else StateLayout()
     layers = []
@@ -412,7 +418,7 @@ def _observe_layout(
 
 
 def _state_tensors(layers: Sequence[Any]) -> tuple[StateTensor, ...]:
-    """The tensors of the recurrent states of one row, as the layers of a cache have them."""
+    """Return the tensors of the recurrent states of one row in the layers of a cache."""
     found: list[StateTensor] = []
     for number, layer in enumerate(layers):
         for name in ("conv_states", "recurrent_states"):
@@ -431,13 +437,13 @@ _FARTHEST_MEAN: Final = 4096
 def mean_keys(
     runner: HFRunner, layout: KVLayout, vocab_size: int, longest: float
 ) -> list[torch.Tensor]:
-    """Return the mean key of each layer over random tokens, always the same ones."""
+    """Return the mean key of each layer over random tokens, the same in every call."""
     generator = random.Random(0)
     farthest = int(min(longest, _FARTHEST_MEAN))
     num_tokens = min(_NUM_MEAN_TOKENS, farthest)
     ids = [generator.randrange(vocab_size) for _ in range(num_tokens)]
     # Some channels of keys lie far from zero in every context, more so if rotary positions turn
-    # them slowly. The tokens are spread over positions like those of a long context.
+    # them slowly. The tokens are spread over the positions of a long context.
     positions = torch.arange(num_tokens, dtype=torch.int64) * (farthest // num_tokens)
     inputs = {"input_ids": torch.tensor(ids, dtype=torch.int64), "position_ids": positions}
     cache = _fresh_cache(layout.states.layers)
@@ -446,7 +452,7 @@ def mean_keys(
     runner.view.module(**on_device, **given_cache(runner.model, cache), use_cache=True)
     held = [getattr(layer, "keys", None) for layer in cache.layers]
     keys = [own[0].float() for own in held if own is not None]
-    # A token that overflows spoils those behind it, and has no part in a mean.
+    # A token that overflows spoils later ones; the mean leaves out keys that are not finite.
     return [
         torch.where(of_layer.isfinite(), of_layer, torch.nan).nanmean(1).nan_to_num(0).reshape(-1)
         for of_layer in keys

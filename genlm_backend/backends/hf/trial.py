@@ -1,6 +1,6 @@
-"""Trials of a model: passes of contexts in no tree, and how far apart their rows are.
+"""Trial passes of a model without a prefix tree, and the distances between their rows.
 
-They are those of any library: a runner makes the states of a pass, and a pool keeps them.
+They suit any library: a runner makes the states of a pass, and a pool keeps them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from genlm_backend.attention.forward_batch import Runner, TokenChunk, pack
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
 
 MOST_ROUNDING: Final = 0.25
-"""Rounding of bfloat16, and of quantised weights whatever they compute in."""
+"""Rounding of bfloat16, and of quantised weights in any dtype."""
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the largest difference of rows that are computed in another order."""
+    """Return the largest difference of rows that another order of computation makes."""
     return _ROUNDING.get(dtype, MOST_ROUNDING)
 
 
 def row_of(logits: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities in float32, on the processor."""
+    """Return log-probabilities in float32, on the CPU."""
     return logits.float().log_softmax(-1).cpu()
 
 
 def distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the root mean square difference of two rows, or of all of two tables of them."""
+    """Return the root mean square difference of two rows, or of two tables of rows."""
     return float((first - second).square().mean().sqrt())
 
 
@@ -42,15 +42,15 @@ def farthest(distances: Iterable[float]) -> float:
 
 
 NUM_STATES: Final = 16
-"""States of a pool that are enough for all passes of a trial."""
+"""Size of a pool of states that is enough for all passes of a trial."""
 
 _TIMES: Final = 20
-"""Rows so many times farther off than others are computed in another way, beyond rounding."""
+"""Ratio of two ways' distances from whole rows, beyond which it is more than rounding."""
 
 
 def paths_of(pasts: Sequence[Sequence[int]]) -> CachedPrefixes:
-    """Return the paths of rows given the slots of what each has cached, of contexts in no tree."""
-    numbers: dict[tuple[int, int], int] = {}  # of nodes, by the one above and the slot
+    """Return the paths of rows from the slots of each row's cached tokens, without a tree."""
+    numbers: dict[tuple[int, int], int] = {}  # nodes by parent and slot
     parent, depth, slot, ends = [0], [0], [0], list[int]()
     for past in pasts:
         node = 0
@@ -73,7 +73,7 @@ def difference_of(
     whole: Sequence[torch.Tensor],
     rounding: float,
 ) -> tuple[float, bool]:
-    """Return how far rows from what is kept are from whole ones, and if several tokens go on."""
+    """Return how far cached rows are from whole ones, and if several tokens go on at once."""
     (long, short), (long_row, short_row) = contexts, whole
     if states is not None:
         trial = _StateTrial(runner, states, attention)
@@ -99,7 +99,7 @@ _Begun: TypeAlias = tuple[tuple[int, ...], int]
 
 @final
 class _StateTrial:
-    """Passes of a model with recurrent states, whose rows have as many new tokens each."""
+    """Passes of a model with recurrent states, with equal numbers of new tokens in all rows."""
 
     def __init__(self, runner: Runner, states: Any, attention: Any) -> None:
         self._runner, self._states, self._attention = runner, states, attention
@@ -113,11 +113,11 @@ class _StateTrial:
         short_row: torch.Tensor,
         rounding: float,
     ) -> tuple[float, bool]:
-        """Return how far rows from states are from whole ones, and if they take several tokens."""
+        """Return how far rows from states are from whole ones, and if these take several tokens."""
         ((before,), _), ((shorter,), _) = (self.go_on([None], [c[:-2]]) for c in (long, short))
         (first,), _ = self.go_on([None], [short[:1]])
         # Two rows go on from one state, in a batch with another context, by two tokens at once and
-        # one by one; and many tokens go on from one.
+        # one by one. Another pass adds many tokens to a state.
         begun, contexts = (before, shorter, before), (long, short, long)
         _, many = self.go_on([first], [short[1:]])
         _, several = self.go_on(begun, [context[-2:] for context in contexts])
@@ -128,7 +128,7 @@ class _StateTrial:
             [distance(row_of(many)[0], short_row), *map(distance, row_of(several), wanted)]
         )
         one_by_one = farthest(map(distance, row_of(last), wanted))
-        # Some scans begin anew whatever state there is, so that tokens have to come one by one.
+        # Some scans ignore the state that they get, so that tokens have to come one by one.
         takes_several = at_once <= max(rounding, _TIMES * one_by_one)
         difference = max(at_once, one_by_one) if takes_several else one_by_one
         return difference, takes_several
@@ -136,7 +136,7 @@ class _StateTrial:
     def go_on(
         self, before: Sequence[_Begun | None], tokens: Sequence[list[int]]
     ) -> tuple[list[_Begun], torch.Tensor]:
-        """Run the next tokens of contexts, all of which begin or none."""
+        """Run the next tokens of contexts; either all or none begin here."""
         spans: list[TokenChunk] = []
         for ids in tokens:
             first = self._num_slots + 1

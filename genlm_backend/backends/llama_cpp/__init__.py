@@ -1,1 +1,1 @@
-"""GGUF models evaluated by llama.cpp, through its binding llama-cpp-python."""
+"""GGUF models evaluated by llama.cpp, through the binding llama-cpp-python."""

@@ -1,4 +1,4 @@
-"""AsyncLlamaCppLM: awaited log-probabilities of a GGUF model."""
+"""AsyncLlamaCppLM: next-token log-probabilities of a GGUF model, for asyncio."""
 
 from __future__ import annotations
 
@@ -32,38 +32,37 @@ if TYPE_CHECKING:
 class AsyncLlamaCppLM(ProcessLM):
     """A language model in a GGUF file, evaluated by llama.cpp, batched and cached.
 
-    All concurrent awaits become batches of llama.cpp on one worker thread, which alone uses the
-    model. The keys and values of every prefix seen are kept in llama.cpp's unified cache, within a
-    budget, and are reused token by token: a fork of a context copies nothing. At most 255 contexts
-    that differ are kept at a time, by the number of llama.cpp's sequences; the least recently used
-    ones go first, and are computed again when they are asked for. Of models with recurrent states
-    (Mamba and hybrids) a context goes on from the last token behind which there is one, as it is
-    behind each context that was asked. ``add_new_lora`` takes adapters in GGUF files. It needs the
-    extra ``llama-cpp``.
+    Concurrent awaits are batched on one worker thread, the only one that uses the model.
+    llama.cpp's unified cache keeps the keys and values of every prefix within a budget, and reuses
+    them token by token: a fork of a context copies nothing. The number of llama.cpp's sequences
+    limits the cache to 255 distinct contexts; the least recently used are evicted first, and
+    computed again on demand. With recurrent states (Mamba and hybrids) a context resumes from the
+    last token whose state is kept; a state is kept after each queried context. ``add_new_lora``
+    takes adapters in GGUF files. The class needs the extra ``llama-cpp``.
 
     Args:
-        model_path: The GGUF file, or the first one of a model in several files.
-        batch_size: Number of distinct contexts evaluated at once: at most 127, and half as many as
-            there are recurrent states.
+        model_path: The GGUF file, or the first file of a split model.
+        batch_size: Number of distinct contexts evaluated at once: at most 127 (255 if nothing is
+            kept); with recurrent states, half the states kept but at least 8 (31 if none is kept).
         timeout: Seconds that the first query of a batch may wait for others.
-        kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp takes at once; 0 keeps
-            none. Recurrent states have half of them, or all where no layer has keys. Default: those
-            of 16,384 tokens, or as many as a quarter of the machine's free memory and 4 GiB hold;
-            and 1 GiB of states, at most.
+        kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp allocates at once; 0 keeps
+            none. Recurrent states get half of them, or all if no layer has keys. Default: room for
+            16,384 tokens, or for ``max_length`` if that is more, but at most a quarter of the free
+            memory and 4 GiB; states take at most 1 GiB.
         kv_cache_dtype: Number format of keys and values: "float32" or "float16" (the default).
-        max_length: The longest context to accept. Default: what the model was trained on, or three
-            quarters of what there is room for, so that prompts can be kept beside it.
-        num_threads: Number of threads of a pass, which wait for one another; fewer are faster where
-            other programs take the cores. Default: as many as torch has.
-        num_gpu_layers: Number of layers on a GPU, of a build of llama-cpp-python that has one; -1
+        max_length: The longest context to accept. Default: the model's training length, but at most
+            three quarters of the tokens that fit, so that prompts can be pinned too.
+        num_threads: Number of threads of a pass, which wait for one another; fewer are faster if
+            other programs use the cores. Default: torch's number of threads.
+        num_gpu_layers: Number of layers on a GPU, which needs a GPU build of llama-cpp-python; -1
             for all.
-        process: Whether the model computes in a process of its own, so that it and the Python of
-            callers do not wait for each other, and an assertion of llama.cpp that fails ends that
-            process alone: queries are an ``EngineDiedError`` then, until ``restart()``. Its
-            vocabulary is loaded here too.
-        eos_token_ids: The ids that end a text where a caller names none. Default: those that the
-            file says, for texts and for turns of a chat.
-        **options: ``row_cache_bytes``, ``output_device`` and ``self_check``, as of ``BatchedLM``.
+        process: Whether the model runs in a process of its own, so that it and the callers' Python
+            code do not wait for each other. A failed assertion of llama.cpp then ends that process
+            alone: queries raise an ``EngineDiedError`` until ``restart()``. The vocabulary is
+            loaded in both processes.
+        eos_token_ids: The ids that end a text if a call names none. Default: the file's ids for
+            ends of texts and of chat turns.
+        **options: ``row_cache_bytes``, ``output_device`` and ``self_check``, as for ``BatchedLM``.
 
     Raises:
         MissingExtraError: (``ImportError``) Without llama-cpp-python.
@@ -72,7 +71,7 @@ class AsyncLlamaCppLM(ProcessLM):
         ModelNotFoundError: (``OSError``) If there is no such file, or it is no GGUF file.
         UnsupportedModelError: (``ValueError``) If llama.cpp does not load it, or it holds no
             language model.
-        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
+        TokenizerDecodeError: (``ValueError``) If the bytes of some token are unknown.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -133,9 +132,9 @@ class AsyncLlamaCppLM(ProcessLM):
         """Load a model.
 
         Args:
-            model_name: A GGUF file, a directory that holds one, or ``"smollm2"``, whose file is
-                taken as it came.
-            **kwargs: For the constructor.
+            model_name: A GGUF file, a directory that holds one, or ``"smollm2"``, whose quantised
+                file is used unconverted.
+            **kwargs: Options of the constructor.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.

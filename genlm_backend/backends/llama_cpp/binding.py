@@ -1,4 +1,4 @@
-"""llama-cpp-python, imported when it is first needed, and its log."""
+"""Imports llama-cpp-python on first use, and takes over llama.cpp's log."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def library() -> ModuleType:
-    """Return the module that has the C interface."""
+    """Return llama-cpp-python's module of C functions, with the backend initialised."""
     if importlib.util.find_spec("llama_cpp") is None:
         raise MissingExtraError(
             "AsyncLlamaCppLM needs llama-cpp-python, which is compiled as it is installed: "
@@ -37,17 +37,17 @@ def library() -> ModuleType:
 
 
 _kept: Final = list[Any]()
-"""The functions that llama.cpp calls, which have to stay."""
+"""Callbacks that llama.cpp calls, kept from the garbage collector."""
 
 
 _ours = threading.local()
-"""The errors that are collected on each thread, as ``errors``."""
+"""Per thread, as ``errors``: the list that ``log_caught`` collects."""
 
 
 def _heard(level: int, text: bytes, user_data: Any) -> None:
-    """Take a line of llama.cpp's log, which is one for the whole process."""
+    """Handle a line of llama.cpp's log, which the whole process shares."""
     errors: list[str] | None = getattr(_ours, "errors", None)
-    if errors is None:  # of another program's model
+    if errors is None:  # not a model of this package
         from llama_cpp import _logger
 
         _logger.llama_log_callback(level, text, user_data)
@@ -60,7 +60,7 @@ def _heard(level: int, text: bytes, user_data: Any) -> None:
 
 @contextlib.contextmanager
 def log_caught() -> Iterator[list[str]]:
-    """Collect llama.cpp's errors on this thread, and log them at ``DEBUG``, off standard error."""
+    """Collect llama.cpp's errors on this thread; log its lines at ``DEBUG``, not on stderr."""
     before = getattr(_ours, "errors", None)
     errors = _ours.errors = list[str]()
     try:

@@ -1,4 +1,4 @@
-"""GGUFModel: a GGUF file that llama.cpp has loaded, its vocabulary and its adapters."""
+"""GGUFModel: a model that llama.cpp has loaded from a GGUF file, with its vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WHOLE_PIECE: Final = 256
 
 @final
 class GGUFModel:
-    """A model of llama.cpp, loaded from a GGUF file; closed by ``close()``."""
+    """A llama.cpp model, its vocabulary and its LoRA adapters; ``close()`` frees them."""
 
     def __init__(
         self, path: str | Path, num_gpu_layers: int = 0, *, vocab_only: bool = False
@@ -70,7 +70,7 @@ class GGUFModel:
         self.num_trained = max(1, int(lib.llama_model_n_ctx_train(self.pointer)))
         self.bos_token_id = self._id(lib.llama_vocab_bos(vocab))
         self.eos_token_id = self._id(lib.llama_vocab_eos(vocab))
-        # Of all that llama.cpp ends texts at, some have only names that look like an end.
+        # llama.cpp also ends texts at tokens whose names merely look like an end; skip those.
         said = [self.metadata(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
         ends = {int(value) for value in said if value is not None and value.isdigit()}
         if self.eos_token_id is not None:
@@ -87,8 +87,8 @@ class GGUFModel:
     # ---------------------------------------------------------------- vocabulary
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes of a token in the middle of a text; a special one spells its name."""
-        if not self._is_used(token_id):  # which llama.cpp prints as nothing
+        """Return the bytes of a token within a text; for a special token, its name."""
+        if not self._is_used(token_id):  # llama.cpp prints nothing for it
             return self._spelling(token_id)
         size = _WHOLE_PIECE
         while True:
@@ -99,17 +99,17 @@ class GGUFModel:
             size = -found
 
     def attributes(self, token_id: int) -> int:
-        """Return the attributes of a token, as bits of ``LLAMA_TOKEN_ATTR_…``."""
+        """Return the attributes of a token: ``LLAMA_TOKEN_ATTR_…`` bits."""
         return int(self._lib.llama_vocab_get_attr(self._vocab, token_id))
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether a token is special: one that controls, or that stands for the unknown."""
+        """Return whether a token is special: a control token or the unknown token."""
         lib = self._lib
         special = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
         return bool(self.attributes(token_id) & special)
 
     def is_defined(self, token_id: int) -> bool:
-        """Return whether an id has a token, and is none that converters have filled a hole with."""
+        """Return whether an id has a token, other than the ``[PAD…]`` filler of converters."""
         return self._is_used(token_id) or self._spelling(token_id) != f"[PAD{token_id}]".encode()
 
     def _is_used(self, token_id: int) -> bool:
@@ -119,7 +119,7 @@ class GGUFModel:
         return self._lib.llama_vocab_get_text(self._vocab, token_id)
 
     def token_ids(self, text: str, *, adds_special: bool) -> list[int]:
-        """Return the token ids of a text, in which names of special tokens are such."""
+        """Return the token ids of a text; names of special tokens become those tokens."""
         data = text.encode()
         size = len(data) + 8
         with self._reading:
@@ -135,7 +135,7 @@ class GGUFModel:
                 size = -found
 
     def metadata(self, key: str) -> str | None:
-        """Return a value of the file's metadata as text; ``None`` if there is none."""
+        """Return a metadata value of the file as text; ``None`` if it has none."""
         size = 256
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -149,7 +149,7 @@ class GGUFModel:
     # ---------------------------------------------------------------- adapters, closing
 
     def adapter(self, name: str, path: str) -> Any:
-        """Return an adapter that llama.cpp has loaded from a GGUF file."""
+        """Load a LoRA adapter from a GGUF file; raise an ``AdapterError`` if that fails."""
         try:
             _check_file(Path(path))
         except OSError as error:
@@ -163,18 +163,18 @@ class GGUFModel:
         return found
 
     def free_adapter(self, adapter: Any) -> None:
-        """Free an adapter that no context computes with."""
+        """Free an adapter, which no context may use any more."""
         self._lib.llama_adapter_lora_free(adapter)
 
     def close(self) -> None:
-        """Free the model and its adapters; again has no effect. No context may be left."""
+        """Free the model and its adapters, after all contexts; a second call has no effect."""
         with self._reading:
             self._freeing()
             self.pointer = None
 
 
 def _check_file(path: Path) -> None:
-    """Raise an error unless a file begins as GGUF files do."""
+    """Raise a ``ModelNotFoundError`` unless a file begins with ``GGUF``."""
     if not path.is_file():
         raise ModelNotFoundError(f"there is no file {str(path)!r}")
     with path.open("rb") as file:

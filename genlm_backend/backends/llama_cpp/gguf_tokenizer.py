@@ -1,4 +1,4 @@
-"""GGUFTokenizer: the tokenizer of a GGUF file, by llama.cpp."""
+"""GGUFTokenizer: llama.cpp's tokenizer of a GGUF file, with methods that transformers' have."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from genlm_backend.errors import ContextError
 
 @final
 class GGUFTokenizer:
-    """The vocabulary that a GGUF file has, and llama.cpp's way to divide texts into its tokens.
+    """The vocabulary of a GGUF file, with llama.cpp's tokenization.
 
-    It has the methods of tokenizers of transformers that programs need most.
+    It has the most used methods of transformers' tokenizers.
 
     Args:
-        model: The model, which is asked for as long as the tokenizer is used.
+        model: The model, which has to stay open for ``encode``.
 
     Attributes:
-        decoder: The bytes of each token by its id; of ids that no token has there are none.
+        decoder: The bytes of each token by its id; ids without a token are left out.
         all_special_ids: The ids of special tokens.
         bos_token_id: The id that begins a text, or ``None``.
         eos_token_id: The id that ends a text, or ``None``.
-        chat_template: The template of chats that the file has, or ``None``.
+        chat_template: The chat template in the file, or ``None``.
         name_or_path: Path of the file.
     """
 
@@ -44,13 +44,13 @@ class GGUFTokenizer:
         """Return the token ids of a text.
 
         Args:
-            text: The text. Names of special tokens are such tokens.
-            add_special_tokens: Whether the ids that the model begins and ends texts with are added.
+            text: The text. Names of special tokens become those tokens.
+            add_special_tokens: Whether to add the tokens that begin and end the model's texts.
         """
         return self._model.token_ids(text, adds_special=add_special_tokens)
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens, with U+FFFD for bytes that are no UTF-8."""
+        """Return the text of tokens, with U+FFFD for bytes that are not UTF-8."""
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         return b"".join(self.decoder.get(i, b"") for i in ids if i not in skipped).decode(
@@ -64,13 +64,13 @@ class GGUFTokenizer:
         tokenize: bool = True,
         **others: Any,
     ) -> list[int] | str:
-        """Return a chat as the file's template writes it.
+        """Return a chat rendered by the file's template.
 
         Args:
             conversation: Messages, each with a ``"role"`` and a ``"content"``.
-            add_generation_prompt: Whether the beginning of an answer follows.
-            tokenize: Whether to return token ids, and not the text.
-            **others: For ``render_jinja_template`` of transformers, but for ``return_dict``.
+            add_generation_prompt: Whether to append the beginning of an answer.
+            tokenize: Whether to return token ids instead of text.
+            **others: For transformers' ``render_jinja_template``; ``return_dict`` is ignored.
 
         Raises:
             ContextError: (``ValueError``) If the file has no template.
@@ -91,10 +91,10 @@ class GGUFTokenizer:
 
     @property
     def eos_token(self) -> str | None:
-        """The name of the token that ends a text."""
+        """The text of the token that ends a text; ``None`` without one."""
         return None if self.eos_token_id is None else self.decode(self.eos_token_id)
 
     @property
     def bos_token(self) -> str | None:
-        """The name of the token that begins a text."""
+        """The text of the token that begins a text; ``None`` without one."""
         return None if self.bos_token_id is None else self.decode(self.bos_token_id)

@@ -1,4 +1,4 @@
-"""LlamaContext: the memory of llama.cpp's sequences, and the passes that fill it."""
+"""LlamaContext: a ``llama_context`` with its KV cache, sequences and passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from genlm_backend.errors import EvaluationError, OptionError, UnsupportedModelE
 
 
 class ContextSize(NamedTuple):
-    """Bounds of what llama.cpp keeps, and of a pass."""
+    """Sizes of llama.cpp's cache and of a pass."""
 
     num_cells: int
     sequences: SequenceCounts
@@ -30,16 +30,16 @@ class ContextSize(NamedTuple):
 
 @final
 class OutOfCellsError(EvaluationError):
-    """llama.cpp has too few cells for tokens, in addition to those that its sequences hold."""
+    """llama.cpp has too few free cells for the tokens of a pass."""
 
 
 @final
 class LlamaContext:
-    """A context of llama.cpp: cells that its sequences share, in one unified cache."""
+    """A ``llama_context``: one unified cache, whose cells its sequences share."""
 
-    # The first sequences are for contexts. A recurrent state is a cell of its own, which copies
-    # share, after a sequence's last token; llama.cpp cuts no sequence that has one. So sequences of
-    # contexts have states only during a pass, and other sequences hold nothing but states.
+    # The first sequences are for contexts. A recurrent state is a cell of its own after a
+    # sequence's last token, which copies share. llama.cpp cannot cut a sequence that has a state,
+    # so contexts' sequences have states only during a pass; other sequences hold states alone.
     def __init__(self, model: GGUFModel, size: ContextSize) -> None:
         self.model, self.size = model, size
         counts = size.sequences
@@ -48,13 +48,13 @@ class LlamaContext:
         self._spare = self.first_passed + counts.most_rows
         lib = self._lib = library()
         params = lib.llama_context_default_params()
-        num_cells = max(size.num_cells, self._spare + 1)  # or it aborts
+        num_cells = max(size.num_cells, self._spare + 1)  # llama.cpp aborts with fewer
         params.n_ctx = -(-num_cells // _PADDED) * _PADDED
         params.n_seq_max = self._spare + 1
         params.n_batch, params.n_ubatch = size.most_tokens, min(size.most_tokens, _AT_ONCE)
         params.n_threads = params.n_threads_batch = size.num_threads
         params.type_k = params.type_v = size.cell_type
-        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds, by up to 0.6 nats
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # rounds by up to 0.6 nats
         params.kv_unified = True
         params.swa_full = True
         params.no_perf = True
@@ -66,39 +66,39 @@ class LlamaContext:
                 f"{'; '.join(errors) or 'it does not say why'}; give less by kv_cache_bytes or "
                 "max_length"
             )
-        # It holds the model, which must not be freed before it; at exit a thread may still compute.
+        # The finalizer keeps the model until the context is freed; at exit a thread may still run.
         self._freeing = weakref.finalize(self, _free, self._pointer, model)
         self._freeing.atexit = False
-        self._most_tokens = int(lib.llama_n_batch(self._pointer))  # it aborts beyond these
+        self._most_tokens = int(lib.llama_n_batch(self._pointer))  # llama.cpp aborts beyond these
         self._memory = lib.llama_get_memory(self._pointer)
         if not self._memory:
             self.close()
             raise UnsupportedModelError(f"{model.path!r} holds no language model that goes on")
 
     def copy(self, source: int, sequence: int, size: int) -> None:
-        """Have a sequence hold the first tokens of another one."""
+        """Copy the first ``size`` tokens of ``source`` to a sequence, which shares their cells."""
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, 0, size)
 
     def cut(self, sequence: int, size: int) -> None:
-        """Have a sequence hold no more than its first ``size`` tokens."""
+        """Remove the tokens of a sequence after its first ``size``."""
         if not self._lib.llama_memory_seq_rm(self._memory, sequence, size or -1, -1):
             raise EvaluationError(f"llama.cpp cannot cut a sequence at token {size}")
 
     def first_position(self, sequence: int) -> int:
-        """Return the position from which on a sequence has its tokens in every layer."""
+        """Return the first position that a sequence holds in every layer; -1 if it is empty."""
         return int(self._lib.llama_memory_seq_pos_min(self._memory, sequence))
 
     # ---------------------------------------------------------------- recurrent states
 
     def copy_state(self, source: int, sequence: int) -> None:
-        """Give a sequence the recurrent state of another one, and nothing else of it."""
+        """Copy only the recurrent state of a sequence to another one."""
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, 0, 0)
 
     @contextlib.contextmanager
     def in_states(
         self, rows: NDArray[np.int64], before: NDArray[np.int64] | None
     ) -> Iterator[None]:
-        """Have sequences go on from recurrent states, or from none, and have none afterwards."""
+        """Give rows the recurrent states ``before``, if any; remove their states afterwards."""
         if not self.model.has_states:
             yield
             return
@@ -109,10 +109,10 @@ class LlamaContext:
             yield
         finally:
             for row in rows.tolist():
-                self.copy_state(self._spare, row)  # which has none
+                self.copy_state(self._spare, row)  # the spare sequence has none
 
     def passed_states(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sequences that have the states of others until the next call."""
+        """Copy the rows' states to sequences that keep them until the next call; return these."""
         after = self.first_passed + np.arange(len(rows))
         for row, sequence in zip(rows.tolist(), after.tolist(), strict=True):
             self.copy_state(row, sequence)
@@ -163,11 +163,11 @@ class LlamaContext:
             raise kind("; ".join([text, *errors]))
 
     def num_bytes(self, sequence: int) -> int:
-        """Return how many bytes the state of a sequence takes when it is saved."""
+        """Return the bytes of a sequence's saved state."""
         return int(self._lib.llama_state_seq_get_size(self._pointer, sequence))
 
     def clear(self) -> None:
-        """Have all sequences hold nothing, and all cells be zero."""
+        """Empty all sequences, and set all cells to zero."""
         self._lib.llama_memory_clear(self._memory, True)
 
     def use_adapter(self, adapter: Any | None) -> None:
@@ -180,16 +180,16 @@ class LlamaContext:
             raise EvaluationError("llama.cpp does not compute with the adapter")
 
     def close(self) -> None:
-        """Free the memory; again has no effect."""
+        """Free the context; a second call has no effect."""
         self._freeing()
         self._pointer = None
 
 
 _AT_ONCE: Final = 512
-"""Tokens of one graph, at most."""
+"""Most tokens of one compute graph (``n_ubatch``)."""
 
 _PADDED: Final = 256
-"""Number of cells that llama.cpp makes others of multiples of."""
+"""llama.cpp rounds the number of cells up to a multiple of this."""
 
 
 def _free(pointer: Any, model: GGUFModel) -> None:

@@ -1,4 +1,4 @@
-"""LlamaEvaluator: answers of a GGUF model, by llama.cpp."""
+"""LlamaEvaluator: evaluates queries with llama.cpp."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _PROBE_LENGTH: Final = 12
 _SHARE_OF_SPREAD: Final = 0.02
 _ROUNDING: Final = 1e-3
 _BYTES_OF_CELL: Final = 12
-"""Bytes of a token's position and sequence in a saved state, besides its keys and values."""
+"""Bytes of a token's position and sequence in a saved state, besides keys and values."""
 
 
 @final
 class LlamaSupport(NamedTuple):
-    """Abilities of a model."""
+    """Memory that a model takes, and the reason if its cache cannot be used."""
 
     bytes_per_token: int
     bytes_per_state: int = 0
@@ -49,9 +49,9 @@ class LlamaSupport(NamedTuple):
 
 
 def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
-    """Find out what llama.cpp can do with a model, in a small context of its own."""
-    # A context forked from the middle of another one is compared with the same one computed alone.
-    # The cache is used if the difference is rounding, compared with that of a wrong token.
+    """Measure a model's cache, and test forks, in a small context of its own."""
+    # Compare a context forked from the middle of another one with the same context computed alone.
+    # The cache is used if they differ by rounding only, measured against a wrong token's effect.
     num_cells, most_tokens = 8 * _PROBE_LENGTH, 4 * _PROBE_LENGTH
     has_states = int(model.has_states)
     counts = SequenceCounts(4, has_states, most_rows=has_states)
@@ -71,7 +71,7 @@ def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> Llama
         _row(context, ids[2:middle], 0, 2)
         if has_states:
             context.copy_state(context.first_passed, state)
-        _row(context, wrong[:middle][::-1], 0, middle)  # which is to be cut off again
+        _row(context, wrong[:middle][::-1], 0, middle)  # cut off again below
         context.copy(0, 1, middle)
         context.cut(0, middle)
         forked = _row(context, ids[middle:], 1, middle, state)
@@ -89,7 +89,7 @@ def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> Llama
 def _row(
     context: LlamaContext, ids: list[int], sequence: int, start: int = 0, state: int | None = None
 ) -> torch.Tensor:
-    """Return the row after tokens that go on in a sequence, and from a state if there is one."""
+    """Return the row after tokens appended to a sequence, from a recurrent state if any."""
     has_output = np.zeros(len(ids), np.int8)
     has_output[-1] = 1
     tokens, positions = np.array(ids, np.int32), np.arange(start, start + len(ids), dtype=np.int32)
@@ -109,7 +109,7 @@ def _distance(row: torch.Tensor, other: torch.Tensor) -> float:
 logger = logging.getLogger(__name__)
 
 CELL_TYPES: Final = {"float32": 0, "float16": 1}
-"""Number format of keys and values → ``GGML_TYPE_F32``, ``GGML_TYPE_F16``."""
+"""``kv_cache_dtype`` → ``GGML_TYPE_F32`` or ``GGML_TYPE_F16``."""
 
 _CPU: Final = torch.device("cpu")
 _DEFAULT_TOKENS: Final = 16384
@@ -123,7 +123,7 @@ _NEVER_SPLIT: Final = 1e6
 
 @final
 class CellPool:
-    """The store of a prefix cache whose keys and values llama.cpp keeps."""
+    """The KV pool of a prefix cache whose keys and values are in llama.cpp's cells."""
 
     layout = KVLayout()
 
@@ -131,13 +131,13 @@ class CellPool:
         self.bytes_per_slot = bytes_per_slot
 
     def is_finite(self, slots: Any) -> bool:
-        """Return ``True``: overflow shows in later rows."""
+        """Return ``True``: llama.cpp's cells are not read, and overflow shows in later rows."""
         return True
 
 
 @final
 class LlamaCppAttention(AttentionBackend[None]):
-    """The way to attend of llama.cpp: to the cells of a row's sequence."""
+    """llama.cpp's own attention, to the cells of a row's sequence."""
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[None]:
@@ -156,7 +156,7 @@ def load_evaluator(path: str, num_gpu_layers: int, options: Mapping[str, Any]) -
 
 @final
 class LlamaEvaluator(LocalEvaluator):
-    """Answers queries by a GGUF model, in llama.cpp's unified cache."""
+    """Evaluates queries with a GGUF model, cached in llama.cpp's unified cache."""
 
     _runner: LlamaRunner
 
@@ -181,7 +181,7 @@ class LlamaEvaluator(LocalEvaluator):
         counts = self._counts = self._sequence_counts(keeps=keeps)
         num_tokens = self._num_tokens(keeps=keeps)
         self._num_slots = num_tokens if keeps else 0
-        # The rest is for prompts that are pinned beside the longest context.
+        # A quarter of the tokens is left for pinned prompts.
         most = min(model.num_trained, -(-3 * num_tokens // 4))
         length = self._length = most if max_length is None else max_length
         num_cells = num_tokens if keeps else max(length, min(num_tokens, _MOST_TOKENS))
@@ -191,7 +191,7 @@ class LlamaEvaluator(LocalEvaluator):
         self._adapter: Adapter | None = None
         has_cells = support.bytes_per_token > 0
         runner = LlamaRunner(self._context, length, self._num_slots, has_cells=has_cells)
-        # The most contexts of a batch, so that each has a sequence beside those that are pinned.
+        # The largest batch: each row needs a sequence, and half of them may be pinned.
         self._most_rows = counts.most_rows or counts.num_contexts // (2 if keeps else 1)
         cost = replace(
             CostModel.on("cpu"),  # rows are not padded
@@ -226,7 +226,7 @@ class LlamaEvaluator(LocalEvaluator):
         return num_tokens
 
     def _check_room(self, num_bytes: int) -> None:
-        """Raise an error for more bytes than there are: llama.cpp takes and clears them at once."""
+        """Raise if memory is short: llama.cpp allocates and clears all the bytes at once."""
         free = free_memory()
         if num_bytes > free and not library().llama_supports_gpu_offload():
             raise OptionError(
@@ -235,7 +235,7 @@ class LlamaEvaluator(LocalEvaluator):
             )
 
     def _sequence_counts(self, *, keeps: bool) -> SequenceCounts:
-        """Return how many sequences are for what."""
+        """Return how many sequences hold contexts, recurrent states, and states of a pass."""
         most = min(_MOST_SEQUENCES, int(library().llama_max_parallel_sequences()))
         of_state, wanted = self._support.bytes_per_state, self._wanted_bytes
         if of_state and not keeps:
@@ -264,7 +264,7 @@ class LlamaEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- getting ready
 
     def open(self) -> EvaluatorInfo:
-        """Make room for the cache, and return the abilities of the model."""
+        """Make the prefix cache, and return the capabilities of the model."""
         num_slots, num_states = self._num_slots, self._counts.num_states
         of_token, of_state = self._support.bytes_per_token, self._support.bytes_per_state
         if num_slots:
@@ -281,7 +281,7 @@ class LlamaEvaluator(LocalEvaluator):
             made = num_slots * of_token + self._state_bytes
             cache = PrefixCache(
                 self._runner,
-                self.scheduler.uncached_attention,  # which attends to cells in either case
+                self.scheduler.uncached_attention,  # llama.cpp attends to its cells either way
                 pool,
                 num_slots,
                 states=states,
@@ -299,7 +299,7 @@ class LlamaEvaluator(LocalEvaluator):
             kv_cache_dtype=self._dtype if num_slots else None,
             device="cpu",
             takes_adapters=True,
-            uses_openmp=True,  # threads of its own, which others that idle slow down as well
+            uses_openmp=True,  # its own threads, but idle OpenMP threads slow them down too
             scores=True,
             omits_undefined=True,
             reads_out=True,
@@ -307,7 +307,7 @@ class LlamaEvaluator(LocalEvaluator):
         )
 
     def _check_pin(self, node: int) -> None:
-        """Raise an error unless there is room for a batch in addition to pinned prompts."""
+        """Raise a ``CacheError`` unless pinned prompts leave room for a batch."""
         tree = self.scheduler.tree
         num_pins, num_tokens = tree.pinned_with(node)
         if num_tokens + self._length > tree.num_slots:
@@ -332,7 +332,7 @@ class LlamaEvaluator(LocalEvaluator):
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
-        """Let llama.cpp compute with an adapter, or as the model came."""
+        """Activate an adapter, or none, for the passes that follow."""
         if self._runner.has_nan:
             self._runner.clear()
         if adapter != self._adapter:
@@ -350,13 +350,13 @@ class LlamaEvaluator(LocalEvaluator):
         self._adapters[adapter] = self._model.adapter(adapter.name, path)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Let go of an adapter, and free all slots."""
+        """Free an adapter, and free all slots."""
         with self._in_place(None):
             self._model.free_adapter(self._adapters.pop(adapter))
         self.clear()
 
     def close(self) -> None:
-        """Free the memory of llama.cpp and the model."""
+        """Free llama.cpp's context and the model."""
         self._let_go()
         self._context.close()
         self._model.close()

@@ -1,4 +1,4 @@
-"""LlamaRunner: forward passes of llama.cpp over rows that go on in its sequences."""
+"""LlamaRunner: forward passes of llama.cpp, in which each row extends a sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from genlm_backend.prefix.prefix_tree import PrefixTree
 
 
 class _Tokens(NamedTuple):
-    """Tokens of the rows of a pass, one row after another."""
+    """The new tokens of a pass, flattened row by row."""
 
     row: NDArray[np.int64]  # [n]
     values: NDArray[np.int32]  # [n]
@@ -60,14 +60,14 @@ class LlamaRunner(Runner):
         else:
             try:
                 logits = self._computed_to_stay(batch, tokens)
-            except OutOfCellsError:  # with nothing else in the cells there is room
+            except OutOfCellsError:  # every sequence is empty now, so there is room
                 logits = self._computed_to_stay(batch, tokens)
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens
         return logits
 
     def _computed_to_stay(self, batch: ForwardBatch, tokens: _Tokens) -> torch.Tensor:
-        """Return the logits of rows whose tokens have slots, and keep these tokens."""
+        """Return the logits of rows whose tokens have slots; their sequences keep the tokens."""
         slots = batch.slot_mapping.numpy()
         ends = batch.past.nodes if self._has_cells else np.zeros(batch.num_rows, np.int64)
         self._sequences.release(slots)
@@ -80,9 +80,9 @@ class LlamaRunner(Runner):
         return logits
 
     def _computed_apart(self, tokens: _Tokens) -> torch.Tensor:
-        """Return the logits of rows that are not cached, one by one if there is a NaN."""
-        # NaN in a cell reaches every row, as 0 × NaN is NaN. Cached rows that are NaN come here
-        # too, so that a row is NaN only if it is alone, in cells that have held nothing.
+        """Return the logits of rows that are not cached, row by row if there is a NaN."""
+        # A NaN in any cell reaches every row, since 0 × NaN is NaN. Cached rows that are NaN come
+        # here too, so that a row is NaN only if it is NaN alone, in cleared cells.
         own, row = np.unique(tokens.row, return_inverse=True)
         is_alone = self.has_nan and len(own) == 1
         if self.has_nan:
@@ -99,7 +99,7 @@ class LlamaRunner(Runner):
         return logits
 
     def _compute_again(self, sequence: int, start: int, token_ids: Ints) -> None:
-        """Compute tokens in a sequence, which had been in another one."""
+        """Compute tokens into a sequence again, because no sequence holds them any more."""
         size = len(token_ids)
         positions, none = np.arange(start, start + size, dtype=np.int32), np.zeros(size, np.int8)
         tokens = _Tokens(np.zeros(size, np.int64), token_ids, positions, none)
@@ -109,7 +109,7 @@ class LlamaRunner(Runner):
     def _computed(
         self, rows: Ints, tokens: _Tokens, states: SequenceRowStates | None = None
     ) -> torch.Tensor:
-        """Return the logits of rows in sequences; idle sequences go if there is no room."""
+        """Return the logits of rows in sequences; empty idle sequences to make room."""
         own = rows[tokens.row].astype(np.int32)
         while True:
             try:
@@ -123,12 +123,12 @@ class LlamaRunner(Runner):
                 if not self._sequences.drop_idle():
                     self._sequences.clear()
                     raise
-            except BaseException:  # after which it is unknown what the sequences hold
+            except BaseException:  # the contents of the sequences are unknown
                 self._sequences.clear()
                 raise
 
     def clear(self) -> None:
-        """Keep nothing any more, pinned contexts neither."""
+        """Empty the tree and all sequences, pinned contexts included."""
         self.tree.clear()
         self._sequences.clear()
         self._context.clear()

@@ -1,4 +1,4 @@
-"""Recurrent states of a GGUF model, each of which is in a sequence of llama.cpp's."""
+"""Recurrent states of a GGUF model, each in a llama.cpp sequence of its own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from genlm_backend.prefix.nodes import Ints
 
 @final
 class SequenceStateLayout(NamedTuple):
-    """The recurrent state after one token."""
+    """The size of the recurrent state after one token."""
 
     bytes_per_state: int
 
 
 @final
 class SequenceStateStore:
-    """Recurrent states by number, as in ``StatePool``: reads and writes numbers of sequences."""
+    """Recurrent states by number, as in ``StatePool``; reads and writes sequence numbers."""
 
-    # Copies of states share their memory.
+    # llama.cpp copies a state by sharing its memory.
     def __init__(
         self,
         layout: SequenceStateLayout,
@@ -36,23 +36,23 @@ class SequenceStateStore:
         self._first, self._copy = first, copy
 
     def read(self, numbers: Ints) -> list[NDArray[np.int64]]:
-        """Return the sequences of states: one array, ``[n]``."""
+        """Return the sequences that hold the states: one array, ``[n]``."""
         return [np.asarray(numbers, np.int64) - 1 + self._first]
 
     def write(self, numbers: Ints, states: Sequence[NDArray[np.int64]]) -> None:
-        """Fill states with those of sequences, as ``read`` returns them."""
+        """Copy the states of sequences, in the format of ``read``."""
         (sequences,) = self.read(numbers)
         for source, sequence in zip(states[0].tolist(), sequences.tolist(), strict=True):
             self._copy(source, sequence)
 
     def is_finite(self, numbers: Ints) -> bool:
-        """Return ``True``: overflow shows in later rows."""
+        """Return ``True``: states are not read, and overflow shows in later rows."""
         return True
 
 
 @final
 class SequenceRowStates(BatchStates):
-    """The recurrent states of the rows of one pass, by sequences."""
+    """The sequences with the rows' recurrent states, before and after one pass."""
 
     after: NDArray[np.int64]  # [B]
 
@@ -69,7 +69,7 @@ class SequenceRowStates(BatchStates):
 
 @final
 class SequenceCounts(NamedTuple):
-    """Numbers of llama.cpp's sequences, by what they are for."""
+    """How many of llama.cpp's sequences hold contexts, states, and states of a pass."""
 
     num_contexts: int
     num_states: int = 0
@@ -77,7 +77,7 @@ class SequenceCounts(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Number of all sequences, with one that has nothing."""
+        """Number of all sequences, including one that stays empty."""
         return sum(self) + 1
 
     @classmethod
@@ -87,6 +87,6 @@ class SequenceCounts(NamedTuple):
 
     @classmethod
     def within(cls, most: int) -> Self:
-        """Return the numbers with the most states, or with one state if there is no room for it."""
+        """Return the counts with the most states for ``most`` sequences, and at least one state."""
         counts = map(cls.of_states, range(most, 1, -1))
         return next((found for found in counts if found.total <= most), cls.of_states(1))

@@ -1,9 +1,9 @@
-"""Sequences: the tokens that llama.cpp's sequences hold, and the one in which a row goes on.
+"""Sequences: tracks the tokens in llama.cpp's sequences, and chooses the one a row extends.
 
 llama.cpp keeps a token's keys and values in a *cell*, which any number of *sequences* may share; a
-row attends to the cells of one sequence. A slot of the prefix tree at a position stands for all
-tokens before it, until the tree reuses it. The least recently used sequences go first, without the
-tree: tokens of the tree that no sequence holds are computed again.
+row attends to the cells of one sequence. A slot of the prefix tree at a position identifies the
+whole prefix up to it, until the tree reuses the slot. The least recently used sequences are evicted
+first, independently of the tree: tokens in the tree that no sequence holds are computed again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Sequences:
         num_slots: int,
         compute: Callable[[int, int, Ints], None],
     ) -> None:
-        self._context, self._compute = context, compute  # tokens in a sequence, from a position
+        self._context, self._compute = context, compute  # compute(sequence, start, token_ids)
         count = context.size.sequences.num_contexts
         self._slots = np.zeros((count, length), np.int32)
         self._sizes, self._used = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self._position = np.zeros(num_slots + 1, np.int32)  # at which a slot is, if anywhere
+        self._position = np.zeros(num_slots + 1, np.int32)  # of each slot within its sequences
         self._now = 0
 
     def clear(self) -> None:
@@ -43,26 +43,26 @@ class Sequences:
             self.cut(sequence, 0)
 
     def cut(self, sequence: int, size: int) -> None:
-        """Have a sequence hold no more than its first ``size`` tokens."""
+        """Remove the tokens of a sequence after its first ``size``."""
         self._context.cut(sequence, size)
         self._sizes[sequence] = size
         if not size:
             self._used[sequence] = 0
 
     def undo(self, rows: Ints) -> None:
-        """Have llama.cpp drop tokens of sequences that these do not hold yet."""
+        """Remove tokens of a failed pass, which ``hold`` has not recorded, from sequences."""
         for sequence in rows.tolist():
             self._context.cut(sequence, int(self._sizes[sequence]))
 
     def hold(self, rows: Ints, slots: Sequence[Ints]) -> None:
-        """Note that sequences hold tokens after those that they have, in these slots."""
+        """Record the slots of the tokens that were appended to each sequence."""
         for sequence, new in zip(rows.tolist(), slots, strict=True):
             start, stop = int(self._sizes[sequence]), int(self._sizes[sequence]) + len(new)
             self._slots[sequence, start:stop], self._sizes[sequence] = new, stop
             self._position[new] = np.arange(start, stop)
 
     def release(self, slots: Ints) -> None:
-        """Have no sequence hold slots, which the tree gives to other tokens."""
+        """Cut every sequence before the first of these slots, which the tree reuses."""
         positions = self._position[slots]
         is_there = (self._slots[:, positions] == slots) & (positions < self._sizes[:, None])
         sizes = np.where(is_there, positions, np.iinfo(np.int32).max).min(axis=1)
@@ -81,7 +81,7 @@ class Sequences:
     # ---------------------------------------------------------------- rows
 
     def place(self, nodes: Nodes, ends: Ints) -> NDArray[np.int64]:
-        """Return a sequence for each row that holds the path to its last node (0: none) alone."""
+        """Return a free sequence per row that holds just the path to its last node (0: none)."""
         self._now += 2
         rows, sizes, slots = np.full(len(ends), -1), nodes.depth[ends], nodes.slot[ends]
         for row, (size, slot) in enumerate(zip(sizes.tolist(), slots.tolist(), strict=True)):
@@ -89,7 +89,7 @@ class Sequences:
             free = holders[(self._sizes[holders] == size) & (self._used[holders] < self._now)]
             if len(free):
                 rows[row], self._used[free[0]] = free[0], self._now
-            else:  # one is to be copied, so that it goes after others
+            else:  # evict the one to be copied after the others
                 self._used[holders[:1]] = np.maximum(self._used[holders[:1]], self._now - 1)
         for row in np.flatnonzero(rows < 0).tolist():
             sequence = rows[row] = int(self._used.argmin())
@@ -105,21 +105,21 @@ class Sequences:
         return rows
 
     def pin(self, nodes: Nodes, end: int) -> None:
-        """Keep the path to a node in a sequence in which nothing goes on."""
+        """Keep the path to a node in a sequence that no row extends."""
         holders = self._holders(int(nodes.slot[end]), int(nodes.depth[end]))
         if not (self._used[holders] == _PINNED).any():
             self._used[self.place(nodes, np.array([end]))] = _PINNED
 
     def _copy(self, sources: Ints, sequence: int, size: int) -> None:
-        """Have an empty sequence hold what others do, the first of which is as good as any."""
+        """Copy the first ``size`` tokens of ``sources``, which all have them, to a sequence."""
         self._context.copy(int(sources[0]), sequence, size)
         self._slots[sequence, :size] = self._slots[sources[0], :size]
         self._sizes[sequence] = size
 
     def _restore(self, sequence: int, nodes: Nodes, path: Ints) -> None:
-        """Have an empty sequence hold a path, of which others hold a part or nothing."""
+        """Fill an empty sequence with a path: copy the longest held part, compute the rest."""
         slots, start = nodes.slot[path], 0
-        if not self._context.model.has_states:  # or tokens after a part need a state as well
+        if not self._context.model.has_states:  # otherwise the rest would need a state too
             is_there = self._slots[:, : len(path)] == slots
             is_there &= np.arange(len(path)) < self._sizes[:, None]
             for size in (np.flatnonzero(is_there.any(axis=0)) + 1)[::-1].tolist():
@@ -132,14 +132,14 @@ class Sequences:
         self.hold(np.array([sequence]), [slots[start:]])
 
     def _holders(self, slot: int, size: int) -> NDArray[np.intp]:
-        """Return the sequences whose first ``size`` tokens end with a slot."""
+        """Return the sequences whose first ``size`` tokens end with ``slot``."""
         if not size:
             return np.empty(0, np.intp)
         holders = np.flatnonzero((self._slots[:, size - 1] == slot) & (self._sizes >= size))
-        # Once a single sequence holds it, llama.cpp reuses the cell of a token before a window. A
-        # sequence that has lost such tokens goes on from its end alone.
+        # llama.cpp reuses the cell of a token before the sliding window once a single sequence
+        # holds it. A sequence that has lost such tokens can be extended only at its end.
         window = self._context.model.window
         if window and len(holders):
             firsts = np.array([self._context.first_position(i) for i in holders.tolist()])
-            holders = holders[(firsts >= 0) & (firsts <= max(0, size - window + 1))]  # -1: of none
+            holders = holders[(firsts >= 0) & (firsts <= max(0, size - window + 1))]  # -1: empty
         return holders

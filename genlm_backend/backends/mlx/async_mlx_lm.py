@@ -1,4 +1,4 @@
-"""AsyncMlxLM: awaited log-probabilities of a model of mlx-lm."""
+"""AsyncMlxLM: next-token log-probabilities of an mlx-lm model, for asyncio."""
 
 from __future__ import annotations
 
@@ -28,40 +28,39 @@ if TYPE_CHECKING:
 class AsyncMlxLM(WholeLM):
     """A language model of mlx-lm, batched and cached, on Apple silicon or on a CPU.
 
-    All concurrent awaits become padded batched forward passes on one worker thread, which alone
-    uses the model; the keys and values of every prefix seen are kept, within a budget, and reused
-    token by token, and so are recurrent states of layers that have such, after what was asked.
-    Families of which neither can be kept answer just as well, by running every context whole;
-    ``kv_reuse`` tells. ``add_new_lora`` takes adapters that
-    ``mlx_lm.lora`` makes. It needs the extra ``mlx``.
+    Concurrent awaits become padded batched forward passes on one worker thread, the only one that
+    uses the model. The keys and values of every prefix are kept within a budget and reused token
+    by token; recurrent states, if layers have any, are kept after each queried context. Families
+    that allow neither give the same rows, but run every context whole; ``kv_reuse`` shows it.
+    ``add_new_lora`` takes adapters that ``mlx_lm.lora`` makes. The class needs the extra ``mlx``.
 
     Args:
-        mlx_lm_model: What ``mlx_lm.load`` returns first, quantised or not.
-        tokenizer: A tokenizer of transformers, or what ``mlx_lm.load`` returns second.
+        mlx_lm_model: The model that ``mlx_lm.load`` returns, quantised or not.
+        tokenizer: A transformers tokenizer, or the one that ``mlx_lm.load`` returns.
         timeout: Seconds that the first query of a batch may wait for others.
-        prefill_step_size: Tokens of one context in one pass, at most; longer ones go in chunks.
-            Contexts that are run whole are not divided. Default: 1,024 on a CPU, else 2,048.
-        cache_size: Rows to keep, at most; 0 bounds them by bytes only.
-        cache_opts: ``max_bytes`` of the rows kept, in place of ``row_cache_bytes``, and
-            ``move_to_cpu``: whether to keep them in main memory, where MLX's are in any case.
-        batch_size: Number of distinct contexts evaluated at once, at most.
-        kv_cache_bytes: Bytes of keys and values to keep, taken as they are used; 0 keeps none.
-            Default: a quarter of the machine's free memory up to 4 GiB on the CPU, half of what
-            Metal recommends and does not use elsewhere.
-        state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep recurrent states in, of a
-            model that has such layers (Mamba, Gated DeltaNet, …). Default: half of them, or all
-            where no layer attends.
-        max_length: The longest context to accept. Default: what the model's arguments say.
-        eos_token_ids: The ids that end a text where a caller names none. Default: those that the
-            tokenizer says; what ``mlx_lm.load`` returns says the model's.
-        **options: ``row_cache_bytes``, ``output_device`` and ``self_check``, as of ``BatchedLM``.
+        prefill_step_size: Maximum tokens of one context per pass; longer contexts go in chunks.
+            Contexts that run whole are not divided. Default: 1,024 on a CPU, else 2,048.
+        cache_size: Maximum number of rows to keep; 0 bounds them by bytes only.
+        cache_opts: ``max_bytes`` of the rows kept, instead of ``row_cache_bytes``, and
+            ``move_to_cpu``: whether to keep them in main memory, where MLX's rows are anyway.
+        batch_size: Maximum number of distinct contexts evaluated at once.
+        kv_cache_bytes: Bytes of keys and values to keep, allocated as they are used; 0 keeps none.
+            Default: on the CPU a quarter of the free memory, up to 4 GiB; on Metal half of the
+            unused part of the recommended working set.
+        state_cache_bytes: The part of ``kv_cache_bytes`` for recurrent states, for a model with
+            such layers (Mamba, Gated DeltaNet, …). Default: half of the bytes, or all if no layer
+            attends.
+        max_length: The longest context to accept. Default: the length in the model's arguments.
+        eos_token_ids: The ids that end a text if a call names none. Default: the tokenizer's;
+            the tokenizer of ``mlx_lm.load`` has the model's.
+        **options: ``row_cache_bytes``, ``output_device`` and ``self_check``, as for ``BatchedLM``.
 
     Raises:
         MissingExtraError: (``ImportError``) Without MLX.
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds.
         UnsupportedModelError: (``ValueError``) If it is no language model of mlx-lm.
-        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
+        TokenizerDecodeError: (``ValueError``) If the bytes of some token are unknown.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -117,14 +116,14 @@ class AsyncMlxLM(WholeLM):
         """Load a model and its tokenizer.
 
         Args:
-            model_name: A repository on the hub or a local directory, in MLX's format or in that of
-                transformers with safetensors; or ``"smollm2"``.
+            model_name: A repository on the hub or a local directory, in MLX's format or
+                transformers' format with safetensors; or ``"smollm2"``.
             revision: Branch, tag or commit on the hub.
             trust_remote_code: Whether code that comes with the model may run.
-            allow_untested: Whether to take a model that the tests do not compare with transformers:
-                of another family, or with a config that mlx-lm does not follow. Its rows may differ
-                from those of ``AsyncTransformer``.
-            **kwargs: For the constructor.
+            allow_untested: Whether to accept a model that the tests do not compare with
+                transformers: another family, or a config that mlx-lm does not follow. Its rows may
+                differ from ``AsyncTransformer``'s.
+            **kwargs: Options of the constructor.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
@@ -153,5 +152,5 @@ class AsyncMlxLM(WholeLM):
 
     @property
     def model(self) -> Any:
-        """The model as it was given; ``None`` after ``close()``."""
+        """The ``mlx_lm_model`` that was passed; ``None`` after ``close()``."""
         return self._mlx.model

@@ -1,4 +1,4 @@
-"""MlxAdapters: LoRA adapters in mlx-lm's format, one at a time in place."""
+"""MlxAdapters: LoRA adapters in mlx-lm's format, one active at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FILES: Final = ["adapter_config.json", "adapters.safetensors"]
 
 @final
 class MlxAdapters:
-    """Adapters of one model: the modules that each puts in the place of the model's own."""
+    """Adapters of one model: the modules with which each replaces the model's own."""
 
     def __init__(self, model: Any) -> None:
         self._model: Any = model
         self._modules: dict[Adapter, Mapping[str, Any]] = {}
 
     def load(self, adapter: Adapter, path: str) -> None:
-        """Load an adapter from a directory or a repository on the hub, and try it."""
+        """Load an adapter from a directory or a hub repository, and run it on two tokens."""
         from mlx_lm.tuner.utils import load_adapters
 
         own = dict(self._model.named_modules())
@@ -52,7 +52,7 @@ class MlxAdapters:
 
     @contextlib.contextmanager
     def in_place(self, adapter: Adapter | None) -> Iterator[None]:
-        """Let the model compute with an adapter, or as it came."""
+        """Put an adapter's modules into the model for the duration; ``None`` changes nothing."""
         modules = {} if adapter is None else self._modules[adapter]
         present = dict(self._model.named_modules()) if modules else {}
         own = {name: present[name] for name in modules}
@@ -63,7 +63,7 @@ class MlxAdapters:
             self._put(own)
 
     def close(self) -> None:
-        """Let go of all of them, and of the model."""
+        """Drop all adapters and the model."""
         self._modules.clear()
         self._model = None
 
@@ -80,7 +80,7 @@ class MlxAdapters:
 
 
 def _changed(own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Return the names of modules that others have taken the place of, the outermost of them."""
+    """Return the names of the outermost modules that were replaced."""
     changed = {name for name, module in own.items() if found.get(name) is not module}
     return [name for name in changed if not changed.intersection(_around(name))]
 
@@ -91,9 +91,9 @@ def _parameters(model: Any) -> set[str]:
 
 
 def _check_whole(path: str, folder: Path, added: set[str]) -> None:
-    """Check that an adapter's file has the weights of every layer that its settings add."""
+    """Raise an ``AdapterError`` if a file lacks weights of layers that its settings add."""
     weights: Any = mx.load(str(folder / _FILES[1]))
-    # A layer that is put around another one gives its weights a longer name.
+    # A layer that wraps another one gives that one's weights a longer name.
     moved = {name for name in added if name.rpartition(".")[0].endswith((".linear", ".embedding"))}
     if lacking := sorted(added - moved - weights.keys()):
         raise AdapterError(
@@ -103,7 +103,7 @@ def _check_whole(path: str, folder: Path, added: set[str]) -> None:
 
 
 def _around(name: str) -> Iterator[str]:
-    """Return the names of the modules that one is within."""
+    """Yield the names of the modules that contain a module."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -117,7 +117,7 @@ def _folder(path: str) -> Path:
 
         try:
             folder = Path(snapshot_download(path, allow_patterns=_FILES))
-        except Exception as error:  # whatever a name that is none, or no network, raises
+        except Exception as error:  # a wrong name or a missing network raises many types
             raise AdapterError(
                 f"there is no directory {path!r}, nor a repository of that name to be had: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""Recurrent states of the rows of a pass, and the caches of mlx-lm that hold them."""
+"""The recurrent states of a pass's rows, and the mlx-lm caches that hold them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def caches_of(model: Any, slot_layers: Iterable[Any], states: MlxBatchStates | N
 
 
 def _with(cache: Any, slots: Iterator[Any]) -> Any:
-    """Return a cache of a model with what stands for those of keys and values."""
+    """Return a cache whose parts for keys and values are replaced by the next ``slots``."""
     if isinstance(cache, CacheList):
         return CacheList(*(_with(part, slots) for part in cache.caches))
     return cache if isinstance(cache, ArraysCache) else next(slots)
 
 
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    """Return the caches of a model one by one, those too that are in lists of one layer."""
+    """Yield a model's caches one by one, including those inside a layer's ``CacheList``."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from leaves(cache.caches)
@@ -44,7 +44,7 @@ def state_caches(caches: Iterable[Any]) -> list[ArraysCache]:
 
 @final
 class MlxBatchStates(BatchStates):
-    """The recurrent states of the rows of one pass, before and after it."""
+    """The recurrent states of one pass's rows, before and after it."""
 
     def __init__(self, layout: StateLayout, before: Sequence[mx.array] | None) -> None:
         self._layout, self._before = layout, before

@@ -1,7 +1,7 @@
-"""MlxCascadeAttention: cached stretches that several rows share are read once for all of them.
+"""MlxCascadeAttention: reads cached prefixes that several rows share once for all of them.
 
-The modules of mlx-lm that models are written in have imported one attention function by its name.
-During a pass that name means ours, which passes to theirs any call with another cache.
+mlx-lm's model modules import one attention function by its name. During a pass that name is bound
+to ours, which forwards any call with another cache to mlx-lm's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _products(query: mx.array, keys: mx.array, scaling: float) -> mx.array:
 MLX: Final[ArrayOps[mx.array]] = ArrayOps(
     lib=mx,
     put=_put,
-    device_of=lambda array: None,  # all devices have one memory
+    device_of=lambda array: None,  # all devices share one memory
     as_type_of=lambda array, other: array.astype(other.dtype),
     fill_=lambda array, mask, value: mx.where(mask, value, array),
     at_least_=mx.maximum,
@@ -56,17 +56,17 @@ MLX: Final[ArrayOps[mx.array]] = ArrayOps(
     total=lambda weights: weights.sum(-1, keepdims=True),
     products=_products,
     means_=lambda weights, total, values: weights @ values.astype(mx.float32) / total,
-    # MLX's own attention does not tell the sums that blocks are merged by.
+    # MLX's own attention does not return the softmax sums that merging blocks needs.
     fused=lambda *_: None,
 )
-"""The operators of MLX, whose sums are in float32 whatever the type of keys and values."""
+"""The operators of MLX; they sum in float32 whatever the dtype of keys and values."""
 
 
 _NAME: Final = "scaled_dot_product_attention"
 
 
 def mlx_attends_otherwise(how: str) -> ModelStateError:
-    """Return the error of a model that attends otherwise than it did when it was examined."""
+    """Return the error for a model whose attention has changed since it was probed."""
     return ModelStateError(
         f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed?"
     )
@@ -74,7 +74,7 @@ def mlx_attends_otherwise(how: str) -> ModelStateError:
 
 @final
 class Dispatch:
-    """The modules that a model is written in."""
+    """The Python modules of a model's classes, whose attention function can be replaced."""
 
     def __init__(self, model: Any) -> None:
         names = {
@@ -85,7 +85,7 @@ class Dispatch:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the model's layers call a cache that attends by itself."""
+        """Make the model's layers call caches that attend by themselves."""
         theirs = [getattr(module, _NAME) for module in self._modules]
         try:
             for module, function in zip(self._modules, theirs, strict=True):
@@ -119,7 +119,7 @@ def _asking(theirs: Any) -> Any:
 
 @final
 class MlxCascadeAttention(AttentionBackend[Caches]):
-    """Attends to each shared stretch of cached tokens once; without one, MLX attends to copies."""
+    """Attends to each shared prefix once; if there is none, MLX attends to gathered copies."""
 
     def __init__(
         self, pool: MlxKVPool, few_tokens: int = FEW_TOKENS, makes_arrays: bool = False
@@ -133,7 +133,7 @@ class MlxCascadeAttention(AttentionBackend[Caches]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[Caches]:
-        """Yield layers that attend by themselves, and have the model's layers call them."""
+        """Yield caches that attend by themselves, and make the model's layers call them."""
         plan = batch.plan or self.plan(batch.past, batch.num_new)
         if plan is None or not plan.prefixes:
             with self._gathered.forward_context(batch, model) as layers:
@@ -153,7 +153,7 @@ class MlxCascadeAttention(AttentionBackend[Caches]):
 
 @final
 class MlxCascadeRun(CascadeRun[mx.array]):
-    """The attention of one forward pass, as layers of a model of mlx-lm call it."""
+    """The cascade attention of one forward pass, called by an mlx-lm model's layers."""
 
     ops = MLX
     attends_otherwise = staticmethod(mlx_attends_otherwise)
@@ -164,10 +164,10 @@ class MlxCascadeRun(CascadeRun[mx.array]):
         super().__init__(pool, batch, plan)
         self._makes_arrays = makes_arrays
         self._given: dict[int | None, mx.array] = {}
-        self._numbers: set[int] = set()  # of the layers whose keys and values have come
+        self._numbers: set[int] = set()  # layers whose keys and values have arrived
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
-        """Return the mask over all positions: an array, or a word for it."""
+        """Return the mask over all positions: an array, ``"causal"``, or ``None`` for no mask."""
         length = self.max_prefix_len + num_new
         if window is not None and window >= length and not self._makes_arrays:
             window = None
@@ -184,7 +184,7 @@ class MlxCascadeRun(CascadeRun[mx.array]):
         return self._given[window]
 
     def take_kv(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the new tokens' keys and values, ``[B, heads, Q, dim]``, as they are."""
+        """Return the new tokens' keys and values, ``[B, heads, Q, dim]``, unchanged."""
         if number in self._numbers:
             raise mlx_attends_otherwise("a layer has more than one set of keys and values")
         self._numbers.add(number)
@@ -200,4 +200,4 @@ MLX_ATTENTION_FACTORIES: Final = (
     GATHERED,
     AttentionFactory(_BY_GROUP, _BY_GROUP),
 )
-"""Ways to attend to keys and values in slots; the first is taken that suits a model."""
+"""Attention backends over slots; the first whose rows pass the probe is used."""

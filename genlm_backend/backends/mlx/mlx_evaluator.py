@@ -1,4 +1,4 @@
-"""MlxEvaluator: answers of a model of mlx-lm."""
+"""MlxEvaluator: evaluates queries with an mlx-lm model."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 _CPU: Final = torch.device("cpu")
 
 _turn = threading.Lock()
-"""Held by who computes: a pass changes modules of its model for as long as it takes, and several
-evaluators may be over one model."""
+"""Held during each pass: it temporarily changes modules of its model, which several evaluators may
+share."""
 
 
 @final
 class MlxEvaluator(LocalEvaluator):
-    """Answers queries by a model of mlx-lm, on MLX's default device, without a cache if need be."""
+    """Evaluates queries with an mlx-lm model on MLX's default device, with a cache if possible."""
 
     _runner: MlxRunner
 
@@ -63,7 +63,7 @@ class MlxEvaluator(LocalEvaluator):
         check_mlx_model(model)
         model.eval()
         self._is_metal = is_metal = mx.default_device().type == mx.DeviceType.gpu
-        if not is_metal:  # it would take a compiler, and write files beside the program
+        if not is_metal:  # compiling would need a compiler, and write files next to the program
             mx.disable_compile()
         evaluate_all(model)
         self._adapters = MlxAdapters(model)
@@ -78,13 +78,13 @@ class MlxEvaluator(LocalEvaluator):
 
     @property
     def model(self) -> Any:
-        """The model as it was given; ``None`` after ``close()``."""
+        """The model that was passed; ``None`` after ``close()``."""
         return self._runner.model
 
     # ---------------------------------------------------------------- getting ready
 
     def open(self) -> EvaluatorInfo:
-        """Find out what the model can do by a few tiny passes, and make room for its cache."""
+        """Probe the model by a few tiny passes, and make its prefix cache."""
         runner = self._runner
         with _turn:
             support = mlx_probe(runner, self._max_length)
@@ -100,13 +100,13 @@ class MlxEvaluator(LocalEvaluator):
                 "mlx_lm.load returns has set_dtype(mx.float32))",
                 stacklevel=2,
             )
-        runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
+        runner.num_forwards = runner.tokens_computed = 0  # do not count the probe
         return EvaluatorInfo(
             vocab_size=support.vocab_size,
             max_length=self._max_length,
             num_slots=self.scheduler.tree.num_slots if self.scheduler.cache.keeps else None,
             num_states=self.scheduler.cache.state_pool.num_states or None,
-            device="cpu",  # where rows are
+            device="cpu",  # rows are returned there
             takes_adapters=True,
             scores=support.pads or self.scheduler.cache.keeps,
             omits_undefined=True,
@@ -118,7 +118,7 @@ class MlxEvaluator(LocalEvaluator):
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
-        """Let the model compute with an adapter, or as it came, and no other model meanwhile."""
+        """Activate an adapter, or none, for a pass; only one MLX model computes at a time."""
         with _turn, self._adapters.in_place(adapter):
             yield
 
@@ -129,24 +129,24 @@ class MlxEvaluator(LocalEvaluator):
         self.scheduler.tree.clear()
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
-        """Load an adapter in mlx-lm's format, and try it by a tiny pass."""
+        """Load an adapter in mlx-lm's format, and test it in a tiny pass."""
         with _turn:
             self._adapters.load(adapter, path)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Let go of an adapter, and free all slots."""
+        """Drop an adapter, and free all slots."""
         self._adapters.remove(adapter)
         self.clear()
 
     def close(self) -> None:
-        """Let go of the model and of the slots, and give their memory back."""
+        """Drop the model and the slots, and return MLX's cached memory."""
         self._let_go()
         self._adapters.close()
         mx.clear_cache()
 
 
 def _longest_context(model: Any) -> int | None:
-    """Return the longest context that a model's arguments name."""
+    """Return the longest context in a model's arguments; ``None`` if they name none."""
     args = getattr(model, "args", None)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         length = getattr(args, name, None)
@@ -161,7 +161,7 @@ _METAL_FRACTION: Final = 0.5
 def mlx_prefix_cache(
     runner: MlxRunner, support: MlxSupport, kv_bytes: int | None, state_bytes: int | None
 ) -> PrefixCache | None:
-    """Return room for contexts; ``None`` if every context is run whole."""
+    """Return a prefix cache; ``None`` if every context runs whole."""
     name = type(runner.model).__name__
     if support.reason:
         if state_bytes is not None:
@@ -185,7 +185,7 @@ def mlx_prefix_cache(
 
 
 def _default_budget() -> int:
-    """Return the default bytes of keys and values: on Metal, a share of its unused memory."""
+    """Return the default bytes of keys and values: ``cpu_budget``, or half of Metal's unused."""
     if mx.default_device().type != mx.DeviceType.gpu:
         return cpu_budget()
     recommended = mx.device_info().get("max_recommended_working_set_size", 0)

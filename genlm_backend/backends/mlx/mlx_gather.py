@@ -1,4 +1,4 @@
-"""MlxGatherAttention copies every row's past out of its slots, padded on the left, as in torch."""
+"""MlxGatherAttention: copies each row's cached tokens out of their slots, padded on the left."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from genlm_backend.backends.mlx.mlx_cascade import MlxCascadeRun
 
 Caches: TypeAlias = list[Any] | None
-"""Stand-ins for a model's caches, one for each; ``None`` for none."""
+"""A model's caches or stand-ins for them, one per layer; ``None`` for no caches."""
 
 MlxAttention: TypeAlias = AttentionBackend[Caches]
-"""A way for the new tokens of a forward pass of MLX to attend to those before them."""
+"""An attention backend of MLX: how new tokens attend to the tokens before them."""
 
 
 @final
 class MlxSlotLayer:
-    """A stand-in for one of a model's caches, for one forward pass."""
+    """A stand-in for one of a model's caches, during one forward pass."""
 
     def __init__(
         self, pool: MlxKVPool, number: int, offset: int | mx.array, of_pass: _Past | MlxCascadeRun
@@ -37,11 +37,11 @@ class MlxSlotLayer:
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Any:
-        """Return the attention mask; the names are those of mlx-lm's caches."""
+        """Return the attention mask; mlx-lm's caches dictate the parameter names."""
         return self.of_pass.mask(N, window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take new keys and values, ``[B, heads, Q, dim]``; return what is attended to."""
+        """Take new keys and values, ``[B, heads, Q, dim]``; return all that the rows attend to."""
         found = self.of_pass.take_kv(self._number, keys, values)
         self.new = keys, values
         return found
@@ -58,7 +58,7 @@ class MlxSlotLayer:
 
 
 def keep_new(batch: ForwardBatch, layers: Caches) -> None:
-    """Write the keys and values that layers have taken into the slots that the batch names."""
+    """Write the keys and values that the layers took into the batch's ``slot_mapping``."""
     own = [layer for layer in leaves(layers or ()) if isinstance(layer, MlxSlotLayer)]
     if not own:
         return
@@ -69,24 +69,24 @@ def keep_new(batch: ForwardBatch, layers: Caches) -> None:
 
 
 def offset_of(batch: ForwardBatch) -> int | mx.array:
-    """Return the number of tokens before the new ones: one number for all rows, or ``[B]``."""
+    """Return the number of tokens before the new ones: an int if all rows agree, or ``[B]``."""
     lengths = batch.prefix_lens.astype(np.int32)
     return int(lengths[0]) if (lengths == lengths[0]).all() else mx.array(lengths)
 
 
 @final
 class MlxUncachedAttention(AttentionBackend[Caches]):
-    """Attends to the new tokens alone, by new caches of the model that are not kept."""
+    """Attends to the new tokens alone, with fresh caches that are discarded afterwards."""
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[Caches]:
-        # Some layers read what others have put into these caches.
+        # Some layers read keys and values that other layers put into these caches.
         yield make_prompt_cache(model)
 
 
 @final
 class MlxGatherAttention(AttentionBackend[Caches]):
-    """Attends to a copy of each row's past in the slots of a pool, and to the new tokens."""
+    """Attends to copies of each row's cached tokens, and to the new tokens."""
 
     def __init__(self, pool: MlxKVPool, by_group: bool = False) -> None:
         self._pool, self._by_group = pool, by_group
@@ -104,7 +104,7 @@ class MlxGatherAttention(AttentionBackend[Caches]):
 
 @final
 class _Past:
-    """The tokens before the new ones of a batch: where they are, and which rows see them."""
+    """The cached tokens before a batch's new ones: their slots and their masks."""
 
     def __init__(self, pool: MlxKVPool, batch: ForwardBatch, by_group: bool) -> None:
         self._pool = pool
@@ -116,7 +116,10 @@ class _Past:
         self._masks: dict[tuple[int, int | None, bool], Any] = {}
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
-        """Return the mask: bool ``[B, 1, Q, P + Q]``, ``"causal"``, or ``None`` for no mask."""
+        """Return the mask: bool ``[B, 1, Q, P + Q]``, ``"causal"``, or ``None`` for no mask.
+
+        ``by_group`` gives it one more dimension of size 1, for grouped queries.
+        """
         key = num_new, window, is_array
         if key in self._masks:
             return self._masks[key]

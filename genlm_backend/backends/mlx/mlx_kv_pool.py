@@ -1,4 +1,4 @@
-"""MlxKVPool: keys and values of slots in arrays of MLX."""
+"""MlxKVPool and MlxStatePool: keys and values of slots, and recurrent states, in MLX arrays."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MlxKVPool:
         self.bytes_per_slot = sum(shape.bytes_per_slot for shape in shapes)
         self._num_rows = num_slots + 1
         # The arrays grow as slots are first written, so that an unused budget takes no memory.
-        # Heads come first, so that a stretch of slots is read in place.
+        # Heads come first, so that consecutive slots are read in place.
         rows = min(_FIRST_SLOTS, self._num_rows)
         self._kept = [
             [mx.zeros((s.num_heads, rows, dim), s.dtype) for dim in (s.key_dim, s.value_dim)]
@@ -54,7 +54,7 @@ class MlxKVPool:
         ]
 
     def read_by_head(self, layer: int, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
-        """Return keys and values of rows of slots in one layer: ``[B, heads, n, dim]`` each."""
+        """Return the keys and values in rows of slots of one layer: ``[B, heads, n, dim]`` each."""
         kept = [of_slots[:, slots] for of_slots in self._kept[layer]]
         if isinstance(slots, slice):
             return kept[0][None], kept[1][None]
@@ -71,7 +71,7 @@ class MlxKVPool:
         mx.eval(self._kept)
 
     def is_finite(self, slots: Sequence[int] | NDArray[Any]) -> bool:
-        """Return whether no key and no value of these slots is infinite or NaN."""
+        """Return whether all keys and values of these slots are finite."""
         places = mx.array(np.asarray(slots, np.int32))
         return all(
             bool(mx.isfinite(part[:, places]).all().item()) for kept in self._kept for part in kept
@@ -79,7 +79,7 @@ class MlxKVPool:
 
 
 def make_room(kept: list[mx.array], num_rows: int, most: int, axis: int) -> None:
-    """Have arrays grow along an axis if they have fewer rows, one by one: little is there twice."""
+    """Grow arrays along an axis to ``num_rows``, one by one to limit the memory for copies."""
     present = kept[0].shape[axis]
     if num_rows <= present:
         return
@@ -110,7 +110,7 @@ class StateArray:
 
 @final
 class MlxStatePool:
-    """Recurrent states by number, as in ``StatePool``; number 0 stands for none."""
+    """Recurrent states by number, as in ``StatePool``; number 0 means no state."""
 
     def __init__(self, layout: StateLayout, num_states: int) -> None:
         self.layout, self.num_states = layout, num_states
@@ -125,15 +125,15 @@ class MlxStatePool:
         return [kept[index] for kept in self._kept]
 
     def write(self, numbers: Ints, states: Sequence[mx.array]) -> None:
-        """Fill states with arrays as ``read`` returns them."""
+        """Store states, in the format of ``read``."""
         if len(numbers) == 0:
             return
         make_room(self._kept, int(np.max(numbers)) + 1, self.num_states + 1, axis=0)
-        is_stretch = bool((np.diff(numbers) == 1).all())  # which is written at once
+        is_stretch = bool((np.diff(numbers) == 1).all())  # a slice is written at once
         first, last = int(numbers[0]), int(numbers[-1])
         places: Any = slice(first, last + 1) if is_stretch else _index(numbers)
         for i, (array, new) in enumerate(zip(self._arrays, states, strict=True)):
-            if new.shape != (len(numbers), *array.shape):  # or it would be made to fit
+            if new.shape != (len(numbers), *array.shape):  # MLX would broadcast it
                 raise ModelStateError(
                     f"the recurrent state of some layer has the shape {new.shape[1:]}, and had "
                     f"{array.shape} after other tokens"
@@ -142,7 +142,7 @@ class MlxStatePool:
         mx.eval(self._kept)
 
     def is_finite(self, numbers: Ints) -> bool:
-        """Return whether nothing in these states is infinite or NaN."""
+        """Return whether all values of these states are finite."""
         return len(numbers) == 0 or all(
             bool(mx.isfinite(state).all().item()) for state in self.read(numbers)
         )

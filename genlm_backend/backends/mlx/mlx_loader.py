@@ -1,4 +1,4 @@
-"""MlxLoader: a recipe that loads a model of mlx-lm by its name."""
+"""MlxLoader: loads an mlx-lm model by its name, and corrects its config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TESTED: Final[Mapping[str, tuple[str, ...]]] = {
     "deepseek_v3": ("silu", "yarn"),
     "gemma3_text": ("gelu_pytorch_tanh",),
 }
-"""Families whose rows the tests compare with transformers: activation, and ``rope_type``s."""
+"""Families that the tests compare with transformers: the activation, then ``rope_type``s."""
 
 _ACTIVATIONS: Final = ("hidden_act", "hidden_activation", "activation_function")
 _UNREAD: Final = {
@@ -29,7 +29,7 @@ _UNREAD: Final = {
     "rope_interleave": True,
     "use_bidirectional_attention": False,
 }
-"""Entries of configs that mlx-lm leaves unread, and the value that it computes with."""
+"""Config entries that mlx-lm ignores, and the value that it assumes."""
 
 _LONG_MESSAGE: Final = 300
 _FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
@@ -38,7 +38,7 @@ _FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt",
 @final
 @dataclass(frozen=True, slots=True)
 class MlxLoader:
-    """A name that makes a model of mlx-lm and its tokenizer."""
+    """Loads a named mlx-lm model and its tokenizer."""
 
     name: str
     revision: str | None = None
@@ -52,7 +52,7 @@ class MlxLoader:
         return load_tokenizer(self.name, **options)
 
     def ends(self) -> tuple[int, ...] | None:
-        """Return the ids that end a text by the model's files; ``None`` if they name none."""
+        """Return the ids that end a text, by the model's files; ``None`` if they name none."""
         return named_ends(self.name, self.revision, self.trust_remote_code)
 
     def model(self) -> Any:
@@ -80,7 +80,7 @@ class MlxLoader:
             model, _ = load_model(path, model_config=told, trust_remote_code=self.trust_remote_code)
             give_windows(model, config)
             give_parts_of_heads(model, {**config, **told})
-        # Olmo's module ends the interpreter where another package is absent; a damaged file is a
+        # Olmo's module exits the interpreter if another package is absent; a damaged file raises a
         # RuntimeError.
         except (
             ValueError,
@@ -100,7 +100,7 @@ class MlxLoader:
         return model
 
     def _check(self, reason: str) -> None:
-        """Refuse a model whose rows may differ from those of transformers for a reason."""
+        """Raise an ``UnsupportedModelError`` if there is a ``reason`` why rows may differ."""
         if reason:
             raise UnsupportedModelError(
                 f"{self.name!r} is not known to have the rows of transformers in mlx-lm: {reason}. "
@@ -109,7 +109,7 @@ class MlxLoader:
 
 
 def _untested(config: Mapping[str, Any]) -> str:
-    """Return why the tests do not compare models of a config with transformers, or nothing."""
+    """Return why a config is not among those that the tests compare; ``""`` if it is."""
     kind = config.get("model_type")
     if kind not in TESTED:
         return f"the tests compare no model of model_type {kind!r}"
@@ -131,7 +131,7 @@ def _untested(config: Mapping[str, Any]) -> str:
 
 
 def has_windows(model: Any, config: Mapping[str, Any]) -> bool:
-    """Return whether the layers of a model have the sliding windows that its config names."""
+    """Return whether a model's layers have the sliding windows that its config names."""
     from mlx_lm.models.cache import make_prompt_cache
 
     is_used = config.get("sliding_window") and config.get("use_sliding_window") is not False
@@ -142,17 +142,17 @@ def has_windows(model: Any, config: Mapping[str, Any]) -> bool:
 
 
 def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config by the names that mlx-lm reads."""
-    # Transformers 5 writes rotary positions into ``rope_parameters``, which mlx-lm ignores for many
-    # models: they would get the default speed. It also omits entries that others imply.
+    """Return the config entries that mlx-lm reads under other names or needs explicitly."""
+    # Transformers 5 writes rotary settings into ``rope_parameters``, which mlx-lm ignores for many
+    # models: they would get the default ``rope_theta``. It also omits entries that others imply.
     pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
     implied = {"rope_scaling": None, **{n: config[m] for n, m in pairs.items() if m in config}}
     implied = {n: value for n, value in implied.items() if config.get(n) is None}
-    return {**implied, **_rotary(config)}  # which is what transformers goes by
+    return {**implied, **_rotary(config)}  # transformers goes by these
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``rope_parameters``, in the words of before."""
+    """Return the entries of ``rope_parameters`` under their names before transformers 5."""
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, Mapping):
         return {}
@@ -169,7 +169,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
         found["rope_scaling"] = {k: v for k, v in flat.items() if k != "rope_theta"}
         found["rope_scaling"]["type"] = flat["rope_type"]
     kinds = config.get("layer_types")
-    if kinds and "full_attention" in kinds:  # Gemma 3: every so many layers see all
+    if kinds and "full_attention" in kinds:  # Gemma 3: every n-th layer
         found["sliding_window_pattern"] = kinds.index("full_attention") + 1
     local = parameters.get("sliding_attention")
     if isinstance(local, Mapping) and "rope_theta" in local:
@@ -178,7 +178,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def give_windows(model: Any, config: Mapping[str, Any]) -> None:
-    """Give every layer of a Mistral the window that its config names."""
+    """Give every layer of a Mistral the sliding window that its config names."""
     window = config.get("sliding_window")
     inner: Any = getattr(model, "model", None)
     if config.get("model_type") != "mistral" or window is None or "layer_types" in config:
@@ -192,8 +192,8 @@ def give_windows(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def give_parts_of_heads(model: Any, told: Mapping[str, Any]) -> None:
-    """Let a model turn the part of each head that its config names."""
-    # mlx-lm's GLM turns whole heads.
+    """Limit rotary positions to the part of each head that the config names."""
+    # mlx-lm's GLM rotates whole heads.
     import mlx.nn as nn
 
     share, dim = told.get("partial_rotary_factor"), told.get("head_dim")

@@ -1,4 +1,4 @@
-"""The only place that calls a model of mlx-lm."""
+"""MlxRunner: the only code that calls an mlx-lm model on batches."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ class MlxRunner(Runner):
 
 @final
 class _Picked:
-    """The positions of a pass after which logits are wanted."""
+    """The positions of a pass at which logits are wanted."""
 
-    # A vocabulary is wide and a prompt long, so hidden states are picked before the projection onto
-    # the vocabulary, whatever the model does after it.
+    # A prompt's logits at every position would be large, so hidden states are picked before the
+    # projection onto the vocabulary, whatever the model does after it.
     def __init__(self, shape: Sequence[int], rows: torch.Tensor, columns: torch.Tensor) -> None:
         self._shape = tuple(shape)
-        # One where none is wanted: not every product bears that there are no rows.
+        # If none is wanted, pick one: not every matrix product accepts zero rows.
         places = [part.numpy() if len(part) else np.zeros(1, np.int64) for part in (rows, columns)]
         self._rows, self._columns = map(mx.array, places)
         self.is_done = False
 
     def of(self, states: mx.array) -> mx.array:
-        """From ``[B, Q, …]`` to ``[num_outputs, …]``."""
+        """Pick ``[num_outputs, …]`` out of ``[B, Q, …]``."""
         return states[self._rows, self._columns]
 
     def _before(self, states: mx.array) -> mx.array:
@@ -77,7 +77,7 @@ class _Picked:
 
     @contextlib.contextmanager
     def before_projection(self, model: Any) -> Iterator[None]:
-        """Let the model's projection see the picked states only."""
+        """Pass only the picked states to the model's projection onto the vocabulary."""
         head, name = _projection(model)
         if head is None:
             yield
@@ -95,19 +95,19 @@ class _Picked:
 
 
 def _projection(model: Any) -> tuple[Any, str]:
-    """Return the module that projects onto the vocabulary, and its method that does so."""
+    """Return the module that projects onto the vocabulary, and the method's name."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if name.rpartition(".")[2] == "lm_head":
             return module, "__call__"
     tables = {name: module for name, module in modules.items() if hasattr(module, "as_linear")}
-    for name in list(tables):  # an adapter's table has the model's own within it
+    for name in list(tables):  # an adapter's table contains the model's own
         if any(name.startswith(f"{other}.") for other in tables):
             del tables[name]
     return max(tables.values(), key=_num_rows, default=None), "as_linear"
 
 
 def _num_rows(table: Any) -> int:
-    """Return how many tokens a table of embeddings has."""
+    """Return how many tokens an embedding table has."""
     own = table if hasattr(table, "weight") else table.embedding
     return own.weight.shape[0]

@@ -1,4 +1,4 @@
-"""Abilities of a model of mlx-lm: found by tiny passes, not by its name."""
+"""Capabilities of an mlx-lm model, found by tiny passes and not by its name."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _DEFAULT_ROUNDING: Final = 0.05
 
 
 _Kept: TypeAlias = tuple[tuple[LayerShape, ...], StateLayout]
-"""Shapes of cached keys and values by layer, and those of states."""
+"""Shapes of cached keys and values by layer, and the layout of recurrent states."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MlxSupport:
-    """Abilities of a model."""
+    """Capabilities of a model; ``reason`` says why nothing is cached, if so."""
 
     vocab_size: int
     shapes: tuple[LayerShape, ...] = ()
@@ -67,8 +67,8 @@ def check_mlx_model(model: Any) -> None:
 
 
 def evaluate_all(model: Any) -> None:
-    """Compute every array of a model, even those that are no parameters."""
-    # Only the thread that has asked for a lazy array can compute it: lazily loaded weights, or
+    """Evaluate every lazy array of a model, including arrays that are not parameters."""
+    # Only the thread that created a lazy array can evaluate it. Loaded weights are lazy, and so are
     # tables of rotary frequencies.
     for module in model.modules():
         mx.eval(list(_arrays_in([*vars(module).values(), *module.values()])))
@@ -83,15 +83,15 @@ def _arrays_in(value: Any) -> Iterator[mx.array]:
 
 
 def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
-    """Find out by a few tiny passes what a model can do."""
+    """Probe by a few tiny passes which caches and attention backends give a model's own rows."""
     try:
         logits = runner.forward(pack([TokenChunk([1, 2], outputs=(1,))]), MlxUncachedAttention())
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         name = type(runner.model).__name__
         raise UnsupportedModelError(f"{name} does not run on token ids alone: {error}") from error
-    # Two short contexts run whole and then from slots, in two steps and padded to one batch, or
-    # from recurrent states (``StateTrial``). A cache is used if its difference is rounding,
-    # compared with that of a wrong token.
+    # Two short contexts run whole, and then from slots, in two steps padded to one batch, or from
+    # recurrent states (``StateTrial``). A cache is used if its rows differ by rounding only,
+    # measured against the effect of a wrong token.
     vocab_size = logits.shape[1]
     length = min(_length(runner.model), max_length or 1 << 30)
     if length < 6 or vocab_size < 3:
@@ -115,27 +115,27 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
             return MlxSupport(vocab_size, shapes, states, factory, "", pads, several)
         reason = reason or f"rows from what is kept differ by {difference:.2g} from whole ones"
         logger.debug("%s: %s", type(runner.model).__name__, reason)
-    # One that has keys and values cannot be told where each row's tokens stand, but counts them
-    # itself: mlx-lm's "dynamic" rotary positions go by the columns of a pass once these are more
-    # than a limit, which contexts of a few tokens do not show.
+    # Without slots, a model with keys and values gets no positions per row and counts columns
+    # itself. mlx-lm's "dynamic" rotary positions depend on the columns of a pass once these exceed
+    # a limit, which this short probe does not reach: such a model is not padded.
     return MlxSupport(vocab_size, reason=reason, pads=pads and not shapes)
 
 
 def _length(model: Any) -> int:
-    """Return a number of tokens that no window of the model holds, if it is small."""
+    """Return the probe's length, which exceeds the model's largest window if that is small."""
     windows = [getattr(cache, "max_size", 0) for cache in leaves(make_prompt_cache(model))]
     window = max(windows, default=0)
     return _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)
 
 
 def _kept(model: Any) -> tuple[_Kept | None, str]:
-    """Return the shapes of what can be kept of a model's contexts, or why nothing can."""
+    """Return the shapes of a model's cacheable keys, values and states, or why there are none."""
     kinds = {type(cache) for cache in leaves(make_prompt_cache(model))}
     others = {kind for kind in kinds if not issubclass(kind, ArraysCache)}
     if names := sorted(kind.__name__ for kind in others - {KVCache, RotatingKVCache}):
         return None, f"some layers keep states of kinds that are unknown: {names}"
     if any(_num_attending(cache) > 1 for cache in make_prompt_cache(model)):
-        # The second may be that of an indexer, which picks keys in long contexts only.
+        # The second may belong to an indexer, which picks keys in long contexts only.
         return None, "some layers keep more than one set of keys and values"
     try:
         kept, of_one = _seen(model, [1, 2, 1, 2, 1]), _seen(model, [1])
@@ -149,19 +149,19 @@ def _kept(model: Any) -> tuple[_Kept | None, str]:
 
 
 def _num_attending(cache: Any) -> int:
-    """Return how many caches of keys and values are in that of one layer."""
+    """Return how many caches of keys and values one layer's cache contains."""
     return sum(not isinstance(part, ArraysCache) for part in leaves([cache]))
 
 
 @final
 class _ShapeLayer:
-    """A cache that only notes the shapes of keys and values that it is given."""
+    """A cache that only records the shapes of the keys and values that it receives."""
 
     offset = 0
     shape: LayerShape | None = None
 
     def make_mask(self, N: int, return_array: bool = False, **_: Any) -> Any:
-        """Return the causal mask of a pass that has nothing before it."""
+        """Return the causal mask of a pass without cached tokens."""
         return mx.array(np.tri(N, dtype=bool)) if return_array else "causal"
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -171,7 +171,7 @@ class _ShapeLayer:
 
 
 def _seen(model: Any, token_ids: list[int]) -> _Kept | None:
-    """Return the shapes of what a model gives its caches; ``None`` if some are unknown."""
+    """Run a model; return the shapes that it caches, or ``None`` if some are unknown."""
     layers = [_ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
     caches = caches_of(model, layers, None)
     mx.eval(model(mx.array([token_ids]), cache=caches))
@@ -194,7 +194,7 @@ def _difference(
     contexts: tuple[list[int], ...],
     whole: Any,
 ) -> tuple[float, str, bool]:
-    """Return the distance of cached rows, why there are none, and if states take several tokens."""
+    """Return cached rows' distance, the reason for none, and if states take several tokens."""
     (long, short), (shapes, states) = contexts, kept
     attention = factory.probing(MlxKVPool(shapes, 4 * (len(long) + len(short))))
     state_pool = MlxStatePool(states, NUM_STATES) if states else None
@@ -217,7 +217,7 @@ def is_half(model: Any) -> bool:
 
 
 def _rounding(model: Any) -> float:
-    """Return how far rows may be apart by rounding alone."""
+    """Return how far rounding alone may move rows, for the dtypes of the weights."""
     return max((_ROUNDING.get(kind, _DEFAULT_ROUNDING) for kind in _kinds(model)), default=1e-4)
 
 

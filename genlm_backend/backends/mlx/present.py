@@ -1,4 +1,4 @@
-"""Whether MLX is there, read without importing it."""
+"""Whether MLX is installed, found without importing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_present() -> bool:
 
 
 def is_default() -> bool:
-    """Return whether models are evaluated by MLX if no backend is named: on macOS with MLX."""
+    """Return whether MLX is the default backend: on macOS with MLX installed."""
     return sys.platform == "darwin" and is_present()
 
 

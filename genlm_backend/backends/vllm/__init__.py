@@ -1,1 +1,1 @@
-"""AsyncVirtualLM: a model evaluated by vLLM."""
+"""Models evaluated by vLLM, through sessions that stay in its engine."""

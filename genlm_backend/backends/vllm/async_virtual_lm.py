@@ -35,34 +35,34 @@ if TYPE_CHECKING:  # it imports vLLM
 
 @final
 class AsyncVirtualLM(BatchedLM):
-    """A model of vLLM whose next-token log-probabilities can be awaited.
+    """A model evaluated by vLLM, whose next-token log-probabilities can be awaited.
 
-    Each context lives in vLLM as a session: a token more extends it, a fork of it copies one
-    block. Sessions are bounded by vLLM's own limits and ended oldest first. Everything that
-    waits runs on one thread, so that no event loop waits for a forward pass.
+    Each context lives in vLLM as a session: another token extends it, and a fork copies one
+    block. vLLM's own limits bound the sessions, and the oldest end first. All blocking calls run
+    on one thread, so that no event loop waits for a forward pass.
 
-    LoRA adapters need an engine with ``engine_opts={"enable_lora": True}``; ``max_loras`` of them
-    can be in one batch, ``max_lora_rank`` bounds their rank.
+    LoRA adapters need an engine with ``engine_opts={"enable_lora": True}``; one batch can use
+    ``max_loras`` of them, and ``max_lora_rank`` bounds their rank.
 
     ``sample`` and ``batch_sample`` use vLLM's own sampler, so that no row leaves vLLM for them. A
-    seed gives other draws than on other backends, and a temperature is 0 or at least 0.01, which
-    vLLM takes for whatever is between.
+    seed gives other draws than on other backends. A temperature must be 0 or at least 0.01,
+    because vLLM raises any value in between to 0.01.
 
     Args:
-        engine: What ``from_name`` makes.
-        cache_size: Rows to keep, at most; 0 bounds them by bytes only.
-        cache_opts: ``max_bytes`` of the rows kept, in place of ``row_cache_bytes``, and
-            ``move_to_cpu``: whether to keep them in main memory, wherever they are returned.
-        max_length: The longest context to take, where it is less than vLLM's
-            ``max_model_len - 1`` (one place is for a token that vLLM samples).
+        engine: The engine; ``from_name`` loads one.
+        cache_size: Maximum number of rows to keep; 0 bounds them by bytes only.
+        cache_opts: ``max_bytes`` of the rows kept, instead of ``row_cache_bytes``, and
+            ``move_to_cpu``: whether to keep rows in main memory, whatever the output device.
+        max_length: The longest context to accept, if less than vLLM's
+            ``max_model_len - 1`` (vLLM needs one position for the token that it samples).
         **options: ``batch_size``, ``timeout``, ``row_cache_bytes``, ``output_device`` and
-            ``self_check``, as of ``BatchedLM``.
+            ``self_check``, as for ``BatchedLM``.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of a wrong type, or ``cache_opts`` has
-            another name.
+            an unknown name.
         OptionError: (``ValueError``) If one is out of its bounds.
-        DeviceError: (``ValueError``) If ``output_device`` is not there.
+        DeviceError: (``ValueError``) If there is no such ``output_device``.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -102,27 +102,27 @@ class AsyncVirtualLM(BatchedLM):
     ) -> Self:
         """Load a model with vLLM.
 
-        The first engine of a process runs in it. A second one runs in a process of its own, and
-        so does one with several workers, or where ``VLLM_ENABLE_V1_MULTIPROCESSING=1`` is set.
-        A script that loads such a one guards its main part with ``if __name__ == "__main__":``.
+        The first engine of a process runs in that process. A second one runs in a process of its
+        own, and so does one with several workers or ``VLLM_ENABLE_V1_MULTIPROCESSING=1``. A
+        script that loads such an engine needs an ``if __name__ == "__main__":`` guard.
 
         Args:
             model_name: A repository on the hub, a local directory, or ``"smollm2"``.
-            engine_opts: For ``vllm.LLM``, such as ``dtype``, ``max_model_len``,
+            engine_opts: Options of ``vllm.LLM``, such as ``dtype``, ``max_model_len``,
                 ``tensor_parallel_size``, ``enable_lora``, ``gpu_memory_utilization`` (0.9),
                 ``max_num_seqs``.
-            check_rows: Whether rows of some contexts that are extended and forked are compared with
-                those of the same ones asked whole, which takes a few short passes.
-            **kwargs: For the constructor.
+            check_rows: Whether to compare rows of a few extended and forked contexts with rows of
+                the same contexts computed whole, which takes a few short passes.
+            **kwargs: Options of the constructor.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; as with
-                the next, nothing is loaded then.
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; this and
+                the next are raised before anything is loaded.
             OptionError: (``ValueError``) If one is out of its bounds.
-            MissingExtraError: (``ImportError``) If vLLM is absent, or a release that lacks
+            MissingExtraError: (``ImportError``) If vLLM is absent, or its release lacks
                 something.
-            UnsupportedModelError: (``ValueError``) If an option or the model does not go with
-                sessions, or rows of forks are not those of whole contexts.
+            UnsupportedModelError: (``ValueError``) If an option or the model does not support
+                sessions, or rows of forks differ from rows computed whole.
             ModelNotFoundError: (``OSError``) If there is no such model.
         """
         cls.check_options(kwargs)
@@ -178,7 +178,7 @@ class AsyncVirtualLM(BatchedLM):
                 completion.future.cancel()
 
     def _begin_samples(self, completions: Sequence[Completion]) -> None:
-        """Begin completions, on the thread of the engine, and keep it going while there are any."""
+        """Begin completions, on the engine's thread, and step the engine until all have ended."""
         known: list[Completion] = []
         for completion in completions:
             error = self._adapters.error_of(completion.prompt)
@@ -192,35 +192,35 @@ class AsyncVirtualLM(BatchedLM):
 
     def _go_on_sampling(self) -> None:
         """Make one step for the completions, and queue the next if any are left."""
-        # Batches that wait go in between, and take the completions along.
+        # Waiting batches run between two steps, and their steps advance the completions too.
         self._is_sampling = self._vllm.planner.go_on()
         if self._is_sampling:
-            with contextlib.suppress(BatcherClosedError):  # whoever closes it settles what is left
+            with contextlib.suppress(BatcherClosedError):  # closing fails the remaining ones
                 self._batcher.call_soon(self._go_on_sampling)
 
     def _drain(self, adapter: Adapter) -> None:
         super()._drain(adapter)
-        while self._call(lambda: self._vllm.samples_of(adapter)):  # a step of them before each call
+        while self._call(lambda: self._vllm.samples_of(adapter)):  # a step comes before each call
             pass
 
     def cleanup(self) -> None:
-        """Do as ``close()``; its older name."""
+        """Close the model: the older name of ``close()``."""
         self.close()
 
 
 @final
 class VLLMLoader:
-    """Loads a model of vLLM when it is called, in whatever process that is; it pickles.
+    """A picklable callable that loads a model with vLLM in the process that calls it.
 
-    For a ``ProcessEvaluator`` or a ``RayEvaluator``, and so for ``AsyncReplicas`` of vLLM: each
-    replica is an engine with sessions and prefix caching of its own.
+    Pass it to ``ProcessEvaluator`` or ``RayEvaluator``, and those to ``AsyncReplicas``: each
+    replica is then a vLLM engine with its own sessions and prefix caching.
 
     Args:
         model_name: A repository on the hub, a local directory, or ``"smollm2"``.
-        engine_opts: For ``vllm.LLM``, as in ``AsyncVirtualLM.from_name``.
+        engine_opts: Options of ``vllm.LLM``, as in ``AsyncVirtualLM.from_name``.
 
     Raises:
-        OptionTypeError: (``TypeError``) If one is of a wrong type.
+        OptionTypeError: (``TypeError``) If an argument is of a wrong type.
     """
 
     def __init__(self, model_name: str, engine_opts: Mapping[str, Any] | None = None) -> None:
@@ -228,14 +228,14 @@ class VLLMLoader:
         self.engine_opts = dict(optional(mapping)("engine_opts", engine_opts) or {})
 
     def __call__(self) -> VLLMEvaluator:
-        """Load the model."""
-        # The tokenizer is needed where the replicas are asked, and not here.
+        """Load the model in this process; its rows are returned on the CPU."""
+        # Only the callers' process needs the tokenizer.
         options = {"skip_tokenizer_init": True, **self.engine_opts}
         return VLLMEvaluator(load_engine(self.model_name, options), torch.device("cpu"))
 
 
 def load_engine(model_name: str, engine_opts: Mapping[str, Any]) -> VLLMEngine:
-    """Load a model with vLLM, if its release can be used."""
+    """Load a model with vLLM, after checks of vLLM's release and of the model's files."""
     check_release()
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
 

@@ -1,9 +1,9 @@
 """The rows of vLLM's requests, and the engine core that computes them.
 
-This file and ``fork``, the KV connector, hold every name of vLLM that is not its public interface.
+This file and ``fork``, the KV connector, hold every private name of vLLM that the backend uses.
 vLLM loads ``RowCapture``, which keeps the logits of tagged requests. ``RowExtension`` returns rows
 from other processes; ``Core`` adds requests, makes steps and takes the rows. vLLM's processes
-import this file too, and scan all modules that are loaded: it imports few.
+import this file too and scan all loaded modules, so it imports few.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -41,48 +41,48 @@ from genlm_backend.readouts.sampling import listed_ids
 if TYPE_CHECKING:
     from genlm_backend.readouts.readout import RowQueries
 
-# A process of vLLM's imports the program that loads the model first, and what that imports, such as
-# Numba; then its arguments, and so this file; then it scans.
+# A vLLM process first imports the main program with its imports, such as Numba. It then loads its
+# arguments, and with them this file, before it scans the modules.
 let_modules_be_scanned()
 
 TAG = "genlm_row"
-"""Key of a request's tag among its extra arguments."""
+"""Key of a request's tag in its ``extra_args``."""
 
-try:  # of the second model runner, which takes such since release 0.31
+try:  # the second model runner takes logits processors since release 0.31
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 except ImportError:
     LogitsProcessorV2: Any = object
 
 KV_CACHE_DTYPES_ON_CPU: Final = tuple(CPUAttentionBackend.supported_kv_cache_dtypes)
-"""Number formats of keys and values that vLLM's attention on the CPU knows."""
+"""KV cache dtypes that vLLM's attention on the CPU supports."""
 
 _PULSE: Final = 0.5
-"""Seconds between two looks at whether a core that owes an answer is alive."""
+"""Seconds between two checks that a core with a pending call is alive."""
 
 
 @final
 class RewindableGenerator(torch.Generator):
-    """A random generator on the CPU that can go back to before the latest step."""
+    """A random generator on the CPU that can return to its state before the latest step."""
 
-    # vLLM draws with each piece of a request that it computes in pieces, and puts the numbers back
-    # by ``set_offset``, which PyTorch has for generators on CUDA devices alone.
+    # With chunked prefill vLLM samples after every chunk, and undoes the draws of all but the last
+    # by ``set_offset``, which PyTorch implements for CUDA generators only.
     living: ClassVar[WeakSet[RewindableGenerator]] = WeakSet()
-    """All of them, in the process of the worker."""
+    """All such generators in the worker's process."""
 
     before: torch.Tensor
     """The state before the latest step."""
 
     def get_offset(self) -> int:
-        """Return how much vLLM takes off for the numbers of a step."""
+        """Return 4, the amount that vLLM subtracts to undo one step's draws."""
         return 4
 
     def set_offset(self, offset: int) -> None:
-        """Put the numbers of the latest step back."""
+        """Undo the draws of the latest step, whatever the offset."""
         self.set_state(self.before)
 
     @classmethod
     def beside(cls, generator: torch.Generator) -> RewindableGenerator:
-        """Return one that goes on as a generator of PyTorch's would."""
+        """Return a rewindable generator in the state of ``generator``."""
         own = cls(device="cpu")
         own.before = generator.get_state()
         own.set_state(own.before)
@@ -91,7 +91,7 @@ class RewindableGenerator(torch.Generator):
 
 
 def _let_requests_rewind() -> None:
-    """Have the requests of vLLM's first model runner use such generators on the CPU."""
+    """Make requests of vLLM's first model runner use rewindable generators on the CPU."""
     finish = CachedRequestState.__post_init__
 
     def finish_with_own_generator(self: Any) -> None:
@@ -107,21 +107,21 @@ def _let_requests_rewind() -> None:
 class RowCapture(LogitsProcessor, LogitsProcessorV2):
     """A logits processor that keeps the logits of tagged requests; it changes none of them."""
 
-    # Both model runners of vLLM take it: the first reports moves within the batch
+    # Both model runners of vLLM accept it: the first reports moves within the batch
     # (``update_state``), the second a fixed slot for each request (``add_request``).
     logits: ClassVar[dict[str, torch.Tensor]] = {}
-    """Logits by the tags of requests; the class's, because vLLM gives no caller the object."""
+    """Logits by request tag; on the class, because vLLM does not expose the instance."""
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         self._tags: dict[int, str] = {}
         _let_requests_rewind()
 
     def is_argmax_invariant(self) -> bool:
-        """Return ``False``, so that vLLM calls it for greedy requests too."""
+        """Return ``False``, so that vLLM calls ``apply`` for greedy requests too."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the requests to their places in the batch."""
+        """Move the tags along with their requests within the batch."""
         if batch_update is None:
             return
         tags = self._tags
@@ -137,7 +137,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
                 tags[source] = second
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Remember the tag of the request in this place; return whether it has one."""
+        """Record the tag of the request at this index; return whether it has one."""
         tag = (sampling_params.extra_args or {}).get(TAG)
         self._tags.pop(req_idx, None)
         if tag is not None:
@@ -145,44 +145,44 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
         return tag is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Keep the logits of tagged requests and return all as they came; draws come next."""
+        """Copy the logits of tagged requests, and return all unchanged; vLLM samples next."""
         if ctx is None:
             tagged = self._tags
         else:
             slots = enumerate(ctx.idx_mapping_np.tolist())
             tagged = {row: self._tags[slot] for row, slot in slots if slot in self._tags}
         for row, tag in tagged.items():
-            self.logits[tag] = logits[row].clone()  # vLLM may change its own afterwards
+            self.logits[tag] = logits[row].clone()  # vLLM may overwrite its tensor
         for generator in RewindableGenerator.living:
             generator.before = generator.get_state()
         return logits
 
     @classmethod
     def take_rows(cls, tags: list[str]) -> list[Row]:
-        """Return the rows of one or more requests, and let go of their logits."""
-        # Not made when logits are kept: by now vLLM's inference mode is over, whose tensors cannot
-        # be modified outside of it, and a CUDA device has not been waited for.
+        """Return the rows of one or more requests, and drop their logits."""
+        # Rows are made here and not in ``apply``: its inference tensors could not be modified after
+        # vLLM's inference mode, and it would have to wait for the CUDA device.
         logits = torch.stack([cls.logits.pop(tag) for tag in tags])
         return rows_of_logits(logits, in_place=True)
 
 
 class RowExtension:
-    """Methods that vLLM adds to each of its workers, to be called by name from another process."""
+    """Methods that vLLM adds to its workers; ``collective_rpc`` calls them by name."""
 
     def take_genlm_rows(self, tags: list[str]) -> tuple[bytes, list[float | None]] | None:
-        """Return rows as vLLM sends them between its processes; all let go of the logits."""
+        """Return rows as bytes and numbers, which vLLM can send; every worker drops its logits."""
         kept = RowCapture.logits
-        # The first worker of a group with the same rows returns them, the others ``None``.
+        # Of the tensor-parallel workers with the same rows, rank 0 returns them, others ``None``.
         is_asked = get_tensor_model_parallel_rank() == 0 and kept.keys() >= set(tags)
         rows = RowCapture.take_rows(tags) if is_asked else None
-        kept.clear()  # rows are asked for together: nobody asks for what is left
+        kept.clear()  # one call takes all rows; no call reads the remaining logits
         if rows is None:
             return None
         logprobs = torch.stack([row.logprobs for row in rows]).cpu()
         return logprobs.numpy().tobytes(), [row.logsumexp for row in rows]
 
     def read_genlm_rows(self, tags: list[str], wanted: bytes) -> bytes | None:
-        """Return the answers to queries of the rows of requests, and let go of their logits."""
+        """Return the pickled readouts of requests' rows, and drop their logits."""
         if get_tensor_model_parallel_rank() != 0 or not RowCapture.logits.keys() >= set(tags):
             RowCapture.logits.clear()
             return None
@@ -191,24 +191,24 @@ class RowExtension:
         return pickle.loads(wanted).packed_answers(rows)
 
     def forget_genlm_logits(self, tags: list[str]) -> None:
-        """Let go of the logits of requests that have ended."""
+        """Drop the logits of requests that have ended."""
         for tag in tags:
             RowCapture.logits.pop(tag, None)
 
 
 def core_request(**own: Any) -> Any:
-    """Return a request; a resumable one stays after its row, to be extended."""
+    """Return a request for the core; a resumable one stays after its row, to be extended."""
     others = {"pooling_params": None, "cache_salt": None, "data_parallel_rank": None}
     return EngineCoreRequest(**own, **others, arrival_time=time.time())
 
 
 @final
 class Core:
-    """The engine core of a ``vllm.LLM``, in this process or in one of its own."""
+    """The engine core of a ``vllm.LLM``, in this process or in a process of its own."""
 
     def __init__(self, llm: Any) -> None:
         self._client = llm.llm_engine.engine_core
-        self._renderer = getattr(llm.llm_engine, "renderer", None)  # later releases have one
+        self._renderer = getattr(llm.llm_engine, "renderer", None)  # only in later releases
         self.is_local = isinstance(self._client, InprocClient)
         config = llm.llm_engine.vllm_config
         self.vocab_size: int = config.model_config.get_vocab_size()
@@ -227,7 +227,7 @@ class Core:
 
     def add(self, requests: list[Any]) -> None:
         """Hand requests over, so that the next step computes all of them."""
-        # Another process would begin with the first before the last has come.
+        # A core in another process would start on the first request before the last arrives.
         is_paused = not self.is_local and len(requests) > 1
         if is_paused:
             self._ask("pause_scheduler", "keep", False)
@@ -239,14 +239,14 @@ class Core:
                 self._ask("resume_scheduler")
 
     def abort(self, request_ids: list[str]) -> None:
-        """End requests; their blocks are free at once, or at the next step of another process."""
+        """End requests; a local core frees their blocks at once, another at its next step."""
         self._client.abort_requests(request_ids)
         if self.is_local:
             pool = self._client.engine_core.scheduler.kv_cache_manager.block_pool
             self.num_free_blocks = pool.get_num_free_blocks()
 
     def step(self, timeout: float) -> list[Any] | None:
-        """Make a step and return its outputs; ``None`` if another process has none in time."""
+        """Make a step and return its outputs; ``None`` if another process sends none in time."""
         if self.is_local:
             outputs = self._client.get_output()
         else:
@@ -256,7 +256,7 @@ class Core:
         stats = outputs.scheduler_stats
         self.is_fresh = stats is not None
         if stats is not None:
-            # One block is vLLM's own. The share in use is exact up to rounding.
+            # vLLM keeps one block for itself; ``kv_cache_usage`` is exact up to rounding.
             usable = self.num_blocks - 1
             self.num_free_blocks = usable - round(stats.kv_cache_usage * usable)
             self.num_running = stats.num_running_reqs
@@ -266,7 +266,7 @@ class Core:
         return outputs.outputs
 
     def take_rows(self, tags: list[str], wanted: RowQueries | None = None) -> list[Any]:
-        """Return the latest rows of requests, or their readouts; let go of the logits."""
+        """Return the latest rows of requests, or the ``wanted`` readouts; drop the logits."""
         if self.is_local:
             rows = RowCapture.take_rows(tags)
         elif wanted is None or wanted.has_own:
@@ -282,7 +282,7 @@ class Core:
         return Row.of_table(torch.from_numpy(table.copy()), logsumexps)
 
     def _of_one_worker(self, method: str, *arguments: Any) -> Any:
-        """Return the answer of the worker that has the rows, by a method of ``RowExtension``."""
+        """Call a ``RowExtension`` method on all workers; return the only result."""
         answers = self._ask("collective_rpc", method, None, arguments, None)
         found = [answer for answer in answers if answer is not None]
         if len(found) != 1:
@@ -291,54 +291,53 @@ class Core:
 
     @staticmethod
     def logprobs_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Return the log-probabilities of a prompt, from a request's last output."""
+        """Return the log-probabilities and ids of a prompt's tokens after the first, and counts."""
         stats, told = output.prefill_stats, output.new_prompt_logprobs_tensors
-        # A step leaves garbage for tokens that were cached; there the ids are not those of the
-        # prompt.
+        # vLLM leaves garbage for cached tokens, whose ids then differ from the prompt's.
         logprobs, ids = told.logprobs[:, 0].float(), told.logprob_token_ids[:, 0].long()
         return logprobs, ids, stats.num_computed_tokens, stats.num_cached_tokens
 
     def forget_logits(self, tags: list[str]) -> None:
-        """Let go of the logits of requests that have ended."""
+        """Drop the logits of requests that have ended."""
         if self.is_local:
             RowExtension.forget_genlm_logits(None, tags)  # pyright: ignore[reportArgumentType]
         else:
             self._ask("collective_rpc", "forget_genlm_logits", None, (tags,), None)
 
     def add_lora(self, request: Any) -> None:
-        """Load an adapter, so that a wrong one is an error now."""
+        """Load an adapter now, so that an invalid one raises here."""
         self._ask("add_lora", request)
 
     def remove_lora(self, number: int) -> None:
         self._ask("remove_lora", number)
 
     def reset(self) -> None:
-        """Forget all keys, values and encoded pictures; requests that run are computed again."""
+        """Forget all keys, values and encoded pictures; running requests are computed again."""
         self._ask("reset_prefix_cache", True, False)
         self._ask("reset_encoder_cache")
 
     def shutdown(self) -> None:
-        """End the core, and what holds its tokenizers: threads, and vLLM's cache of functions."""
+        """Shut down the core, the renderer's threads, and a cache that keeps tokenizers alive."""
         try:
             self._client.shutdown()
         finally:
             if self._renderer is not None:
                 self._renderer.shutdown()
-            remembered = getattr(func_utils, "_supports_kw", None)  # methods of each tokenizer
+            remembered = getattr(func_utils, "_supports_kw", None)  # caches tokenizers' methods
             if remembered is not None:
                 remembered.cache_clear()
 
     @property
     def is_dead(self) -> bool:
-        """Whether the core was in another process, which has ended."""
+        """Whether the core ran in another process that has ended."""
         return not self.is_local and self._client.resources.engine_dead
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the core, wherever it is, and return its result."""
+        """Call a method of the core, in this process or another, and return its result."""
         client = self._client
         if self.is_local:
             return getattr(client, method)(*args)
-        # vLLM's client would wait without end for a process that dies during a call.
+        # vLLM's own client would wait forever for a process that dies during a call.
         number = uuid.uuid4().int >> 64
         answer: Future[Any] = Future()
         client.utility_results[number] = answer
@@ -350,14 +349,14 @@ class Core:
 
 @final
 class PictureProcessing:
-    """Processing of pictures by vLLM, before its core gets them."""
+    """vLLM's preprocessing of pictures, which runs before its core."""
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
 
     @property
     def image_token_id(self) -> int | None:
-        """The id that stands for a part of a picture; ``None`` for a model that sees none."""
+        """The id of the image token; ``None`` for a text-only model."""
         return image_token_id_of(self._engine.model_config.hf_config)
 
     @property
@@ -365,7 +364,7 @@ class PictureProcessing:
         return self._engine.renderer.get_mm_processor().info.get_hf_processor()
 
     def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:
-        """Return the token ids of a prompt with pictures, and the features of these."""
+        """Return the token ids of a prompt with pictures, and the pictures' features."""
         engine = self._engine
         given = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
         parsed = parse_model_prompt(
@@ -379,7 +378,7 @@ class PictureProcessing:
         return list(request.prompt_token_ids), list(request.mm_features or ())
 
     def between(self, features: list[Any], start: int, stop: int, lora_request: Any) -> list[Any]:
-        """Return the features that begin between two tokens, counted from the first."""
+        """Return the features whose offset is in ``[start, stop)``, with ``start`` subtracted."""
         name = self._engine.input_processor._get_mm_identifier
         return [
             replace(

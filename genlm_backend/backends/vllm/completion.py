@@ -12,14 +12,14 @@ from genlm_backend.queries.query import RowQuery
 from genlm_backend.readouts.sampling import Sampled, seed_of
 
 LEAST_TEMPERATURE: Final = 0.01
-"""The lowest temperature but 0 that vLLM samples at: it takes lower ones for this one."""
+"""The lowest positive temperature at which vLLM samples: it raises lower ones to this."""
 
 _numbers = itertools.count()
 
 
 @final
 class Completion:
-    """A request to the engine's own sampler: its tokens so far, and the future of its end."""
+    """A request to the engine's own sampler: its tokens so far, and a future for all of them."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Completion:
         self.prompt = prompt
         self.eos_token_ids = frozenset(eos_token_ids)
         self.temperature = temperature
-        self.seed = seed_of(seed, stream) >> 1  # which vLLM takes as a signed number
+        self.seed = seed_of(seed, stream) >> 1  # vLLM reads a signed 64-bit integer
         self.max_tokens = max_tokens
         self.max_length = max_length
         self.token_ids: list[int] = []
@@ -43,11 +43,11 @@ class Completion:
 
     @property
     def num_possible(self) -> int:
-        """Tokens that can be sampled before the context would be too long."""
+        """Number of tokens to sample, at most: the last may follow a context of ``max_length``."""
         return min(self.max_tokens, self.max_length + 1 - len(self.prompt.context))
 
     def extend(self, token_ids: list[int], is_finished: bool) -> None:
-        """Add what a step has sampled; settle the future with the last of it."""
+        """Add the tokens that a step has sampled; settle the future if they are the last."""
         self.token_ids.extend(token_ids)
         if not is_finished:
             return

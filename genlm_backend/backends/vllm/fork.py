@@ -1,8 +1,8 @@
 """ForkConnector: lets a new session begin from the keys and values of a live one.
 
 vLLM loads it as a KV connector and asks it how many tokens of each new request are cached. vLLM's
-own prefix caching shares full blocks; the rest, as a rule one partial block, joins the copies that
-vLLM's workers make before the step. All is decided in the scheduler, and nothing in a worker.
+own prefix caching shares full blocks; the rest, usually one partial block, joins the block copies
+that vLLM's workers make before the step. The connector acts in the scheduler alone.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -19,12 +19,12 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from genlm_backend.errors import UnsupportedModelError
 
 SOURCE, NUM_SHARED = "genlm_source", "genlm_num_shared"
-"""Keys of a request's transfer parameters: whose tokens it begins with, and how many."""
+"""Keys of a request's transfer parameters: the source request, and how many tokens to share."""
 
 
 @final
 class ForkConnector(KVConnectorBase_V1):
-    """A KV connector that plans the copies of blocks which new sessions begin with."""
+    """A KV connector that plans the block copies with which new sessions begin."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -56,8 +56,8 @@ class ForkConnector(KVConnectorBase_V1):
         if not params:
             return 0, False
         num_shared, source = params[NUM_SHARED], self._requests.get(params[SOURCE])
-        # One that has been preempted has blocks again before what is in them is computed; those
-        # that it finds may be another request's, which computes them behind the step's copies.
+        # A preempted source gets its blocks back before they are computed. Blocks that it finds in
+        # the prefix cache may be another request's, which the step computes after the copies.
         if source is None or source.num_computed_tokens < num_shared:
             return 0, False
         if source.request_id in self._begun:
@@ -65,7 +65,7 @@ class ForkConnector(KVConnectorBase_V1):
         return max(num_shared - num_computed_tokens, 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plan the copies of the blocks that hold these tokens."""
+        """Plan copies of the source's blocks that hold the ``num_external_tokens`` tokens."""
         if not request.num_computed_tokens:
             self._begun.add(request.request_id)
         if not num_external_tokens:
@@ -84,9 +84,9 @@ class ForkConnector(KVConnectorBase_V1):
         return blocks
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Hand the planned copies to the step, and to its new requests all of their pictures."""
-        # vLLM omits the features of pictures that are cached. A preempted request, as all are by
-        # ``clear_cache()``, needs them once the cache has gone.
+        """Add the planned copies to the step, and all picture features to its new requests."""
+        # vLLM omits the features of cached pictures. A preempted request needs them once that
+        # cache is empty: ``clear_cache()`` preempts all requests and empties it.
         for new in scheduler_output.scheduled_new_reqs:
             if new.mm_features:
                 new.mm_features = self._requests[new.req_id].mm_features
@@ -100,14 +100,14 @@ class ForkConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return that nothing of a finished request is still needed."""
+        """Forget the request; ``False`` lets vLLM free its blocks at once."""
         self._requests.pop(request.request_id, None)
         return False, None
 
     # ---------------------------------------------------------------- in a worker
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: the step has made the copies."""
+        """Do nothing: the step's block copies bring the keys and values."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: the copies are ordered before the layers."""
@@ -115,7 +115,7 @@ class ForkConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: keys and values stay where they are."""
+        """Do nothing: keys and values stay in vLLM's blocks."""
 
     def wait_for_save(self) -> None:
         """Do nothing: nothing is being saved."""

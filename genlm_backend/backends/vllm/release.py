@@ -1,4 +1,4 @@
-"""The installed release of vLLM, read without importing vLLM, and whether it can be used."""
+"""The installed release of vLLM, read from package metadata, and whether it can be used."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Final
 from genlm_backend.errors import MissingExtraError
 
 OLDEST: Final = (0, 30)
-"""The first release, major and minor, that has all private names which are used here."""
+"""The first release, major and minor, with every private name that this backend uses."""
 
 SEEN: Final = ((0, 30), (0, 31), (0, 32), (0, 33))
-"""Releases whose private names were compared with those that are used here."""
+"""Releases whose private names were compared with those that this backend uses."""
 
 
 def installed_release() -> str | None:
@@ -29,12 +29,12 @@ def installed_release() -> str | None:
 
 
 def is_supported(release: str | None) -> bool:
-    """Return whether ``release`` is none that is known to lack something."""
+    """Return whether ``release`` is at least ``OLDEST``; ``None`` (no vLLM) is not."""
     return release is not None and _minor(release) >= OLDEST
 
 
 def check_release() -> None:
-    """Find out whether the installed vLLM can be used; warn of a release that is untested."""
+    """Raise a ``MissingExtraError`` if vLLM cannot be used; warn if its release is untested."""
     found = installed_release()
     if found is None or not is_supported(found):
         what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"
@@ -68,9 +68,9 @@ def _shown(minor: tuple[int, ...]) -> str:
 
 
 def let_modules_be_scanned() -> None:
-    """Let vLLM's engine for the CPU start if Numba has been imported, as tries do."""
-    # vLLM looks at the attributes of all objects in a module. llvmlite's library takes any name,
-    # ``__dict__`` too, for a compiled function and stores it in a table: so that has an empty one.
+    """Let vLLM's CPU engine start after Numba has been imported, which tries do."""
+    # vLLM reads ``__dict__`` of every object in a module. llvmlite's library takes any attribute
+    # name for a compiled function and looks it up in ``_fntab``, so the table gets an empty dict.
     module: Any = sys.modules.get("llvmlite.binding.ffi")
     table = getattr(getattr(module, "lib", None), "_fntab", None)
     if isinstance(table, dict):

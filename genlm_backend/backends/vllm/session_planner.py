@@ -1,7 +1,6 @@
-"""SessionPlanner: which contexts of a batch the steps of an engine compute together.
+"""SessionPlanner: divides a batch into parts that fit into the engine's free blocks and requests.
 
-A batch is computed in parts, each as many contexts as the engine has room for at once; completions
-go on in every step, and in steps of their own if no row is wanted.
+Every engine step advances the completions too; without a batch, they get steps of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:  # it imports vLLM
 
 
 class Scored(NamedTuple):
-    """A text that an engine has scored."""
+    """The scores of one text, and how many of its tokens were computed or cached."""
 
     scores: torch.Tensor  # [num_targets] float32
     num_computed: int
@@ -35,11 +34,11 @@ class Scored(NamedTuple):
 
 @final
 class SessionPlanner:
-    """Plans an engine's batches in parts, on the caller's thread; the oldest sessions make room."""
+    """Runs batches in parts, on the caller's thread; ends the oldest sessions to make room."""
 
     def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
-        # Rows are told apart by session, and several models may live in one process.
+        # Rows are keyed by session id, and several models may live in one process.
         self.table = SessionTable(engine.max_sessions, prefix=uuid.uuid4().hex)
         self.tokens_computed = self.tokens_reused = self.tokens_evicted = 0
 
@@ -51,10 +50,10 @@ class SessionPlanner:
         check_cancelled: Callable[[], None],
         wanted: RowQueries | None = None,
     ) -> list[Any]:
-        """Return the engine's row of each query, in as few parts as it has room for."""
+        """Return the engine's row of each query, or its readouts if ``wanted``, part by part."""
         rows: dict[int, Any] = {}
         while len(rows) < len(queries):
-            check_cancelled()  # the engine is between two parts, and nothing is amiss
+            check_cancelled()  # between two parts, so the sessions stay valid
             with self._distrusting():
                 left = [i for i in range(len(queries)) if i not in rows]
                 placements = self._plan_part([queries[i] for i in left], check_cancelled)
@@ -72,9 +71,9 @@ class SessionPlanner:
         found = self._engine.run(sessions, self._end_oldest, own)
         if not found and not self.table.num_computed:
             raise EvaluationError(f"vLLM has no room for any of {len(sessions)} contexts")
-        # A completion may take blocks meant for the part, and wait for some that the part holds.
-        # Then rows are missing, and all sessions end: a part that begins without any has one row at
-        # least.
+        # Completions may take blocks that were meant for the part, and then wait for blocks that
+        # the part holds. Then rows are missing and all sessions end, so that the next part, which
+        # begins without any, computes at least one row.
         if len(found) == len(sessions):
             self.table.commit()
         else:
@@ -89,7 +88,7 @@ class SessionPlanner:
     def score(
         self, texts: Sequence[ScoreQuery], check_cancelled: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """Return the scores of texts, in as few parts as the engine has room for."""
+        """Return the scores of texts, in as few parts as the engine's blocks allow."""
         scores: list[torch.Tensor] = []
         while len(scores) < len(texts):
             check_cancelled()
@@ -102,7 +101,7 @@ class SessionPlanner:
         return scores
 
     def _scorable(self, texts: Sequence[ScoreQuery]) -> list[ScoreQuery]:
-        """Return as many of the texts, in order, as there is room for; one at least."""
+        """Return the first texts for which there is room, and at least one."""
         part, size, reserved = list[ScoreQuery](), self._engine.block_size, self._num_left()
         for text in texts[: max(1, self._engine.max_sessions // 2)]:
             reserved += len(text.text.context) // size + 1
@@ -114,7 +113,7 @@ class SessionPlanner:
     def _plan_part(
         self, queries: Sequence[RowQuery], check_cancelled: Callable[[], None]
     ) -> list[Placement]:
-        """Place as many of the queries, in order, as there is room for."""
+        """Place the first queries for which there is room, and at least one."""
         placements, reserved = list[Placement](), self._num_left()
         for query in queries:
             placement = self.table.place(query)
@@ -123,16 +122,16 @@ class SessionPlanner:
                 self.table.withdraw(placement)
                 if placements:
                     break
-                self.end_sessions()  # what the placement itself holds is in its way
+                self.end_sessions()  # the sessions that it holds take the room
                 placement = self.table.place(query)
                 while not self._make_room(needed := self._blocks_of(placement)):
-                    self.table.withdraw(placement)  # so that whoever leaves here leaves nothing
+                    self.table.withdraw(placement)  # so that an error leaves no placement
                     if not self._engine.completions:
                         raise EvaluationError(
                             f"a context of {len(query.context)} tokens does not fit into vLLM's "
                             f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
                         )
-                    self._engine.step(self._end_oldest)  # the room is theirs until they end
+                    self._engine.step(self._end_oldest)  # they hold the blocks until they end
                     check_cancelled()
                     placement = self.table.place(query)
             reserved += needed
@@ -140,16 +139,16 @@ class SessionPlanner:
         return placements
 
     def _blocks_of(self, placement: Placement) -> int:
-        """Return how many more blocks a placement takes, at most."""
+        """Return how many more blocks a placement needs, at most."""
         size = self._engine.block_size
         num_shared = placement.num_shared
-        # An extended session has its last block already; a new one shares full blocks only.
+        # An extended session keeps its partial last block; a new one shares full blocks only.
         there = num_shared // size if placement.is_new else -(-num_shared // size)
         return -(-len(placement.query.context) // size) - there
 
     def _num_left(self) -> int:
-        """Return how many of the engine's requests sessions leave to the completions."""
-        # Each of these may take a block in the next step.
+        """Return how many requests and blocks to leave to the completions."""
+        # Each completion may take a block in the next step.
         return min(len(self._engine.completions), self._engine.max_sessions // 2)
 
     def _make_room(self, num_blocks: int) -> bool:
@@ -176,10 +175,10 @@ class SessionPlanner:
 
     @contextlib.contextmanager
     def _distrusting(self) -> Iterator[None]:
-        """Trust nothing that was under way in the engine when an exception comes out of it."""
+        """On an exception, end all sessions and fail all completions: their state is unknown."""
         try:
             yield
-        except QueryDroppedError:  # which comes between two steps
+        except QueryDroppedError:  # raised between two steps
             raise
         except BaseException as error:
             completions = list(self._engine.completions.values())
@@ -196,10 +195,10 @@ class SessionPlanner:
     # ---------------------------------------------------------------- completions
 
     def start(self, completions: list[Completion], forbidden: frozenset[int]) -> None:
-        """Hand completions to the engine, whose errors are theirs."""
-        # Prompts of more than a block in total are computed first, as sessions, and forked: each
-        # once, and long ones in pieces. As many at a time as begin in one step while the sessions
-        # live.
+        """Hand completions to the engine; an error becomes the result of each."""
+        # Prompts of more than a block in total are first computed as sessions and then forked, so
+        # that each is computed once, and long ones in chunks. A part is small enough to begin in
+        # one step while the prompts' sessions live.
         is_short = sum(len(c.prompt.context) for c in completions) <= self._engine.block_size
         size = len(completions) if is_short else max(1, self._engine.max_sessions // 2)
         try:
@@ -226,7 +225,7 @@ class SessionPlanner:
         self.evaluate(prompts, check_cancelled, RowQueries([()] * len(prompts)))
 
     def go_on(self) -> bool:
-        """Make a step for the completions, which get its error; return whether any are left."""
+        """Step the completions, which get any error; return whether any are left."""
         with contextlib.suppress(Exception), self._distrusting():
             self._step()
         return bool(self._engine.completions)

@@ -1,8 +1,8 @@
-"""SessionTable: which live request of the engine holds the keys and values of which context.
+"""SessionTable: finds the live engine request whose KV cache a context can reuse.
 
 A *session* is a request that stays in the engine after its row has been computed. More tokens
-extend it in place; a new session may begin from the keys and values of another, at any token.
-Decides only, and knows no engine.
+extend it in place; a new session may fork another one's keys and values at any token.
+The table only decides; ``SessionPlanner`` carries its decisions out in an engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Placement:
 
     @property
     def num_extended(self) -> int:
-        """Number of tokens that the session has, so that those after them are sent."""
+        """Number of tokens that the session already holds; the request sends only the rest."""
         return 0 if self.is_new else self.num_shared
 
 
@@ -48,7 +48,7 @@ class _Session:
 
 @final
 class SessionTable:
-    """Live sessions by their contexts, the ones unused for longest ended first."""
+    """Live sessions by their contexts; the least recently used ones are ended first."""
 
     def __init__(self, max_sessions: int, prefix: str = "session") -> None:
         if max_sessions < 1:
@@ -58,7 +58,7 @@ class SessionTable:
         self._clock = itertools.count()
         self._sessions: dict[str, _Session] = {}
         self._by_context: dict[RowQuery, _Session] = {}
-        # Unseen by the next queries until ``commit``, because the engine has not computed them.
+        # Queries cannot reuse these before ``commit``, because the engine has not computed them.
         self._round: list[Placement] = []
         self._held: set[str] = set()
         self._extended: set[str] = set()
@@ -68,16 +68,16 @@ class SessionTable:
 
     @property
     def num_computed(self) -> int:
-        """Number of sessions, without those that the part of a batch will add."""
+        """Number of committed sessions, without those that the current part of a batch adds."""
         return len(self._sessions)
 
     def place(self, query: RowQuery) -> Placement:
-        """Choose the session with most of a query's tokens, which is held until ``commit``."""
+        """Extend or fork the session with the longest shared prefix; hold it until ``commit``."""
         best, num_shared = self._longest_prefix(query)
         if best is None:
             placement = Placement(query, next(self._ids), is_new=True)
         elif num_shared == len(best.token_ids) and best.id not in self._extended:
-            # One query of a part extends a session; its siblings fork it where it was before.
+            # One query of a part extends a session; its siblings fork the session's old end.
             placement = Placement(query, best.id, is_new=False, num_shared=num_shared)
             self._extended.add(best.id)
         else:
@@ -88,19 +88,19 @@ class SessionTable:
         return placement
 
     def source_of(self, query: RowQuery) -> tuple[str | None, int]:
-        """Return the session that has most of a context's tokens, if any, and how many."""
+        """Return the session with a context's longest prefix, if any, and the prefix's length."""
         best, num_shared = self._longest_prefix(query)
         return None if best is None else best.id, num_shared
 
     def withdraw(self, placement: Placement) -> None:
-        """Take back the latest placement; what it held stays held until ``commit``."""
+        """Undo the latest placement; the session it reuses is still held until ``commit``."""
         assert self._round[-1] is placement
         self._round.pop()
         if not placement.is_new:
             self._extended.discard(placement.session)
 
     def oldest(self) -> str | None:
-        """Return the session unused for longest that no placement of the part needs, if any."""
+        """Return the least recently used session that no placement of the part holds, if any."""
         idle = (s for s in self._sessions.values() if s.id not in self._held)
         found = min(idle, key=lambda session: session.used, default=None)
         return None if found is None else found.id
@@ -113,7 +113,7 @@ class SessionTable:
         return len(session.token_ids)
 
     def commit(self) -> None:
-        """Record that the engine has computed every placement of the part; begin the next."""
+        """Record that the engine has computed every placement of the part; begin a new part."""
         for placement in self._round:
             if placement.is_new:
                 session = _Session(placement.session, placement.query, next(self._clock))
@@ -130,7 +130,7 @@ class SessionTable:
         self._end_round()
 
     def clear(self) -> list[str]:
-        """Remove every session, those of an uncommitted part of a batch too; return their ids."""
+        """Remove every session, uncommitted ones too; return their ids."""
         ids = [*self._sessions, *(p.session for p in self._round if p.is_new)]
         self._sessions.clear()
         self._by_context.clear()
@@ -143,7 +143,7 @@ class SessionTable:
         self._extended.clear()
 
     def _longest_prefix(self, query: RowQuery) -> tuple[_Session | None, int]:
-        """Return the session that shares most with ``query``, but for its last token."""
+        """Return the session with the longest prefix of ``query`` before its last token."""
         most = len(query.context) - 1
         pictures = query.context.pictures
         is_kept = most >= (1 if pictures is None else pictures.num_tokens)
@@ -158,7 +158,7 @@ class SessionTable:
             if min(len(wanted), len(session.token_ids)) < best_key[0]:
                 continue
             shared = common_length(session.token_ids, wanted)
-            # At equal length, one that ends there and is free wins, because it can be extended.
+            # At equal length, a free session that ends there wins, because it can be extended.
             key = (shared, shared == len(session.token_ids) and session.id not in self._extended)
             if key > best_key:
                 best, best_key = session, key

@@ -1,4 +1,4 @@
-"""VLLMEngine: vLLM as sessions that give rows, and as completions."""
+"""VLLMEngine: runs sessions, which give rows, and completions in vLLM."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -44,21 +44,21 @@ from genlm_backend.readouts.readout import RowQueries
 from genlm_backend.readouts.score_query import ScoreQuery
 
 _WAIT = 0.1
-"""Seconds to wait for the outputs of a core in another process at each step."""
+"""Seconds that each step waits for the outputs of a core in another process."""
 
 _MOST_EMPTY_STEPS = 3
-"""Number of steps in a row that compute nothing, before something has to make room."""
+"""Consecutive steps that compute nothing before a session is ended to make room."""
 
 _PATIENCE = 30.0
-"""Seconds that a core may take to notice that requests have ended."""
+"""Seconds to wait for a core to report that requests have ended."""
 
 
 @final
 class VLLMEngine:
-    """vLLM's engine: starts, extends and ends sessions, and steps; for one thread at a time."""
+    """Starts, extends and ends sessions, and steps vLLM; for one thread at a time."""
 
     _here: VLLMEngine | None = None
-    """The engine whose core is in this process; vLLM can have one."""
+    """The engine whose core is in this process; vLLM allows one."""
 
     def __init__(self, llm: LLM, tokenizer: Any = None, max_adapters: int | None = None) -> None:
         self._llm: LLM | None = llm
@@ -72,10 +72,10 @@ class VLLMEngine:
         self.max_length: int = self._core.max_model_len - 1
         self.max_sessions: int = self._core.max_num_seqs
         self.block_size: int = self._core.block_size
-        self.num_blocks: int = self._core.num_blocks - 1  # one is vLLM's own
+        self.num_blocks: int = self._core.num_blocks - 1  # vLLM keeps one for itself
         self.kv_cache_dtype: str | None = self._core.kv_cache_dtype
-        # Where adapters are taken, vLLM's head gives the tokens of a prompt the adapters that it
-        # has looked up for the sampled tokens, which are fewer: on the CPU its engine ends.
+        # With LoRA enabled, vLLM's head applies the sampled tokens' adapter indices to the tokens
+        # of a prompt, which are more: on the CPU the engine dies.
         self.scores_texts = not self._core.takes_adapters
         self.num_steps = 0
         self.has_died = False
@@ -100,29 +100,29 @@ class VLLMEngine:
 
     @property
     def processor(self) -> Any:
-        """The processor of transformers that reads pictures."""
+        """The transformers processor with which vLLM reads pictures."""
         return self._pictures.processor
 
     def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:
-        """Return the token ids of a prompt with pictures, and what its requests have of these.
+        """Return the token ids of a prompt with pictures, and the features for its requests.
 
-        Each feature has the digest of what it shows (``identifier``), and its tokens' place
+        Each feature has its picture's digest (``identifier``) and the position of its tokens
         (``mm_position``, with an ``offset`` and a ``length``).
         """
         return self._pictures.read(prompt, images)
 
     @classmethod
     def load(cls, path: str, options: dict[str, Any], tokenizer: Any = None) -> VLLMEngine:
-        """Load a model with vLLM, in this process or, if it has to be, in one of its own."""
+        """Load a model with vLLM, in this process or, if necessary, in a process of its own."""
         _check_options(options)
         made, max_adapters = _arguments(options), None
         if made.get("enable_lora"):
-            # While an adapter takes the name of another, there is a place for each: vLLM would read
-            # the files of one that it has no place for again, which may be others by now.
+            # While an adapter replaces another of its name, both need a slot: vLLM reads an adapter
+            # without one from its files again, which may have changed by now.
             num_places = made.get("max_loras", 1)
             if current_platform.is_cpu():
-                # On the CPU a request without an adapter gets whatever is in the last place for one
-                # (vLLM's issue 48421): there is one more, and it stays empty.
+                # On the CPU a request without an adapter gets the one in the last slot (vLLM issue
+                # 48421), so an extra slot stays empty; a second one is for a replaced adapter.
                 max_adapters, num_places = num_places, num_places + 2
                 made["max_loras"] = num_places
             made["max_cpu_loras"] = max(made.get("max_cpu_loras") or 0, num_places) + 1
@@ -133,12 +133,12 @@ class VLLMEngine:
             or any(options.get(name, 1) != 1 for name in _PARALLEL)
             or options.get("distributed_executor_backend") not in (None, "uni")
         )
-        # Set while vLLM loads. Rows have been compared on its first model runner, which is the
-        # default here. The global random generators, which vLLM seeds, are put back.
+        # These are set while vLLM loads. The default is its first model runner, on which rows have
+        # been compared. vLLM seeds the global random generators, so their state is restored.
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
         variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
         with environment(variables), random_state_kept():
-            # vLLM reads them anew, which it remembers while an engine is here.
+            # An engine in this process makes vLLM cache the variables; read them again.
             capture.envs.disable_envs_cache()
             release.let_modules_be_scanned()
             try:
@@ -146,7 +146,7 @@ class VLLMEngine:
                     _check_model(path, made)
                     llm = LLM(path, **made)
             finally:
-                if is_taken:  # where the first one goes on as it is
+                if is_taken:  # the first engine still runs in this process
                     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
                     capture.envs.enable_envs_cache()
         return cls(llm, tokenizer, max_adapters)
@@ -172,7 +172,7 @@ class VLLMEngine:
     def run(
         self, session_ids: list[str], relieve: Callable[[], bool], wanted: RowQueries | None = None
     ) -> dict[str, Any]:
-        """Step until each session has a row, or there is no room; return rows or readouts."""
+        """Step until each session has a row or no room is left; return rows or readouts."""
         requests, self._requests = self._requests, []
         self._call(self._core.add, requests)
         waiting = set(session_ids)
@@ -185,7 +185,7 @@ class VLLMEngine:
                     raise EvaluationError(f"vLLM ended a session: {output.finish_reason}")
                 if output.new_token_ids:
                     waiting.discard(output.request_id)
-            # ``relieve`` ends a session, if any, when the engine has no room for anything.
+            # ``relieve`` ends a session, if any, once the engine has no room for any request.
             if waiting and not self._is_relieved(relieve):
                 break
         places = [i for i, session in enumerate(session_ids) if session not in waiting]
@@ -241,13 +241,13 @@ class VLLMEngine:
 
     def _scored_text(self, output: Any, text: ScoreQuery) -> Scored:
         logprobs, ids, num_computed, num_reused = self._core.logprobs_of(output)
-        # A text that was preempted may have gone on behind what another one has computed since.
+        # A preempted text may have resumed after blocks that another text computed meanwhile.
         targets = torch.tensor(text.targets, dtype=torch.int64)
         is_whole = num_reused < text.start and torch.equal(ids[text.start - 1 :], targets)
         return Scored(logprobs[text.start - 1 :].clone(), num_computed, num_reused, is_whole)
 
     def end(self, session_ids: list[str]) -> None:
-        """End sessions, whether or not they have been computed; their blocks are free at once."""
+        """End sessions, computed or not; a local core frees their blocks at once."""
         if session_ids:
             self._requests = [r for r in self._requests if r.request_id not in session_ids]
             self._sessions.difference_update(session_ids)
@@ -257,7 +257,7 @@ class VLLMEngine:
                 self._call(self._core.forget_logits, list(untaken))
 
     def reset(self) -> None:
-        """Forget all blocks, once no session is left; completions compute theirs again."""
+        """Forget all cached blocks once no session is left; completions are computed again."""
         self._wait_for_ends()
         self._call(self._core.reset)
 
@@ -270,9 +270,9 @@ class VLLMEngine:
         source: str | None = None,
         num_shared: int = 0,
     ) -> None:
-        """Begin a completion, after the first tokens of a session that has been computed.
+        """Begin a completion; it may fork the first ``num_shared`` tokens of a computed session.
 
-        It goes on at every step from now on.
+        Every step from now on advances it.
         """
         params = SamplingParams(
             max_tokens=completion.num_possible,
@@ -292,13 +292,13 @@ class VLLMEngine:
         self._call(self._core.add, [request])
 
     def step(self, relieve: Callable[[], bool]) -> None:
-        """Make a step for the completions."""
+        """Step the completions; raise an ``EvaluationError`` if no room can be made for them."""
         self._step()
         if self.completions and not self._is_relieved(relieve):
             raise EvaluationError(f"vLLM has no room for any of {len(self.completions)} samples")
 
     def stop(self, completions: list[Completion]) -> None:
-        """End completions before they are finished; their futures stay as they are."""
+        """Abort completions; their futures stay unsettled."""
         for completion in completions:
             del self.completions[completion.id]
         self._call(self._core.abort, [completion.id for completion in completions])
@@ -317,7 +317,7 @@ class VLLMEngine:
                 f"vLLM on the CPU holds max_loras={self._max_adapters} adapters; load the model "
                 f"with a larger max_loras to add {adapter.name!r}"
             )
-        # vLLM knows blocks of keys and values by the name and the path, be there another adapter.
+        # vLLM keys cached blocks by name and path, so a replaced adapter needs a name of its own.
         request = LoRARequest(f"{adapter.name} {adapter.number}", adapter.number, path)
         try:
             self._call(self._core.add_lora, request)
@@ -330,13 +330,13 @@ class VLLMEngine:
         self._adapters[adapter] = request
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove a LoRA adapter that no session and no completion uses."""
+        """Remove a LoRA adapter, which no session or completion may use."""
         self._call(self._core.remove_lora, self._adapters.pop(adapter).lora_int_id)
 
     # ---------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Shut vLLM down and free what it holds; again has no effect."""
+        """Shut vLLM down and free its memory; a second call has no effect."""
         if self._llm is None:
             return
         try:
@@ -357,14 +357,14 @@ class VLLMEngine:
         return len(self._sessions) + len(self.completions) + len(self._texts)
 
     def _is_relieved(self, relieve: Callable[[], bool]) -> bool:
-        """Return whether the next steps may compute something: they can, or room has been made."""
+        """Return whether to step again: few steps in a row were empty, or ``relieve`` made room."""
         if self._num_empty_steps < _MOST_EMPTY_STEPS:
             return True
         self._num_empty_steps = 0
         return relieve()
 
     def _step(self) -> list[Any]:
-        """Make a step, or wait a little for one; pass on what it has sampled."""
+        """Step, or wait ``_WAIT`` seconds for another process to; extend the completions."""
         gone = [c for c in self.completions.values() if c.future.cancelled()]
         if gone:
             self.stop(gone)
@@ -376,8 +376,8 @@ class VLLMEngine:
         if not is_empty:
             self._num_empty_steps = 0
         elif self._core.num_requests == self._num_requests:
-            # Others are there where another process has told of a step before it got the last ones,
-            # or before those that have made room were gone.
+            # The counts differ if another process reported the step before it received the latest
+            # requests or aborts.
             self._num_empty_steps += 1
         for output in outputs:
             completion = self.completions.get(output.request_id)
@@ -392,7 +392,7 @@ class VLLMEngine:
         return outputs
 
     def _wait_for_ends(self) -> None:
-        """Wait until a core in another process has noticed which requests have ended."""
+        """Wait until a core in another process reports that ended requests are gone."""
         if self._core.is_local or self._core.num_requests <= self._num_requests:
             return
         deadline = time.monotonic() + _PATIENCE
@@ -403,7 +403,7 @@ class VLLMEngine:
         self._num_empty_steps = 0
 
     def _request(self, name: str, query: RowQuery, start: int, params: Any, resumable: bool) -> Any:
-        """Return a request of a context's tokens from one of them on."""
+        """Return a request for a context's tokens from position ``start`` on."""
         lora = None if query.adapter is None else self._adapters[query.adapter]
         pictures, ids, features = query.context.pictures, list(query.context.packed(start)), None
         if pictures is not None and start < pictures.num_tokens:
@@ -427,7 +427,7 @@ class VLLMEngine:
         except Exception as error:
             if not (isinstance(error, capture.EngineDeadError) or self._core.is_dead):
                 raise
-            # A dead core's sockets are closed by another thread, while they may be written to.
+            # Another thread closes a dead core's sockets, so a write to them may raise any error.
             self.has_died = True
             raise EngineDiedError(
                 "vLLM's engine has ended, and what it printed says why; close this model and "
@@ -436,7 +436,7 @@ class VLLMEngine:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that vLLM does not know, and those that sessions or rows do not go with."""
+    """Raise on options that vLLM does not know, and on those that sessions do not support."""
     known = {field.name for field in fields(EngineArgs)} | {*inspect.signature(LLM).parameters}
     for name in options:
         if name not in known:
@@ -459,7 +459,7 @@ def _values_explained() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        wrong = dict[str, str]()  # a value that may be of several types has an error for each
+        wrong = dict[str, str]()  # a field of several types has an error for each type
         for one in error.errors(include_url=False):
             name = f"{one['loc'][0]}={shown(one['input'])}: " if one["loc"] else ""
             wrong.setdefault(name, one["msg"].removeprefix("Value error, "))
@@ -468,12 +468,12 @@ def _values_explained() -> Iterator[None]:
 
 
 def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse a model with recurrent states by its configuration, before its weights are loaded."""
-    own = {field.name for field in fields(EngineArgs)}  # all of vllm.LLM's, but a chat template
+    """Raise if a model's config has recurrent states, before its weights are loaded."""
+    own = {field.name for field in fields(EngineArgs)}  # all of vllm.LLM's except a chat template
     given = {name: value for name, value in arguments.items() if name in own}
-    if given.get("hf_overrides", {}) is None:  # which vllm.LLM takes
+    if given.get("hf_overrides", {}) is None:  # ``None``, which only vllm.LLM accepts
         del given["hf_overrides"]
-    # vLLM sets up its log later, and says all of it again then.
+    # vLLM configures its logger later and then repeats these messages.
     log, nobody = logging.getLogger("vllm"), logging.NullHandler()
     log.addHandler(nobody)
     try:
@@ -488,15 +488,15 @@ def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM`` for options: with sessions, and rows captured."""
+    """Return ``vllm.LLM`` arguments: the options, and those that sessions and rows need."""
     return {
         "enable_prefix_caching": True,
         "gpu_memory_utilization": 0.9,
-        "disable_hybrid_kv_cache_manager": True,  # as it is with any connector but a few
+        "disable_hybrid_kv_cache_manager": True,  # vLLM does so itself for most connectors
         **options,
         "disable_log_stats": False,  # the steps' statistics say how many blocks are free
         "async_scheduling": False,
-        "mm_processor_cache_gb": 0,  # what it has would be left out of later requests
+        "mm_processor_cache_gb": 0,  # later requests would omit cached features
         "logits_processors": [*(options.get("logits_processors") or ()), capture.RowCapture],
         "worker_extension_cls": f"{capture.__name__}.{capture.RowExtension.__name__}",
         "kv_transfer_config": KVTransferConfig(
@@ -508,19 +508,19 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fork_of(source: str | None, num_shared: int) -> dict[str, Any]:
-    """Return the arguments of a request that begins with tokens of a session, if there is one."""
+    """Return the ``extra_args`` of a request that forks ``source``; none without a source."""
     if source is None:
         return {}
     return {"kv_transfer_params": {fork.SOURCE: source, fork.NUM_SHARED: num_shared}}
 
 
 def _has_failed(finish_reason: Any) -> bool:
-    """Whether a request ended otherwise than by a token of its end, or by its length."""
+    """Return whether a request ended other than by an end token or its length."""
     return finish_reason is not None and str(finish_reason) not in ("stop", "length")
 
 
 _OF_A_ROW: Any = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
-"""Parameters of requests whose one sampled token is discarded."""
+"""Sampling parameters of requests for a row; their one sampled token is discarded."""
 
 _REFUSED = {
     "data_parallel_size": "sessions live in one engine; load a model for each replica instead",
@@ -536,7 +536,7 @@ _DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER
 
 @contextlib.contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables of the environment, and put back what they were."""
+    """Set environment variables for the duration, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -551,7 +551,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Put the global random generators back."""
+    """Restore the global random generators of Python, NumPy and torch afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

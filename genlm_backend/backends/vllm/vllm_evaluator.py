@@ -1,4 +1,4 @@
-"""VLLMEvaluator: rows and scores of a model that vLLM evaluates, of sessions that stay in it."""
+"""VLLMEvaluator: rows and scores of a model, computed by vLLM in sessions that it keeps."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from genlm_backend.backends.vllm.release import installed_release
 from genlm_backend.errors import UnsupportedModelError
 
 _LONGEST_PASS: Final = 2048
-"""Tokens of a text that one pass scores, at most: vLLM holds the logits of all of them."""
+"""Most tokens of a text that one pass scores: vLLM holds the logits of all of them."""
 
 _MOST_OF_PROMPT: Final = 64
-"""Tokens of a text for each one that is scored, at most, for which one pass is the faster way."""
+"""Most tokens of a text per scored token for which one pass is faster than rows."""
 
 
 @final
 class VLLMEvaluator(Evaluator):
-    """Answers queries by an engine of sessions, in parts of a batch."""
+    """Answers queries with vLLM's sessions, one part of a batch after another."""
 
     def __init__(
         self, engine: VLLMEngine, output_device: torch.device, max_length: int | None = None
@@ -48,7 +48,7 @@ class VLLMEvaluator(Evaluator):
         self._max_length = max_length
 
     def open(self) -> EvaluatorInfo:
-        """Return the abilities of the engine, which is ready."""
+        """Return the capabilities of the engine, which is loaded already."""
         engine = self.engine
         num_slots = engine.num_blocks * engine.block_size
         longest = min(engine.max_length, num_slots)
@@ -73,7 +73,7 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- rows
 
     def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result]:
-        """Return one answer to each query; readouts are read off where vLLM computes."""
+        """Return one answer per query; vLLM's workers compute this package's own readouts."""
         scorings: list[Any] = [query for query in queries if query.num_targets]
         if len(scorings) == len(queries):
             return self._scores(scorings)
@@ -89,7 +89,7 @@ class VLLMEvaluator(Evaluator):
         return [found[query] for query in queries]
 
     def _read(self, queries: Sequence[Any]) -> list[Any]:
-        """Return a row for each query, and what readouts are answered by."""
+        """Return a row or readout for each query, with one context computed per ``forward_key``."""
         asked: defaultdict[RowQuery, list[Any]] = defaultdict(list)
         for query in queries:
             asked[query.forward_key].append(query)
@@ -102,7 +102,7 @@ class VLLMEvaluator(Evaluator):
         return [answer_to[query] for query in queries]
 
     def _scores(self, scorings: Sequence[ScoreQuery]) -> list[Result]:
-        """Return the scores of texts, each in a pass of its own if that is the faster way."""
+        """Return the scores of texts, each in one pass if ``_is_pass``, otherwise by rows."""
         at_once = [scoring for scoring in scorings if self._is_pass(scoring)]
         found = dict(zip(at_once, self.planner.score(at_once, self.check_cancelled), strict=True))
         rest: defaultdict[ScoreExtras, list[ScoreQuery]] = defaultdict(list)
@@ -114,15 +114,15 @@ class VLLMEvaluator(Evaluator):
             found.update(zip(own, scores, strict=True))
         return [found[scoring] for scoring in scorings]
 
-    async def _table(self, queries: Sequence[RowQuery]) -> torch.Tensor:  # without a wait
+    async def _table(self, queries: Sequence[RowQuery]) -> torch.Tensor:  # never waits
         rows = self.planner.evaluate(queries, self.check_cancelled)
         if self.undefined_ids:
             rows = rows_without(rows, torch.tensor(self.undefined_ids, dtype=torch.int64))
         return stacked(rows)
 
     def _is_pass(self, scoring: ScoreQuery) -> bool:
-        """Return whether one pass scores a text, which gives a number for each token."""
-        # The pass knows nothing of undefined ids, computes the prompt again if vLLM has forgotten
+        """Return whether to score a text in one pass, which gives one number per token."""
+        # The pass does not exclude undefined ids, computes the prompt again if vLLM has evicted
         # it, and holds the logits of all tokens at once.
         size = len(scoring.text.context)
         return (
@@ -134,25 +134,25 @@ class VLLMEvaluator(Evaluator):
             and size <= _MOST_OF_PROMPT * scoring.num_targets
         )
 
-    # ---------------------------------------------------------------- what is kept
+    # ---------------------------------------------------------------- caching
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens a session has; vLLM does not report a host tier."""
+        """Return how many tokens of a context a session holds; 0 on a host tier."""
         return 0 if tier == "host" else self.planner.table.source_of(query)[1]
 
     def pin(self, query: RowQuery) -> bool:
-        """Refuse: the oldest sessions are ended, whichever they are."""
+        """Raise a ``CacheError``: any session may be ended to make room."""
         raise CacheError("vLLM ends the oldest sessions, and keeps no prompt for good")
 
     def clear(self) -> None:
-        """End all sessions, and forget all blocks; samples that go on are computed again."""
+        """End all sessions, and forget all blocks; running samples are computed again."""
         self.planner.end_sessions()
         self.engine.reset()
 
     # ---------------------------------------------------------------- adapters
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
-        """Load a LoRA adapter; the engine needs to have been made with ``enable_lora=True``."""
+        """Load a LoRA adapter; the engine needs ``enable_lora=True``."""
         self.engine.add_adapter(adapter, path)
 
     def remove_adapter(self, adapter: Adapter) -> None:
@@ -181,7 +181,7 @@ class VLLMEvaluator(Evaluator):
         )
 
     def close(self) -> None:
-        """Close the engine; completions that have not ended get a ``BatcherClosedError``."""
+        """Close the engine; unfinished completions get a ``BatcherClosedError``."""
         completions = list(self.engine.completions.values())
         try:
             self.engine.close()
@@ -192,14 +192,14 @@ class VLLMEvaluator(Evaluator):
 
 _FEWEST: Final = 16
 _ROUNDING: Final = 0.05
-_NUM_OWN: Final = 3  # tokens of a fork behind those that it shares
+_NUM_OWN: Final = 3  # tokens of a fork after its shared prefix
 
 
 def compare_rows(evaluator: VLLMEvaluator) -> None:
-    """Compare rows of extended and forked contexts with the same contexts computed whole."""
+    """Raise an error if rows of extended or forked contexts differ from rows computed whole."""
     engine, planner, generator = evaluator.engine, evaluator.planner, random.Random(0)
     size = min(3 * engine.block_size + 2, engine.max_length - _NUM_OWN - 1, 200)
-    if size < _FEWEST:  # too short a context to tell
+    if size < _FEWEST:  # too short to show a difference
         return
     first, other = ([generator.randrange(engine.vocab_size) for _ in range(size)] for _ in "12")
     own = [other[i : i + _NUM_OWN] for i in range(0, 3 * _NUM_OWN, _NUM_OWN)]
@@ -234,8 +234,8 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
         planner.tokens_computed = planner.tokens_reused = planner.tokens_evicted = 0
         engine.num_steps = 0
     differences = [*map(_distance, found, expected)]
-    # A difference counts if it is more than half of that of a wrong last cached token: in 16 bits
-    # rounding makes a root mean square of 0.05 through all layers, and such a token 0.3.
+    # A difference counts if it exceeds half the difference that one wrong last cached token makes.
+    # In 16 bits rounding through all layers makes a root mean square of 0.05, such a token 0.3.
     for difference, spread in zip(differences, spreads, strict=True):
         if not difference <= max(_ROUNDING, spread / 2):
             raise UnsupportedModelError(
@@ -249,8 +249,8 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
 
 
 def _distance(row: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the root mean square difference of two rows, among ids that either finds likely."""
-    # Among all ids if no id is likely; infinite if one row alone excludes an id.
+    """Return the root mean square difference of two rows, over ids that either finds likely."""
+    # Over all ids if none is likely; infinite if only one of the rows excludes an id.
     likely = (row > _LEAST) | (other > _LEAST)
     row, other = (row[likely], other[likely]) if likely.any() else (row, other)
     return float((row - other).square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""VLLMPictureReader: from a prompt and pictures to the context that begins with them."""
+"""VLLMPictureReader: turns a prompt and pictures into a context, with vLLM's preprocessing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _READER: Final = "vLLM"
 
 @final
 class VLLMPictureReader:
-    """Reads pictures as vLLM does."""
+    """Makes contexts of prompts with pictures, by vLLM's own preprocessing."""
 
     def __init__(self, engine: VLLMEngine, contexts: ContextFactory) -> None:
         self._engine, self._contexts = engine, contexts
@@ -38,7 +38,7 @@ class VLLMPictureReader:
 
     @property
     def processor(self) -> Any:
-        """The processor of transformers that vLLM runs; ``None`` if it reads text alone."""
+        """The transformers processor that vLLM runs; ``None`` for a text-only model."""
         return None if self._engine.image_token_id is None else self._engine.processor
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
@@ -49,7 +49,7 @@ class VLLMPictureReader:
             raise PictureError("vLLM runs its processor itself: images are a list of pictures")
         pictures, marker = read_images(images), str(processor.image_token)
         if isinstance(prompt, str):
-            prompt = without_bos(processor.tokenizer, prompt)  # which the processor adds
+            prompt = without_bos(processor.tokenizer, prompt)  # the processor adds BOS
             num_markers = prompt.count(marker)
         else:
             prompt = list(array("i", self._contexts.packed(prompt)))
@@ -62,13 +62,13 @@ class VLLMPictureReader:
             )
         try:
             ids, features = self._engine.read(prompt, pictures)
-        except Exception as error:  # vLLM's own classes, and whatever a model's processor raises
+        except Exception as error:  # vLLM's classes, and any that a model's processor raises
             raise PictureError(f"vLLM does not read these pictures: {error}") from error
         check_fits(ids, max_length)
         return self._context(ids, features)
 
     def _context(self, ids: list[int], features: list[Any]) -> Context:
-        """Return a context, its parts of pictures named by what they show."""
+        """Return a context whose image tokens are replaced by codes of the pictures' digests."""
         image_token_id = self._engine.image_token_id
         assert image_token_id is not None
         self._contexts.packed([i for i in ids if i != image_token_id])
@@ -89,5 +89,5 @@ class VLLMPictureReader:
 
 
 def features_of(pictures: Pictures) -> list[Any]:
-    """Return the features of the pictures of a context, as vLLM's requests have them."""
+    """Return the features of a context's pictures, in the form that vLLM's requests take."""
     return pickle.loads(pictures.inputs[_FEATURES].numpy().tobytes())

@@ -1,1 +1,1 @@
-"""Engine: requests that come and go, with a queue of results for each."""
+"""Engine: generation requests with a result queue each, batched together."""

@@ -1,4 +1,4 @@
-"""Engine: models by name, and requests for texts of them, from coroutines and threads alike."""
+"""Engine: named models, and generation requests from coroutines and threads."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _PROMPTS = sequence(lambda _, prompt: prompt, "several prompts in a list")
 
 @final
 class Engine(OfOneProcess, Closing):
-    """Holds models by name and generates texts for whoever asks, batched together.
+    """Holds models by name, and batches the generation requests of all callers.
 
-    Requests live on an event loop of the engine's own, on a thread of its own: they are started,
-    read, awaited and stopped from any coroutine and any thread, and go on while those do other
-    things. At most ``max_batch`` texts of a model are under way, and no more than have room in its
-    memory at their longest; the others wait in order.
+    Requests run on the engine's own event loop, in its own thread. Any coroutine or thread may
+    start, read, await and stop them, and do other work meanwhile. At most ``max_batch`` texts of a
+    model run at once, and only if the KV cache has room for their maximum lengths; the others wait
+    in order.
 
-    A name that no model has is an ``UnknownModelError`` (``KeyError``), and a request of another
-    engine an ``UnknownRequestError`` (``ValueError``), in every method that takes one.
+    Methods raise an ``UnknownModelError`` (``KeyError``) for a name that no model has, and an
+    ``UnknownRequestError`` (``ValueError``) for a request of another engine.
 
     Use it in a ``with`` or ``async with`` statement, or call ``close()``. It belongs to the process
-    that made it: a fork of that process gets a ``ForkedError``.
+    that created it: a fork of that process gets a ``ForkedError``.
 
     Attributes:
-        loop: The event loop that requests live on.
+        loop: The event loop that runs the requests.
     """
 
     def __init__(self) -> None:
@@ -74,14 +74,14 @@ class Engine(OfOneProcess, Closing):
         runtime_config: RuntimeConfig | None = None,
         **fields: Any,
     ) -> None:
-        """Make a model known; nothing is loaded yet.
+        """Register a model under a name, without loading it.
 
         Args:
             name: Name of the model in requests.
-            model: What ``load_model_by_name`` takes, or a model that is loaded: such a one stays
-                its owner's, who closes it.
-            runtime_config: How the model is run.
-            **fields: Fields of the configuration, in place of its own.
+            model: A name that ``load_model_by_name`` takes, or a loaded model, which the engine
+                does not close.
+            runtime_config: The options for running the model.
+            **fields: Fields that override those of ``runtime_config``.
 
         Raises:
             ModelStateError: (``RuntimeError``) If the name is in use.
@@ -99,58 +99,62 @@ class Engine(OfOneProcess, Closing):
             self._models[name] = installed
 
     def start_model(self, name: str) -> None:
-        """Load a model if need be, and let requests in; blocks until it is ready.
+        """Load a model if it is not loaded, and accept requests; block until it is ready.
 
-        Loading allocates the memory of keys and values. Unless ``warm_up`` is off, a context of the
-        maximum length and a batch of the maximum size are computed once, so that what does not
-        fit into memory fails here.
+        Loading allocates the KV cache. Unless ``warm_up`` is off, the model evaluates a context of
+        the maximum length and a batch of the maximum size once, so that running out of memory
+        fails here.
 
         Raises:
-            ModelStateError: (``RuntimeError``) Unless it is installed or stopped.
-            Exception: What loading or computing raised; the state has not changed then.
+            ModelStateError: (``RuntimeError``) Unless the model is installed or stopped.
+            Exception: The error of loading or evaluating; the state is unchanged then.
         """
         self._model(name).start()
 
     def shut_model(self, name: str) -> None:
-        """Let no more requests for a model in, and tell whoever waits for room; the others go on.
+        """Refuse further requests for a model; accepted ones go on.
+
+        Callers that wait for room get a ``ModelStateError``.
 
         Raises:
-            ModelStateError: (``RuntimeError``) Unless it is running.
+            ModelStateError: (``RuntimeError``) Unless the model is running.
         """
         self._served(name).shut()
 
     def stop_model(self, name: str) -> None:
-        """Interrupt a model's requests with what they have, and take no more; blocks until done.
+        """Interrupt a model's requests, which keep their texts so far, and refuse further ones.
+
+        Blocks until all requests have ended.
 
         Raises:
-            ModelStateError: (``RuntimeError``) Unless it is running.
+            ModelStateError: (``RuntimeError``) Unless the model is running.
         """
         self._model(name).stop()
 
     def release_model(self, name: str) -> None:
-        """Return a model's memory; a model that was given loaded is not closed.
+        """Free a model's memory and its name; a model that was installed loaded is not closed.
 
         Raises:
-            ModelStateError: (``RuntimeError``) Unless it is installed or stopped.
+            ModelStateError: (``RuntimeError``) Unless the model is installed or stopped.
         """
         self._model(name).release()
 
     def model_state(self, name: str) -> ModelState:
-        """Return the state of a model."""
+        """Return a model's state: installed, running, stopped or released."""
         return self._model(name).state
 
     @property
     def models(self) -> dict[str, ModelState]:
-        """Every name, and what its model is ready for."""
+        """The state of each model, by name."""
         with self._lock.here:
             return {name: model.state for name, model in self._models.items()}
 
     def num_running(self, name: str) -> int:
-        """Return how many drafts of a model are under way: texts, or beam searches of several."""
+        """Return the number of a model's running drafts: texts, or whole beam searches."""
         return self._served(name).num_running
 
     def num_waiting(self, name: str) -> int:
-        """Return how many requests for a model wait; those submitted together count as one."""
+        """Return how many submissions wait for a model; one may hold several requests."""
         return self._served(name).num_waiting_submissions
 
     def _served(self, name: str) -> ModelEntry:
@@ -179,24 +183,24 @@ class Engine(OfOneProcess, Closing):
     ) -> GenerationRequest:
         """Start a request for texts after token ids, and return its handle at once.
 
-        Where as many submissions wait as ``max_queue_size`` allows, this blocks until there is
-        room; a coroutine gives ``timeout=0``, or uses ``generate`` and ``stream``.
+        Blocks while ``max_queue_size`` submissions wait. A coroutine should pass ``timeout=0``, or
+        use ``generate`` or ``stream``.
 
         Args:
             model_name: Name of a running model.
             input_ids: A list, or an array or tensor ``[length]`` or ``[1, length]``.
-            config: How; by default greedily, to the model's limit.
-            timeout: Seconds to wait for room, at most; 0 refuses at once.
-            **fields: Fields of the configuration, in place of its own.
+            config: The configuration; the default is greedy, up to the model's limit.
+            timeout: Seconds to wait for room, at most; with 0 a full queue raises at once.
+            **fields: Fields that override those of ``config``.
 
         Raises:
             ModelStateError: (``RuntimeError``) If the model is not running.
-            ContextError: (``ValueError``) If the prompt is empty, leaves no room for a token, or
-                memory has no room for it and the longest text after it.
+            ContextError: (``ValueError``) If the prompt is empty or leaves no room for a token, or
+                if the KV cache has no room for it and the longest text after it.
             ContextTypeError: (``TypeError``) If its ids are not integers.
-            GenerationConfigError: (``ValueError``) If the configuration does not go with the model,
-                or has more beams than a batch has rows.
-            RequestQueueFullError: (``queue.Full``) If there was no room in time.
+            GenerationConfigError: (``ValueError``) If the configuration does not fit the model,
+                or ``num_beams`` exceeds ``max_batch``.
+            RequestQueueFullError: (``queue.Full``) If the queue was full for ``timeout`` seconds.
         """
         check_is_ids(input_ids)
         served, prepared = self._prepare(model_name, [input_ids], config, fields)
@@ -211,19 +215,20 @@ class Engine(OfOneProcess, Closing):
         *,
         timeout: float | None = None,
     ) -> list[GenerationRequest]:
-        """Start a request for each of several prompts with one submission, all or none of them.
+        """Start one request per prompt as a single submission: all requests start, or none.
 
-        They count as one of the submissions that wait.
+        They count as one submission in the queue.
 
         Args:
             model_name: Name of a running model.
             prompts: Texts, chats or token ids.
-            configs: The configuration of each, or one for all.
-            timeout: Seconds to wait for room, at most; 0 refuses at once.
+            configs: One configuration per prompt, or one for all.
+            timeout: Seconds to wait for room, at most; with 0 a full queue raises at once.
 
         Raises:
-            OptionTypeError: (``TypeError``) If ``prompts`` or ``configs`` are not several.
-            GenerationConfigError: (``ValueError``) If there is not a configuration for each prompt;
+            OptionTypeError: (``TypeError``) If ``prompts`` is no list, or ``configs`` is neither a
+                list nor a configuration.
+            GenerationConfigError: (``ValueError``) If ``configs`` and ``prompts`` differ in number;
                 otherwise as ``start_request_ids``.
         """
         timeout = check_timeout("timeout", timeout)
@@ -272,17 +277,19 @@ class Engine(OfOneProcess, Closing):
         timeout: float | None = None,
         **fields: Any,
     ) -> GenerationRequest | list[GenerationRequest]:
-        """Start a request for texts after a text or a chat, or one for each of several.
+        """Start a request for texts after a text or a chat, or one request for each of several.
 
-        Several are all checked before any is started, and each is a submission of its own.
-        Where one of them finds no room, those that have been started are interrupted.
+        All prompts are checked before any request starts, and each request is its own submission.
+        If the queue is full for one of them, the requests already started are interrupted.
 
         Args:
             model_name: Name of a running model.
-            text: A text, with the special tokens that the model's tokenizer puts around texts; a
-                chat's messages, ``[{"role": …, "content": …}, …]``, which the model's chat template
-                puts together; or several of either.
-            config: How, as for ``start_request_ids``; so are ``timeout``, of each, and ``fields``.
+            text: A text, to which the model's tokenizer adds its special tokens; a chat's messages,
+                ``[{"role": …, "content": …}, …]``, which the model's chat template renders; or
+                several of either.
+            config: The configuration, as for ``start_request_ids``.
+            timeout: Seconds to wait for room for each request, at most.
+            **fields: Fields that override those of ``config``.
 
         Raises:
             OptionTypeError: (``TypeError``) If ``text`` is none of these.
@@ -296,29 +303,31 @@ class Engine(OfOneProcess, Closing):
         try:
             for request, entries in prepared.items():
                 served.submit({request: entries}, timeout)
-        except BaseException:  # nobody would have their handles
+        except BaseException:  # the caller gets no handles with which to stop them
             for request in requests:
                 self.stop_request(request)
             raise
         return requests[0] if is_one else requests
 
     def stop_request(self, request: GenerationRequest) -> None:
-        """Interrupt a request: what there is can be read. One that has ended stays as it is."""
+        """Interrupt a request; its tokens so far can be read. An ended request does not change."""
         self._check_request(request)
         with self._lock.here:
             model = self._models[request.model_name]
         model.end(request)
 
     def release_request(self, request: GenerationRequest) -> None:
-        """Interrupt a request and forget what it has generated; again has no effect."""
+        """Interrupt a request and drop its results; a second call has no effect."""
         self.stop_request(request)
         request.queue.drop()
 
     def sync_request(self, request: GenerationRequest, timeout: float | None = None) -> None:
-        """Block until a request has ended, in whatever way; a coroutine awaits the request.
+        """Block until a request has finished, failed or been interrupted.
+
+        A coroutine should await the request instead.
 
         Raises:
-            TimeoutError: If it has not after ``timeout`` seconds; it goes on.
+            TimeoutError: If it has not ended after ``timeout`` seconds; the request goes on.
         """
         self._check_request(request)
         if not request.queue.wait_for_end(timeout):
@@ -349,10 +358,12 @@ class Engine(OfOneProcess, Closing):
         timeout: float | None = None,
         **fields: Any,
     ) -> list[Generation]:
-        """Return the texts after a prompt, awaiting room; cancelling interrupts the request.
+        """Generate the texts after a prompt, awaiting room in the queue if it is full.
+
+        Cancelling the coroutine interrupts the request.
 
         Raises:
-            RequestQueueFullError: (``queue.Full``) If there was no room in ``timeout`` seconds;
+            RequestQueueFullError: (``queue.Full``) If the queue was full for ``timeout`` seconds;
                 otherwise as ``start_request_ids`` and the request itself.
         """
         served, prepared = self._prepare(model_name, [prompt], config, fields)
@@ -360,7 +371,7 @@ class Engine(OfOneProcess, Closing):
         (request,) = prepared
         try:
             return await request
-        except GeneratorExit:  # of the garbage collector, maybe where its thread holds a lock
+        except GeneratorExit:  # the garbage collector's thread may hold a lock: stop on the loop
             self.loop.call_soon(self.stop_request, request)
             raise
         except BaseException:
@@ -376,7 +387,7 @@ class Engine(OfOneProcess, Closing):
         timeout: float | None = None,
         **fields: Any,
     ) -> AsyncIterator[GeneratedElements]:
-        """Yield pieces of a text as they come; leaving the iteration interrupts the request.
+        """Yield the new tokens of a text; leaving the iteration interrupts the request.
 
         Raises:
             GenerationConfigError: (``ValueError``) If ``n`` or ``num_beams`` is not 1; otherwise
@@ -395,15 +406,15 @@ class Engine(OfOneProcess, Closing):
     # ---------------------------------------------------------------- ending
 
     def close(self) -> None:
-        """Stop and release every model and end the engine's thread; again has no effect.
+        """Stop and release every model and end the engine's thread; a second call has no effect.
 
-        What one model raises keeps no other from ending. A second thread waits for the first.
-        In a fork of the engine's process, nothing is done.
+        All models end even if one raises. A concurrent call waits for the first one.
+        In a fork of the engine's process, this does nothing.
         """
         if self._lock.is_foreign:
             return
         with self._lock.here:
-            self._is_closed = True  # from here on nobody installs or starts anything
+            self._is_closed = True  # install_model and start_model raise from here on
             models = list(self._models.values())
         with self._closing, contextlib.ExitStack() as stack:
             stack.callback(self.loop.close)
@@ -412,7 +423,7 @@ class Engine(OfOneProcess, Closing):
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be asked: after ``close()``, and at interpreter exit."""
+        """Whether the engine refuses requests: after ``close()``, and at interpreter exit."""
         return self._is_closed or self.loop.is_closed
 
     def _check_open(self) -> None:

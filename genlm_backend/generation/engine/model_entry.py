@@ -1,4 +1,4 @@
-"""ModelEntry: a model of an engine, its states, and the requests that it works at."""
+"""ModelEntry: an engine's model, its state, and its requests."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from genlm_backend.runtime.forks import ProcessLock
 
 
 class ModelState(enum.Enum):
-    """State of a model of an engine."""
+    """State of a model in an engine."""
 
     INSTALLED = "installed"
     """Its name and configuration are known."""
     RUNNING = "running"
     """It takes requests."""
     STOPPED = "stopped"
-    """It is in memory and takes none."""
+    """It is in memory and takes no requests."""
     RELEASED = "released"
-    """Its memory has been returned; the name is free."""
+    """Its memory has been freed; its name can be used again."""
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A draft of a request that waits, runs, or has ended before the others of its request."""
+    """A draft of a request: waiting, running, or ended before the request's other drafts."""
 
     request: GenerationRequest
     draft: TextSequence
@@ -66,7 +66,7 @@ Submission: TypeAlias = dict[GenerationRequest, list[_Entry]]
 
 @final
 class ModelEntry:
-    """A model of an engine: its states, and the drafts that run."""
+    """A model of an engine: loads and releases it, admits requests, and runs their drafts."""
 
     def __init__(
         self, name: str, source: AsyncLM | str, config: RuntimeConfig, loop: BackgroundLoop
@@ -84,15 +84,15 @@ class ModelEntry:
         self._given = source if isinstance(source, AsyncLM) else None
         self._config, self._loop = config, loop
         self._lm: AsyncLM | None = None
-        self._transition = threading.RLock()  # of one thread at a time; it may take long
-        self._lock = ProcessLock(is_reentrant=True)  # of entries and of each token chosen
-        self._lock.claim()  # whoever works at it lives here
+        self._transition = threading.RLock()  # held through a whole load, stop or release
+        self._lock = ProcessLock(is_reentrant=True)  # guards the queues, and each choose()
+        self._lock.claim()  # the engine's thread lives in this process
         self._room = Signal()
         self._is_open = False
-        self._requests: dict[GenerationRequest, list[_Entry]] = {}  # that have not ended
-        self._waiting: deque[_Entry] = deque()  # some of requests that have ended
+        self._requests: dict[GenerationRequest, list[_Entry]] = {}  # those that have not ended
+        self._waiting: deque[_Entry] = deque()  # may contain entries of ended requests
         self._running: list[_Entry] = []
-        self._tasks: set[asyncio.Task[None]] = set()  # on the loop
+        self._tasks: set[asyncio.Task[None]] = set()  # changed on the loop only
         self._num_submissions = 0
         self._last_begun = -1
 
@@ -114,7 +114,7 @@ class ModelEntry:
             )
 
     def start(self) -> None:
-        """Load it if need be, warm it up, and let requests in."""
+        """Load the model and warm it up unless it is loaded, and accept requests."""
         with self._transition:
             self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="start")
             if self._lm is None:
@@ -124,22 +124,22 @@ class ModelEntry:
             self.state = ModelState.RUNNING
 
     def shut(self) -> None:
-        """Let no more requests in, and wake callers that wait for room; the others go on."""
+        """Refuse further requests, also those that wait in ``submit``; accepted ones go on."""
         with self._lock.here:
             self._is_open = False
             self._room.notify()
 
     def stop(self) -> None:
-        """Interrupt its requests with what they have, take no more, and clear the cache."""
+        """Interrupt the requests, refuse further ones, and clear the prefix cache."""
         with self._transition:
             self.check_state(ModelState.RUNNING, to="stop")
             self.state = ModelState.STOPPED
-            with self._lock.here, contextlib.ExitStack() as stack:  # each ends, whatever others do
+            with self._lock.here, contextlib.ExitStack() as stack:  # all end, even if one raises
                 self.shut()
                 self._waiting.clear()
                 for request in list(self._requests):
                     stack.callback(self.end, request)
-            if not self._loop.is_closed:  # or it has ended them all
+            if not self._loop.is_closed:  # a closed loop has ended its tasks
                 self._loop.submit(self._join()).result()
             self.lm.clear_cache()
 
@@ -155,7 +155,7 @@ class ModelEntry:
                 lm.close()
 
     def close(self) -> None:
-        """Stop and release it, whatever its state, after a transition that is under way."""
+        """Stop and release the model from any state; wait for another thread's transition first."""
         with self._transition:
             try:
                 if self.state is ModelState.RUNNING:
@@ -184,7 +184,7 @@ class ModelEntry:
     def prepare(
         self, prompts: Iterable[tuple[str | Chat | TokenIds, GenerationConfig]]
     ) -> Submission:
-        """Check everything about requests, and start nothing."""
+        """Check prompts and configurations, and build their requests without starting them."""
         prepared: Submission = {}
         for prompt, config in prompts:
             lm, max_length = self.lm, self._config.max_length
@@ -207,7 +207,7 @@ class ModelEntry:
         return prepared
 
     def submit(self, requests: Submission, timeout: float | None) -> None:
-        """Take requests, all or none of them. Block while ``max_queue_size`` submissions wait."""
+        """Accept all requests or none; block while ``max_queue_size`` submissions wait."""
         if not wait_for(partial(self._try_submit, requests), timeout):
             raise self._full()
 
@@ -226,7 +226,7 @@ class ModelEntry:
         )
 
     def _try_submit(self, requests: Submission) -> Literal[True] | Future[None]:
-        """Take requests, or return a future that is done when to try again."""
+        """Accept requests, or return a future that completes when room may have become free."""
         with self._lock.here:
             if not self._is_open:
                 raise ModelStateError(
@@ -244,7 +244,7 @@ class ModelEntry:
             self._waiting += waiting
             try:
                 self._admit()
-            except BaseException:  # nobody would have their handles
+            except BaseException:  # the caller gets no handles with which to stop them
                 for request in requests:
                     self.end(request)
                 raise
@@ -257,13 +257,13 @@ class ModelEntry:
 
     @property
     def num_waiting_submissions(self) -> int:
-        """Number of submissions of which nothing has begun."""
+        """Number of submissions without a started draft."""
         with self._lock.here:
             waiting = {e.submission for e in self._waiting if e.request in self._requests}
             return len(waiting - {self._last_begun})
 
     def _admit(self) -> None:
-        """Let the oldest begin that have room; under the lock. No draft overtakes another."""
+        """Start waiting drafts in order until one does not fit; called under the lock."""
         while self._waiting:
             entry = self._waiting[0]
             is_wanted = entry.request in self._requests
@@ -279,14 +279,14 @@ class ModelEntry:
     def _fits(self, entry: _Entry) -> bool:
         together, lm = [*self._running, entry], self.lm
         has_rows = sum(one.draft.width for one in together) <= self._max_batch(lm)
-        # Room for the longest texts that all drafts may become, so that each can go on to its end.
+        # Room for the maximum length of every draft, so that none runs out of KV cache later.
         has_memory = lm.kv_capacity is None or _num_tokens(together) <= lm.kv_capacity
         return not self._running or (has_rows and has_memory)
 
     # ---------------------------------------------------------------- working at a draft
 
     def _start(self, entry: _Entry) -> None:
-        """Give a draft its task, on the loop."""
+        """Create a draft's task; called on the loop."""
         if entry.request in self._requests:
             entry.task = asyncio.get_running_loop().create_task(self._work(entry))
             self._tasks.add(entry.task)
@@ -301,17 +301,17 @@ class ModelEntry:
             await self._generate(entry)
         except asyncio.CancelledError:
             self.end(entry.request)
-        except Exception as error:  # the request's own, and nobody else's
+        except Exception as error:  # fails this request only
             self.end(entry.request, GenerationStatus.FAILED, error)
         finally:
             self._leave(entry)
 
     async def _generate(self, entry: _Entry) -> None:
-        """Generate a draft to its end, or until its request has ended."""
+        """Generate a draft until it finishes or its request ends."""
         queue, draft, lm = entry.request.queue, entry.draft, self.lm
         queue.begin()
         prompt = draft.asked_of(draft.contexts[0])
-        # The counts are queued before the query, and so are taken before the prompt is computed.
+        # The counts are queued before the query, so they do not include its own prefill.
         count = partial(lm.num_cached_tokens, prompt, draft.lora_name)
         asked = [count(), count(tier="host")] if lm.has_host_tier else [count()]
         counts, _ = await asyncio.gather(asyncio.gather(*asked), draft.ask())
@@ -326,7 +326,7 @@ class ModelEntry:
             await draft.ask()
 
     def _leave(self, entry: _Entry) -> None:
-        """Make room for others; the last draft to leave finishes its request."""
+        """Free a draft's room for waiting ones; the last draft to leave finishes its request."""
         request = entry.request
         with self._lock.here:
             self._running = [other for other in self._running if other is not entry]
@@ -345,7 +345,7 @@ class ModelEntry:
         status: GenerationStatus = GenerationStatus.INTERRUPTED,
         error: Exception | None = None,
     ) -> None:
-        """End a request, unless all its drafts are complete or it has ended."""
+        """End a request, unless it has ended or all its drafts are finished."""
         with self._lock.here:
             entries = self._requests.get(request, [])
             if not all(entry.draft.is_finished for entry in entries):
@@ -356,7 +356,7 @@ class ModelEntry:
     def _settle(
         self, request: GenerationRequest, status: GenerationStatus, error: Exception | None = None
     ) -> None:
-        """Deliver all tokens of a request and end it, whatever its drafts do."""
+        """Put a request's remaining tokens into its queue and end it, even if a draft raises."""
         entries = self._requests.pop(request)
         self._running = [entry for entry in self._running if entry.request is not request]
         held_back: dict[int, str] = {}
@@ -373,15 +373,15 @@ class ModelEntry:
 
 
 def _num_tokens(entries: Sequence[_Entry]) -> int:
-    """Return the largest number of tokens of some texts, with each request's prompt once."""
+    """Return the most tokens that drafts may keep in the KV cache; each prompt counts once."""
     prompts = {entry.request: len(entry.request.prompt_token_ids) for entry in entries}
-    # The last one of a text is never evaluated.
+    # The last token of a text is never evaluated.
     new = [own.draft.width * (own.draft.max_length - 1 - prompts[own.request]) for own in entries]
     return sum(prompts.values()) + sum(new)
 
 
 def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:
-    """Evaluate the longest context and the largest batch that requests can have."""
+    """Evaluate the longest context, and then the largest batch, that requests can have."""
     bounds = [None if max_length is None else max_length - 1, lm.max_length]
     known = [bound for bound in bounds if bound is not None]
     unusable = {*lm.undefined_ids, lm.contexts.image_token_id}

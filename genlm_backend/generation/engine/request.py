@@ -1,4 +1,4 @@
-"""GenerationRequest: the handle of texts that an engine generates, and the queue of its results."""
+"""GenerationRequest: the handle of an engine's request, with the queue of its results."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 @final
 class Signal:
-    """Wakes all waiters of a change; both methods are called under the lock of the state."""
+    """Wakes all waiters of a state change; call both methods under the lock of that state."""
 
     def __init__(self) -> None:
         self._waiters: list[Future[None]] = []
 
     def waiter(self) -> Future[None]:
-        """Return a future that the next change completes."""
+        """Return a future that the next ``notify()`` completes."""
         self._waiters = [waiter for waiter in self._waiters if not waiter.done()]
         self._waiters.append(Future())
         return self._waiters[-1]
@@ -46,14 +46,14 @@ class Signal:
 
 
 def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> T | None:
-    """Return the first result that is no future, blocking for each future before it."""
+    """Call ``attempt`` until it returns no future, blocking on each one; ``None`` on timeout."""
     timeout = check_timeout("timeout", timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
     while isinstance(found := attempt(), Future):
         try:
             found.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            if found.cancel():  # so that whoever notifies can forget it
+            if found.cancel():  # so that Signal drops it
                 return None
     return found
 
@@ -68,28 +68,28 @@ async def await_for(attempt: Callable[[], T | Future[None]]) -> T:
 @final
 @dataclass(slots=True)
 class _Text:
-    """A text so far, and what its caller has not read of it."""
+    """The tokens of a text so far, and how many of them have been read."""
 
     tokens: list[GeneratedToken] = field(default_factory=list)
     held_back: str = ""
     num_read: int = 0
-    is_cut: bool = False  # and its caller does not know yet
+    is_cut: bool = False  # interrupted or with held-back text, which has not been read
 
 
 @final
 class ResultQueue:
     """The results of one request. Any method may be called from any thread.
 
-    ``get``, ``get_with_timeout``, ``get_nowait``, ``aget`` and both kinds of iteration take from
-    the same queue: each token is handed out once. Where a request has several texts, what is
-    handed out belongs to one of them. When everything has been handed out and nothing can follow,
-    they return ``None`` and iterations end; those of a request that failed raise its exception.
-    In a fork of its process every method raises a ``ForkedError``.
+    ``get``, ``get_with_timeout``, ``get_nowait``, ``aget`` and both kinds of iteration read from
+    the same queue: each token is returned once. Each result has tokens of one text only, if a
+    request has several. After the last token of an ended request, the methods return ``None`` and
+    iterations stop; if the request failed, they raise its exception.
+    In a fork of its process, every method raises a ``ForkedError``.
     """
 
     def __init__(self, num_texts: int, num_prompt_tokens: int, with_logprobs: bool) -> None:
         self._lock = ProcessLock()
-        self._lock.claim()  # whoever writes to it lives here
+        self._lock.claim()  # the engine's thread, which writes to it, lives in this process
         self._changed = Signal()
         self._texts = [_Text() for _ in range(num_texts)]
         self._scores: dict[int, float] = {}
@@ -104,24 +104,24 @@ class ResultQueue:
     # ---------------------------------------------------------------- reading
 
     def get(self) -> GeneratedElements | None:
-        """Return the new elements, waiting until there are any; ``None`` at the end."""
+        """Return the unread tokens of a text, blocking until there are any; ``None`` at the end."""
         return wait_for(self._next, None)
 
     def get_with_timeout(self, timeout_ms: float) -> GeneratedElements | None:
-        """Return the new elements, waiting so many milliseconds; ``None`` if there are none.
+        """Return the unread tokens of a text, or ``None`` if none come in ``timeout_ms``.
 
-        ``status().is_final`` tells whether anything can follow.
+        ``timeout_ms`` is in milliseconds. ``status().is_final`` tells whether more can follow.
         """
         milliseconds = check_timeout("timeout_ms", timeout_ms)
         return wait_for(self._next, None if milliseconds is None else milliseconds / 1000)
 
     def get_nowait(self) -> GeneratedElements | None:
-        """Return the new elements; ``None`` if there are none."""
+        """Return the unread tokens of a text; ``None`` if there are none yet."""
         with self._lock.here:
             return self._take()
 
     async def aget(self) -> GeneratedElements | None:
-        """Do as ``get``, leaving the event loop free meanwhile."""
+        """Await the unread tokens of a text; ``None`` at the end, as with ``get``."""
         return await await_for(self._next)
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
@@ -133,17 +133,17 @@ class ResultQueue:
             yield found
 
     def status(self) -> GenerationStatus:
-        """Return how far the request has come."""
+        """Return the request's progress."""
         with self._lock.here:
             return self._status
 
     def generated_length(self) -> int:
-        """Return how many tokens there are, of all texts, read or not."""
+        """Return the number of generated tokens in all texts, read or not."""
         with self._lock.here:
             return self._num_tokens()
 
     def statistics(self) -> RequestStatistics:
-        """Return times and counts."""
+        """Return the request's times and token counts so far."""
         with self._lock.here:
             since, longest = self._since, max(len(text.tokens) for text in self._texts)
             per_token = None if longest < 2 else (since["last"] - since["first"]) / (longest - 1)
@@ -164,14 +164,14 @@ class ResultQueue:
         return sum(len(text.tokens) for text in self._texts)
 
     def _next(self) -> GeneratedElements | Future[None] | None:
-        """Return what is new, ``None`` at the end, or a future that is done when to try again."""
+        """Return unread tokens, ``None`` at the end, or a future of the next change."""
         with self._lock.here:
             found = self._take()
             is_over = found is not None or self._status.is_final
             return found if is_over else self._changed.waiter()
 
     def _take(self) -> GeneratedElements | None:
-        """Return the new tokens of the text that has most of them; under the lock."""
+        """Return the unread tokens of the text that has most; called under the lock."""
         unread = [len(text.tokens) - text.num_read for text in self._texts]
         news = [(n, -i) for i, n in enumerate(unread) if n or self._texts[i].is_cut]
         if not news:
@@ -201,11 +201,11 @@ class ResultQueue:
     # ---------------------------------------------------------------- for the request
 
     def wait_for_end(self, timeout: float | None) -> bool:
-        """Block until nothing can follow; return whether ``timeout`` was enough."""
+        """Block until the request has ended; return ``False`` after ``timeout`` seconds."""
         return bool(wait_for(self._end, timeout))
 
     async def await_end(self) -> None:
-        """Wait until nothing can follow, without blocking the event loop."""
+        """Await the end of the request."""
         await await_for(self._end)
 
     def _end(self) -> bool | Future[None]:
@@ -214,12 +214,12 @@ class ResultQueue:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the request failed with."""
+        """The error with which the request failed, or ``None``."""
         with self._lock.here:
             return self._error
 
     def generations(self) -> list[Generation]:
-        """Return every text as it is now, read or not."""
+        """Return every text so far, read or not."""
         with self._lock.here:
             return [
                 Generation.of_tokens(list(text.tokens), text.held_back, self._scores.get(index))
@@ -229,12 +229,12 @@ class ResultQueue:
     # ---------------------------------------------------------------- writing
 
     def begin(self) -> None:
-        """Note that the model has begun with the request; once."""
+        """Record the time of the first query to the model; later calls have no effect."""
         with self._lock.here:
             self._since.setdefault("begin", self._now())
 
     def finish_context(self, num_cached_tokens: int, num_host_tokens: int = 0) -> None:
-        """Note that the prompt has been computed; once."""
+        """Record that the prompt has been evaluated; later calls have no effect."""
         with self._lock.here:
             if self._status is GenerationStatus.INIT:
                 self._status = GenerationStatus.CONTEXT_FINISHED
@@ -262,7 +262,7 @@ class ResultQueue:
         scores: dict[int, float] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Settle the request; later calls have no effect."""
+        """Set the final status, with held-back characters; later calls have no effect."""
         with self._lock.here:
             if self._status.is_final:
                 return
@@ -284,16 +284,16 @@ class ResultQueue:
 @final
 @dataclass(eq=False, repr=False)
 class GenerationRequest:
-    """A request of an engine. Made by its ``start_request_…`` methods.
+    """A request of an engine; its ``start_request_…`` methods create it.
 
-    ``await request`` waits for its end and returns its texts; ``request.queue`` has them as they
-    come.
+    ``await request`` waits for its end and returns its texts; ``request.queue`` has their tokens
+    as they are generated.
 
     Attributes:
-        id: Number of the request, different for each of a process.
+        id: Number of the request, unique in the process.
         prompt_token_ids: Token ids of the prompt.
-        config: How its texts are generated.
-        queue: The results as they come.
+        config: The configuration of its texts.
+        queue: The queue of its results.
         model_name: Name of the model in its engine.
         loop: Event loop of its engine.
     """
@@ -309,34 +309,34 @@ class GenerationRequest:
         self.queue = ResultQueue(config.n, len(self.prompt_token_ids), config.logprobs)
 
     def status(self) -> GenerationStatus:
-        """Return how far it has come."""
+        """Return the request's progress."""
         return self.queue.status()
 
     def statistics(self) -> RequestStatistics:
-        """Return times and counts."""
+        """Return the request's times and token counts so far."""
         return self.queue.statistics()
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the request has finished, failed or been interrupted."""
         return self.queue.status().is_final
 
     def result(self, timeout: float | None = None) -> list[Generation]:
-        """Block until its end and return its texts.
+        """Block until the request ends, and return its texts.
 
-        A request that was interrupted returns what there is; an interrupted text's
+        An interrupted request returns its texts so far; an interrupted text's
         ``finish_reason`` is ``"interrupted"``.
 
         Raises:
-            TimeoutError: If it has not ended after ``timeout`` seconds; it goes on.
-            Exception: What it failed with.
+            TimeoutError: If it has not ended after ``timeout`` seconds; the request goes on.
+            Exception: The error with which the request failed.
         """
         if not self.queue.wait_for_end(timeout):
             raise TimeoutError(f"request {self.id} has not ended after {timeout} s")
         return self._texts()
 
     def __await__(self) -> Generator[Any, None, list[Generation]]:
-        """Wait for its end and return its texts, as ``result``; cancelling that lets it go on."""
+        """Await ``result()``; cancelling the awaiting task does not stop the request."""
         yield from self.queue.await_end().__await__()
         return self._texts()
 

@@ -1,4 +1,4 @@
-"""RuntimeConfig: how an engine runs a model, checked when it is made."""
+"""RuntimeConfig: an engine's options for running a model, checked at construction."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _MODES: Final[Mapping[str | None, str]] = {
     "uint4": "uint4",
     **{named: mode for mode, named in VLLM_KV_CACHE_DTYPES.items()},
 }
-"""Number format of a model's keys and values → ``kv_cache_mode``, unless it is the default."""
+"""``AsyncLM.kv_cache_dtype`` → ``kv_cache_mode``; dtypes that are not here are ``"default"``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(CheckedConfig):
-    """How an engine runs a model. Every field is checked at construction; ``None`` is the model's.
+    """An engine's options for a model, checked at construction; ``None`` is the model's default.
 
     Attributes:
-        device: Where the model runs: "cpu", "cuda:0", …
+        device: Device of the model: "cpu", "cuda:0", …
         threads: Threads of a forward pass on the CPU.
-        max_batch: Texts under way at once, at most; the others wait in order.
+        max_batch: Texts generated at once, at most; the others wait in order.
         max_length: Tokens of a prompt and its text together, at most.
-        max_queue_size: Submissions that may wait to begin, at most; requests that are started
-            together are one. ``None`` for no bound.
-        kv_cache_mode: How keys and values are stored: ``"default"``, as the model does it,
-            ``"int8"`` or ``"uint4"``, in eight or four bits for each element.
-        kv_cache_bytes: Bytes of keys and values, at most.
-        warm_up: Whether starting the model asks for a context of the maximum length and for a
-            batch of the maximum size, so that what does not fit fails then.
-        backend: Name of the backend for ``load_model_by_name``, where the model is given by name.
-        llm_opts: More options for loading it, which go before the fields.
+        max_queue_size: Submissions in the queue, at most; requests that are started together are
+            one submission. ``None`` for no bound.
+        kv_cache_mode: Storage of keys and values: ``"default"`` for the model's own dtype,
+            ``"int8"`` or ``"uint4"`` for eight or four bits per element.
+        kv_cache_bytes: Bytes of the KV cache, at most.
+        warm_up: Whether starting the model evaluates a context of the maximum length and a batch
+            of the maximum size, so that running out of memory fails then.
+        backend: Name of the backend for ``load_model_by_name``, if the model is given by name.
+        llm_opts: More options for loading it; they override the fields.
 
     Raises:
         RuntimeConfigError: (``ValueError``) Naming the field.
@@ -70,7 +70,7 @@ class RuntimeConfig(CheckedConfig):
 
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:
-        """Make one of what a loaded model has."""
+        """Return the configuration of a loaded model."""
         return cls(
             device=None if lm.model_device is None else str(lm.model_device),
             max_batch=lm.batch_size,
@@ -82,7 +82,7 @@ class RuntimeConfig(CheckedConfig):
     # ---------------------------------------------------------------- for a model
 
     def loading_options(self, backend: str) -> dict[str, Any]:
-        """Return the ``llm_opts`` of ``load_model_by_name`` for these fields."""
+        """Convert the fields to the ``llm_opts`` of ``load_model_by_name``."""
         shared = {
             "batch_size": self.max_batch,
             "device": self.device,
@@ -114,7 +114,7 @@ class RuntimeConfig(CheckedConfig):
             raise RuntimeConfigError("llm_opts are for a model that is loaded by its name")
 
     def check_loaded(self, lm: AsyncLM) -> None:
-        """Raise an error for fields that no option of loading sets."""
+        """Raise a ``RuntimeConfigError`` if ``max_length`` exceeds the loaded model's limit."""
         longest = None if lm.max_length is None else lm.max_length + 1
         if self.max_length is not None and longest is not None and self.max_length > longest:
             raise RuntimeConfigError(

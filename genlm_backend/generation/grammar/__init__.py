@@ -1,1 +1,1 @@
-"""Grammars of constrained output, and the grammars that hold a text to a JSON schema."""
+"""Grammars for constrained output, among them those that enforce a JSON schema."""

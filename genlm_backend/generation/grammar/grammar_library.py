@@ -1,4 +1,4 @@
-"""llguidance: the vocabulary of a model as it takes it, and its messages about a grammar."""
+"""llguidance: its tokenizer for a model's vocabulary, and its error messages about grammars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from genlm_backend.errors import MissingExtraError
 from genlm_backend.model.async_lm import AsyncLM
 
 _vocabularies: Final[weakref.WeakKeyDictionary[AsyncLM, Any]] = weakref.WeakKeyDictionary()
-"""Vocabularies, each a tenth of a second to make and kept as long as its model is there."""
+"""Cached ``LLTokenizer`` of each living model: building one takes a tenth of a second."""
 
 
 def vocabulary_of(lm: AsyncLM) -> Any:
@@ -40,13 +40,13 @@ def executor_of(process_id: int) -> Any:
 
 @cache
 def is_beginning(grammar: str, text: str) -> bool:
-    """Return whether a text begins one of a grammar, by the installed llguidance."""
+    """Return whether the installed llguidance accepts a text as a prefix of a grammar's texts."""
     token_ids = list(text.encode())
     return _matcher_of_bytes(grammar).validate_tokens(token_ids) == len(token_ids)
 
 
 def error_of(grammar: str) -> str:
-    """Return llguidance's message about a grammar in Lark's syntax; ``""`` if it takes it."""
+    """Return llguidance's error message about a Lark grammar; ``""`` if it accepts it."""
     matcher = _matcher_of_bytes(grammar)
     return matcher.get_error() if matcher.is_error() else ""
 
@@ -54,18 +54,18 @@ def error_of(grammar: str) -> str:
 def _matcher_of_bytes(grammar: str) -> Any:
     library = load_library()
     read = library.LLMatcher.grammar_from_lark(grammar)
-    # "byte" is a vocabulary of all bytes, which are their ids.
+    # In llguidance's "byte" vocabulary, each byte is its own token id.
     return library.LLMatcher(library.LLTokenizer("byte"), read, log_level=0)
 
 
 @final
 class _Vocabulary:
-    """A model's tokens as llguidance takes them, and one more, which ends a text."""
+    """A model's tokens in llguidance's format, plus one token that ends a text."""
 
     bos_token_id = None
 
     def __init__(self, lm: AsyncLM) -> None:
-        # No token of the model ends a text for llguidance, so that its mask covers all of them.
+        # The added token is llguidance's EOS, so that its mask treats all model tokens as text.
         self.eos_token_id = len(lm.byte_vocab)
         self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
         self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]
@@ -74,7 +74,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Split a text greedily; any of the possible splits would do."""
+        """Tokenize a text greedily; llguidance accepts any tokenisation."""
         rest = text.encode() if isinstance(text, str) else text
         found = []
         while rest:
@@ -90,16 +90,16 @@ class _Vocabulary:
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _EXCERPT = re.compile(r"(?=[ \d]{4,} \|) {0,3}(\d+) \|")
 _COMPILING = "failed to compile JSON schema: "
-_REFERENCE = re.compile(r"\n  while processing \S+")  # by a name that is not the caller's
+_REFERENCE = re.compile(r"\n  while processing \S+")  # names an internal rule, so it is cut
 _REGEX = re.compile(
     r"(?:invalid regex .* \(in regex\): )?regex parse error:\n(.*)\nerror: (.*)", re.S
 )
 
 
 def fault_of_generated(message: str) -> str:
-    """Return llguidance's message about a grammar that was made of a schema, pattern or choice."""
+    """Return llguidance's message about a grammar generated from a schema, pattern or choice."""
     place = _PLACE.match(message)
-    first = max(1, int(place[1]) - 2) if place else 1  # two lines before the fault are shown
+    first = max(1, int(place[1]) - 2) if place else 1  # llguidance shows two lines of context
     fault = message.rpartition(f"\n{first:4} | ")[0] or message
     fault = fault[place.end() :] if place else fault
     fault = _REFERENCE.sub("", fault.removeprefix(_COMPILING)).strip()
@@ -112,6 +112,6 @@ def fault_of_generated(message: str) -> str:
 
 
 def fault_of_own(message: str, num_lines: int) -> str:
-    """Return llguidance's message about a grammar that a caller has written."""
+    """Return llguidance's message about a caller's grammar, without the lines added to it."""
     numbers = [(_EXCERPT.match(line), line) for line in message.rstrip().split("\n")]
     return "\n".join(line for found, line in numbers if not found or int(found[1]) <= num_lines)

@@ -1,6 +1,6 @@
-"""JSON schemas for llguidance: ``SchemaWalk`` writes a copy that llguidance keeps to.
+"""JSON schemas for llguidance: ``SchemaWalk`` rewrites a schema so that llguidance enforces it.
 
-It refuses what llguidance ignores in silence, such as numbers that are no doubles.
+It refuses features that llguidance silently ignores, such as numbers that are no doubles.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KEYWORDS: Final = {
     "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties",
     "multipleOf", "pattern", "required", "type",
 }  # fmt: skip
-"""Keywords that llguidance gets."""
+"""Keywords that are passed to llguidance."""
 
 _ANNOTATIONS: Final = {
     "$comment", "$id", "$schema", "default", "deprecated", "description", "discriminator",
@@ -48,7 +48,7 @@ _ANNOTATING_FORMATS: Final = {
     "binary", "byte", "char", "decimal", "directory-path", "double", "file-path", "float", "int32",
     "int64", "password", "path",
 }  # fmt: skip
-"""Formats of OpenAPI and of pydantic that no text is checked against."""
+"""Formats of OpenAPI and pydantic that are only annotations, so no text is checked against them."""
 
 _HINTS: Final = {
     "propertyNames": "; declare the keys in 'properties', or take one 'patternProperties' and "
@@ -57,18 +57,18 @@ _HINTS: Final = {
 }
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _ENVELOPE: Final = frozenset({"name", "description", "strict", "schema"})
-"""Entries that OpenAI's API has around a schema."""
+"""Entries of OpenAI's wrapper around a schema."""
 
 _DEEPEST = 100
 _MOST = 2**53
 _MOST_EXPONENT = 22  # the largest power of ten that a double holds exactly
-_MOST_FACTOR = 100_000  # llguidance builds as many states; 531,441 took it 6 s
+_MOST_FACTOR = 100_000  # llguidance builds a state per unit; 531,441 took it 6 s
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
-_ESCAPES = 'nrbtf\\"'  # with "u", a declared key could be written as one that is not declared
+_ESCAPES = 'nrbtf\\"'  # no "u": an escaped declared key would pass as an undeclared one
 
 
 def check_schema(schema: Mapping[str, Any] | bool | str | type[Any]) -> SchemaWalk:
-    """Return a checked copy of a JSON schema, of JSON text or of a class."""
+    """Check a JSON schema, given as a mapping, JSON text or class; return its rewritten copy."""
     if is_class_with_schema(schema):
         schema = schema_of_class(schema)
     check_is_no_instance(schema)
@@ -108,11 +108,11 @@ def unwrapped(schema: Any) -> Any:
 
 @final
 class SchemaWalk:
-    """A JSON schema written for llguidance, and all schemas in it by their JSON pointers."""
+    """A JSON schema rewritten for llguidance, and its subschemas by JSON pointer."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._is_old = not re.search("2020-12|^$", str(root.get("$schema", "")))
-        self._is_merging = False  # whether one value may be kept to several schemas
+        self._is_merging = False  # whether several schemas may apply to one value
         self._parts: dict[str, Any] = {}
         self._anchors: dict[str, str] = {}
         self._discriminators: dict[str, str] = {}
@@ -129,7 +129,7 @@ class SchemaWalk:
         return _grammar(self._root, whitespace)
 
     def fault(self, whitespace: str, message: str) -> str:
-        """Return llguidance's message, with the innermost schema that has the same fault."""
+        """Return llguidance's message, with the pointer of the innermost schema that causes it."""
         fault = fault_of_generated(message)
         for pointer, part in reversed([*self._schemas()]):
             alone = _grammar(_without_references(part), whitespace)
@@ -143,10 +143,10 @@ class SchemaWalk:
     # ---------------------------------------------------------------- the walk
 
     def _written(self, schema: Any, pointer: str, depth: int = 0) -> Any:
-        """Return a schema for llguidance, after checks of all keywords in it."""
+        """Rewrite a schema and its subschemas for llguidance; check every keyword."""
         self._parts[pointer] = schema
         if not isinstance(schema, dict):
-            return schema  # a boolean, or a fault that llguidance names
+            return schema  # a boolean, or an error that llguidance reports
         if depth > _DEEPEST:
             raise ConstraintError(f"the schema is nested more than {_DEEPEST} deep")
         written: dict[str, Any] = {}
@@ -180,7 +180,7 @@ class SchemaWalk:
         return written
 
     def _check_annotation(self, keyword: str, value: Any, pointer: str) -> None:
-        """Refuse keywords that llguidance refuses or ignores."""
+        """Allow annotations; refuse all other keywords, which llguidance refuses or ignores."""
         if keyword == "$id" and pointer != "#":
             raise ConstraintError(
                 f"no constraint keeps to $id at {pointer}: leave it out, and refer to '#/$defs/…'"
@@ -197,7 +197,7 @@ class SchemaWalk:
         )
 
     def _check_neighbours(self, schema: dict[str, Any], pointer: str) -> None:
-        """Refuse keywords whose meaning another one changes."""
+        """Refuse combinations of keywords that llguidance misreads or cannot enforce."""
         is_tuple = isinstance(schema.get("items"), list)
         if "prefixItems" in schema and (is_tuple or self._is_old):
             raise ConstraintError(
@@ -222,7 +222,7 @@ class SchemaWalk:
             )
 
     def _check_values(self, schema: dict[str, Any], pointer: str) -> None:
-        """Refuse numbers that llguidance misreads, and texts that it cannot write."""
+        """Refuse numbers that llguidance misreads, and strings that it cannot generate."""
         for name in (*_LOWER, *_UPPER):
             if _is_number(bound := schema.get(name)) and not _is_exact(bound):
                 raise ConstraintError(
@@ -251,7 +251,7 @@ class SchemaWalk:
                     )
 
     def _write_format(self, schema: dict[str, Any], pointer: str) -> None:
-        """Write a format as a pattern if llguidance's own allows more."""
+        """Replace a format by a pattern if llguidance's own format allows more texts."""
         value, types = schema.get("format"), schema.get("type", "string")
         name, known = str(value), {**FORMATS, **NATIVE_FORMATS}
         if value is None or known.get(name) == "":
@@ -274,7 +274,7 @@ class SchemaWalk:
     # ---------------------------------------------------------------- references
 
     def _check_references(self) -> None:
-        """Refuse references out of the schema, and those that lead back before a value begins."""
+        """Refuse references out of the schema, and cycles that never reach a value."""
         schemas = [*self._schemas()]
         self._anchors = {f"#{part['$anchor']}": at for at, part in schemas if "$anchor" in part}
         graph: dict[str, list[str]] = {}
@@ -301,10 +301,10 @@ class SchemaWalk:
     # ---------------------------------------------------------------- oneOf
 
     def _write_one_of(self, schema: dict[str, Any], pointer: str) -> None:
-        """Write ``oneOf`` as ``anyOf`` if no value fits two of its options, or refuse it."""
+        """Rewrite ``oneOf`` as ``anyOf`` if no value fits two of its options; else refuse it."""
         options = schema["oneOf"]
         if not isinstance(options, list):
-            return  # a fault that llguidance names
+            return  # an error that llguidance reports
         names = dict.fromkeys(
             name for _, part in self._schemas() for name in _map(part, "properties")
         )
@@ -313,7 +313,7 @@ class SchemaWalk:
             tagged: list[dict[str, Any]] = []
             kinds = [self._kinds(option, name, tagged) for option in options]
             if all(_are_apart(one, other) for one, other in combinations(kinds, 2)):
-                # The property that tells options apart is required from here on.
+                # Options are disjoint only if the distinguishing property is present: require it.
                 for part in tagged:
                     part["required"] = [*dict.fromkeys([*_list(part, "required"), name])]
                 either = {"anyOf": schema.pop("oneOf")}
@@ -326,7 +326,7 @@ class SchemaWalk:
         )
 
     def _kinds(self, schema: Any, key: str, tagged: list[dict[str, Any]]) -> set[tuple[str, str]]:
-        """Return types of values that may fit, each with a constant, or ``""`` for any value."""
+        """Return the types of values that may fit, each with a constant, or ``""`` for any."""
         while isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             schema = self._parts[self._target(schema["$ref"], "#")]
         if not isinstance(schema, dict):
@@ -351,7 +351,7 @@ class SchemaWalk:
     # ---------------------------------------------------------------- the whole document
 
     def _check_merged_numbers(self) -> None:
-        """Refuse bounds and divisors that llguidance does not keep to together."""
+        """Refuse combinations of bounds or divisors that llguidance does not enforce."""
         schemas = [*self._schemas()]
         divisors = {
             part["multipleOf"]: at for at, part in schemas if _is_number(part.get("multipleOf"))
@@ -373,7 +373,7 @@ class SchemaWalk:
                 )
 
     def _refuse_escaped_keys(self) -> None:
-        """Refuse objects for releases in which a key that is not declared may have any escape."""
+        """Refuse open objects: llguidance before 1.8 allows any escape in undeclared keys."""
         for pointer, part in self._schemas():
             is_open = part.get("additionalProperties") is not False
             if part.get("patternProperties") or (is_open and part.get("properties")):
@@ -387,7 +387,7 @@ class SchemaWalk:
 def _written_patterns(
     schema: dict[str, Any], patterns: dict[str, Any], pointer: str
 ) -> dict[str, Any]:
-    """Return patterns of keys so that no key escapes them by another reading."""
+    """Rewrite patterns of keys so that no key evades them in another regex dialect."""
     others = schema.get("additionalProperties", True)
     others = True if others == {} else others
     declared = map(str, [*_map(schema, "properties"), *_list(schema, "required")])
@@ -432,7 +432,7 @@ def _list(schema: dict[str, Any], keyword: str) -> list[Any]:
 
 
 def _scalars(value: Any) -> Iterator[Any]:
-    """Yield the numbers, texts, booleans and nulls in a constant, its keys among them."""
+    """Yield the numbers, strings, booleans, nulls and keys in a constant."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield name
@@ -445,7 +445,7 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _kind(value: Any) -> tuple[str, str]:
-    """Return the type of a constant, and its text if equal ones have the same."""
+    """Return a constant's type, and its JSON text if that identifies it, else ``""``."""
     if isinstance(value, (dict, list)):
         return ("object" if isinstance(value, dict) else "array"), ""
     if _is_number(value):
@@ -463,7 +463,7 @@ def _are_apart(one: set[tuple[str, str]], other: set[tuple[str, str]]) -> bool:
 
 
 def _merges(schema: dict[str, Any]) -> bool:
-    """Return whether this schema may apply several schemas to one value."""
+    """Return whether a schema may apply several schemas to one value."""
     is_in_place = bool({"$ref", *_IN_PLACE} & schema.keys())
     num_rules = len(schema.keys() - {"$anchor", "$defs", "definitions"})
     return "allOf" in schema or (is_in_place and num_rules > 1) or "patternProperties" in schema
@@ -477,8 +477,8 @@ def _is_number(value: Any) -> TypeGuard[int | Decimal]:
 
 
 def _is_exact(number: int | Decimal) -> bool:
-    """Return whether llguidance reads a number as it is written."""
-    # It rounds once for the digits and once for the exponent, so both have to be doubles.
+    """Return whether llguidance reads a number exactly."""
+    # It rounds once for the digits and once for the exponent, so both must be exact doubles.
     exact = Decimal(number)
     _, digits, exponent = exact.normalize().as_tuple()
     largest = max(int("".join(map(str, digits))), abs(number))
@@ -487,7 +487,7 @@ def _is_exact(number: int | Decimal) -> bool:
 
 
 def _is_factor(divisor: int | Decimal) -> bool:
-    """Return whether llguidance keeps to a ``multipleOf``, which it scales by ten as a double."""
+    """Return whether llguidance enforces a ``multipleOf``, which it scales by ten as a double."""
     if divisor <= 0 or not _is_exact(divisor):
         return False
     value, exponent = float(divisor), 0
@@ -498,7 +498,7 @@ def _is_factor(divisor: int | Decimal) -> bool:
 
 
 def _bounds(schema: dict[str, Any], names: tuple[str, str]) -> list[tuple[int | Decimal, bool]]:
-    """Return the bounds of numbers at one end, and whether each excludes an integer."""
+    """Return the lower or upper bounds of a number, and whether each excludes an integer."""
     if schema.get("type") == "integer":
         return []
     bound, excluded = (schema.get(name) for name in names)

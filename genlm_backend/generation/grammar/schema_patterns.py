@@ -1,7 +1,7 @@
-r"""Patterns of JSON schemas as Rust's ``regex`` gets them, and formats as patterns.
+r"""Patterns of JSON schemas, rewritten for Rust's ``regex``; and formats as patterns.
 
-A pattern is written so that it matches no text that ECMA 262 or Python's ``re`` denies: ``\d`` is
-the digits of ASCII, as by ECMA 262, and ``[^\d]`` leaves out those of all scripts, as by Python.
+A rewritten pattern matches only texts that both ECMA 262 and Python's ``re`` match: ``\d`` becomes
+the ASCII digits (ECMA 262), and ``[^\d]`` excludes the digits of all scripts (Python).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final
 from genlm_backend.checks import shown
 from genlm_backend.errors import ConstraintError
 
-# Control characters without a short escape. llguidance 1.9 takes a set with all of them to have
-# ``"`` and a backslash too, so no set has them.
+# Control characters without a short escape. llguidance 1.9 reads a set with all of them as if it
+# also had ``"`` and a backslash, so every set excludes them.
 _NEVER: Final = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 _SPACE: Final = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 _FEW: Final = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACE, ".": r"\n\r\x{2028}\x{2029}"}
@@ -35,7 +35,7 @@ _RUST_ALONE = re.compile(r"\\[AzU]|\\[xu]\{.*|\\[pP][^{]?|\(\?(?![:=!<]|P<).*", 
 
 
 def portable(pattern: str, pointer: str, *, is_wide: bool = False) -> str:
-    """Return a pattern of the texts that every reading matches; if wide, that any does."""
+    """Rewrite a pattern to match the texts that every dialect matches; if wide, that any does."""
     written, before = [], ""
     for part, is_inside, is_negated in _parts(pattern):
         letter = part[1:]
@@ -65,7 +65,7 @@ def portable(pattern: str, pointer: str, *, is_wide: bool = False) -> str:
 
 
 def _is_odd(part: str, before: str, is_inside: bool) -> bool:
-    """Return whether a part of a pattern means something else in another language."""
+    """Return whether a part of a pattern means something else in another regex dialect."""
     if is_inside:
         return part[0] == "[" or part in ("&&", "--", "~~")
     is_quantifier = bool(_QUANTIFIER.fullmatch(part))
@@ -79,7 +79,7 @@ def _is_odd(part: str, before: str, is_inside: bool) -> bool:
 
 
 def _parts(pattern: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield the parts of a pattern, whether each is in square brackets, and in negated ones."""
+    """Yield each part of a pattern, whether it is in square brackets, and in negated ones."""
     is_inside = is_negated = False
     for match in _PART.finditer(pattern):
         part = match[0]
@@ -101,9 +101,9 @@ _DAY = (
 )
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _HOUR, _SIXTY = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
-# Leap seconds come on days that are announced, and Python has none: left out.
+# Leap seconds are excluded: Python's ``time`` has none.
 _TIME = rf"{_HOUR}:{_SIXTY}:{_SIXTY}(?:\.[0-9]+)?(?:[zZ]|[+-]{_HOUR}:{_SIXTY})"
-_NUM = "[0-9]{1,6}"  # so that a timedelta has room for it
+_NUM = "[0-9]{1,6}"  # so that the number fits into a timedelta
 _CLOCK = f"{_NUM}H(?:{_NUM}M(?:{_NUM}S)?)?|{_NUM}M(?:{_NUM}S)?|{_NUM}S"
 _CALENDAR = f"{_NUM}Y(?:{_NUM}M(?:{_NUM}D)?)?|{_NUM}M(?:{_NUM}D)?|{_NUM}D"
 _HEX = "[0-9a-fA-F]"
@@ -119,7 +119,7 @@ FORMATS: Final = {
         for version in range(1, 9)
     },
 }
-"""Formats whose texts llguidance's own would not all parse, by RFC 3339, and pydantic's."""
+"""Formats by RFC 3339 and pydantic, as patterns: llguidance's own allow texts that do not parse."""
 
 NATIVE_FORMATS: Final = {
     "email": "^[^@]{1,64}@.{1,63}$",
@@ -129,4 +129,4 @@ NATIVE_FORMATS: Final = {
     "uri": "",
     "uuid": "",
 }
-"""Formats that llguidance keeps to, each with a pattern of the lengths that it does not count."""
+"""Formats that llguidance enforces, each with a pattern for the lengths that it does not check."""

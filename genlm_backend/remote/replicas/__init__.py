@@ -1,1 +1,1 @@
-"""Several evaluators of one model, each context on the one that answers it soonest."""
+"""Replicas: several evaluators of one model, and the routing of contexts between them."""

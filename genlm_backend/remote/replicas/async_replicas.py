@@ -1,4 +1,4 @@
-"""AsyncReplicas: one model for callers, with several evaluators."""
+"""AsyncReplicas: one model that several evaluators compute."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from genlm_backend.remote.replicas.replica_set import ReplicaSet
 
 
 class ReplicaOptions(LMOptions, total=False):
-    """Options of ``AsyncReplicas``, which explains them."""
+    """Options of ``AsyncReplicas``, which documents them."""
 
     per_forward: Annotated[float, Option(8.0, number(0))]
     processor: Annotated[Any, Option(None, check_processor)]
@@ -47,33 +47,33 @@ class _OptionsByName(HFOptions, ReplicaOptions):
 
 @final
 class AsyncReplicas(BatchedLM):
-    """Several evaluators of one model, which is asked like any other.
+    """Several evaluators of one model, with the interface of a single model.
 
-    Each context goes to the replica that answers it soonest: by what each was sent before, and so
-    has keys and values of, and by what waits there. Rows, batches and adapters are as with one
-    evaluator; ``batch_size`` is that of each.
+    Each context goes to the replica that is estimated to answer it soonest, from its queue and
+    from the contexts that it was sent before, whose keys and values it caches. Rows, batches and
+    adapters work as with one evaluator; ``batch_size`` holds for each replica.
 
-    A replica that dies gives its contexts to the others, and is restarted where it is of a kind
-    that can be: four times within half a minute, and after that by ``restart()``. When all are
-    dead, queries are an ``EngineDiedError``, as is one that three have died with.
+    If a replica dies, the others get its contexts, and it is restarted if its evaluator allows it:
+    four attempts within half a minute, later ones by ``restart()``. A query raises an
+    ``EngineDiedError`` if all replicas are dead, or if three have died while they computed it.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
-        evaluators: The evaluators, which no other model uses: of the same model, or rows would
-            depend on where they come from.
-        batch_size: Distinct contexts evaluated at once by a replica, at most.
+        evaluators: The evaluators, which no other model may use. They must compute the same model,
+            or rows would depend on the replica.
+        batch_size: Maximum number of distinct contexts that a replica evaluates at once.
         timeout: Seconds that the first query of a batch may wait for others.
         row_cache_bytes: Bytes of rows to keep, whichever replica they come from; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …
-        per_forward: What a forward pass costs beside its tokens, counted in tokens. The larger it
-            is, the more it counts how many passes wait at a replica already.
+        per_forward: Cost of a forward pass in addition to its tokens, counted in tokens. A larger
+            value gives more weight to the passes that already wait at a replica.
         self_check: Compare a few probe texts with the bytes of their tokens.
-        processor: What reads pictures, as for ``AsyncTransformer``.
+        processor: The processor for pictures, as for ``AsyncTransformer``.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds, there is no evaluator, or the
-            widths of their rows differ.
+            evaluators' vocabulary sizes differ.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -121,23 +121,23 @@ class AsyncReplicas(BatchedLM):
         weights: WeightFormat | None = None,
         **options: Unpack[_OptionsByName],
     ) -> Self:
-        """Load a model of transformers several times, each in a process of its own.
+        """Load a transformers model several times, each in a process of its own.
 
-        On CUDA devices they take turns on the devices, unless a ``device_map`` is given. On the
-        CPU they share the cores, unless ``num_threads`` is given, which is that of each.
+        Replicas are assigned to the CUDA devices in turn, unless a ``device_map`` is given. On the
+        CPU they divide the cores, unless ``num_threads`` sets the threads of each.
 
         Args:
             model_id: A repository on the hub, a local directory, or ``"smollm2"``.
             replicas: Number of processes.
             bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
-            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
-            weights: Number format of the weights, as there.
-            **options: For the constructor, and for the model of each replica, as for
-                ``AsyncTransformer``; ``packs_weights`` is ``True`` unless it is given.
+            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as for it.
+            weights: Number format of the weights, as for it.
+            **options: Options of the constructor, and of each replica's model as for
+                ``AsyncTransformer``; ``packs_weights`` is ``True`` by default.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
-                be given to another process; nothing is loaded then.
+            OptionTypeError: (``TypeError``) If an option is unknown, of a wrong type, or cannot
+                be pickled for another process; nothing is loaded then.
             OptionError: (``ValueError``) If one is out of its bounds.
             ModelNotFoundError: (``OSError``) If there is no such model.
         """
@@ -165,26 +165,26 @@ class AsyncReplicas(BatchedLM):
         weights: WeightFormat | None = None,
         **options: Unpack[_OptionsByName],
     ) -> Self:
-        """Load a model of transformers several times, each in an actor of a Ray cluster.
+        """Load a transformers model several times, each in an actor of a Ray cluster.
 
-        Ray places the actors, whose nodes need this library in the same version, and the model:
-        what a name means is looked up there. Options that are not named here are ``from_name``'s.
+        Ray places the actors. Their nodes need the same version of this library, and the model,
+        since each node resolves the name itself. Other options are documented in ``from_name``.
 
         Args:
             model_id: A repository on the hub, ``"smollm2"``, or a directory that every node has.
             num_replicas: Number of actors.
             address: Address of the cluster for ``ray.init``. Default: the cluster that this process
-                is in, what ``RAY_ADDRESS`` says, one that runs on this machine, or a new one;
-                ``"local"`` is always a new one.
-            num_cpus: Cores that Ray reserves for each, its threads unless ``num_threads`` is given.
-            num_gpus: Number of GPUs that Ray reserves for each, which may be a fraction.
-            max_restarts: Number of times that Ray starts an actor again; -1 for any number.
+                is in, ``RAY_ADDRESS``, one that runs on this machine, or a new one;
+                ``"local"`` always starts a new one.
+            num_cpus: Cores that Ray reserves for each actor; also the default of ``num_threads``.
+            num_gpus: Number of GPUs that Ray reserves for each actor, which may be a fraction.
+            max_restarts: Number of times that Ray restarts an actor; -1 for any number.
             **options: As for ``from_name``.
 
         Raises:
             OptionError: (``ValueError``) If an option is out of its bounds, or no cluster answers.
             MissingExtraError: (``ImportError``) Without Ray.
-            Exception: What ``from_name`` raises.
+            Exception: As for ``from_name``.
         """
         count = integer(1)("num_replicas", num_replicas)
         if options.get("num_threads") is None:
@@ -202,25 +202,25 @@ class AsyncReplicas(BatchedLM):
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas, dead ones too."""
+        """Number of replicas, including dead ones."""
         return len(self._set.replicas)
 
     @property
     def num_alive(self) -> int:
-        """Number of replicas that answer."""
+        """Number of replicas that are alive; 0 after ``close()``."""
         return self._distributor.num_alive
 
     def restart(self) -> None:
-        """Restart the replicas that are dead, now; blocks the thread.
+        """Restart the dead replicas now; blocks the thread.
 
         Raises:
-            ModelStateError: (``RuntimeError``) If one is dead that cannot be restarted.
-            Exception: What loading raises; it may be tried again.
+            ModelStateError: (``RuntimeError``) If a dead replica cannot be restarted.
+            Exception: Any error of loading the model; a second attempt is allowed.
         """
         self._call(self._set.find_dead)
         self._set.restart()
 
-    # ---------------------------------------------------------------- what all have done
+    # ---------------------------------------------------------------- statistics
 
     async def _number_of(self, method: Callable[[Evaluator], int | None]) -> int:
         self._batcher.check_open()
@@ -233,7 +233,7 @@ class AsyncReplicas(BatchedLM):
 
 
 def _placed(loader: HFLoader, count: int, hf_opts: Mapping[str, Any]) -> list[HFLoader]:
-    """Return the loader of each replica: on devices in turns, or with its part of the cores."""
+    """Return a loader per replica: on the CUDA devices in turn, or with a share of the cores."""
     num_devices = torch.cuda.device_count()
     if num_devices and "device_map" not in hf_opts and loader.weights is None:
         places = [{"device_map": f"cuda:{index % num_devices}"} for index in range(count)]

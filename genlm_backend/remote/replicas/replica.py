@@ -20,17 +20,17 @@ from genlm_backend.queries.row import Row, RowCache
 logger = logging.getLogger(__name__)
 
 _PAUSES: Final = (0.0, 1.0, 5.0, 20.0)
-"""Seconds to wait before each attempt to restart one that has died."""
+"""Seconds to wait before each attempt to restart a dead replica."""
 
 
 @final
 class NotAskedError(EngineDiedError):
-    """A replica died before the query reached it; the batcher of replicas asks another."""
+    """A replica died before it got the query; ``ReplicaBatcher`` sends it to another one."""
 
 
 @final
 class Replica:
-    """An evaluator, the thread that calls it, and its queue."""
+    """One evaluator, with its batcher: the thread that calls it, and its queue."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Replica:
         self.answering = ResultCollector(evaluator, rows, adapters)
         self._has_died, self._is_back = has_died, is_back
         self._death = ""
-        self._hurry = threading.Event()  # that it is to be restarted without a pause
-        self._dying = threading.Lock()  # held while it becomes dead or alive
+        self._hurry = threading.Event()  # set: restart without a pause
+        self._dying = threading.Lock()  # held while ``is_dead`` changes
         name = f"replica {number}"
         self.batcher: Batcher[Query, Any] = Batcher(
             self._answers,
@@ -60,7 +60,7 @@ class Replica:
         evaluator.check_cancelled = self.batcher.check_cancelled
 
     def _checked(self, query: Query) -> Query:
-        """Return the query unless the replica is dead; under the lock of the queue."""
+        """Return the query, or raise if the replica is dead; called under the queue's lock."""
         if self.is_dead:
             raise NotAskedError(self._death)
         return query
@@ -75,12 +75,12 @@ class Replica:
             raise
 
     def open(self) -> concurrent.futures.Future[Any]:
-        """Have its thread open the evaluator, unless it is open."""
+        """Open the evaluator on the replica's thread, unless it is open."""
         own = self.evaluator
         return self.batcher.call_soon(lambda: own.open() if own.info is None else own.info)
 
     def ask(self, method: Callable[[Evaluator], Any]) -> concurrent.futures.Future[Any]:
-        """Have its thread call a method of the evaluator, after the batches already sent."""
+        """Call a method of the evaluator on the replica's thread, after batches already sent."""
 
         def call() -> Any:
             try:
@@ -94,11 +94,11 @@ class Replica:
     # ---------------------------------------------------------------- adapters
 
     def add_adapter(self, adapter: Adapter, path: str) -> concurrent.futures.Future[Any]:
-        """Load an adapter on its thread; while it is dead, when it is restarted."""
+        """Load an adapter on the replica's thread; a dead replica loads it at its restart."""
         return self._change(lambda e: e.add_adapter(adapter, path), {adapter: path})
 
     def remove_adapter(self, adapter: Adapter) -> concurrent.futures.Future[Any]:
-        """Remove an adapter on its thread, be it there or not; of a dead one, when it is back."""
+        """Remove an adapter, loaded or not, on the replica's thread, or at a dead one's restart."""
         return self._change(lambda e: e.remove_adapter(adapter), {}, without=adapter)
 
     def _change(
@@ -107,7 +107,7 @@ class Replica:
         added: Mapping[Adapter, str],
         without: Adapter | None = None,
     ) -> concurrent.futures.Future[Any]:
-        """Call a method that changes the adapters, or note them if the replica is dead."""
+        """Call a method that changes the adapters; if the replica is dead, note the change."""
 
         def change(evaluator: Evaluator) -> None:
             try:
@@ -126,7 +126,7 @@ class Replica:
         return done
 
     def _note(self, added: Mapping[Adapter, str], without: Adapter | None = None) -> None:
-        """Note the adapters that the evaluator loads once it is back."""
+        """Note the adapters that the evaluator loads at its restart."""
         evaluator = self.evaluator
         if isinstance(evaluator, RestartableEvaluator):
             wanted = {**evaluator.adapters, **added}
@@ -135,10 +135,10 @@ class Replica:
     # ---------------------------------------------------------------- dying
 
     def _dies(self, error: EngineDiedError) -> None:
-        """Note its death, on its thread, refuse its waiters, and have it restarted if possible."""
+        """Mark the replica dead, on its thread; refuse waiting queries; restart it if possible."""
         if self.is_dead:
             return
-        self._has_died(self, error)  # first, or who is refused would be sent here again and again
+        self._has_died(self, error)  # first, or refused queries would be sent here again and again
         with self._dying:
             self._death = f"replica {self.number} had died: {error}"
             self.is_dead = True
@@ -149,7 +149,7 @@ class Replica:
                 self.batcher.call_soon(lambda: self._revive(evaluator))
 
     def _revive(self, evaluator: RestartableEvaluator) -> None:
-        """Restart it, in four attempts within half a minute."""
+        """Try to restart the replica, four times within half a minute."""
         for pause in _PAUSES:
             if not self.is_dead:
                 return
@@ -160,11 +160,11 @@ class Replica:
                 self._restart(evaluator)
             except QueryDroppedError:  # the model is being closed
                 raise
-            except Exception as error:  # whatever loading a model raises
+            except Exception as error:  # loading a model may raise any error
                 logger.warning("replica %d could not be restarted: %s", self.number, error)
 
     def restart(self, evaluator: RestartableEvaluator) -> concurrent.futures.Future[Any]:
-        """Restart it now, on its thread, unless it has come back by itself."""
+        """Restart the replica now, on its thread, unless it is alive again."""
         self._hurry.set()
 
         def restart(_: Evaluator) -> None:
@@ -177,11 +177,11 @@ class Replica:
     def _restart(self, evaluator: RestartableEvaluator) -> None:
         info = evaluator.restart()
         with self._dying:
-            evaluator.load_adapters()  # those that have come meanwhile
+            evaluator.load_adapters()  # adapters added during the restart
             self.is_dead = False
         self._is_back(self.number, info)
 
     def close(self) -> None:
-        """Close the evaluator once its thread has ended."""
+        """Close the batcher, and then the evaluator."""
         self.batcher.close()
         self.evaluator.close()

@@ -1,4 +1,4 @@
-"""ReplicaBatcher: a carrier of queries to a replica, and to another one if that dies."""
+"""ReplicaBatcher: sends queries to a replica, and to another one if that dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.together import together
 
 _MOST_DEATHS: Final = 3
-"""Replicas that may die with a query before it is the one that gets the error."""
+"""Number of replicas that may die with a query before its caller gets the error."""
 
 
 @final
@@ -35,7 +35,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
         name: str,
         is_back: Callable[[int, EvaluatorInfo], None],
     ) -> None:
-        super().__init__(list, policy, name=name)  # which is asked nothing
+        super().__init__(list, policy, name=name)  # its own queue stays unused
         self.replicas = [
             Replica(number, evaluator, rows, adapters, policy, self.died, self.back)
             for number, evaluator in enumerate(evaluators)
@@ -43,13 +43,13 @@ class ReplicaBatcher(Batcher[Query, Any]):
         self._is_back = is_back
         self._router = Router([None] * len(evaluators), policy.max_batch_size)
         self._asked: dict[Query, tuple[Choice, int]] = {}
-        self._left: deque[tuple[Query, Choice]] = deque()  # whose callers wait no more
+        self._left: deque[tuple[Query, Choice]] = deque()  # no caller waits for these
         self._last_death = "no replica is alive"
-        self._loop: BackgroundLoop | None = None  # for those who block, once somebody does
+        self._loop: BackgroundLoop | None = None  # made by the first blocking call
 
     def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
-        """Begin to send queries to replicas, which cache ``info.num_slots`` tokens each."""
-        capacities = [info.num_slots or 0 for info in infos]  # nothing is where none are kept
+        """Make the router for the replicas, which cache ``info.num_slots`` tokens each."""
+        capacities = [info.num_slots or 0 for info in infos]  # without slots nothing is cached
         self._router = Router(capacities, self.policy.max_batch_size, per_forward)
 
     # ---------------------------------------------------------------- asking
@@ -60,7 +60,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
             choice = self._send(query)
             try:
                 answer = await self.replicas[choice.replica].batcher.submit(query)
-            except GeneratorExit:  # of the garbage collector, maybe where its thread has the lock
+            except GeneratorExit:  # from the garbage collector; this thread may hold the lock
                 self._left.append((query, choice))
                 raise
             except NotAskedError:
@@ -107,11 +107,11 @@ class ReplicaBatcher(Batcher[Query, Any]):
             self._note_left()
 
     def _note_left(self) -> None:
-        """Take queries that no caller waits for any more off the loads."""
+        """Remove queries for which no caller waits any more from the loads."""
         while self._left:
             query, choice = self._left.popleft()
             own, count = self._asked.get(query, (None, 0))
-            if own is not choice:  # it was sent elsewhere meanwhile
+            if own is not choice:  # it has been sent to another replica
                 continue
             if count > 1:
                 self._asked[query] = choice, count - 1
@@ -122,7 +122,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
     # ---------------------------------------------------------------- dying
 
     def died(self, replica: Replica, error: EngineDiedError) -> None:
-        """Note that a replica has died, before it refuses any query."""
+        """Stop routing to a replica that has died, before it refuses any query."""
         with self._lock.here:
             self._router.lost(replica.number)
             self._last_death = f"no replica is alive; the last one: {error}"
@@ -134,7 +134,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
 
     @property
     def num_alive(self) -> int:
-        """Number of replicas that answer; 0 once it is closed."""
+        """Number of replicas that are alive; 0 once the batcher is closed."""
         return 0 if self.is_closed else sum(load.is_alive for load in self._router.loads)
 
     def sent_to_all(self, query: Query) -> None:
@@ -142,7 +142,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
             self._router.sent_to_all(query.adapter, _packed(query))
 
     def cleared(self) -> None:
-        """Note that no replica caches anything any more."""
+        """Tell the router that all caches are empty."""
         with self._lock.here:
             self._router.cleared()
 

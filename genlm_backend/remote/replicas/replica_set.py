@@ -1,4 +1,4 @@
-"""ReplicaSet: the verbs of an evaluator, carried out by every replica."""
+"""ReplicaSet: carries an evaluator's methods, other than ``evaluate``, out on the replicas."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 _SUMMED: Final = ("num_slots", "num_states", "num_host_slots")
 _COMMON: Final = ("takes_adapters", "scores", "reads_out")
-"""Abilities of all replicas together, and those that all need to have."""
+"""Fields of ``EvaluatorInfo`` that are summed, and those that all replicas need to have."""
 
 
 @final
 class ReplicaSet(Evaluator):
-    """Several evaluators of one model, for all calls but those for answers."""
+    """Several evaluators of one model as one ``Evaluator``, for all calls except ``evaluate``."""
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
         if not evaluators:
@@ -46,11 +46,11 @@ class ReplicaSet(Evaluator):
         self.cleared: Callable[[], None] = lambda: None
 
     def begin(self, replicas: list[Replica], cleared: Callable[[], None]) -> None:
-        """Take the replicas of the evaluators, and what is to be called once all are cleared."""
+        """Set the evaluators' replicas, and the function to call once their caches are cleared."""
         self.replicas, self.cleared = replicas, cleared
 
     def open(self) -> EvaluatorInfo:
-        """Open all replicas at once, each on its thread; return their common abilities."""
+        """Open all replicas in parallel, each on its thread; return their common capabilities."""
         self.infos = _results([replica.open() for replica in self.replicas])
         for info in self.infos:
             if not isinstance(info, EvaluatorInfo):
@@ -61,7 +61,7 @@ class ReplicaSet(Evaluator):
         return self.info_of_all()
 
     def info_of_all(self) -> EvaluatorInfo:
-        """Return the abilities that all replicas have, and their slots and states in all."""
+        """Return the replicas' common capabilities, and the sums of their slots and states."""
         of_all: dict[str, list[Any]] = {
             field.name: [getattr(info, field.name) for info in self.infos]
             for field in fields(EvaluatorInfo)
@@ -74,7 +74,7 @@ class ReplicaSet(Evaluator):
         return replace(self.infos[0], **least, **sums, **common, uses_openmp=uses_openmp)
 
     def _of_living(self, method: Callable[[Evaluator], Any]) -> list[Any]:
-        """Return a method's result on each living replica; a failing call marks others dead."""
+        """Return a method's result on each living replica; an ``EngineDiedError`` marks it dead."""
         asked = self._asked(method)
         concurrent.futures.wait(asked)
         return _of_living(asked)
@@ -83,7 +83,7 @@ class ReplicaSet(Evaluator):
         return [replica.ask(method) for replica in self.replicas if not replica.is_dead]
 
     async def largest(self, method: Callable[[Evaluator], int | None]) -> int:
-        # On the calling thread, so that its later calls reach each replica later too.
+        # Submit on the calling thread, so that its later calls reach each replica after these.
         asked = self._asked(method)
         await asyncio.gather(*map(asyncio.wrap_future, asked), return_exceptions=True)
         return max((number or 0 for number in _of_living(asked)), default=0)
@@ -93,14 +93,14 @@ class ReplicaSet(Evaluator):
             if not replica.is_dead:
                 try:
                     return replica.ask(method).result()
-                except EngineDiedError:  # and so it is found dead
+                except EngineDiedError:  # which has marked it dead
                     continue
         raise EngineDiedError(f"no replica is alive that could {what}")
 
     # ---------------------------------------------------------------- dying
 
     def find_dead(self) -> None:
-        """Call every replica, so that those that have died are marked dead."""
+        """Call every replica, so that replicas that have died are marked dead."""
         self.num_cached(RowQuery([0]))
 
     def restart(self) -> None:
@@ -117,7 +117,7 @@ class ReplicaSet(Evaluator):
         for future in asked:
             future.result()
 
-    # ---------------------------------------------------------------- verbs
+    # ---------------------------------------------------------------- methods of Evaluator
 
     def evaluate(self, queries: Sequence[Any], /) -> NoReturn:
         raise NotImplementedError("questions go to replicas one by one")
@@ -150,7 +150,7 @@ class ReplicaSet(Evaluator):
         self.cleared()
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
-        """Load an adapter on all replicas, or on none if that fails for one."""
+        """Load an adapter on all replicas, or on none if one fails."""
         asked = {replica: replica.add_adapter(adapter, path) for replica in self.replicas}
         try:
             _results(asked.values())
@@ -171,13 +171,13 @@ class ReplicaSet(Evaluator):
         return EvaluatorCounts(**{n: sum(getattr(c, n) for c in counts) for n in names})
 
     def close(self) -> None:
-        """Close all replicas, at once, since each may take its time."""
+        """Close all replicas in parallel, since each may take a while."""
         with concurrent.futures.ThreadPoolExecutor(max(1, len(self.replicas))) as threads:
             _results([threads.submit(replica.close) for replica in self.replicas])
 
 
 def _of_living(asked: Collection[concurrent.futures.Future[Any]]) -> list[Any]:
-    """Return the results of futures that are done, without those of replicas found dead."""
+    """Return the results of finished futures, except for replicas that were found dead."""
     return _results([f for f in asked if not isinstance(f.exception(), EngineDiedError)])
 
 

@@ -1,4 +1,4 @@
-"""Router: which of several replicas answers a context soonest; pure."""
+"""Router: estimates which of several replicas answers a context soonest, without I/O."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Final, NamedTuple, final
 from genlm_backend.queries.context import common_length
 
 _PER_REPEATED: Final = 4.0
-"""Weight of a token that one more replica computes, relative to one that waits."""
-# By simulation of 10,000 resampled particles on 64 replicas: with less, more tokens are computed
-# again; with more, replicas wait longer for the slowest.
+"""Weight of a token that the replica was not sent, relative to a token that waits there."""
+# From a simulation of 10,000 resampled particles on 64 replicas: with a smaller weight more tokens
+# are computed again; with a larger one, replicas wait longer for the slowest.
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Load:
-    """Pending work of a replica: what waits there or is being computed."""
+    """Pending work of a replica: contexts and tokens that wait or are being computed."""
 
     num_contexts: int = 0
     num_tokens: int = 0
@@ -37,7 +37,7 @@ class Choice:
 
 @final
 class Router:
-    """Sends each context to the replica that answers it soonest, with time counted in tokens."""
+    """Assigns each context to the replica that answers it soonest; times are counted in tokens."""
 
     def __init__(
         self, capacities: Sequence[int | None], batch_size: int = 20, per_forward: float = 8.0
@@ -51,12 +51,12 @@ class Router:
         return any(load.is_alive for load in self.loads)
 
     def choose(self, space: Hashable, packed: bytes) -> Choice:
-        """Send a context, 32-bit token ids, to a replica; at least one has to be alive."""
+        """Choose a replica for a context of packed 32-bit ids; at least one has to be alive."""
         matches = self._sent.matches(space, packed)
-        # Tokens that wait there, and those that it was not sent, weighted since later contexts wait
-        # for them too. Contexts share the cost of common tokens, so that they stay where their
-        # prefixes are, until the queue there costs more than their part in computing a prompt a
-        # second time.
+        # A replica costs its waiting tokens, plus the context's tokens that it was not sent. These
+        # are weighted, since later contexts wait for them too. Contexts divide the cost of common
+        # tokens: they stay with their prefix until its queue costs more than their share of
+        # computing the prompt a second time.
         costs = [
             (self._wait(load, match) + _PER_REPEATED * match.part, replica)
             for replica, (load, match) in enumerate(zip(self.loads, matches, strict=True))
@@ -71,18 +71,18 @@ class Router:
         return choice
 
     def _wait(self, load: Load, match: _Match) -> float:
-        """Return the time that a context waits; its own tokens would take as long anywhere."""
+        """Return a context's waiting time, without its own tokens, which cost the same anywhere."""
         num_passes = 1 + load.num_contexts // self.batch_size
         return load.num_tokens - match.num_waiting + self._per_forward * num_passes
 
     def ended(self, choice: Choice) -> None:
-        """Note that a context has been answered, or that no caller waits for it any more."""
+        """Remove a context from its replica's load: it was answered, or no caller waits for it."""
         choice.load.num_contexts -= 1
         choice.load.num_tokens -= choice.num_new
         self._sent.answered(choice.space, choice.packed, choice.replica)
 
     def lost(self, replica: int) -> None:
-        """Send nothing more to a replica, which has lost its cache."""
+        """Mark a replica dead and its cache empty."""
         self.loads[replica] = Load(is_alive=False)
         self._sent.evict(replica, 0)
 
@@ -101,13 +101,13 @@ class Router:
 
 _ID_BYTES: Final = 4
 _KEPT: Final = 0.8
-"""Share of a replica's tokens that stays when there are too many."""
+"""Share of a replica's capacity that stays when its tokens exceed it."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A node of the radix tree; its label is the tokens after those of its parent."""
+    """A node of the radix tree; its label is the tokens after its parent's."""
 
     label: bytes
     parent: _Node | None
@@ -125,7 +125,7 @@ class _Node:
 
 
 class _Match(NamedTuple):
-    """The part of a context that a replica was sent."""
+    """How many tokens of a context a replica was sent, and its share (``part``) of the others."""
 
     num_known: int
     num_waiting: int
@@ -134,7 +134,7 @@ class _Match(NamedTuple):
 
 @final
 class RoutingTree:
-    """A radix tree of contexts, with the replicas that each was sent to."""
+    """A radix tree of contexts that records the replicas to which each was sent."""
 
     def __init__(self, capacities: Sequence[int | None]) -> None:
         self._capacities = list(capacities)
@@ -145,7 +145,7 @@ class RoutingTree:
     def matches(self, space: Hashable, packed: bytes) -> list[_Match]:
         path = list(self._path(space, packed))
         end = sum(matched for _, matched in path)
-        parts = [(len(packed) - end) / _ID_BYTES]  # of what follows each node, from the last one
+        parts = [(len(packed) - end) / _ID_BYTES]  # after each node, last node first
         num_ways = 1
         for node, matched in reversed(path):
             num_ways = max(num_ways, len(node.children))
@@ -161,7 +161,7 @@ class RoutingTree:
         return found
 
     def _path(self, space: Hashable, packed: bytes) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes that begin as a context goes on, and how many bytes each shares."""
+        """Yield the nodes along a context, and how many bytes of each label match."""
         node, depth = self._roots.get(space), 0
         while node is not None and depth < len(packed):
             node = node.children.get(packed[depth : depth + _ID_BYTES])
@@ -215,9 +215,9 @@ class RoutingTree:
         self.num_tokens = [0] * len(self._capacities)
 
     def evict(self, replica: int, limit: int) -> None:
-        """Forget the contexts that a replica was sent longest ago, down to a limit of tokens."""
+        """Forget a replica's least recently sent contexts down to ``limit`` tokens."""
         nodes = [child for root in self._roots.values() for child in root.children.values()]
-        for node in nodes:  # which grows: parents come before their children
+        for node in nodes:  # the list grows: parents precede their children
             nodes += node.children.values()
         own = [node for node in reversed(nodes) if replica in node.stamps]
         for node in sorted(own, key=lambda node: node.stamps[replica]):
@@ -231,7 +231,7 @@ class RoutingTree:
 
 
 def _matched(label: bytes, packed: bytes, depth: int) -> int:
-    """Return how many bytes of whole tokens a label shares with a context from a depth on."""
+    """Return how many bytes of a label, in whole tokens, match a context from ``depth`` on."""
     if packed.startswith(label, depth):
         return len(label)
     common = common_length(label, packed[depth : depth + len(label)])
@@ -239,7 +239,7 @@ def _matched(label: bytes, packed: bytes, depth: int) -> int:
 
 
 def _split(node: _Node, matched: int) -> _Node:
-    """Split a node in two; return the first, which replaces it."""
+    """Split a node after ``matched`` bytes; return the new first part, the parent of the rest."""
     parent = node.parent
     assert parent is not None
     first = _Node(node.label[:matched], parent, dict(node.stamps), set(node.waiting))
