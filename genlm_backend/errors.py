@@ -1,4 +1,4 @@
-"""Every exception that the library raises on purpose.
+"""The library's own exceptions; timeouts and errors of files are the built-in ones.
 
 Each is also a subclass of the standard exception that a caller would expect, so that
 ``except ValueError`` works without this module::
@@ -52,7 +52,7 @@ from typing import Any, Self
 
 
 class GenlmBackendError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base class of the library's own exceptions."""
 
 
 class OptionError(GenlmBackendError, ValueError):

@@ -2,9 +2,9 @@
 
 **Why.** Particles share long prefixes. Attention row by row reads such a prefix once per row;
 cascade attention (Hydragen: Juravsky et al., 2024, arXiv:2402.05099) reads it once in all. A plan
-divides the cached tokens of a pass into *shared prefixes*, each with the rows that have it, and one
-*suffix* per row, padded to the longest. Suffixes are gathered for each row. ``cascade_run.py``
-executes the plan.
+divides the cached tokens of a pass into *prefixes*, each with the rows that have it (a long one
+may have a single row), and one *suffix* per row, padded to the longest: short runs, wherever they
+are. Suffixes are gathered for each row. ``cascade_run.py`` executes the plan.
 
 **Division.** A compiled loop walks the paths of all rows once. In the order of that walk, the rows
 below a node are an interval, so that the time is linear in the distinct tokens and the columns of
@@ -14,8 +14,8 @@ allocator prefers consecutive slots.
 
 **Extension.** A decode step takes the plan of the step before, permutes its rows and adds a column
 to the suffix (``advanced``). Tokens that rows have come to share since are gathered for each row.
-``is_stale`` asks for a new plan once the suffix is twice as wide, or once more tokens have been
-gathered repeatedly than a new plan reads.
+``is_stale`` asks for a new plan once the suffix is twice as wide (and 64 columns wider), or once
+more tokens have been gathered repeatedly than were read to make the plan.
 """
 
 from __future__ import annotations

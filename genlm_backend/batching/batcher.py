@@ -6,26 +6,29 @@ decides when a batch goes. The worker thread moves the oldest queries to ``_runn
 them without the lock, and settles the futures of each event loop by one callback.
 
 **Invariants.** One lock guards both dictionaries. A query stays in the queue only while a caller
-waits for it. The thread that sends a batch only queues a call for the worker, and the worker, which
-Ctrl-C never interrupts, makes the batch. After a Ctrl-C there may be one call too many, which finds
-an empty queue, or one too few, which the next caller makes up for. The garbage collector may close
-a coroutine on any thread at any moment: that sets a flag and takes no lock. A lock belongs to the
-process that claims it, and raises in a fork, which has no worker thread (``runtime/forks.py``).
+waits for it. The thread that sends a batch only queues a call for the worker, and the worker,
+which Ctrl-C never interrupts, makes the batch. After a Ctrl-C there may be one call too many,
+which finds an empty queue, or one too few, which the next caller makes up for. The garbage
+collector may close a coroutine on any thread at any moment: that sets a flag and takes no lock. A
+lock belongs to the process that claims it, and raises in a fork, which has no worker thread
+(``runtime/forks.py``).
 
 **Why it waits for quiet.** After four turns of the event loop without a new query
 (``quiet_turns``), all runnable tasks have submitted theirs; an idle turn costs some 20
-microseconds. The timeout and ``max_turns`` are for programs that never go quiet. After a batch, its
-callers get the same turns to join the queries that arrived meanwhile, unless these fill a batch.
+microseconds. The timeout and ``max_turns`` are for programs that never go quiet. After a batch,
+its callers get the same turns to join the queries that arrived meanwhile, unless these fill a
+batch.
 
 **Cancellation.** ``evaluate`` knows no futures. It calls ``check_cancelled`` between two steps,
 which raises once no caller of its batch is left. Queries that callers join just then go back to
-the head of the queue and are sent at once: these callers have waited for an evaluation already.
-At most every 0.1 s ``check_cancelled`` wakes the loops of waiting callers: a signal handler may
-have cancelled a task (the stop button of a notebook), and nothing else would wake its loop.
+the head of the queue and are sent at once: these callers have waited for an evaluation already. At
+most every 0.1 s ``check_cancelled`` wakes the loops of waiting callers: a signal handler may have
+cancelled a task (the stop button of a notebook), and nothing else would wake its loop.
 
-**Costs.** A caller of one query is its future, and a caller of several is one ``MultiWaiter``: with
-an object per query, garbage collection made 1,024 awaits 30 % slower. A query that arrives while
-the worker is busy, or while its loop has a turn scheduled, does not consult the policy.
+**Costs.** A caller of one query is its future, and a caller of several is one ``MultiWaiter``:
+with an object per query, garbage collection made 1,024 awaits 30 % slower. A query that arrives
+while the worker is busy, or while its loop has a turn scheduled and the batch is not full, does
+not consult the policy.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class BeamSearch(TextSequence):
         return self._texts(best)
 
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
-        """Return the ``n`` best texts so far, ended or not."""
+        """Return the ``n`` best texts so far, as tokens, ended or not; no characters are held."""
         if self.is_finished:
             return [], {}
         nothing_held_back = dict.fromkeys(range(self._config.n), "")

@@ -296,7 +296,7 @@ class GenerationConfig(CheckedConfig):
 
 @final
 class GenerationFields(TypedDict, total=False):
-    """The fields of a ``GenerationConfig`` as keyword arguments; it documents each."""
+    """The fields of ``GenerationConfig`` as keyword arguments; see that class for each."""
 
     do_sample: bool | None
     temperature: float | None

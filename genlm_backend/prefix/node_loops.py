@@ -74,7 +74,7 @@ def fill_table(parents, tokens, table, nodes):
 
 @compiled
 def walk(parents, tokens, first, table, node, wanted):
-    """Return the deepest node that follows from a node by token ids."""
+    """Follow token ids down from a node; return the last node that exists."""
     done = 0
     while done < len(wanted):
         # Nodes that one call made mostly have consecutive numbers, so that 64 tokens are compared

@@ -152,7 +152,8 @@ class StateCache:
         return int(self._is_used().sum())
 
     def _is_used(self) -> NDArray[np.bool_]:
-        is_used = self._nodes.state[self._owner] == np.arange(self.num_states + 1)
+        owner = self._owner  # first: statistics are read while the worker makes the nodes grow
+        is_used = self._nodes.state[owner] == np.arange(self.num_states + 1)
         is_used[NO_STATE] = False
         return is_used
 

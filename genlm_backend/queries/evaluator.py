@@ -289,13 +289,13 @@ class Evaluator(abc.ABC):
 
 
 class RestartableEvaluator(Evaluator):
-    """An evaluator that may die, such as a child process, and can be restarted.
+    """An evaluator that may die, such as one in a child process, and can be restarted.
 
-    While it is dead, its methods raise ``EngineDiedError``.
+    While it is dead, methods that need it raise ``EngineDiedError``.
 
     Attributes:
-        adapters: Paths of its adapters, which a restart loads again. The mapping is replaced as a
-            whole, never changed, so that any thread may do so while the evaluator is dead.
+        adapters: Paths of its adapters, which a restart loads again. The mapping is not modified in
+            place: any thread may replace it while the evaluator is dead.
     """
 
     adapters: Mapping[Adapter, str]

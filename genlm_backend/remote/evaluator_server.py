@@ -70,7 +70,7 @@ class EvaluatorServer:
         if method == "open":  # the caller starts with a new encoder
             self._receiver = ArgumentDecoder()
         elif self._evaluator is None:  # a restarted actor has lost its evaluator
-            raise EngineDiedError("the actor of a replica has been started again")
+            raise EngineDiedError("Ray restarted the actor of a replica, which has lost its model")
         arguments = self._receiver.arguments(packed)
         if arguments is None:
             return UnknownPictures()

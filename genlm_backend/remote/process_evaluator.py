@@ -90,7 +90,7 @@ class ProcessEvaluator(RemoteEvaluator):
             child.end(_CLOSING_SECONDS if is_kind else 0)
 
     def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
-        """Yield copies of the rows in the shared memory, one filling of it at a time."""
+        """Yield copies of the rows in the shared memory, one bufferful at a time."""
         assert self._child is not None
         most = self._child.rows.max_rows(width)
         for start in range(0, num_rows, most):

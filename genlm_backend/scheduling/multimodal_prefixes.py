@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.forward_batch import TokenChunk
+from genlm_backend.attention.forward_batch import Runner, TokenChunk
 from genlm_backend.attention.torch.multimodal_prefill import (
     MultimodalPrefillAttention,
     positions_of,
@@ -29,8 +29,8 @@ FEW_BEHIND: Final = 64
 class MultimodalPrefixes:
     """Runs the opening of a context, the tokens that its pictures belong to, in one pass."""
 
-    def __init__(self, model: Any, cache: PrefixCache, run_alone: Callable[..., None]) -> None:
-        self._model, self._cache, self._run_alone = model, cache, run_alone
+    def __init__(self, runner: Runner, cache: PrefixCache, run_alone: Callable[..., None]) -> None:
+        self._runner, self._cache, self._run_alone = runner, cache, run_alone
         self._offsets: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
     def begin(self, queries: Sequence[Query]) -> dict[Query, Result]:
@@ -74,7 +74,7 @@ class MultimodalPrefixes:
             return 0
         if pictures not in self._offsets:
             ids = torch.frombuffer(bytearray(pictures.token_ids), dtype=torch.int32).long()
-            _, offset = positions_of(self._model, ids[None], pictures)
+            _, offset = positions_of(self._runner.model, ids[None], pictures)
             self._offsets[pictures] = offset
         return self._offsets[pictures]
 

@@ -1,11 +1,11 @@
 """Scheduler: answers a batch of queries with as few tokens through the model as possible.
 
-**Three ways.** If each context has one uncached token, the batch is a *decode step*: a row is three
-integers (the node before it, its token, its slot), and the only object per row is its answer. Other
-cacheable contexts are *planned* into chunks, waves and groups (``prefill_plan.py``): prompts, texts
-to score, and rows whose cached lengths are far apart. Attention pads all rows to the longest, which
-is mostly padding beyond twice the shortest plus 64 tokens. Contexts that the cache cannot hold run
-*uncached*, from their first token.
+**Three ways.** If each context has one uncached token, the batch is a *decode step*: a row is
+three integers (the node before it, its token, its slot), and the only object per row is its
+answer. Other cacheable contexts are *planned* into chunks, waves and groups (``prefill_plan.py``):
+prompts, texts to score, and rows whose cached lengths are far apart: copies of prefixes and
+suffixes are padded to the longest, which is mostly padding beyond twice the shortest plus 64
+tokens. Contexts that the cache cannot hold run *uncached*, from their first token.
 
 **Nodes come first.** ``append`` makes nodes before a pass fills their slots, and ``insert`` makes
 them findable after it. So later passes of a batch read the tokens of earlier ones like cached
@@ -14,18 +14,18 @@ room or memory runs out, the batch is halved; a single query without room runs u
 
 **NaN stays with its context.** Attention weighs masked tokens by zero, and 0 × NaN is NaN, so a
 context that overflows spoils the keys and values of its own earlier tokens. A row with NaN is
-computed again, uncached and without padding, and its tokens are not inserted. Scores of a text that
-overflows stay NaN.
+computed again, uncached and without padding, and its tokens are not inserted. Scores of a text
+that overflows stay NaN.
 
-**Recurrent states** belong to nodes. A context continues only from a node with a state; its matched
-tokens after that node are computed again. A pass copies its rows' states, since the model writes in
-place, and stores the results at the rows' last nodes. States do not tolerate padding, so rows of a
-pass have equal numbers of new tokens. Some models continue from a state only token by token, with a
-pass for each.
+**Recurrent states** belong to nodes. A context continues only from a node with a state; its
+matched tokens after that node are computed again. A pass copies its rows' states, since the model
+writes in place, and stores the results at the rows' last nodes. States do not tolerate padding, so
+rows of a pass have equal numbers of new tokens. Some models continue from a state only token by
+token, with a pass for each.
 
-**Limits of models.** Beyond some length, "longrope" and "dynamic" compute other rotary frequencies,
-so cached keys are wrong: such contexts run whole, each alone. Llama 4 scales attention by the
-number of columns, so rows of its passes have equal numbers of cached tokens.
+**Limits of models.** Beyond some length, "longrope" and "dynamic" compute other rotary
+frequencies, so cached keys are wrong: such contexts run whole, each alone. Llama 4 scales
+attention by the number of columns, so rows of its passes have equal numbers of cached tokens.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Scheduler:
             maxlen=NUM_REMEMBERED
         )
         self._valid_for: tuple[object, ...] = ()  # the tree and attention that these plans are for
-        self.openings = MultimodalPrefixes(runner.model, cache, self._run_alone)
+        self.openings = MultimodalPrefixes(runner, cache, self._run_alone)
 
     @property
     def tree(self) -> PrefixTree:
@@ -140,8 +140,18 @@ class Scheduler:
                 raise
         if answers is None:  # outside the handler, where the traceback would hold the tensors
             release_cached_memory()
-            return _in_halves(queries, self.evaluate)
+            return _in_halves(queries, self._evaluate_half)
         return answers
+
+    def _evaluate_half(self, queries: list[Query]) -> list[Result | Exception]:
+        """Evaluate a half of a batch; a query for which memory never suffices fails by itself."""
+        try:
+            return self.evaluate(queries)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            error.__traceback__ = None  # it would hold the tensors of the pass
+            return [error] * len(queries)
 
     def _run_unshared(self, queries: Sequence[Query]) -> dict[Query, Result]:
         """Answer the queries that share no pass: long contexts, and some with pictures."""
@@ -330,7 +340,7 @@ class Scheduler:
             self.tokens_without_room += len(queries[0].context)
             return self.run_uncached(queries)
         fetched = nodes if self.cache.host_state_pool.num_states else None
-        return _in_halves(queries, self.evaluate, fetched)
+        return _in_halves(queries, self._evaluate_half, fetched)
 
     def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the node that each context starts from: its last one with a state, or the root."""

@@ -101,7 +101,7 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
             joiner = joiner or kind
             continue
         if joiner is not None and kind == "Strip":
-            continue  # the rule for a text's first space, not part of a token
+            continue  # strips the leading space of a whole text, and changes no token within it
         compiled = _compile_stage(stage)
         # Replacing single characters commutes with joining the tokens.
         is_of_parts = kind == "Replace" and len(stage["pattern"].get("String", "")) == 1

@@ -112,7 +112,7 @@ def _is_misspelt(vocab: ByteVocab, token_id: int) -> bool:
 
 
 def _without_unspellable(vocab: ByteVocab, text: bytes) -> Iterator[bytes]:
-    """Yield ``text`` without the bytes that are no token, and without such characters."""
+    """Yield ``text`` twice: with the bytes that are tokens alone, then with such characters."""
     bytes_known = {piece[0] for piece in vocab.byte_strings if len(piece) == 1}
     yield bytes(byte for byte in text if byte in bytes_known)
     tokens = set(vocab.byte_strings)

@@ -1,8 +1,8 @@
 """Reachability: which tokens lie below which branch, as a sparse matrix with short rows.
 
 A column is a token, in alphabetical order, or a block of ``RADIX`` tokens or lower-level blocks.
-An interval needs fewer than ``2 * RADIX`` columns of each level (Bentley's segment tree): 32 for
-the root of 131,072 tokens. Short sums are fast in parallel, and accurate in float32.
+An interval needs fewer than ``2 * RADIX`` columns of each level (Bentley's segment tree): 21 in all
+for the root of 128,256 tokens. Short sums are fast in parallel, and accurate in float32.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ async def test_one_context_in_place_of_many_is_refused(lm):
     with pytest.raises(ValueError, match=r"\[continuation\] \* len\(prompts\)"):
         await lm.batch_score([[1], [2]], [[1]])
     assert [len(scores) for scores in await lm.batch_score(iter([1, 2]), [[1], [2, 3]])] == [1, 2]
-    before += 2
+    before = lm.statistics().num_awaits
     with pytest.raises(ValueError, match="outside the vocabulary"):
         await lm.batch_sample([[1], [2], [10**9]], 3, [])
     assert lm.statistics().num_awaits == before

@@ -362,7 +362,7 @@ def tried(runner: HFRunner) -> AbstractContextManager[None]:
 
 
 def _is_known(layer: Any) -> bool:
-    """Whether a layer of a cache keeps keys and values by token, states, both or nothing."""
+    """Whether this kind of cache layer is supported: keys and values by token, states, or none."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return True
     if type(layer).__name__ == "DummyLayer":  # from transformers 5.23 on

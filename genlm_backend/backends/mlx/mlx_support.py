@@ -194,7 +194,7 @@ def _difference(
     contexts: tuple[list[int], ...],
     whole: Any,
 ) -> tuple[float, str, bool]:
-    """Return cached rows' distance, the reason for none, and if states take several tokens."""
+    """Return cached rows' distance, why the probe failed, and if states take several tokens."""
     (long, short), (shapes, states) = contexts, kept
     attention = factory.probing(MlxKVPool(shapes, 4 * (len(long) + len(short))))
     state_pool = MlxStatePool(states, NUM_STATES) if states else None

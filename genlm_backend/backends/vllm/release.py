@@ -39,7 +39,7 @@ def check_release() -> None:
     if found is None or not is_supported(found):
         what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"
         raise MissingExtraError(
-            f"AsyncVirtualLM needs vLLM {OLDEST[0]}.{OLDEST[1]} or later, and {what}: pip install "
+            f"AsyncVirtualLM needs vLLM {OLDEST[0]}.{OLDEST[1]} or later, but {what}: pip install "
             "'genlm-backend[vllm]' on a machine with a CUDA device; the guide to vLLM tells what a "
             "CPU needs. AsyncTransformer (backend 'hf') runs the same programs."
         )

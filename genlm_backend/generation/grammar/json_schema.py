@@ -487,7 +487,7 @@ def _is_exact(number: int | Decimal) -> bool:
 
 
 def _is_factor(divisor: int | Decimal) -> bool:
-    """Return whether llguidance enforces a ``multipleOf``, which it scales by ten as a double."""
+    """Return whether llguidance enforces a ``multipleOf``: it scales it by ten, as a double."""
     if divisor <= 0 or not _is_exact(divisor):
         return False
     value, exponent = float(divisor), 0

@@ -174,6 +174,26 @@ def test_out_of_memory_halves_the_batch_before_it_fails_anyone(make, error):
     check(lm, [[1, 2, 3, 4]])
 
 
+async def test_a_context_for_which_memory_never_suffices_fails_alone(make):
+    lm = make(row_cache_bytes=0)
+    runner, contexts = lm._evaluator.scheduler.runner, [[i, 5, 6] for i in range(8)]
+    forward = runner.forward
+
+    def limited(batch, attend):
+        if (batch.input_ids == 3).any():
+            raise MemoryError
+        return forward(batch, attend)
+
+    runner.forward = limited
+    asked = map(lm.next_token_logprobs, contexts)
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(found.pop(3), MemoryError)
+    runner.forward = forward
+    for context, row in zip(contexts[:3] + contexts[4:], found, strict=True):
+        torch.testing.assert_close(row, fresh_row(lm.model, context), atol=1e-4, rtol=0)
+    check_integrity(lm._evaluator.scheduler.tree)
+
+
 def test_another_error_is_not_tried_again_and_loses_no_slot(make):
     lm = make()
     check(lm, [PROMPT[:20]])
