@@ -1,8 +1,8 @@
 """Checks of arguments: each returns the value in its proper type, or raises an error.
 
 A check takes a name and a value, so that a table of checks can describe a constructor's options.
-An integer is anything that ``operator.index`` takes, including NumPy's. A ``bool`` is neither an
-integer nor a number, and a ``float`` is no integer, even a whole one.
+An integer is anything that ``operator.index`` takes, such as NumPy's integers, but no ``bool``. A
+``bool`` is no number either, and a ``float`` is no integer, even if it has no fraction.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_names(
     also: Iterable[str] = (),
     hint: str = "",
 ) -> None:
-    """Raise an error that suggests near names, unless every name is known."""
+    """Raise an error that suggests similar names, unless every given name is known."""
     for name in given:
         if name not in known:
             names = dict.fromkeys([*known, *also])
@@ -60,7 +60,10 @@ def check_names(
 def check_option_names(
     kind: type, given: Iterable[str], library_opts: str = "", is_loading: bool = False
 ) -> None:
-    """Raise an ``OptionTypeError`` unless a class, or its loading by name, has every option."""
+    """Raise an ``OptionTypeError`` unless a constructor has every option.
+
+    With ``is_loading``, the options of the class's ``from_name`` are allowed too.
+    """
     libraries = {"hf_opts": "transformers (dtype, device_map, …)", "engine_opts": "vLLM"}
     owner = libraries.get(library_opts)
     hint = f" Options of {owner} go into {library_opts}" if owner else ""
@@ -69,7 +72,7 @@ def check_option_names(
 
 
 def loading_option_names(kind: type) -> list[str]:
-    """Return the names of the options of a class's constructor and of its ``from_name``."""
+    """Return the names of the options of a class's constructor and ``from_name``."""
     own = [*_option_names(kind)]
     owner = next((base for base in kind.__mro__ if "from_name" in vars(base)), None)
     if owner is None:
@@ -82,7 +85,7 @@ def loading_option_names(kind: type) -> list[str]:
 
 
 def _option_names(kind: type) -> Iterator[str]:
-    """Yield the option names of a constructor, and of those to which its ``**kwargs`` go."""
+    """Yield the option names of a constructor, and of base constructors that get ``**kwargs``."""
     for owner in kind.__mro__:
         if "__init__" not in vars(owner):
             continue
@@ -93,7 +96,7 @@ def _option_names(kind: type) -> Iterator[str]:
 
 
 class Option(NamedTuple):
-    """Default and check of an option; metadata of its ``Annotated`` type in a ``TypedDict``."""
+    """An option's default and check, stored in its ``Annotated`` type in a ``TypedDict``."""
 
     default: Any = None
     check: Check[Any] = lambda _, value: value
@@ -117,7 +120,7 @@ def defaults_of(kind: type) -> dict[str, Any]:
 def checked_options(
     kind: type, given: Mapping[str, Any], of: str, also: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Check options against a ``TypedDict``, and add defaults; raise an error for other names."""
+    """Return checked options with the defaults of a ``TypedDict``; refuse names that it lacks."""
     check_names(given, options_of(kind), of, also=also)
     return {n: own.check(n, given.get(n, own.default)) for n, own in options_of(kind).items()}
 
@@ -210,7 +213,7 @@ def _index(value: Any) -> int | None:
 def number(
     low: float = -math.inf, high: float = math.inf, *, is_open: bool = False, is_finite: bool = True
 ) -> Check[float]:
-    """Return a check for a real number within bounds; it refuses NaN."""
+    """Return a check for a real number within bounds; the check refuses NaN and returns a float."""
     wanted = "a number"
     if low > -math.inf:
         wanted += f" above {low:g}" if is_open else f" of {low:g} or more"
@@ -285,7 +288,7 @@ def instance(kind: type[T] | tuple[type[Any], ...], wanted: str) -> Check[T]:
 
 
 def listed(name: str, value: Any) -> list[Any]:
-    """Return an iterable as a list; refuse strings, bytes, mappings and scalars."""
+    """Return a list of an iterable's elements; refuse strings, bytes, mappings and scalars."""
     is_list = hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0
     if not is_list or isinstance(value, (str, bytes, bytearray, Mapping)):
         raise OptionTypeError(f"{name} must be a list, got {shown(value)}")
@@ -293,7 +296,7 @@ def listed(name: str, value: Any) -> list[Any]:
 
 
 def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
-    """Return a check that applies ``check`` to each element of an iterable other than a string."""
+    """Return a check of each element of an iterable; it refuses strings, bytes and mappings."""
 
     def check_all(name: str, value: Any) -> tuple[T, ...]:
         is_text = isinstance(value, (str, bytes, bytearray, Mapping))
@@ -311,13 +314,16 @@ def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
 
 
 def _has_tokens(value: Any) -> bool:
-    """Return whether a collection has ``Token`` objects, which have a ``token_id``."""
+    """Return whether a list, tuple or set holds objects with a ``token_id``, such as tokens."""
     is_plain = isinstance(value, (list, tuple, set, frozenset))
     return is_plain and any(hasattr(each, "token_id") for each in value)
 
 
 def known_device(name: str, value: Any) -> Any:
-    """Return a device or its name unchanged if torch knows it, even if this machine lacks it."""
+    """Return a device or its name unchanged if torch knows it, on this machine or not.
+
+    Refuses the device "meta", whose tensors hold no numbers.
+    """
     import torch
 
     wanted = f"{name} must be a device such as 'cpu' or 'cuda:0', got {shown(value)}"
@@ -333,7 +339,7 @@ def known_device(name: str, value: Any) -> Any:
 
 
 def device(name: str, value: Any) -> Any:
-    """Return the ``torch.device``, with its index, of a device that this machine has."""
+    """Return the ``torch.device``, including its index, of a device that this machine has."""
     import torch
 
     found = torch.device(known_device(name, value))
@@ -350,10 +356,10 @@ MAX_BYTES = (1 << 63) - 1
 """Largest number of bytes: the maximum of a signed 64-bit integer."""
 
 MAX_THREADS = 4096
-"""Largest number of threads: OpenMP aborts a process that requests more than the system allows."""
+"""Largest number of threads: OpenMP aborts a process that asks for too many."""
 
 MAX_VOCAB = 1 << 24
-"""Largest number of token ids: above any real vocabulary; each id costs an object."""
+"""Largest number of token ids, above that of known models; each id costs a Python object."""
 
 byte_count = integer(0, MAX_BYTES)
 
@@ -363,13 +369,13 @@ _seconds = optional(number(0, is_finite=False))
 
 
 def timeout(name: str, value: Any) -> float | None:
-    """Return the most seconds to wait; ``None`` for no limit, above ``threading.TIMEOUT_MAX``."""
+    """Return the seconds to wait, or ``None`` (no limit) above ``threading.TIMEOUT_MAX``."""
     seconds = _seconds(name, value)
     return None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
 
 
 def absolute_path(name: str, value: Any) -> str:
-    """Return the absolute path of a file that need not exist, with ``~`` and links resolved."""
+    """Return an absolute path, with ``~`` and links resolved; the file need not exist."""
     path = instance((str, Path), "a path")(name, value)
     if not str(path):
         raise OptionError(f"{name} must be the path of a file, got {shown(value)}")

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 from genlm_backend.errors import OptionError
 
 TextFunction: TypeAlias = Callable[[Any, str], Coroutine[Any, Any, dict[str, Any]]]
-"""A function from a model and a text to the fields of the text's line of JSON."""
+"""A coroutine function from a model and a text to the fields of the text's line of JSON."""
 
 _AT_ONCE: Final = 200
 """Texts that are scored concurrently, at most."""
@@ -169,7 +169,7 @@ def answer_texts(options: argparse.Namespace) -> None:
 
 
 def _texts(files: list[str], is_whole: bool) -> Iterator[str]:
-    """Return the texts of files: their lines that are not blank, or the whole of each."""
+    """Return the texts of files: each line, or each whole file, that is not blank."""
     for path in files:
         if path != "-" and not os.access(path, os.R_OK):
             raise OptionError(f"there is no file {path!r} that can be read")
@@ -179,7 +179,7 @@ def _texts(files: list[str], is_whole: bool) -> Iterator[str]:
 def _texts_of(path: str, is_whole: bool) -> Iterator[str]:
     is_input = path == "-"
     try:
-        # Not sys.stdin: the interpreter would wait for its lock at exit.
+        # Not sys.stdin: at exit, the interpreter would wait for the lock that a read holds.
         with open(0 if is_input else path, encoding="utf-8", closefd=not is_input) as file:
             for text in [file.read()] if is_whole else file:
                 if text.strip():
@@ -212,7 +212,7 @@ async def _print_answers(
                 end = error
             loop.call_soon_threadsafe(tasks.put_nowait, end)
 
-    # Daemon, so that a thread that waits for a line does not keep the program running.
+    # A daemon, so that a thread waiting for a line of input does not keep the program running.
     threading.Thread(target=read, name="genlm-texts", daemon=True).start()
     try:
         while isinstance(task := await tasks.get(), asyncio.Task):

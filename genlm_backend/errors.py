@@ -1,24 +1,24 @@
-"""The library's own exceptions; timeouts and errors of files are the built-in ones.
+"""The library's own exceptions; for timeouts and file errors it raises the built-in ones.
 
-Each is also a subclass of the standard exception that a caller would expect, so that
+Except for the base class, each is also a subclass of the fitting standard exception, so that
 ``except ValueError`` works without this module::
 
     GenlmBackendError
     ├── OptionError (ValueError)             an argument out of its bounds
     ├── OptionTypeError (TypeError)          an argument of a wrong type
-    ├── ContextError (ValueError)            a context that no model can answer
-    │   └── PictureError                     pictures that a context cannot begin with
+    ├── ContextError (ValueError)            a context that the model cannot evaluate
+    │   └── PictureError                     pictures that the model or context cannot take
     ├── ContextTypeError (TypeError)         token ids that are not integers
     ├── AdapterError (ValueError)            a LoRA adapter that cannot be used
-    │   └── UnknownAdapterError              one that is not loaded
+    │   └── UnknownAdapterError              an adapter that is not loaded
     ├── UnknownBackendError (ValueError)     a backend name that is not registered
     ├── UnsupportedModelError (ValueError)   a model this backend cannot evaluate
     ├── ModelNotFoundError (OSError)         no model under that name
     ├── MissingExtraError (ImportError)      an optional library is absent
     ├── TokenizerDecodeError (ValueError)    a token's bytes cannot be determined
-    ├── VocabularyError (ValueError)         a vocabulary that no trie can be built over
+    ├── VocabularyError (ValueError)         a vocabulary unfit for a trie or its model
     ├── VocabularyTypeError (TypeError)      an entry that has no letters
-    ├── WeightsError (ValueError)            weights whose shape does not fit the vocabulary
+    ├── WeightsError (ValueError)            weights whose shape does not fit the trie
     ├── WeightsTypeError (TypeError)         weights that are not real numbers
     ├── ConstraintError (ValueError)         a constraint that cannot be built
     │   └── ConstraintViolation              a token that a constraint does not allow
@@ -26,23 +26,23 @@ Each is also a subclass of the standard exception that a caller would expect, so
     ├── GenerationConfigError (ValueError)   an invalid field of a GenerationConfig
     ├── RuntimeConfigError (ValueError)      an invalid field of a RuntimeConfig
     ├── UnknownModelError (KeyError)         a model name that an engine does not have
-    ├── UnknownRequestError (ValueError)     a request that is not this engine's
-    ├── UnknownTaskError (KeyError)          a task that an AsyncGLM does not have, or no longer
+    ├── UnknownRequestError (ValueError)     a request that does not belong to this engine
+    ├── UnknownTaskError (KeyError)          a task that an AsyncGLM does not have
     ├── ModelStateError (RuntimeError)       a model is not in the required state
     ├── RequestQueueFullError (queue.Full)   the request queue is full
-    ├── DeviceError (ValueError)             a device that does not exist
+    ├── DeviceError (ValueError)             a device that cannot be used
     ├── PrefixFileError (ValueError)         a file that holds no prefix of this model
-    ├── ReplacedNameError (NotImplementedError)  a name of genlm.backend without a counterpart
+    ├── ReplacedNameError (NotImplementedError)  a name of genlm-backend 0.3.1 that was replaced
     ├── BatcherClosedError (RuntimeError)    a query after close()
     ├── ForkedError (RuntimeError)           used in a fork of the process that created it
-    ├── NotPicklableError (TypeError)        pickled or copied, though bound to one process
+    ├── NotPicklableError (TypeError)        an object that cannot be pickled
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
-    ├── EvaluationError (RuntimeError)       an evaluation broke its contract
-    │   └── EngineDiedError                  the process that evaluates has ended
-    └── CacheError (RuntimeError)            a cache was misused or is inconsistent
-        └── OutOfSlotsError                  no free key-value slot is left
+    ├── EvaluationError (RuntimeError)       an evaluation gave no valid result
+    │   └── EngineDiedError                  the engine or process that evaluates has ended
+    └── CacheError (RuntimeError)            a prefix that cannot be cached, or a misused cache
+        └── OutOfSlotsError                  too few free key-value slots are left
 
-Batchers and caches raise these too, so this module imports nothing from the library.
+All other modules may raise these errors, so this module imports nothing from the library.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class GenlmBackendError(Exception):
 
 
 class OptionError(GenlmBackendError, ValueError):
-    """An argument is out of its bounds, or none of the allowed values."""
+    """An argument is out of its bounds, or is not one of the allowed values."""
 
 
 class OptionTypeError(GenlmBackendError, TypeError):
-    """An argument has a wrong type, or an unknown name."""
+    """An argument has a wrong type, or an option an unknown name."""
 
 
 class ContextError(GenlmBackendError, ValueError):
@@ -68,7 +68,7 @@ class ContextError(GenlmBackendError, ValueError):
 
 
 class PictureError(ContextError):
-    """Pictures cannot be read or have no place in the prompt, or the model takes none."""
+    """Pictures cannot be read or do not fit the prompt, or the model takes no pictures."""
 
 
 class ContextTypeError(GenlmBackendError, TypeError):
@@ -76,11 +76,11 @@ class ContextTypeError(GenlmBackendError, TypeError):
 
 
 class AdapterError(GenlmBackendError, ValueError):
-    """A LoRA adapter cannot be loaded, or has the name of another."""
+    """A LoRA adapter cannot be loaded or used, or has the name of another adapter."""
 
 
 class UnknownAdapterError(AdapterError):
-    """A query names a LoRA adapter that is not loaded."""
+    """A query names a LoRA adapter that is not loaded, or that was removed or replaced since."""
 
 
 class UnknownBackendError(GenlmBackendError, ValueError):
@@ -121,15 +121,15 @@ class TokenizerDecodeError(GenlmBackendError, ValueError):
 
 
 class VocabularyError(GenlmBackendError, ValueError):
-    """The vocabulary is empty, or holds an entry twice."""
+    """A vocabulary is empty, too large, holds an entry twice, or does not fit the model."""
 
 
 class VocabularyTypeError(GenlmBackendError, TypeError):
-    """An entry of the vocabulary is no iterable of hashable letters, or is not hashable itself."""
+    """The vocabulary is no list, or an entry is not hashable or no iterable of hashable letters."""
 
 
 class WeightsError(GenlmBackendError, ValueError):
-    """The number of weights differs from the number of tokens in the trie's vocabulary."""
+    """The shape of weights or sums does not fit the trie, or ``mass`` got logarithms."""
 
 
 class WeightsTypeError(GenlmBackendError, TypeError):
@@ -137,19 +137,19 @@ class WeightsTypeError(GenlmBackendError, TypeError):
 
 
 class ConstraintError(GenlmBackendError, ValueError):
-    """No constraint can be built from the schema, pattern or grammar."""
+    """No constraint can be built from the arguments, or it allows no token or has failed."""
 
 
 class ConstraintViolation(ConstraintError):
-    """The constraint does not allow this token here."""
+    """The constraint does not allow the token at this position."""
 
 
 class ConstraintTypeError(GenlmBackendError, TypeError):
-    """The choices of a constraint are not several texts."""
+    """The choices of a constraint are a single text, or not iterable."""
 
 
 class GenerationConfigError(GenlmBackendError, ValueError):
-    """A field of a ``GenerationConfig`` is invalid, or contradicts another."""
+    """A ``GenerationConfig`` is invalid, or does not fit the call."""
 
 
 class RuntimeConfigError(GenlmBackendError, ValueError):
@@ -173,7 +173,7 @@ class UnknownTaskError(GenlmBackendError, KeyError):
 
 
 class ModelStateError(GenlmBackendError, RuntimeError):
-    """A model, or an object that runs one, is not in the required state."""
+    """A model, or an object that runs models, is not in the required state."""
 
 
 class RequestQueueFullError(GenlmBackendError, queue.Full):
@@ -193,11 +193,11 @@ class BatcherClosedError(GenlmBackendError, RuntimeError):
 
 
 class ForkedError(GenlmBackendError, RuntimeError):
-    """A model, engine or trie was used in a fork of its process, which has none of its threads."""
+    """A model, engine or trie was used in a fork, which has no copy of its threads."""
 
 
 class NotPicklableError(GenlmBackendError, TypeError):
-    """A model, engine or trie was pickled or copied, though its threads live in one process."""
+    """A model, engine or trie was pickled or copied, or a constraint pickled; none can be."""
 
 
 class QueryDroppedError(GenlmBackendError, RuntimeError):
@@ -205,15 +205,15 @@ class QueryDroppedError(GenlmBackendError, RuntimeError):
 
 
 class EvaluationError(GenlmBackendError, RuntimeError):
-    """An evaluation returned something other than one result per query, or ended abnormally."""
+    """An evaluation returned an invalid result, such as NaN or a wrong count, or failed."""
 
 
 class EngineDiedError(EvaluationError):
-    """The engine that evaluates has ended; the model has to be loaded again."""
+    """The engine or process that evaluates has ended; the model may have to be loaded again."""
 
 
 class CacheError(GenlmBackendError, RuntimeError):
-    """A cache was misused, or its accounting is inconsistent."""
+    """A prefix cannot be cached, or a cache was misused or is inconsistent."""
 
 
 class PrefixFileError(GenlmBackendError, ValueError):

@@ -61,7 +61,7 @@ _PUBLIC: Final = {
     "trie.parallel": "ParallelTokenCharacterTrie",
     "trie.sequential": "TokenCharacterTrie",
 }
-"""Module of this package → its public names, which packages import at their first use.
+"""Module of this package → its public names, which are imported at their first use.
 
 ``Other=Name`` exports the module's ``Name`` as ``Other``.
 """

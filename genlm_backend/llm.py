@@ -1,4 +1,4 @@
-"""Language models with awaitable next-token log-probabilities, and the types of their queries."""
+"""Language models with awaitable next-token log-probabilities, and the types around them."""
 
 from typing import TYPE_CHECKING
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 
 class Readable(abc.ABC):  # noqa: B024  (abstract because subclasses must be dataclasses)
-    """Base of statistics; each subclass is a dataclass with ``repr=False``."""
+    """Base class of statistics; each subclass must be a dataclass with ``repr=False``."""
 
     __slots__ = ()
 
@@ -18,7 +18,7 @@ class Readable(abc.ABC):  # noqa: B024  (abstract because subclasses must be dat
     """Properties to show in addition to the fields."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every number by name, in plain dictionaries that JSON can encode."""
+        """Return fields and derived numbers by name, in plain dictionaries that JSON can encode."""
         return {name: _plain(value) for name, value in self._items()}
 
     def __repr__(self) -> str:

@@ -1,1 +1,1 @@
-"""Attention of a forward pass's new tokens, and plans that share the cached ones."""
+"""Attention of new tokens to cached ones, and plans for reading shared prefixes once."""

@@ -1,7 +1,7 @@
 """Compiled loops that find the prefixes that several rows share; see ``CascadePlan``.
 
-Each row in turn walks up from its node and numbers the tokens that it is first to meet, from 1; 0
-stands for all roots. So a token's ancestors have larger numbers of the same row, or numbers of an
+Row by row, ``_climb`` walks up from the row's node and numbers each token not met before, from 1; 0
+means any root. So a token's ancestors have larger numbers from the same row, or numbers from an
 earlier row. In the order of a tree walk, the rows that have a token are consecutive.
 """
 
@@ -73,7 +73,7 @@ def _count(first: Any, above: Any, last: Any, is_long: Any) -> Any:
 
 @compiled
 def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
-    """Return each token's first index in the order of rows by a tree walk, and that order."""
+    """Order rows by a tree walk; return the index of each token's first row, and the order."""
     starts, num_placed = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
     stops = np.zeros(len(above), np.int64)  # end of the rows placed so far
     num_last = np.zeros(len(above), np.int64)
@@ -122,7 +122,7 @@ def _shared(
                 else:
                     num_others += size
                 start = stop - 1
-            num_saved = (num_rows[top] - 1) * num_others  # they are gathered once
+            num_saved = (num_rows[top] - 1) * num_others  # gathered once, not once per row
             if num_others > 0 and (num_saved >= few_tokens or num_long[top] > 0):
                 bounds[num_prefixes] = num_shared
                 num_prefixes += 1

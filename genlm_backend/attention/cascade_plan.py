@@ -1,21 +1,21 @@
-"""Cascade plans: which cached tokens the rows of a pass read together. The module is pure.
+"""Cascade plans: which cached tokens the rows of a pass read together; no tensors.
 
 **Why.** Particles share long prefixes. Attention row by row reads such a prefix once per row;
 cascade attention (Hydragen: Juravsky et al., 2024, arXiv:2402.05099) reads it once in all. A plan
 divides the cached tokens of a pass into *prefixes*, each with the rows that have it (a long one
-may have a single row), and one *suffix* per row, padded to the longest: short runs, wherever they
-are. Suffixes are gathered for each row. ``cascade_run.py`` executes the plan.
+may have a single row), and one *suffix* per row: its short runs, from any position, padded to the
+longest suffix. Suffixes are gathered row by row. ``cascade_run.py`` executes the plan.
 
 **Division.** A compiled loop walks the paths of all rows once. In the order of that walk, the rows
 below a node are an interval, so that the time is linear in the distinct tokens and the columns of
-the suffix. A run of few tokens goes to the suffix (``FEW_TOKENS``), unless a row has many new
-tokens (``MANY_NEW_TOKENS``). A prefix with consecutive slots is read in place, which is why the
+the suffix. A run of few tokens goes to the suffix (``FEW_TOKENS``), unless one of its rows has many
+new tokens (``MANY_NEW_TOKENS``). A prefix with consecutive slots is read in place, which is why the
 allocator prefers consecutive slots.
 
 **Extension.** A decode step takes the plan of the step before, permutes its rows and adds a column
 to the suffix (``advanced``). Tokens that rows have come to share since are gathered for each row.
-``is_stale`` asks for a new plan once the suffix is twice as wide (and 64 columns wider), or once
-more tokens have been gathered repeatedly than were read to make the plan.
+``is_stale`` asks for a new plan once the suffix is more than twice as wide (and 64 columns wider),
+or once more tokens have been gathered repeatedly than the first pass of the plan read.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FEW_TOKENS = 384
-"""Cached tokens times the rows that read them, from which a product of their own pays off."""
+"""Tokens times rows from which a separate product for a run of cached tokens pays off."""
 # Below, the small operators of a product and its merge take longer than gathering the tokens.
 
 MANY_NEW_TOKENS: Final = 16
-"""New tokens of a row from which any number of its cached tokens gets a product of its own."""
+"""New tokens of a row from which even short runs of its cached tokens become prefixes."""
 # In the suffix, each cached token would add a column to a mask with one row per new token.
 
 MIN_ADDED: Final = 64
-"""Columns that a suffix may grow by at least before its plan is stale."""
+"""Columns that any suffix may grow by before its width makes the plan stale."""
 
 
 @final
@@ -111,7 +111,7 @@ class CascadePlan:
 
     @classmethod
     def of(cls, past: CachedPrefixes, num_new: NDArray[np.int64], few_tokens: int) -> Self:
-        """Find the prefixes that several rows share, in time linear in the distinct tokens."""
+        """Divide the cached tokens of rows, in time linear in the tokens that the plan reads."""
         # A large tree costs little: the OS zeroes only the pages that the walk touches.
         numbers = np.zeros(len(past.parent), np.int32)
         is_long = num_new >= MANY_NEW_TOKENS
@@ -139,7 +139,7 @@ class CascadePlan:
     def is_stale(self) -> bool:
         """Whether the next step should make a new plan instead of advancing this one."""
         # Tokens that rows have come to share since are gathered for each row. A new plan pays once
-        # the suffix is twice as wide, or more tokens were gathered repeatedly than it has to read.
+        # the suffix is twice as wide, or more tokens were gathered repeatedly than the plan reads.
         num_added = self.suffix.shape[2] - self.num_columns
         return num_added > max(MIN_ADDED, self.num_columns) or self.num_repeated > self.num_tokens
 
@@ -149,7 +149,7 @@ class CascadePlan:
         everybody = np.arange(len(rows))
         for prefix in self.prefixes:
             if len(prefix.rows) == len(self.prefix_lens) == len(rows):
-                prefixes.append(prefix)  # the same object: ``_extents_of`` caches by it
+                prefixes.append(prefix)  # the same object, which is a cache key of ``_extents_of``
                 continue
             own = everybody
             if len(prefix.rows) < len(self.prefix_lens):

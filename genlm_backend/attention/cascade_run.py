@@ -1,8 +1,8 @@
-"""Cascade attention of one forward pass: cached tokens that several rows share are read once.
+"""Cascade attention of one forward pass: a cached prefix of several rows is read once for all.
 
-One product takes the queries of all rows that share a prefix to its keys. Another takes each row's
-queries to the rest of its cached tokens and to its new ones. The two are merged by the logsumexps
-of their scores (Hydragen: Juravsky et al., 2024, arXiv:2402.05099)::
+The queries of all rows that share a prefix attend to it in one product. Another product attends
+from each row's queries to its other cached tokens and its new ones. The results are merged by the
+logsumexps of their scores (Hydragen: Juravsky et al., 2024, arXiv:2402.05099)::
 
     rows 0 1 2 ──▶ ┌ shared: 4,096 tokens, read once ┐ ──▶ ┌ rest 0 ┬ new 0 ┐
                    └─────────────────────────────────┘     ├ rest 1 ┼ new 1 ┤
@@ -99,7 +99,7 @@ class CascadeRun(Generic[A]):
         return self._new is None and self.num_attended == num_layers
 
     def take_kv(self, layer: int, keys: A, values: A) -> tuple[A, A]:
-        """Take a layer's new keys and values, ``[B, key_heads, Q, dim]``, and return them."""
+        """Record a layer's new keys and values, ``[B, key_heads, Q, dim]``; return them."""
         if self._new is not None:
             raise self.attends_otherwise("a layer has attended elsewhere")
         self._new = layer, keys, values
@@ -115,7 +115,7 @@ class CascadeRun(Generic[A]):
         softcap: float | None = None,
         sinks: A | None = None,
     ) -> A:
-        """Attend to prefixes and suffixes; return the merged ``[B, heads, Q, value_dim]``."""
+        """Attend to cached and new tokens; return the merged ``[B, heads, Q, value_dim]``."""
         if self._new is None or self._new[1] is not keys or self._new[2] is not values:
             raise self.attends_otherwise("to keys or values that are others than the kept ones")
         if given is not None and id(given) not in self._allowed:
@@ -177,7 +177,7 @@ class CascadeRun(Generic[A]):
     def _blocks_of(
         self, allowed: torch.Tensor | None, group_size: int, device: Any
     ) -> tuple[Block[A], list[Block[A]]]:
-        """Return the suffix block, and the prefix blocks that the mask of a kind of layer allows.
+        """Return the suffix block, and the prefix blocks that a layer's mask allows.
 
         Args:
             allowed: The mask, bool ``[B, 1, Q, positions]``; ``None`` for a causal one.

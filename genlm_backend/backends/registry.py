@@ -86,18 +86,18 @@ def load_model_by_name(
             (llama.cpp, for GGUF files), or ``"mock"`` (the tokenizer and pseudo-random rows).
             ``None`` means ``"llama-cpp"`` for GGUF files, ``"vllm"`` with a CUDA device and a
             supported release of vLLM, ``"mlx"`` on macOS with MLX installed, otherwise ``"hf"``.
-        llm_opts: Keyword arguments for the backend's ``from_name``. With ``"replicas"``, a number,
-            the model is an ``AsyncReplicas``, which type checkers do not see.
+        llm_opts: Keyword arguments for the backend's ``from_name``. The option ``"replicas"``, a
+            number, makes the model an ``AsyncReplicas``; the type annotations do not show that.
         **others: Not accepted: the error shows how to pass such an option in ``llm_opts``.
 
     Returns:
         The backend's model: an ``AsyncTransformer``, ``AsyncVirtualLM``, ``AsyncMlxLM``,
-        ``AsyncLlamaCppLM`` or ``MockAsyncLM``.
+        ``AsyncLlamaCppLM``, ``MockAsyncLM`` or ``AsyncReplicas``.
 
     Raises:
-        OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; this is
-            checked before any file is searched or loaded.
-        OptionError: (``ValueError``) If one is out of its bounds.
+        OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type. Options of
+            ``from_name`` are checked before loading; the engine checks ``engine_opts`` later.
+        OptionError: (``ValueError``) If one is out of its bounds, or does not fit the backend.
         UnknownBackendError: (``ValueError``) If there is no such backend.
         ModelNotFoundError: (``OSError``) If there is no such model.
         MissingExtraError: (``ImportError``) If the model or backend needs an extra.
@@ -155,7 +155,7 @@ def check_loading(
 
 
 def default_backend() -> str:
-    """Return the backend for ``backend=None``: "vllm" if usable, "mlx" on macOS, or "hf"."""
+    """Return the default backend: "vllm" if usable, else "mlx" on macOS if installed, else "hf"."""
     import torch
 
     release = importlib.import_module("genlm_backend.backends.vllm.release")
@@ -195,7 +195,7 @@ VLLM_KV_CACHE_DTYPES: Final[Mapping[str, str]] = {
 def shared_options(
     backend: str, shared: Mapping[str, Any], more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a backend's ``llm_opts`` for options that several backends share, with ``more``."""
+    """Return ``llm_opts``: shared options under the backend's own names, merged with ``more``."""
     known = {**_OF_EVERY, **_SHARED.get(backend, {})}
     options: dict[str, Any] = {}
     for name, value in shared.items():

@@ -1,4 +1,4 @@
-"""Turn many concurrent awaits into few batched calls; asyncio only, no tensors."""
+"""Turn many concurrent queries, of tasks or threads, into few batched calls; no tensors."""
 
 from genlm_backend.batching.batcher import Batcher
 from genlm_backend.batching.policy import BatcherStatistics, BatchPolicy, BatchState, Decision

@@ -2,33 +2,33 @@
 
 **Flow.** ``submit`` adds a ``PendingQuery`` to ``_waiting``, a dictionary by key with the oldest
 first, or joins an equal one there or in ``_running``, the batch under evaluation. The policy
-decides when a batch goes. The worker thread moves the oldest queries to ``_running``, evaluates
+decides when to send a batch. The worker thread moves the oldest queries to ``_running``, evaluates
 them without the lock, and settles the futures of each event loop by one callback.
 
-**Invariants.** One lock guards both dictionaries. A query stays in the queue only while a caller
-waits for it. The thread that sends a batch only queues a call for the worker, and the worker,
-which Ctrl-C never interrupts, makes the batch. After a Ctrl-C there may be one call too many,
-which finds an empty queue, or one too few, which the next caller makes up for. The garbage
-collector may close a coroutine on any thread at any moment: that sets a flag and takes no lock. A
+**Invariants.** One lock guards both dictionaries. A query that no caller waits for leaves the
+queue, at the latest when it would enter a batch. The thread that sends a batch only queues a call
+for the worker, which Ctrl-C never interrupts. After a Ctrl-C there may be one call too many, which
+finds an empty queue, or one too few, which the next caller queues instead. The garbage collector
+may close a coroutine on any thread at any moment, so closing one sets a flag and takes no lock. A
 lock belongs to the process that claims it, and raises in a fork, which has no worker thread
 (``runtime/forks.py``).
 
 **Why it waits for quiet.** After four turns of the event loop without a new query
-(``quiet_turns``), all runnable tasks have submitted theirs; an idle turn costs some 20
-microseconds. The timeout and ``max_turns`` are for programs that never go quiet. After a batch,
-its callers get the same turns to join the queries that arrived meanwhile, unless these fill a
+(``quiet_turns``), runnable tasks have usually submitted theirs; an idle turn costs some 20
+microseconds. The timeout and ``max_turns`` are for programs that never pause. After a batch, its
+callers get the same turns to add queries to those that arrived meanwhile, unless these fill a
 batch.
 
-**Cancellation.** ``evaluate`` knows no futures. It calls ``check_cancelled`` between two steps,
-which raises once no caller of its batch is left. Queries that callers join just then go back to
-the head of the queue and are sent at once: these callers have waited for an evaluation already. At
-most every 0.1 s ``check_cancelled`` wakes the loops of waiting callers: a signal handler may have
-cancelled a task (the stop button of a notebook), and nothing else would wake its loop.
+**Cancellation.** ``evaluate`` gets no futures. Between two steps it may call ``check_cancelled``,
+which raises once no caller of its batch is left. Queries that new callers join just then return to
+the head of the queue and are sent at once, since these callers have waited for an evaluation
+already. At most every 0.1 s, ``check_cancelled`` wakes the loops of callers: a signal handler may
+have cancelled a task (the stop button of a notebook), and nothing else would wake its loop.
 
-**Costs.** A caller of one query is its future, and a caller of several is one ``MultiWaiter``:
-with an object per query, garbage collection made 1,024 awaits 30 % slower. A query that arrives
-while the worker is busy, or while its loop has a turn scheduled and the batch is not full, does
-not consult the policy.
+**Costs.** A caller of one query is represented by its future, and a caller of several by one
+``MultiWaiter``: with an object per query, garbage collection made 1,024 awaits 30 % slower. The
+policy is not consulted for a query from a loop while the worker is busy, or while the loop has a
+turn scheduled and the batch is not full.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class Batcher(Generic[Q, R]):
     """Coalesces concurrent queries into batches and evaluates them on one worker thread.
 
     ``evaluate`` is an ordinary function that returns one result per query of a list of distinct
-    queries. Calls of it never overlap. While it runs, the event loops are free and new queries
-    wait; they go when it returns. Any number of event loops and threads may share a batcher.
-    Queries with equal keys get the same result object: copy it before you modify it.
+    queries. Calls of it never overlap. While it runs, the event loops are free, and new queries
+    wait for a later batch. Any number of event loops and threads may share a batcher. Concurrent
+    queries with equal keys share one result object: copy it before you modify it.
 
-    Cancelling a caller does not affect the others; its query is evaluated only if another caller
-    waits for it. A long ``evaluate`` calls ``check_cancelled()`` between its steps, which raises
-    once no caller is left. An exception that ``evaluate`` raises goes to all callers of the batch;
-    one that it returns in place of a result goes to the callers of that query.
+    Cancelling a caller does not affect the others; its query, if not sent yet, is evaluated only if
+    another caller waits for it. A long ``evaluate`` should call ``check_cancelled()`` between its
+    steps, which raises once no caller is left. An exception that ``evaluate`` raises goes to all
+    callers of the batch; one that it returns as a result goes to the callers of that query.
 
     A batcher belongs to the process that first uses it; in a fork it raises a ``ForkedError``.
 
@@ -99,9 +99,9 @@ class Batcher(Generic[Q, R]):
         policy: The bounds on the size and the age of a batch.
         key: Returns a query's key; its exceptions go to the caller. Default: the query itself.
         weight: Returns how much a query counts toward ``max_batch_size``, zero or more; its
-            exceptions go to the caller. A query above the bound goes alone. Default: 1.
-        forward_key: Returns the key of the computation that answers a query: queries with equal
-            keys count once in a batch. Default: each counts.
+            exceptions go to the caller. A query above the bound is sent alone. Default: 1.
+        forward_key: Returns the key of the computation that answers a query; queries that share it
+            count once in a batch. Default: each query counts.
         name: Name in error messages, and of the thread, after ``genlm-``.
 
     Raises:
@@ -137,7 +137,7 @@ class Batcher(Generic[Q, R]):
         self._fences: dict[_Call[Any], int] = {}  # queued calls, and the first query after each
         self._waiting: dict[Hashable, PendingQuery] = {}  # the queue, oldest first
         self._running: dict[Hashable, PendingQuery] = {}  # the batch under evaluation
-        self._loops: set[Loop] = set()  # loops of the callers, perhaps of some that have left
+        self._loops: set[Loop] = set()  # loops of callers, including some callers that have left
         self._quiet_detectors: dict[asyncio.AbstractEventLoop, QuietDetector] = {}
         self._is_busy = self._flush_requested = False
         self._num_arrived = 0
@@ -153,7 +153,7 @@ class Batcher(Generic[Q, R]):
             BatcherClosedError: After ``close()``, or when the interpreter has ended the worker.
             ForkedError: In a fork of the batcher's process.
             QueryDroppedError: If ``drop()`` or ``close()`` came first.
-            Exception: Any error that ``evaluate`` raised for this query's batch.
+            Exception: Any error that ``evaluate`` raised for the batch or returned for the query.
         """
         loop = asyncio.get_running_loop()
         future, asked = loop.create_future(), None
@@ -169,8 +169,8 @@ class Batcher(Generic[Q, R]):
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, or raise the first error among them.
 
-        After an error, the remaining queries that no other caller waits for are not evaluated.
-        Raises what ``submit`` raises.
+        After an error, queries that are not sent yet are evaluated only for other callers. Raises
+        what ``submit`` raises.
         """
         waiter = MultiWaiter(asyncio.get_running_loop())
         try:
@@ -185,8 +185,8 @@ class Batcher(Generic[Q, R]):
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, blocking this thread.
 
-        They go at once, together with the other waiting queries. Inside a running event loop, it
-        blocks the loop.
+        They are sent with the other waiting queries, as soon as the worker is free. Inside a
+        running event loop, this blocks the loop.
 
         Raises:
             RuntimeError: When called from within ``evaluate``, where it would deadlock.
@@ -213,7 +213,7 @@ class Batcher(Generic[Q, R]):
                 self._advance(None)
 
     def drain(self) -> None:
-        """Block until all queries submitted so far have results."""
+        """Block until no query submitted so far is waiting or being evaluated."""
         with self._lock.here:
             stop = self._num_arrived
 
@@ -237,11 +237,11 @@ class Batcher(Generic[Q, R]):
     # ---------------------------------------------------------------- ending
 
     def drop(self, reason: str | Exception = "the query was dropped before it was answered") -> int:
-        """Fail every waiting caller with a ``QueryDroppedError``; return how many there were.
+        """Fail all callers with a ``QueryDroppedError`` of ``reason``; return their number.
 
         A batch under evaluation ends at its next ``check_cancelled()``; without one, its results
-        are discarded. If ``reason`` is an exception, only the callers of queued queries get it, and
-        the batch under evaluation goes on.
+        are discarded. If ``reason`` is an exception, only callers of queued queries get it, and the
+        batch under evaluation continues.
         """
         error = reason if isinstance(reason, Exception) else QueryDroppedError(reason)
         with self._lock.here:
@@ -280,18 +280,18 @@ class Batcher(Generic[Q, R]):
     # ---------------------------------------------------------------- calls on the worker
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on the worker thread after the batches already sent; block for it.
+        """Run ``function`` on the worker thread after the batches already sent; return its result.
 
-        A query submitted after the call is evaluated after it, unless an equal query is already
-        waiting. An interrupt of this thread before the function starts cancels it. Raises what
-        ``check_open`` raises.
+        A query submitted after the call is evaluated after it, unless an equal query is pending
+        already. An interrupt of this thread before the function starts cancels it. Raises what
+        ``check_open`` or the function raises.
         """
         if self._worker.is_current_thread():
             return function()
         call = self._put(function)
         try:
             return call.future.result()
-        except BaseException:  # interrupted: nothing waits for the result any more
+        except BaseException:  # interrupted, or the error of the function
             call.is_wanted = False
             call.future.cancel()
             raise
@@ -351,7 +351,7 @@ class Batcher(Generic[Q, R]):
                 raise self._given_up
 
     def _wake_loops(self, is_given_up: bool) -> None:
-        """Wake the loops of waiting callers if the last time was ``_WAKE_SECONDS`` ago."""
+        """Wake the callers' loops, at most every ``_WAKE_SECONDS`` unless the task is given up."""
         now = time.monotonic()
         if is_given_up or now - self._last_wake >= _WAKE_SECONDS:
             self._last_wake = now
@@ -454,7 +454,7 @@ class Batcher(Generic[Q, R]):
             self._num_skipped += 1
 
     def _advance(self, loop: Loop) -> None:
-        """Apply the policy after the queue has changed; ``loop`` is ``None`` on a plain thread."""
+        """Apply the policy after a change; ``loop`` is ``None`` outside of event loops."""
         state = BatchState(len(self._waiting), self._is_busy, self._flush_requested)
         decision = self.policy.decide(state)
         if decision is Decision.FIRE:
@@ -569,7 +569,7 @@ class Batcher(Generic[Q, R]):
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
             self._is_wanted, self._given_up, self._running = None, None, {}
             answers: Answers = {}
-            if is_given_up:  # queries that callers joined since then go again at once
+            if is_given_up:  # queries that callers joined since then are sent again at once
                 joined = {key: query for key, query in batch.items() if query.callers}
                 self._waiting = joined | self._waiting
                 self._flush_requested = self._flush_requested or bool(joined)
@@ -579,8 +579,8 @@ class Batcher(Generic[Q, R]):
                     self._num_failed += sum(map(is_error, given))
                 answers = answers_of(zip(batch.values(), given, strict=True))
             self._is_busy = False
-            # A full or flushed batch goes now. Others wait until their loop is quiet, so that the
-            # callers that get results now can join.
+            # A full or flushed batch is sent now. Other queries wait until their loop is quiet, so
+            # that the callers that get results now can add theirs.
             self._advance(None)
             wake = list[Loop]() if self._is_busy or not self._waiting else [*self._loops]
             self._loops = {own for own in self._loops if own is not None and not own.is_closed()}

@@ -37,7 +37,7 @@ class MultiWaiter:
 
 
 Caller: TypeAlias = "asyncio.Future[Any] | MultiWaiter"
-"""A caller of one query is represented by its future, which saves an object per row."""
+"""A caller of one query is represented by its future, which saves an object per query."""
 
 
 def leave(future: Any) -> None:
@@ -122,7 +122,7 @@ Answers: TypeAlias = dict[Loop, list[tuple[Any, Any]]]
 
 
 def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
-    """Detach all callers from the queries; return the result or exception of each caller."""
+    """Detach all callers from the queries; return the answer of each caller that can be settled."""
     answers: Answers = {}
     for query, result in results:
         failed = is_error(result)
@@ -215,7 +215,7 @@ def is_error(result: object) -> TypeGuard[Exception]:
 
 
 def presentable(raised: BaseException) -> BaseException:
-    """Wrap exceptions that futures or loops treat specially (StopIteration, SystemExit, …)."""
+    """Wrap an exception if futures or loops treat it specially (StopIteration, SystemExit, …)."""
     if is_error(raised) and not issubclass(type(raised), StopIteration):
         return raised
     try:

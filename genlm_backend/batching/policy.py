@@ -1,4 +1,4 @@
-"""BatchPolicy decides when a batch goes; QuietDetector counts a loop's turns; statistics."""
+"""BatchPolicy decides when to send a batch; QuietDetector counts turns; statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOST_SECONDS = 1.0
 
 
 class Decision(enum.Enum):
-    """What to do with the waiting queries."""
+    """The action to take for the waiting queries."""
 
     FIRE = "fire"
     """Send a batch to the worker now."""
@@ -35,28 +35,28 @@ class BatchState:
     num_pending: int  # distinct queries that wait for a batch
     is_busy: bool = False  # the worker is evaluating a batch
     flush_requested: bool = False  # a caller blocks a thread, or asked for a flush
-    num_turns: int = 0  # turns of the event loop since the oldest waiting query could go
+    num_turns: int = 0  # turns of the event loop since a batch could be sent
     num_quiet_turns: int = 0  # latest turns in a row without a new query
-    waited: float = 0.0  # seconds since the oldest waiting query could go
+    waited: float = 0.0  # seconds since a batch could be sent
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
     """Bounds on the size and the age of a batch.
 
-    A batch goes when it is full, when the event loop has had ``quiet_turns`` turns in a row
-    without a new query, or when ``timeout`` seconds or ``max_turns`` turns have gone by since
-    its first query. The last two only matter for programs that send queries in a steady trickle.
+    A batch is sent when it is full or flushed, when the event loop has had ``quiet_turns`` turns
+    in a row without a new query, or ``timeout`` seconds or ``max_turns`` turns after its first
+    query. The last two only matter for programs that send queries in a steady trickle.
 
     Attributes:
         max_batch_size: Most distinct queries in one batch; at least 1. If a batcher weighs
             its queries, the largest sum of their weights.
         timeout: Seconds that the first query of a batch may wait for others; zero or more.
-            The time for which the worker is busy does not count: no batch could go then.
-        quiet_turns: Turns of the event loop without an arrival after which a batch goes.
+            Time while the worker is busy does not count: no batch could be sent then.
+        quiet_turns: Turns of the event loop without an arrival after which a batch is sent.
             More than one, because a result passes through a task or two (``asyncio.gather``)
             before the caller sends the next query. One idle turn costs about 20 microseconds.
-        max_turns: Turns of the event loop after which a batch goes in any case.
+        max_turns: Turns of the event loop after which a batch is sent in any case.
 
     Raises:
         OptionTypeError: (``TypeError``) If a field has a wrong type.
@@ -143,9 +143,9 @@ class BatcherStatistics(Readable):
 
     Attributes:
         num_submitted: Queries submitted.
-        num_joined: Submitted queries that joined an equal one, waiting or under evaluation.
-        num_skipped: Distinct queries never evaluated, because all their callers were cancelled.
-        num_failed: Distinct queries answered with an exception.
+        num_joined: Submitted queries that joined an equal one that waited or was being evaluated.
+        num_skipped: Distinct queries never evaluated, because no caller waited any more.
+        num_failed: Distinct queries whose evaluation ended with an exception.
         num_batches: Calls of ``evaluate``.
         batch_sizes: Number of batches by size.
         num_pending: Distinct queries waiting now.

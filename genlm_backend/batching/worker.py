@@ -64,7 +64,7 @@ class Worker:
             )
             try:
                 # If a Ctrl-C interrupts this, the thread may run all the same. ``claim`` then
-                # refuses the thread of the next call, which ends at once.
+                # refuses the thread that the next call starts, so that it ends at once.
                 thread.start()
             except RuntimeError as error:
                 if threading.main_thread().is_alive():

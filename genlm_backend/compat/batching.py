@@ -1,4 +1,4 @@
-"""Batches of concurrent callers on one event loop; the first caller computes for all."""
+"""Batches of the concurrent callers of an event loop; the first caller computes the batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def take_batch_stats() -> Counter[tuple[Any, ...]]:
 
 
 def batch_abandoned(exc: BaseException) -> QueryDroppedError:
-    """Return the error for callers whose batch was lost because its holder ended.
+    """Return the error for callers whose batch was lost because the caller that held it ended.
 
     Args:
         exc: The exception that ended the holder; it becomes the error's cause.
@@ -32,7 +32,7 @@ def batch_abandoned(exc: BaseException) -> QueryDroppedError:
 
 
 def fail_futures(entries: Iterable[tuple[Any, ...]], exc: BaseException) -> None:
-    """Set an exception on the future of each entry, its last item, unless the future is done."""
+    """Set ``exc`` on the future of each entry (the last item), unless the future is done."""
     for *_, future in entries:
         if not future.done():
             future.set_exception(exc)
@@ -57,20 +57,21 @@ async def join_batch(
 ) -> list[tuple[Any, ...]] | None:
     """Add entries to the batch of the running event loop.
 
-    The first caller holds the batch until one pass of the event loop adds no entry. It then gets
-    all entries, and must resolve every future that is not done before it awaits anything.
+    The first caller holds the batch until one turn of the event loop (and, with ``linger``, one
+    wait) adds no entry. It then gets all entries, and must resolve every future that is not done
+    before it awaits anything.
 
     Args:
         store: A ``weakref.WeakKeyDictionary``, one for each kind of batch.
         entries: Tuples whose last item is an ``asyncio`` future.
-        linger: Seconds that the holder waits once for further entries.
+        linger: Seconds that the first caller waits once for further entries.
 
     Returns:
-        All entries of the batch, in order, if the caller holds it, and otherwise ``None``.
+        All entries of the batch, in order, if the caller holds the batch; otherwise ``None``.
 
     Raises:
-        BaseException: The exception that ended the holder's wait, such as a cancellation. The
-            futures of the other callers get a ``BatchAbandoned``.
+        BaseException: The exception that ended the first caller's wait, such as a cancellation. The
+            futures of the other callers get a ``QueryDroppedError`` (``BatchAbandoned``).
     """
     window = store.setdefault(asyncio.get_running_loop(), Window())
     window.queue.extend(entries)

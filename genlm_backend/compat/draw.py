@@ -1,6 +1,6 @@
 """Draws, sums and single elements of rows of log-weights, batched across concurrent callers.
 
-Functions import torch when they are called, since clients import this module for its names.
+Functions import torch when they are called, so that importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -37,26 +37,29 @@ if TYPE_CHECKING:
 async def draw_from(
     weights: LogWeights, target: LogWeights | None = None
 ) -> tuple[int, float, float]:
-    """Draw an index from the softmax of a row; concurrent draws are computed in one batch.
+    """Draw an index from the softmax of a row.
 
-    The noise comes from torch's global generator of the row's device. Rows of 16-bit floats
-    are computed in float32, others in their own precision.
+    Concurrent draws from rows of equal width on one device are computed in one batch. The noise
+    comes from torch's global generator of that device. Rows of 16-bit floats are computed in
+    float32, others in their own precision.
 
     Args:
         weights: Log-weights, float ``[V]``, normalised or not, on any device. Not modified.
-        target: Log-weights of the target distribution, of the same shape; ``None`` means
-            ``weights``.
+        target: Log-weights of the target distribution, of the same shape as ``weights``; ``None``
+            to target ``weights``.
 
     Returns:
         The index, the logarithm of its importance weight, and its log-probability. With a
-        ``target``, the log-weight is ``target[index]`` minus the log-probability; without one, the
-        ``logsumexp`` of all weights. If all weights are ``-inf``, any index, and ``-inf`` twice.
+        ``target``, the log-weight is ``target[index]`` minus the log-probability; without one, it
+        is the ``logsumexp`` of ``weights``. If all weights are ``-inf``, the index is arbitrary and
+        both numbers are ``-inf``.
 
     Raises:
         OptionError: (``ValueError``) If a weight is NaN or ``+inf``, or ``target`` has another
             shape.
-        RuntimeError: If the batch's rows of the same width do not stack.
-        BatchAbandoned: (``RuntimeError``) If the caller that held the batch was cancelled.
+        RuntimeError: If the batch's rows of the same width cannot be stacked to ``[N, V]``.
+        BatchAbandoned: (``RuntimeError``) If the caller that held the batch was cancelled; another
+            name of ``QueryDroppedError``.
     """
     row, place = _tensor_of(weights)
     if target is not None:
@@ -80,7 +83,7 @@ async def logsumexp_from(weights: LogWeights) -> float:
 
 
 async def logp_at(weights: LogWeights, index: int) -> float:
-    """Return one element of a row, batched with other callers' transfers to the host.
+    """Return one element of a row; concurrent calls share one transfer to the host.
 
     Args:
         weights: Log-weights, float ``[V]``; see ``draw_from``.
@@ -124,7 +127,7 @@ async def _ask(
 
 
 def _serve(batch: list[Any]) -> None:
-    """Compute each group of a batch, and settle every future."""
+    """Compute each group of a batch, and resolve every future that is not done."""
     import torch
 
     groups: dict[Hashable, list[_Entry]] = {}
@@ -214,7 +217,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def _normalise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise log-weights ``[..., V]`` in place; return them and their log-sum-exps.
 
-    A row without support stays ``-inf``.
+    A row of ``-inf`` alone stays unchanged.
     """
     largest = _largest(rows)
     log_sums = rows.sub_(largest).exp().sum(-1, keepdim=True).log()
@@ -224,7 +227,7 @@ def _normalise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
-    """Return each row's largest log-weight, or 0 for a row without support: ``[..., 1]``."""
+    """Return each row's largest log-weight, or 0 for a row of ``-inf`` alone: ``[..., 1]``."""
     largest = rows.amax(-1, keepdim=True)
     return largest.masked_fill(largest == -math.inf, 0)
 
@@ -237,11 +240,11 @@ def _wide(rows: torch.Tensor) -> torch.dtype:
 
 
 def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log-probabilities at a temperature: the row itself at 1, otherwise a new row.
+    """Return the log-probabilities of a row at a temperature; at 1, return ``row`` itself.
 
     Args:
         row: Log-probabilities or other log-weights, float ``[..., V]``. Not modified.
-        temperature: Divisor of the row before it is normalised, above 0.
+        temperature: Number above 0 that divides the row before the row is normalised.
 
     Raises:
         OptionError: (``ValueError``) If ``temperature`` is 0 or less, infinite or NaN.
@@ -264,7 +267,8 @@ def gumbel_max(log_weights: torch.Tensor) -> torch.Tensor:
     """Draw an index from each row: the argmax of the log-weights plus Gumbel noise.
 
     Args:
-        log_weights: Float ``[..., V]``, normalised or not; a row without support gives any index.
+        log_weights: Float ``[..., V]``, normalised or not; a row of ``-inf`` alone gives an
+            arbitrary index.
 
     Returns:
         int64 ``[...]``, on the device of the log-weights.
@@ -288,7 +292,7 @@ def inverse_cdf(log_weights: torch.Tensor) -> torch.Tensor:
     import torch
 
     probabilities = _probabilities(log_weights)
-    # A parallel cumsum may increase at elements of zero probability, so zero their ends.
+    # A parallel cumsum may increase at an element of zero probability, so set its end to 0.
     ends = probabilities.cumsum(-1).masked_fill_(probabilities == 0, 0)
     total = ends.amax(-1, keepdim=True)
     point = torch.rand_like(total) * total
@@ -297,7 +301,7 @@ def inverse_cdf(log_weights: torch.Tensor) -> torch.Tensor:
 
 
 def _probabilities(log_weights: torch.Tensor) -> torch.Tensor:
-    """Return the softmax of rows in the widest dtype, with NaN replaced by 1."""
+    """Return the softmax of rows in float64 (float32 on MPS), with NaN replaced by 1."""
     return log_weights.softmax(-1, dtype=_wide(log_weights)).nan_to_num_(1.0)
 
 
@@ -320,7 +324,7 @@ def set_draw_method(method: str | Picker) -> None:
 
     Raises:
         KeyError: If there is no method of that name.
-        OptionTypeError: (``TypeError``) If it is neither.
+        OptionTypeError: (``TypeError``) If ``method`` is neither a string nor callable.
     """
     global _picker
     if isinstance(method, str) and method not in DRAW_METHODS:

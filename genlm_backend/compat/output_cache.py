@@ -15,15 +15,16 @@ from genlm_backend.checks import integer, switch
 class OutputCache:
     """A mapping from keys to tensors that evicts the least recently used ones.
 
-    Kept for programs written for genlm-backend 0.3.1, which bound a cache by a count. Models keep
-    their rows in a ``RowCache``, which is bounded by bytes.
+    Kept for programs written for genlm-backend 0.3.1. The models of this library keep their rows in
+    a ``RowCache``, whose bound is in bytes.
 
     Args:
         maxsize: Tensors to keep, at most.
-        move_to_cpu: Keep tensors in main memory, and return them on their original device.
+        move_to_cpu: Whether to keep tensors in main memory; lookups return them on their original
+            device.
 
     Raises:
-        OptionTypeError: (``TypeError``) If an argument is of another type.
+        OptionTypeError: (``TypeError``) If an argument has a wrong type.
         OptionError: (``ValueError``) If ``maxsize`` is negative.
     """
 

@@ -1,7 +1,7 @@
-"""Public names of genlm-backend 0.3.1 without a counterpart in this library.
+"""Public names of genlm-backend 0.3.1 that the rest of this library does not have.
 
-The package ``genlm.backend`` exports them, so that a program that imports one still starts. Using
-one raises an error that names its replacement.
+The package ``genlm.backend`` exports them, so that a program that imports one still starts. The
+constants and ``get_byte_vocab`` work; using any other name raises an error with its replacement.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ HAS_VLLM = is_supported(installed_release())
 """Whether the installed release of vLLM is one that ``AsyncVirtualLM`` supports."""
 
 HAS_MLX = is_present()
-"""Whether ``AsyncMlxLM`` can load a model."""
+"""Whether the packages that ``AsyncMlxLM`` needs, MLX and mlx-lm, are installed."""
 
 HAS_SGL = False
-"""Whether ``AsyncSGLTransformer`` can load a model."""
+"""Whether ``AsyncSGLTransformer`` can load a model: never, since there is no SGLang backend."""
 
 
 class _Replaced(abc.ABC):
@@ -56,7 +56,7 @@ class BackendScheduler(_Replaced):
 
 
 def get_byte_vocab(tokenizer: Any) -> list[bytes]:
-    """Return the bytes of every token id, without the ids: ``decode_vocab`` gives both."""
+    """Return the bytes of every token id; ``decode_vocab`` gives the ids too, as ``Token``s."""
     return [token.byte_string for token in decode_vocab(tokenizer).byte_vocab]
 
 
@@ -71,7 +71,7 @@ def get_byte_tokens_from_sp(tokenizer: Any) -> NoReturn:
 
 
 def check_byte_decoder(tokenizer: Any, byte_decoder: Any) -> NoReturn:
-    """Raise a ``ReplacedNameError``: ``decode_vocab`` checks the bytes itself."""
+    """Raise a ``ReplacedNameError``: ``decode_vocab`` itself checks the bytes."""
     _refuse("check_byte_decoder", _DECODE_VOCAB)
 
 
@@ -89,7 +89,7 @@ def _refuse(name: str, instead: str) -> NoReturn:
 
 @final
 class AsyncSGLTransformer:
-    """A model evaluated by SGLang. Not available; using it raises an ``ImportError``."""
+    """A model evaluated by SGLang: not available, so the constructor raises an ``ImportError``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise MissingExtraError(

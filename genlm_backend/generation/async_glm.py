@@ -60,7 +60,7 @@ class AsyncGLM(OfOneProcess):
     Raises:
         GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has an option that is not
             in ``HONOURED`` or not valid, or a bound is too small.
-        OptionTypeError: (``TypeError``) If ``model`` is neither.
+        OptionTypeError: (``TypeError``) If ``model`` is neither of these.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AsyncGLM(OfOneProcess):
         self._lm: AsyncLM = _wrap(model, tokenizer) if self._is_own else model
         try:
             padding = getattr(self._lm.tokenizer, "pad_token_id", None)
-            # The model's own configuration, or one with its special tokens.
+            # The model's own configuration, or a default one with its EOS and padding ids.
             self._base: Any = own_config(self._lm) or transformers.GenerationConfig(
                 eos_token_id=sorted(self._lm.eos_token_ids) or None, pad_token_id=padding
             )
@@ -218,9 +218,9 @@ class AsyncGLM(OfOneProcess):
             TimeoutError: If the task is not complete after ``timeout`` seconds; call again later.
             UnknownTaskError: (``KeyError``) If there is no such task, or its result has been
                 collected.
-            CancelledError: (of ``concurrent.futures``) If ``shutdown`` came first.
-            ModelStateError: (``RuntimeError``) At once if ``start()`` has not been called, even if
-                another thread might call it later.
+            CancelledError: (of ``concurrent.futures``) If ``shutdown`` cancelled the task.
+            ModelStateError: (``RuntimeError``) Without waiting, if ``start()`` has not been called,
+                even if another thread might call it later.
             Exception: The error with which the task failed.
         """
         timeout = check_timeout("timeout", timeout)
@@ -249,10 +249,10 @@ class AsyncGLM(OfOneProcess):
         return task
 
     def is_ready(self, task_id: int) -> bool:
-        """Return whether ``get_result`` would return without waiting.
+        """Return whether a task has a result or an error, so that ``get_result`` does not wait.
 
         Raises:
-            UnknownTaskError: (``KeyError``) As ``get_result``.
+            UnknownTaskError: (``KeyError``) As for ``get_result``.
         """
         with self._lock.here:
             return self._task(task_id).result.done()
@@ -272,11 +272,11 @@ class AsyncGLM(OfOneProcess):
     def shutdown(self, wait: bool = True, timeout: float | None = None) -> None:
         """End the engine; a second call has no effect. Complete results can still be collected.
 
-        In a fork of the process that first used it, this does nothing.
+        In a fork of the process that called ``start``, this does nothing.
 
         Args:
-            wait: Whether to wait for the tasks. Those that are not complete are cancelled.
-            timeout: Seconds to wait for them, at most.
+            wait: Whether to wait for the started tasks. All tasks still incomplete are cancelled.
+            timeout: Seconds to wait, at most.
         """
         switch("wait", wait)
         timeout = check_timeout("timeout", timeout)
@@ -287,7 +287,7 @@ class AsyncGLM(OfOneProcess):
             tasks, engine = list(self._tasks.values()), self._engine
         if engine is not None:
             with contextlib.suppress(ModelStateError):  # at exit, the engine ends first
-                engine.shut_model(_NAME)  # callers that wait for room get an error
+                engine.shut_model(_NAME)  # raises in callers that wait for room in the queue
             if wait:
                 concurrent.futures.wait([task.result for task in tasks], timeout)
         with self._lock.here:
@@ -444,13 +444,13 @@ def _plain(name: str, value: Any) -> Any:
 
 
 _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
-"""Entries that collators make of texts; all but the first two are ignored for a text model."""
+"""Entries that collators make of texts; a text model uses only the ids and attention mask."""
 
 
 def _rows_of(
     inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any], contexts: ContextFactory
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any] | None]:
-    """Return token ids ``[batch, length]``, a bool mask without padding, and picture inputs."""
+    """Return token ids ``[batch, length]``, a bool mask (false at padding), and picture inputs."""
     named = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
     if "input_ids" not in named:
         raise ContextError(f"the inputs have no 'input_ids', only {sorted(named)}")

@@ -16,7 +16,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.readouts.draw import check_possible
 
 _NEVER = -1.0e9
-"""Score that transformers gives all beams but the first at the start, so that none is chosen."""
+"""Initial score of all beams but the first, as in transformers: only the first is extended."""
 
 LogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 
@@ -36,11 +36,11 @@ class BeamSearch(TextSequence):
     """Searches with ``num_beams`` beams and returns the ``n`` texts with the best scores."""
 
     # Beam search (Lowerre, 1976): each step extends all beams by all tokens and keeps the best
-    # that have not ended. An ended text scores its sum of log-probabilities / length **
+    # that have not ended. The score of an ended text is its sum of log-probabilities / length **
     # ``length_penalty``, without the prompt (Wu et al., 2016, arXiv:1609.08144). The operations
     # run in float32 in the order of transformers' ``model.generate``, so that the texts are the
-    # same. The search ends when no beam can beat the worst of ``num_beams`` ended texts, by the
-    # estimate of ``beam_early_stopping``.
+    # same. The search ends when no beam can beat the worst of ``num_beams`` ended texts, as
+    # ``beam_early_stopping`` estimates it.
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         super().__init__(lm, prompt, config)
         first = _Beam(list(prompt.token_ids), 0.0)
@@ -87,7 +87,10 @@ class BeamSearch(TextSequence):
         return self._texts(best)
 
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
-        """Return the ``n`` best texts so far, as tokens, ended or not; no characters are held."""
+        """Return the tokens of the ``n`` best texts so far, and ``""`` for each as held-back text.
+
+        Both are empty if the search has ended, since ``choose`` has then returned the texts.
+        """
         if self.is_finished:
             return [], {}
         nothing_held_back = dict.fromkeys(range(self._config.n), "")

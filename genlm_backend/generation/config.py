@@ -73,8 +73,8 @@ class MultiMediaInfo:
     """The pictures of a prompt, for the field ``mm_info`` of a ``GenerationConfig``.
 
     Attributes:
-        images: One image per picture token of the model in the prompt: PIL images, arrays
-            ``[height, width, 3]`` of uint8, paths or the bytes of files.
+        images: One image per image token in the prompt: PIL images, uint8 arrays
+            ``[height, width, 3]``, paths or the bytes of files.
 
     Raises:
         GenerationConfigError: (``ValueError``) If ``images`` is no list.
@@ -91,7 +91,7 @@ DEFAULT_MAX_NEW_TOKENS: Final = 20
 """Tokens of a text if no length is given; transformers' ``model.generate`` has the same default."""
 
 _BOUNDS = ("top_k", "top_p", "min_p")
-"""Filters of sampling; giving one turns sampling on unless ``do_sample=False`` or temperature 0."""
+"""Sampling filters; giving one turns sampling on, unless the temperature is 0."""
 
 _LEFT_OUT = "left out with do_sample=False"
 _ONE_TEXT = (
@@ -146,20 +146,21 @@ _WORDS = sequence(sequence(_ID, "a list"), "non-empty lists of token ids")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig(CheckedConfig):
-    """The options of generation. The default is greedy decoding up to the model's limit.
+    """The options of generation. The default is greedy decoding.
 
     Every field is checked at construction; ``replace`` returns a changed copy.
 
     Attributes:
-        do_sample: Whether to sample, or to decode greedily; ``None`` samples if ``temperature``
-            (other than 0), ``top_k``, ``top_p`` or ``min_p`` is given.
+        do_sample: Whether to sample, or to decode greedily; ``None`` samples if ``temperature``,
+            ``top_k``, ``top_p`` or ``min_p`` is given, and ``temperature`` is not 0.
         temperature: Divides the logits; ``None`` for 1. 0 is greedy, and infinity samples
             uniformly from the possible tokens.
-        top_k: Sample from the ``top_k`` most probable tokens; ``None`` or 0 for all. More than
-            the vocabulary has means all, as in transformers.
-        top_p: Sample from the most probable tokens up to this total probability, above 0 to 1.
+        top_k: Sample from the ``top_k`` most probable tokens; ``None``, 0 or a number above the
+            vocabulary size for all.
+        top_p: Sample from the smallest set of most probable tokens whose total probability reaches
+            this, above 0 and up to 1.
         min_p: Sample from tokens with at least this fraction of the largest probability, 0 to 1.
-        seed: Seed of the random stream; equal seeds give equal texts. ``None`` for a random seed.
+        seed: Seed of the texts' random streams; ``None`` for a random seed.
         n: Texts to generate per prompt, each with its own random stream.
         max_new_tokens: Tokens to generate, at most. If ``max_length`` is ``None`` as well,
             ``generate`` and ``stream`` default to 20. With a ``response_format``, or in an engine,
@@ -178,13 +179,14 @@ class GenerationConfig(CheckedConfig):
         bad_words_ids: Lists of token ids that are not generated.
         repetition_penalty: Above 0; 1 for none. Divides the positive logits of tokens that have
             occurred, and multiplies the negative ones (Keskar et al., 2019).
-        suppress_repetition_in_generation: Whether ``repetition_penalty`` counts only generated
-            tokens, and not the prompt.
+        suppress_repetition_in_generation: Whether ``repetition_penalty`` applies only to generated
+            tokens, and not to those of the prompt.
         no_repeat_ngram_size: Size of the n-grams that may not occur twice; 0 for no such rule.
         presence_penalty: Subtracted from the logits of tokens that have been generated.
-        frequency_penalty: Subtracted from them once per occurrence.
+        frequency_penalty: Subtracted from a token's logit for each time it has been generated.
         logprobs: Whether to return the log-probabilities of the tokens.
-        top_logprobs: Number of alternatives to return with each token.
+        top_logprobs: Number of most probable tokens to return with each token; above 0, it needs
+            ``logprobs=True``.
         lora_name: The LoRA adapter to evaluate the context with.
         response_format: The format of the text: a mapping, or a class with a JSON schema, which
             is derived at construction; see ``Constraint.from_response_format``.
@@ -195,7 +197,7 @@ class GenerationConfig(CheckedConfig):
         beam_early_stopping: When a beam search with ``num_beams`` finished texts ends: ``True``
             at once, ``False`` when no beam is better at its current length, ``"never"`` when none
             can become better; the ``early_stopping`` of transformers.
-        mm_info: The pictures that the prompt begins with.
+        mm_info: The pictures in the prompt.
 
     Raises:
         GenerationConfigError: (``ValueError``) Naming the field.
@@ -272,7 +274,7 @@ class GenerationConfig(CheckedConfig):
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
-        """Convert a ``transformers.GenerationConfig``, for the same texts as ``model.generate``.
+        """Convert a ``transformers.GenerationConfig`` to one with the same effect.
 
         ``max_new_tokens`` overrides ``max_length``, and ``min_new_tokens`` overrides
         ``min_length``; a minimum above the maximum is lowered to it. Keys that change no text are

@@ -44,7 +44,7 @@ from genlm_backend.readouts.draw import PackedMask, as_scores
 from genlm_backend.readouts.sample_readout import log_mass, log_sum
 
 _MOST_OF_A_ROW: Final = 0.1
-"""Largest logarithm of a row's sum that rounding to 8 bits of precision (bfloat16) explains."""
+"""Largest logarithm of a row's sum that rounding to 8 bits of precision (bfloat16) can cause."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Without ``no_forcing``, llguidance allows only one tokenisation of text that a grammar forces.
@@ -66,9 +66,9 @@ class Constraint:
     draw and weigh it like any other, even if no other token may follow. A loop that skips it then
     leaves that probability out of some weights, and samples another distribution.
 
-    The grammar decides whether a token ends the text. If the grammar accepts an end-of-text token
-    (a line break, say, in a grammar of lines), the token is part of the text. Otherwise the token
-    ends a complete text, and is not allowed in an incomplete one.
+    The grammar decides whether one of ``eos_token_ids`` ends the text. If the grammar accepts the
+    token (a line break, say, in a grammar of lines), it is part of the text. Otherwise it ends a
+    complete text, and is not allowed in an incomplete one.
 
     Two threads must not use one constraint at once.
 
@@ -100,14 +100,14 @@ class Constraint:
             lm: The model that generates the text.
             schema: A JSON schema, the JSON text of one, or a class that has one: pydantic's, a
                 dataclass, typed dictionaries, or a ``pydantic.TypeAdapter``. The objects of a class
-                have its fields and no others.
+                have its fields and no others, unless the class allows extra keys.
             whitespace: A pattern of the white space between the parts of a value; ``""`` for
                 none.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
             ConstraintError: If it is no schema, or has a keyword or value that no constraint can
-                enforce; the message has its JSON pointer and an alternative. Annotations are
+                enforce; most messages have a JSON pointer and an alternative. Annotations are
                 allowed: ``title``, ``description``, ``default``, ``examples``, … and any keyword
                 that begins with ``x-``.
         """
@@ -148,7 +148,7 @@ class Constraint:
 
         Raises:
             ConstraintError: If ``choices`` is empty, or one of them is empty or no text.
-            ConstraintTypeError: (``TypeError``) If ``choices`` is a text itself.
+            ConstraintTypeError: (``TypeError``) If ``choices`` is a text itself, or no iterable.
         """
         _check_arguments(lm=lm)
         if isinstance(choices, (str, bytes)) or not isinstance(choices, Iterable):
@@ -156,7 +156,8 @@ class Constraint:
         texts: tuple[str, ...] = _check_arguments(choices=choices)["choices"]
         if not texts:
             raise ConstraintError("choices must be texts of at least one letter, got none")
-        # One terminal: in a rule, each text would be an item of the parser's row, which is limited.
+        # One terminal and no rule: in a rule, each text would use an item of the parser's row, and
+        # the number of items in a row is limited.
         grammar = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
         return cls._make(lm, grammar + _OPTIONS, eos_token_ids)
 
@@ -193,14 +194,14 @@ class Constraint:
         Args:
             lm: The model that generates the text.
             response_format: ``type`` is ``"json_schema"``, ``"json_object"``, ``"regex"``,
-                ``"choice"`` or ``"grammar"``. All but the second have an entry of that name, with
-                the argument of the ``from_…`` method. A JSON schema may have OpenAI's wrapper,
+                ``"choice"`` or ``"grammar"``. All but ``"json_object"`` have an entry of that name,
+                with the argument of the ``from_…`` method. A JSON schema may have OpenAI's wrapper,
                 ``{"name": …, "strict": …, "schema": {…}}``; it is enforced whatever ``strict`` is.
-                A class that ``from_json_schema`` takes stands for its JSON schema.
+                Or a class that ``from_json_schema`` takes.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
-            ConstraintError: If ``response_format`` is none of these.
+            ConstraintError: If ``response_format`` is none of these, or its entry is not valid.
         """
         makers = {
             "json_schema": cls.from_json_schema,
@@ -249,11 +250,11 @@ class Constraint:
     def mask(self, *, may_end: bool = True) -> torch.Tensor:
         """Return which tokens may come next: bool ``[vocab]``; the caller may modify it.
 
-        If the text is complete, the mask includes the tokens that end it. After one of those, the
-        mask is empty.
+        If the text is complete, the mask allows the tokens that end it. Once the text has ended,
+        the mask allows no token.
 
         Args:
-            may_end: ``False`` excludes the tokens that would end the text, say below a minimum
+            may_end: ``False`` excludes the tokens that would end the text, say to enforce a minimum
                 length.
         """
         if self._is_ended:
@@ -264,7 +265,7 @@ class Constraint:
 
     @staticmethod
     def masks(constraints: Iterable[Constraint], *, may_end: bool = True) -> list[PackedMask]:
-        """Return the masks of many constraints, computed in parallel on all cores.
+        """Return the masks of many constraints, computed in parallel by llguidance's threads.
 
         A mask has one bit per token instead of a bool; ``draw_next_token`` takes it.
 
@@ -274,7 +275,7 @@ class Constraint:
 
         Raises:
             OptionTypeError: (``TypeError``) If one is no ``Constraint``.
-            ConstraintError: The error of the first constraint whose ``mask`` would raise one.
+            ConstraintError: If ``mask`` of one of the constraints would raise this error.
         """
         all_of = list(_check_many("constraints", constraints))
         for i, each in enumerate(all_of):
@@ -283,7 +284,7 @@ class Constraint:
         found = dict[int, PackedMask]()
         for vocab_size in {each._vocab_size for each in distinct.values()}:
             own = [each for each in distinct.values() if each._vocab_size == vocab_size]
-            # llguidance's vocabulary has one more token, which ends a text.
+            # llguidance's vocabulary has one more token than the model, its own EOS.
             table = np.zeros((len(own), vocab_size // 32 + 1), np.int32)
             going_on = [(each._matcher, i) for i, each in enumerate(own) if not each._is_ended]
             if going_on:
@@ -298,7 +299,7 @@ class Constraint:
         return [found[id(each)] for each in all_of]
 
     def _unpacked(self, bits: NDArray[np.uint8], may_end: bool) -> NDArray[np.uint8]:
-        """Unpack llguidance's mask to a uint8 per token, and allow the ends of a complete text."""
+        """Unpack llguidance's mask to a uint8 per token; allow EOS tokens if the text may end."""
         bools = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
         if may_end and self.can_end:
             bools[[*self._eos_token_ids]] = 1
@@ -307,7 +308,7 @@ class Constraint:
     def restrict(
         self, row: torch.Tensor, mask: torch.Tensor | PackedMask | None = None
     ) -> tuple[torch.Tensor, float]:
-        """Return the log-probabilities renormalised over the allowed tokens, and the log-mass.
+        """Return the row renormalised over the allowed tokens, and their log-mass.
 
         Args:
             row: Log-probabilities of all tokens, float ``[vocab]``, as a model returns them; not
@@ -316,15 +317,15 @@ class Constraint:
                 ``asyncio.to_thread(constraint.mask)``, or one of ``Constraint.masks``.
 
         Returns:
-            The row with the other tokens at ``-inf``, normalised again, and the logarithm of the
-            total probability of the allowed tokens: the weight of a particle's step, at most 0.
-            If no allowed token is possible, this logarithm and the whole row are ``-inf``.
+            The renormalised row, in which all other tokens are ``-inf``; and the logarithm of the
+            allowed tokens' total probability, at most 0: the log-weight of a particle's step. If no
+            allowed token is possible, this logarithm and the whole row are ``-inf``.
 
         Raises:
             ConstraintViolation: (``ValueError``) If the text has ended.
             OptionTypeError: (``TypeError``) If ``row`` or ``mask`` is no tensor.
             OptionError: (``ValueError``) If a shape or dtype is wrong, or the probabilities of the
-                allowed tokens sum to more than one, so that ``row`` has no log-probabilities.
+                allowed tokens sum to more than exp(0.1): ``row`` is then no log-probabilities.
         """
         size = self._vocab_size
         wanted = f"a tensor of the log-probabilities of all tokens, float [{size}]"

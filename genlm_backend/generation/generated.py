@@ -83,7 +83,7 @@ class Generation:
     def of_tokens(
         cls, tokens: list[GeneratedToken], rest: str = "", score: float | None = None
     ) -> Generation:
-        """Join the tokens of a text, and ``rest``, the characters held back at an interruption."""
+        """Join a text's tokens, and ``rest``, the characters held back when its request ended."""
         reason = tokens[-1].finish_reason if tokens else None
         return cls(
             token_ids=[token.token_id for token in tokens],
@@ -98,15 +98,15 @@ class GenerationStatus(enum.Enum):
     """The progress of a request. The last three values are final."""
 
     INIT = "init"
-    """It waits to run, or for its prompt to be computed."""
+    """The request waits to run, or its prompt is being computed."""
     CONTEXT_FINISHED = "context finished"
     """The prompt has been computed."""
     GENERATING = "generating"
-    """Some tokens have been generated, and more will follow."""
+    """Some tokens have been generated, and more may follow."""
     FINISHED = "finished"
     """Every text is complete."""
     INTERRUPTED = "interrupted"
-    """It was stopped; its tokens so far can be read."""
+    """The request was stopped; its tokens so far can be read."""
     FAILED = "failed"
     """An exception ended it; the queue yields its tokens so far before it raises the exception."""
 
@@ -178,13 +178,13 @@ token; an engine's streams and queues yield ``GeneratedElements``, with all unre
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class RequestStatistics(Readable):
-    """Times and counts of a request. Times are in seconds, and ``None`` before their event.
+    """Times and counts of a request. Times are in seconds; ``None`` if not known yet.
 
     Attributes:
         time_in_queue: From its start until its first query to the model.
         time_to_first_token: From its start until its first token.
-        time_per_token: Mean time between the tokens of its longest text; its texts are generated
-            concurrently.
+        time_per_token: Time from its first to its last token, divided by the length of its longest
+            text minus 1; its texts are generated concurrently.
         time_in_total: From its start until it ended, or until now.
         num_prompt_tokens: Tokens of the prompt.
         num_generated_tokens: Tokens generated, in all texts.

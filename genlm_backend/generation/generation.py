@@ -73,23 +73,23 @@ async def generate(
     Args:
         lm: The model; its other concurrent queries share the batches.
         prompt: A text, a chat, token ids, or a list of any of these. The model's tokenizer adds
-            its special tokens to a text, but no second BOS if the text spells one, as a chat
-            template's does. The chat template renders a chat's messages,
+            its special tokens to a text, but no second BOS if the text spells one, as a rendered
+            chat may. The chat template renders a chat's messages,
             ``[{"role": …, "content": …}, …]``.
-        config: The configuration. The default is greedy, until a token of ``lm.eos_token_ids``
-            or 20 tokens, with a warning if that limit cuts a text off.
+        config: The configuration. By default, decoding is greedy and ends with a token of
+            ``lm.eos_token_ids`` or after 20 tokens, with a warning if that limit cuts a text off.
         progress: Whether to show a bar of the finished texts, on a terminal or in a notebook.
         **fields: Fields that override those of ``config``.
 
     Returns:
-        The list of the prompt's texts; for several prompts, one such list each. Every text has
-        its own random stream.
+        The list of the prompt's texts; for several prompts, a list of such lists. Each text is
+        sampled with its own random stream.
 
     Raises:
         ContextError: (``ValueError``) If a prompt is empty, leaves no room for a token, or
             cannot be encoded: the model's tokenizer takes no text, or has no chat template.
         ContextTypeError: (``TypeError``) If a prompt's ids are not integers.
-        GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
+        GenerationConfigError: (``ValueError``) If the configuration does not fit the model.
     """
     generated = partial(_generated, lm, prompt, config, progress, dict(fields))
     if await is_blocking():
@@ -188,7 +188,7 @@ def _checked(lm: AsyncLM, prompts: list[Any], config: GenerationConfig, many: bo
 
 
 def _with_length(config: GenerationConfig) -> tuple[bool, GenerationConfig]:
-    """Return whether ``config`` bounds the length, and a configuration that does."""
+    """Return whether no default length is needed, and the configuration, with one if needed."""
     # A ``response_format`` ends the text, so the default of 20 tokens does not apply.
     lengths = config.max_new_tokens, config.max_length, config.response_format
     if lengths != (None, None, None):

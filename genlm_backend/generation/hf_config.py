@@ -1,4 +1,4 @@
-"""Conversion of a ``transformers.GenerationConfig`` to fields of the library's own."""
+"""Conversion of a ``transformers.GenerationConfig`` to fields of ``GenerationConfig``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HF_TOP_K = 50
 """The ``top_k`` with which transformers samples by default."""
 
 _HONOURED_BESIDE = {"early_stopping", "num_return_sequences"}
-"""Keys of transformers that have another name in the library's configuration."""
+"""Keys of transformers that are converted to fields with another name."""
 
 _WITHOUT_EFFECT = {
     *("transformers_version", "_from_model_config"),
@@ -54,7 +54,7 @@ _OF_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 """Keys that matter only when tokens are drawn."""
 
 _OF_BEAMS = {"renormalize_logits"}
-"""Keys that make a difference only to the scores of beams."""
+"""Keys that matter only for the scores of beams."""
 
 
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
@@ -75,7 +75,7 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "token_healing": not_,
     "typical_p": lambda value: value >= 1,
 }
-"""Key of transformers → whether a value leaves the text unchanged; for other keys only ``None``."""
+"""Key of transformers → whether a value leaves the text unchanged; ``None`` does for all keys."""
 
 
 def own_config(lm: AsyncLM) -> Any:
@@ -94,7 +94,7 @@ def own_config(lm: AsyncLM) -> Any:
 
 
 def fields_of_hf(config: Any) -> dict[str, Any]:
-    """Return ``GenerationConfig`` fields that give the same texts as ``model.generate``."""
+    """Convert a transformers configuration to ``GenerationConfig`` fields of the same effect."""
     given = config.to_diff_dict()
     fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
     if given.get("num_return_sequences") is not None:
@@ -113,7 +113,7 @@ def fields_of_hf(config: Any) -> dict[str, Any]:
             fields.pop(name, None)  # transformers ignores it too
     for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
         if new in fields:
-            fields.pop(whole, None)  # in transformers, new overrides whole
+            fields.pop(whole, None)  # as in transformers, the number of new tokens overrides it
     for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
         if isinstance(fields.get(least), int) and isinstance(fields.get(most), int):
             fields[least] = min(fields[least], fields[most])
@@ -125,8 +125,8 @@ def _check_neutral(config: Any, given: Mapping[str, Any], is_search: bool) -> No
     ignored = {*SHARED_FIELDS, *_HONOURED_BESIDE, *_WITHOUT_EFFECT}
     ignored |= set() if config.do_sample else _OF_SAMPLING
     ignored |= set() if is_search else _OF_BEAMS
-    # A key of transformers in no table comes from a newer release and is refused. Keys that
-    # transformers does not define, which some checkpoints have, are ignored, as it ignores them.
+    # A key of transformers in no table comes from a newer release: any value but None is refused.
+    # Keys that some checkpoints have and transformers does not define are ignored, as it does.
     for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):
         value = given[name]
         is_neutral = value is None or (name in _NEUTRAL and _NEUTRAL[name](value))

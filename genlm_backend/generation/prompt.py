@@ -155,7 +155,7 @@ check_texts: Final[Check[tuple[Any, ...]]] = sequence(
 
 
 def ids_of(input_ids: Any) -> Any:
-    """Return ``input_ids`` without the batch dimension that tokenizers add."""
+    """Return ``input_ids`` without the batch dimension of size 1 that tokenizers add."""
     if getattr(input_ids, "ndim", 1) == 2 and input_ids.shape[0] == 1:
         return input_ids[0]
     return input_ids

@@ -33,7 +33,7 @@ from genlm_backend.runtime.together import together
 
 
 class TextSequence(abc.ABC):
-    """One draft of a prompt: await ``ask()``, then call ``choose()``, until ``is_finished``."""
+    """A draft of a prompt's texts: await ``ask()``, call ``choose()``, until ``is_finished``."""
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         self._lm, self._prompt, self._config = lm, prompt, config
@@ -131,7 +131,7 @@ class Text:
 
 @final
 class Sample(TextSequence):
-    """One text; the model draws its tokens, or this class does if logits need processing."""
+    """One text; the model draws its tokens, or this class if logits are processed or masked."""
 
     def __init__(
         self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int, stream: int
@@ -214,14 +214,14 @@ class Sample(TextSequence):
         return [GeneratedToken(token_id, new, logprob, self._top, reason, self._number)]
 
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
-        """Return no token, since ``choose`` returns all, and the held-back characters."""
+        """Return no tokens, since ``choose`` has returned all, and the held-back characters."""
         return [], {} if self.is_finished else {self._number: self._text.end()}
 
 
 def make_processors(
     config: GenerationConfig, prompt_length: int, eos_token_ids: list[int]
 ) -> LogitsProcessorList:
-    """Return the processors of a configuration, in the order of ``model.generate``."""
+    """Return a configuration's logits processors: those of ``model.generate``, then OpenAI's."""
     made = LogitsProcessorList()  # called with ids [1, n] and logits [1, vocab]
     if config.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)

@@ -50,10 +50,10 @@ except ImportError as error:
 _log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 512
-"""Continuations that are scored between two updates of the progress bar."""
+"""Continuations that one call scores, at most; the progress bar is updated after each call."""
 
 _UNBOUNDED: Final = 2048
-"""The window, in tokens, of a model without a maximum; the harness's own models use the same."""
+"""The window, in tokens, of a model without a maximum, as in the harness's own models."""
 
 _OF_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p")
 
@@ -69,10 +69,10 @@ class _Asked(NamedTuple):
 class HarnessLM(TemplateLM):
     """A model of lm-evaluation-harness that runs on an ``AsyncLM``.
 
-    Importing this module registers it as ``genlm``. Contexts and continuations are tokenized and
-    truncated from the left as in the harness's transformers model (``hf``); log-likelihoods and
-    greedy texts are the same. Prefixes that requests share, such as few-shot examples, are computed
-    once.
+    Importing this module registers the class as ``genlm``. Contexts and continuations are tokenized
+    and truncated from the left as in the harness's transformers model (``hf``), so log-likelihoods
+    and greedy texts agree with that model's up to rounding. Prefixes that requests share, such as
+    few-shot examples, are computed once if the model caches keys and values.
 
     Args:
         pretrained: A name that ``load_model_by_name`` takes, or an ``AsyncLM``.
@@ -81,7 +81,7 @@ class HarnessLM(TemplateLM):
             it to the model.
         max_batch_size: Upper bound of the harness's search for a batch size; ignored.
         device: The device, for transformers; for other backends see their options. The harness
-            passes ``"cuda:0"`` by default, so the model chooses if there is no CUDA device.
+            passes ``"cuda:0"`` by default, so a CUDA device is ignored if torch has none.
         max_gen_toks: Tokens of a generated text, at most, if its task sets no limit.
         add_bos_token: Whether texts begin with ``bos_token_id``; ``None`` leaves it to the
             tokenizer.
@@ -89,7 +89,7 @@ class HarnessLM(TemplateLM):
             ``bos_token_id``, or else its ``eos_token_id``.
         peft: A LoRA adapter to evaluate with; see ``add_new_lora``.
         chat_template_args: More arguments for the tokenizer's chat template.
-        enable_thinking: The argument of that name for the chat template.
+        enable_thinking: The argument ``enable_thinking`` of the chat template.
         think_end_token: A string; only the part of a generated text after its last occurrence
             counts.
         **llm_opts: Options of ``load_model_by_name`` by name. An option of the backend's library,
@@ -97,12 +97,12 @@ class HarnessLM(TemplateLM):
 
     Attributes:
         lm: The model.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds, the tokenizer is not one of
-            transformers, or it names no token with which to begin a text.
+        OptionError: (``ValueError``) If an option is out of its bounds, the tokenizer is not one of
+            transformers, or the tokenizer names no token that can begin a text.
         Exception: Any error of ``load_model_by_name``.
     """
 
@@ -174,7 +174,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token before texts without a context; a default BOS may give a warning."""
+        """Id of the token before texts without context; warns of a BOS that chats repeat."""
         if self._begins_by_default:
             return default_beginning(self.lm, "prefix_token_id")
         return self._prefix_token_id
@@ -191,7 +191,7 @@ class HarnessLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **others: Any
     ) -> list[int]:
-        """Return token ids; ``None`` adds special tokens by ``add_bos_token``."""
+        """Return token ids; for ``None``, ``add_bos_token`` decides about special tokens."""
         if add_special_tokens is None:
             # A text that spells the prefix token gets no special tokens.
             begins = string.startswith(self._prefix)
@@ -259,9 +259,9 @@ class HarnessLM(TemplateLM):
     def _scored(
         self, pairs: Sequence[tuple[list[int], list[int]]], is_shown: bool
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Yield each pair's index, its log-likelihood, and whether greedy decoding gives it."""
+        """Yield the index and answer of each pair: its log-likelihood, and whether it is greedy."""
         cut = [self._cut(context, continuation) for context, continuation in pairs]
-        # Sorted neighbours share the longest prefixes, so that the prefix cache has them.
+        # Sorted neighbours share the longest prefixes, so the prefix cache still holds these.
         order = sorted(range(len(cut)), key=lambda i: cut[i][0] + cut[i][1])
         with progress_bar(len(cut), is_shown, "scoring") as bar:
             for start in range(0, len(order), _AT_ONCE):
@@ -277,7 +277,7 @@ class HarnessLM(TemplateLM):
                 bar.update(len(some))
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Return a context and its continuation, cut on the left to the model's length."""
+        """Return a context, cut on the left to the model's length, and its continuation."""
         if not 0 < len(continuation) <= self.max_length:
             raise ContextError(
                 f"a continuation must have 1 to {self.max_length} tokens, got {len(continuation)}: "
@@ -292,7 +292,7 @@ class HarnessLM(TemplateLM):
     # ---------------------------------------------------------------- texts
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Return a text after each request's context, greedy unless the task sets otherwise."""
+        """Return a generated text for each request; greedy unless the task asks for sampling."""
         asked = [self._asked(*request.args) for request in requests]
         with (
             contextlib.closing(BackgroundLoop("lm-eval")) as loop,
@@ -358,7 +358,7 @@ def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
 def _loaded(
     pretrained: str, backend: str | None, options: dict[str, Any], device: str | None
 ) -> AsyncLM:
-    """Load a model; options that its backend does not know go to the backend's library."""
+    """Load a model; options that its backend lacks go to the backend's library, if it has one."""
     kind, _ = check_loading(
         pretrained, backend, {n: v for n, v in options.items() if n == "replicas"}
     )

@@ -1,1 +1,1 @@
-"""Models whose next-token log-probabilities are awaited, over an evaluator of any kind."""
+"""AsyncLM, the interface of models, and BatchedLM, which implements it over an evaluator."""

@@ -72,15 +72,15 @@ from genlm_backend.tokenization import Alphabet, Token, decode_vocab
 class AsyncLM(Closing):
     """A language model whose next-token log-probabilities can be awaited.
 
-    Concurrent awaits are evaluated in one batch. A row is a ``torch.Tensor`` of shape
-    ``[len(byte_vocab)]`` and dtype float32: normalised natural log-probabilities, computed in
-    float32 whatever the model's dtype. The caller may modify it. Ids that no token has are
-    ``-inf``. Beyond rounding, a row depends on its context alone, not on the other contexts of
-    its batch or on the contents of the cache.
+    Concurrent awaits share batches. A row is a ``torch.Tensor`` of shape ``[len(byte_vocab)]`` and
+    dtype float32: normalised natural log-probabilities, computed in float32 whatever the model's
+    dtype. The caller may modify it. Ids that no token has are ``-inf``. Up to rounding, a row
+    depends only on its context and adapter, not on the other contexts of its batch or on the
+    contents of the cache.
 
     Every log-probability method takes ``lora_name``, the adapter to read the context with. A
-    subclass has to define ``next_token_logprobs`` and ``next_token_logprobs_sync``. The defaults of
-    the other methods ask for one context after another; override those that it can do faster.
+    subclass has to define ``next_token_logprobs`` and ``next_token_logprobs_sync``. By default, the
+    other methods call one of these for each context; override those that can be faster.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
@@ -91,12 +91,12 @@ class AsyncLM(Closing):
 
     Attributes:
         tokenizer: The ``tokenizer`` argument, unchanged.
-        byte_vocab: The tokens by id, as bytes.
+        byte_vocab: The tokens by id, as ``Token`` objects, which are ``bytes``.
         str_vocab: The tokens by id, as text that is never empty: ``<|undefined_151643|>`` for an
             id that no token has, ``<|empty_7|>`` for a token without bytes.
         special_ids: Ids of special tokens.
         undefined_ids: Ids that no token has.
-        contexts: Factory that checks token ids and makes ``Context`` objects of them.
+        contexts: Factory that checks token ids and makes ``Context`` objects from them.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -106,7 +106,7 @@ class AsyncLM(Closing):
     """Checks of the constructor's options, by name."""
 
     library_opts: ClassVar[str] = ""
-    """Option of ``from_name`` whose value is passed on to the library that loads the model."""
+    """Option of ``from_name`` that is passed on to the library that loads the model, if any."""
 
     def __init__(
         self, tokenizer: Any, *, vocab_size: int | None = None, self_check: bool = True
@@ -149,7 +149,7 @@ class AsyncLM(Closing):
         """The ids that end a text, unless a call passes its own.
 
         They come from the model's generation config, which may name several. If it names no token
-        of the model, they are the tokenizer's; the set is empty if that names none either.
+        of the vocabulary, the tokenizer's EOS is used; without one, the set is empty.
         """
         return default_ends(self._own_eos, self.tokenizer, self._is_token)
 
@@ -158,7 +158,7 @@ class AsyncLM(Closing):
 
     @property
     def alphabet(self) -> Alphabet:
-        """The tokens sorted by their bytes; those that end a text or have no bytes come last."""
+        """The tokens sorted by bytes; EOS tokens, special ones and those without bytes are last."""
         ends = self.special_ids | self.eos_token_ids
         if self._alphabet is None or self._alphabet[0] != ends:
             self._alphabet = ends, Alphabet(self.byte_vocab, ends, self.undefined_ids)
@@ -180,23 +180,25 @@ class AsyncLM(Closing):
         token_ids: TokenIds | str = (),
         images: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> Context:
-        """Return token ids as a ``Context``, which every method takes in place of token ids.
+        """Return token ids as a ``Context``, which the model's methods take in place of token ids.
 
-        ``context + [token]`` is another; making it and looking it up costs the same at any length.
+        ``context + [token]`` makes a longer one. Making it and looking up its cached prefix costs
+        the same at any length.
 
         Args:
             token_ids: Token ids. With ``images`` it may be a text.
-            images: Pictures, for multimodal models (transformers and vLLM): PIL images,
-                arrays ``[height, width, 3]`` of bytes, paths or the bytes of files, one for
-                each of the model's image tokens in the prompt. Or the outputs of its processor
-                by name (``pixel_values``, …); ``token_ids`` are then its ``input_ids``.
+            images: Pictures for a multimodal model (transformers and vLLM), one per image token in
+                the prompt: PIL images, uint8 arrays ``[height, width, 3]``, paths or the bytes of
+                files. Or the outputs of the model's processor by name (``pixel_values``, …), with
+                its ``input_ids`` as ``token_ids``.
 
         Raises:
             ContextTypeError: (``TypeError``) If the ids are not integers.
             ContextError: (``ValueError``) If an id is outside the vocabulary, or the ``Context``
                 is another model's.
-            PictureError: (``ValueError``) If the model takes no pictures, their number differs
-                from the number of image tokens, or one cannot be read.
+            PictureError: (``ValueError``) If the model takes no pictures, the context has some
+                already, their number differs from the number of image tokens, or one cannot be
+                read.
         """
         if images is not None:
             if isinstance(token_ids, Context) and token_ids.pictures is not None:
@@ -215,11 +217,11 @@ class AsyncLM(Closing):
     async def next_token_logprobs(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``.
+        """Return the next-token log-probabilities after ``token_ids``: float32 ``[vocab]``.
 
-        Concurrent calls are batched, up to ``batch_size`` distinct contexts at a time. Equal
-        contexts are computed once. The keys and values of cached prefixes are reused, so that
-        extending a context by one token computes one token.
+        Concurrent calls are batched, up to ``batch_size`` distinct contexts at a time. Calls with
+        equal contexts share one computation. A backend with a KV cache reuses cached prefixes, so
+        that extending a cached context by one token computes one token.
 
         Raises:
             ContextTypeError: (``TypeError``) If the ids are not integers.
@@ -229,16 +231,17 @@ class AsyncLM(Closing):
             UnknownAdapterError: (``ValueError``) If ``lora_name`` is not loaded.
             BatcherClosedError: (``RuntimeError``) After ``close()``.
             QueryDroppedError: (``RuntimeError``) If the query was dropped while it waited.
-            Exception: Any error that the model raised for this batch; later calls still work.
+            Exception: Any error that the model raised for this batch. Later calls still work,
+                unless the model's process has died.
         """
 
     async def next_token_logits(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the logits, if the backend has them, or log-probabilities: float32 ``[vocab]``.
+        """Return the logits, or log-probabilities if the backend has none: float32 ``[vocab]``.
 
-        Some logits processors of transformers, such as the repetition penalty, need them.
-        Log-probabilities differ from logits by one constant per row.
+        Some logits processors of transformers, such as the repetition penalty, need logits.
+        Log-probabilities differ from them by one constant per row.
         """
         return await self.next_token_logprobs(token_ids, lora_name)
 
@@ -276,8 +279,8 @@ class AsyncLM(Closing):
     ) -> Any:
         """Return the answer to a readout of any class, such as one of your own.
 
-        The methods that return less than a row call it. Other callers may hold the same answer
-        object: copy it before you modify it.
+        Methods that return less than a row, such as ``next_token_top``, call this one. Other
+        callers may hold the same answer object: copy it before you modify it.
 
         Args:
             token_ids: The context.
@@ -286,8 +289,8 @@ class AsyncLM(Closing):
             lora_name: The adapter to read the context with.
 
         Raises:
-            OptionTypeError: (``TypeError``) If ``readout`` returns no readout.
-            EvaluationError: (``RuntimeError``) If the row is NaN.
+            OptionTypeError: (``TypeError``) If ``readout`` returns no ``Readout`` of the query.
+            EvaluationError: (``RuntimeError``) If the row is NaN, or the answer has a wrong form.
             Exception: Any error of the readout, or of ``next_token_logprobs``.
         """
         asked = readout_of(readout, NO_QUERY)
@@ -311,10 +314,11 @@ class AsyncLM(Closing):
     async def next_token_top(
         self, token_ids: TokenIds, k: int, lora_name: str | None = None
     ) -> TopTokens:
-        """Return the ``k`` most probable tokens after a context, and the mass of all others.
+        """Return the ``k`` most probable next tokens, and the log-mass of all others.
 
-        Like every readout, it is computed on the model's device, in the batches of other awaits:
-        no row is copied for the caller, sent by another process, or cached.
+        The library's backends compute it on the model's device, in a batch with other awaits: no
+        row is copied for the caller, sent by another process, or cached. If the row is cached
+        already, the result is computed from that.
 
         Args:
             token_ids: The context.
@@ -322,9 +326,9 @@ class AsyncLM(Closing):
             lora_name: The adapter to read the context with.
 
         Returns:
-            Their ids, int64 ``[k]``, and log-probabilities, float32 ``[k]``, the most probable
-            first; and the log-mass of all other tokens, summed from their probabilities. The
-            attribute ``texts`` has the tokens as text, which notebooks show.
+            The ids of these tokens, int64 ``[k]``, and their log-probabilities, float32 ``[k]``,
+            the most probable first; and the log-mass of all other tokens, summed from their
+            probabilities. The attribute ``texts`` has the tokens as text, for the ``repr``.
 
         Raises:
             OptionTypeError: (``TypeError``) If ``k`` is no integer.
@@ -342,7 +346,7 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the log-probabilities of chosen tokens after a context: float32 ``[len(chosen)]``.
 
-        They equal the entries of the whole row bit for bit; see ``next_token_top``.
+        They equal the entries of the row bit for bit; see ``next_token_top``.
 
         Args:
             token_ids: The context.
@@ -361,7 +365,7 @@ class AsyncLM(Closing):
     next_token_logprobs_of_sync = blocking(next_token_logprobs_of, "numbers")
 
     async def next_token_entropy(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
-        """Return the entropy of the token after a context in nats, summed in float64.
+        """Return the entropy of the next-token distribution in nats, summed in float64.
 
         See ``next_token_top``.
 
@@ -380,8 +384,8 @@ class AsyncLM(Closing):
 
         A log-mass is the logarithm of the probability that the next token is in the group, or
         ``-inf`` if no token of the group is possible. The tokens below a node of a trie over the
-        vocabulary are ``trie.tokens_below(node)``; for all nodes at once there is
-        ``lm_trie_weights``. See ``next_token_top``.
+        vocabulary are ``trie.tokens_below(node)``; ``lm_trie_weights`` computes the masses of all
+        nodes at once. See ``next_token_top``.
 
         Args:
             token_ids: The context.
@@ -408,10 +412,10 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the log-probability of each token of a continuation: float32 ``[n]``.
 
-        Up to rounding, each equals that token's entry in the row of all tokens before it. An
-        ``AsyncTransformer`` computes each token of the text once, in the batches of other awaits,
-        and makes no rows; vLLM does so for most texts. Other backends compute the rows of all
-        prefixes, ``batch_size`` at a time.
+        Up to rounding, each equals that token's entry in the row of all tokens before it. If the
+        backend scores texts, as ``AsyncTransformer`` does for most models and vLLM for most texts,
+        it computes each token once, in batches with other awaits, and makes no rows. Otherwise the
+        rows of all prefixes are computed, ``batch_size`` at a time.
 
         Raises:
             ContextError: (``ValueError``) If the prompt is empty, an id is outside the vocabulary,
@@ -448,16 +452,17 @@ class AsyncLM(Closing):
     ) -> TokenScores:
         """Return each token's log-probability and further numbers from its row; see ``score``.
 
-        They are what ``next_token_entropy``, ``next_token_top`` and ``next_token_log_masses``
-        return for the tokens before it, computed on the model's device in the scoring pass.
+        Entropies, top tokens and log-masses are those that ``next_token_entropy``,
+        ``next_token_top`` and ``next_token_log_masses`` return for the tokens before each token.
+        A backend that supports it computes them in the scoring pass, on the model's device.
 
         Args:
             prompt: The tokens before the continuation, at least one.
             continuation: The tokens to score.
             lora_name: The adapter to read the text with.
             **options: ``entropy``: also return the entropy of each next-token distribution, in
-                nats. ``rank``: also return how many tokens were more probable. ``top``: number of
-                most probable tokens to return. ``groups``: groups of tokens whose log-masses to
+                nats. ``rank``: also return each token's rank, 0 for the most probable. ``top``:
+                number of most probable tokens to return. ``groups``: groups whose log-masses to
                 return, in the types of ``next_token_log_masses``. ``beginnings``: also return the
                 log-masses of all tokens that begin with the token's first byte, its first two
                 bytes, and so on; see ``alphabet``.
@@ -525,14 +530,14 @@ class AsyncLM(Closing):
     ) -> int:
         """Draw a token id from the softmax of ``row / temperature``, float ``[vocab]``.
 
-        The row need not be normalised and is not modified; masked tokens are ``-inf``. Temperature
-        0 takes the first of the most probable tokens. A draw takes one number from ``generator``,
-        or a fresh random number. NumPy computes it on the calling thread alone.
+        The row need not be normalised and is not modified; mask a token by ``-inf``. Temperature 0
+        takes the first of the most probable tokens. Otherwise, a draw takes one number from
+        ``generator`` or from the operating system. NumPy computes it on the calling thread.
 
         Raises:
             OptionTypeError: (``TypeError``) If an argument has another type, such as a seed.
-            OptionError: (``ValueError``) If ``row`` has another shape, a NaN or no possible token,
-                or ``temperature`` is negative.
+            OptionError: (``ValueError``) If ``row`` has another shape, a NaN, no possible token or
+                probabilities instead of logarithms, or ``temperature`` is negative.
         """
         return draw(row, len(self.byte_vocab), generator, temperature)
 
@@ -545,25 +550,25 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
         **options: Unpack[DrawOptions],
     ) -> Draw:
-        """Draw the token after a context from its row, or from its allowed tokens.
+        """Draw the next token after a context, from all tokens or from the allowed ones.
 
-        It is the token that ``draw`` returns for the row with ``-inf`` for disallowed tokens, by
-        the same generator. It is drawn on the model's device: no row is copied or cached. A
-        particle gains the log-weight ``logprob - log_proposal``. At temperature 1 that equals
-        ``log_allowed``, the log-mass of the tokens that were drawn from.
+        Up to rounding, ``draw`` returns the same token with the same generator, if the row has
+        ``-inf`` for the tokens that are not allowed. No row is copied or cached; see
+        ``next_token_top``. A particle gains the log-weight ``logprob - log_proposal``. At
+        temperature 1 that equals ``log_allowed``, the log-mass of the tokens that were drawn from.
 
         Args:
             token_ids: The context.
             allowed: The tokens that may be drawn: bools ``[vocab]``, an array or a tensor; the
                 ``PackedMask`` of a constraint; or a collection of token ids. By default, all.
             lora_name: The adapter to read the context with.
-            **options: ``generator``: the random generator, by default a fresh random number. One
+            **options: ``generator``: the random generator, by default the operating system's. One
                 number is taken from it before the first await, none at temperature 0.
                 ``temperature``: divisor of the log-probabilities; 0 takes the first of the most
                 probable tokens and ignores the next three options. ``top_k``: draw from the
                 ``top_k`` most probable allowed tokens and any that tie with the last of them; 0
                 for no bound. ``top_p``: keep a token if the more probable ones have less than this
-                share of the mass that ``top_k`` leaves, at the temperature; above 0 to 1.
+                share of the mass that ``top_k`` leaves, at the temperature; above 0, up to 1.
                 ``min_p``: keep tokens with at least this share of the largest probability, at the
                 temperature; 0 to 1. ``impossible``: if no allowed token is possible, ``"raise"`` an
                 error or ``"return"`` a draw with ``token_id`` -1, whose ``logprob`` and
@@ -571,11 +576,11 @@ class AsyncLM(Closing):
 
         Raises:
             OptionTypeError: (``TypeError``) If an argument has another type, such as a seed.
-            OptionError: (``ValueError``) If ``temperature`` is negative, ``impossible`` is another
-                word, or ``allowed`` has another shape, an id outside the vocabulary, or (under
-                ``impossible="raise"``) no token.
+            OptionError: (``ValueError``) If ``temperature``, ``top_k``, ``top_p`` or ``min_p`` is
+                out of bounds, ``impossible`` is another word, or ``allowed`` has another shape, an
+                id outside the vocabulary, or (under ``impossible="raise"``) no token.
             EvaluationError: (``RuntimeError``) If the row is NaN, or under ``impossible="raise"``
-                if no allowed token has a probability.
+                if no allowed token is possible.
             Exception: Any error of ``next_token_logprobs``.
         """
         context = self._context_of_draws(token_ids, lora_name)
@@ -596,13 +601,13 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
         **options: Unpack[DrawOptions],
     ) -> list[Draw]:
-        """Draw ``n`` alternatives for the token after a context at once, from one row.
+        """Draw ``n`` alternatives for the next token at once, from one row.
 
-        They equal the results of ``n`` calls of ``draw_next_token`` with the same generator. With
-        ``distinct``, they are drawn without replacement, in proportion to probability. That is the
-        distribution of the ``n`` largest log-probabilities with Gumbel noise, in order (Kool et
-        al., 2019, arXiv:1903.06059). ``log_allowed`` and ``log_proposal`` of each draw are then
-        relative to the tokens that earlier draws left.
+        Up to rounding, they equal the results of ``n`` calls of ``draw_next_token`` with the same
+        generator. With ``distinct``, they are drawn without replacement, in proportion to
+        probability. They then have the distribution of the ``n`` tokens with the largest
+        Gumbel-perturbed log-probabilities, in order (Kool et al., 2019, arXiv:1903.06059), and
+        each draw's ``log_allowed`` and ``log_proposal`` are relative to the tokens still left.
 
         Args:
             token_ids: The context.
@@ -610,10 +615,10 @@ class AsyncLM(Closing):
             distinct: Draw no token twice. If fewer than ``n`` tokens are possible, fewer are drawn.
             allowed: The tokens that may be drawn, as for ``draw_next_token``.
             lora_name: The adapter to read the context with.
-            **options: Options of ``draw_next_token``. ``n`` numbers are taken from ``generator``.
-                ``top_k``, ``top_p`` and ``min_p`` are computed before the first draw. Distinct
-                draws at ``temperature=0`` are the most probable tokens in order.
-                ``impossible="return"`` returns ``n`` draws.
+            **options: Options of ``draw_next_token``. ``n`` numbers are taken from ``generator``,
+                none at temperature 0. ``top_k``, ``top_p`` and ``min_p`` are applied once, before
+                the first draw. Distinct draws at ``temperature=0`` are the most probable tokens in
+                order. If no token is possible, ``impossible="return"`` returns ``n`` draws.
 
         Raises:
             Exception: Any error of ``draw_next_token``; also ``OptionError`` (``ValueError``) if
@@ -642,13 +647,13 @@ class AsyncLM(Closing):
         Args:
             token_ids_list: The contexts.
             allowed: The tokens that may be drawn after each context, such as the masks of
-                ``Constraint.masks``; ``None`` allows all. A single mask is for all contexts.
+                ``Constraint.masks``; ``None`` allows all. A single mask applies to all contexts.
             lora_name: The adapter to read the contexts with.
             **options: Options of ``draw_next_token``. One number per context is taken from
-                ``generator``, in order.
+                ``generator``, in order; none at temperature 0.
 
         Raises:
-            Exception: The first error of a ``draw_next_token``; also ``OptionError``
+            Exception: The first error that ``draw_next_token`` would raise; also ``OptionError``
                 (``ValueError``) if the length of ``allowed`` differs from the number of contexts.
         """
         self.check_adapter(lora_name)
@@ -676,7 +681,8 @@ class AsyncLM(Closing):
     ) -> Sampled:
         """Sample a continuation of up to ``max_tokens`` ids, token by token.
 
-        Equal seeds give equal continuations, whatever other requests run at the same time.
+        Equal seeds give equal continuations, up to the rounding of rows, whatever other requests
+        run at the same time.
 
         Args:
             prompt_token_ids: The prompt.
@@ -686,16 +692,16 @@ class AsyncLM(Closing):
             temperature: Divisor of the log-probabilities; 0 takes the most probable token.
             seed: Seed of the draws; ``None`` for a fresh one.
             lora_name: The adapter to read the contexts with.
-            **others: Must be empty: an unknown name raises, with this library's name for it.
+            **others: Must be empty: any name raises an error that suggests an option.
 
         Returns:
             The ids, in a list whose ``finish_reason`` says why it ends: ``"eos"``, or
             ``"length"`` at ``max_tokens`` or once the context exceeds ``max_length``.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an option has a wrong type.
-            OptionError: (``ValueError``) If ``temperature`` or ``max_tokens`` is negative, or one
-                of ``eos_token_ids`` is outside the vocabulary.
+            OptionTypeError: (``TypeError``) If an option has a wrong type or an unknown name.
+            OptionError: (``ValueError``) If ``temperature``, ``max_tokens`` or ``seed`` is
+                negative, or one of ``eos_token_ids`` is outside the vocabulary.
             Exception: Any error of ``next_token_logprobs``.
         """
         check_no_others("sample", others)
@@ -738,7 +744,7 @@ class AsyncLM(Closing):
         """Sample a continuation of each prompt; the options have been checked."""
         temperature, seed = options.pop("temperature"), options.pop("seed")
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
-        if len(prompts) == 1 and not progress:  # no tqdm import, which may come at Python's exit
+        if len(prompts) == 1 and not progress:  # imports no tqdm: Python may be exiting
             return [await self._sample(prompts[0], lora_name, samplers[0], **options)]
         with progress_bar(len(samplers), progress) as bar:
 
@@ -800,10 +806,10 @@ class AsyncLM(Closing):
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
         """Load a LoRA adapter under a name for queries; blocks until it is loaded.
 
-        A name that is already loaded is rebound, and the files are read again. Earlier queries
-        are answered by the old adapter, later ones by the new one; a running generation or search
-        looks the name up at each step. The call waits for the earlier queries, then frees the old
-        adapter and clears the cache, as ``remove_lora`` does.
+        A name that is already in use is bound to a newly loaded adapter. The old adapter answers
+        earlier queries and the new one later queries; a running generation or search looks the
+        name up at each step. The call waits for the earlier queries, then frees the old adapter
+        and clears the cache, as ``remove_lora`` does.
 
         Args:
             lora_path: A directory in PEFT's format, or a repository on the hub.
@@ -820,7 +826,7 @@ class AsyncLM(Closing):
     def remove_lora(self, lora_name: str) -> None:
         """Remove a LoRA adapter that ``add_new_lora`` has loaded.
 
-        Only its queries that are still waiting get an ``UnknownAdapterError``.
+        Queries for this adapter that are still waiting get an ``UnknownAdapterError``.
 
         Raises:
             UnknownAdapterError: (``ValueError``) If no adapter has that name.
@@ -839,7 +845,7 @@ class AsyncLM(Closing):
         self.check_adapter(lora_name)
 
     def _normalize(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[..., n]`` as float32 rows, cut or padded to the vocabulary's width."""
+        """Return the log-softmax of logits ``[..., n]``, cut or padded to the vocabulary's size."""
         missing = len(self.byte_vocab) - logits.shape[-1]
         padded = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
         return padded.log_softmax(-1)
@@ -872,6 +878,6 @@ class AsyncLM(Closing):
 
 
 def _listed(token_ids: TokenIds) -> TokenIds:
-    """Return a context without pictures as a plain list, which other models take too."""
+    """Convert a ``Context`` without pictures to a list, which any subclass can take."""
     is_plain = isinstance(token_ids, Context) and token_ids.pictures is None
     return list(token_ids) if is_plain else token_ids

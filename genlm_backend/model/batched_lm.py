@@ -1,4 +1,4 @@
-"""BatchedLM implements every method of AsyncLM over an evaluator."""
+"""BatchedLM: an AsyncLM that batches its queries, caches rows, and runs them on an evaluator."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class RowOptions(TypedDict, total=False):
-    """Row options, keyword arguments of every model; ``BatchedLM`` explains them."""
+    """Options for rows, keyword arguments of ``BatchedLM``, which explains them."""
 
     row_cache_bytes: Annotated[int, Option(256 << 20, byte_count)]
     output_device: Annotated[str | torch.device, Option("cpu", check_device)]
@@ -72,14 +72,14 @@ class RowOptions(TypedDict, total=False):
 
 
 class LMOptions(RowOptions, total=False):
-    """Row and batching options of every model; ``BatchedLM`` explains them."""
+    """Options for rows and batching, keyword arguments of ``BatchedLM``, which explains them."""
 
     batch_size: Annotated[int, Option(20, integer(1))]
     timeout: Annotated[float, Option(0.02, number(0, is_finite=False))]
 
 
 class PictureReading(Protocol):
-    """Makes contexts of prompts with pictures, with one model's processor."""
+    """Turns prompts with pictures into contexts, by one model's processor."""
 
     processor: Any
     """The transformers processor; ``None`` if there is none."""
@@ -88,19 +88,20 @@ class PictureReading(Protocol):
 
 
 class BatchedLM(OfOneProcess, AsyncLM):
-    """A model over an evaluator: checks, batching, the row cache and adapters' names.
+    """A model over an evaluator, with checks, batching, a row cache and named adapters.
 
-    The model's own worker thread makes all calls of the evaluator, until ``close()``.
+    The model's worker thread makes all calls of the evaluator except ``counts`` and ``close``.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
         evaluator: The evaluator, which no other model may share.
         batch_size: Number of distinct contexts evaluated at once, at most, or the evaluator's
-            ``max_batch_size`` if that is less. A text to score counts as one per 200 tokens.
+            ``max_batch_size`` if that is less. Unless the evaluator has such a maximum, a text to
+            score counts as its length / 200.
         timeout: Seconds that the first query of a batch may wait for others. The bound rarely
-            matters: a batch goes as soon as the event loop has nothing more to add to it.
-        row_cache_bytes: Bytes of rows to keep, so that a repeated context costs no forward
-            pass; 0 keeps none.
+            matters: a batch is sent as soon as the event loop has no further query to add.
+        row_cache_bytes: Bytes of rows to keep, at most, so that a repeated context costs no
+            forward pass; 0 keeps none.
         row_cache: A row cache to use instead of one bounded by ``row_cache_bytes``.
         output_device: Device of the returned rows: "cpu", "cuda:0", …
         self_check: Compare a few probe texts with the bytes of their tokens.
@@ -133,7 +134,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> None:
         given, _ = self._parted(locals())
         self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
-        if "check_cancelled" in vars(evaluator):  # set below, so a model has it already
+        if "check_cancelled" in vars(evaluator):  # another model has set it, as below
             raise OptionError("the evaluator is another model's, whose thread calls it")
         self.output_device: torch.device = given["output_device"]
         self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
@@ -165,7 +166,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     @classmethod
     def _parted(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Check a constructor's options; return ``BatchedLM``'s own, and the subclass's."""
-        # Python's name for the class that defines the constructor; a caller's may be a subclass.
+        # ``__class__`` is the class that defines the constructor; ``cls`` may be a subclass of it.
         check_option_names(values["__class__"], values["options"], cls.library_opts)
         all_values = {**defaults_of(LMOptions), **values, **values["options"]}
         given = checked(
@@ -375,11 +376,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return await self._number_of(lambda e: e.num_cached(query, tier))
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
-        """Compute a prompt now and pin its keys and values until a cache is cleared.
+        """Compute a prompt now and pin its keys and values until the KV cache is cleared.
 
         Caching is automatic: this call only protects the prompt from eviction. Blocks the thread.
-        Does nothing for models that run every context whole. If a model has several replicas, each
-        of them keeps the prompt.
+        For a model that runs every context whole, it pins nothing. If a model has several
+        replicas, each of them keeps the prompt.
 
         Raises:
             CacheError: If the pinned prompts leave no room for this one or its recurrent state, if
@@ -404,12 +405,12 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._clear_by(self._evaluator.clear)
 
     def _is_kept(self, query: RowQuery) -> None:
-        """Hook for subclasses, on the caller's thread: a context's keys and values are cached."""
+        """Hook for subclasses, called on the caller's thread after a context has been cached."""
 
     def save_prefix(
         self, token_ids: TokenIds, path: str | Path, lora_name: str | None = None
     ) -> None:
-        """Compute a prompt and write its keys and values into a file, for ``load_prefix``.
+        """Compute a prompt and write its keys and values to a file, for ``load_prefix``.
 
         The safetensors file holds the token ids, the keys and values in their cached format, and
         digests of the model and adapter they depend on. It is written atomically and replaces an
@@ -462,11 +463,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def processor(self) -> Any:
         """The transformers processor that reads pictures, loaded on first use.
 
-        Its ``image_token`` stands for a picture in a text. ``None`` for a model that takes only
-        text, or was passed in without a processor.
+        In a text, its ``image_token`` marks where a picture goes. ``None`` for a model that takes
+        only text, or was passed in without a processor.
 
         Raises:
-            PictureError: (``ValueError``) If the place that the model was loaded from has none.
+            PictureError: (``ValueError``) If the model's directory or repository has none.
         """
         return None if self._pictures is None else self._pictures.processor
 
@@ -501,8 +502,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
         """Load a LoRA adapter; if that raises, the model stays as it was.
 
-        If an adapter had the name, the call blocks until all queries so far are answered, then
-        removes that adapter as ``remove_lora`` does.
+        If another adapter had the name, the call blocks until the queries made so far are
+        answered, then removes that adapter as ``remove_lora`` does.
         """
         checked(ADAPTER_CHECKS, {"lora_path": lora_path, "lora_name": lora_name}, AdapterError)
         if not self._info.takes_adapters:
@@ -521,7 +522,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def remove_lora(self, lora_name: str) -> None:
         """Remove an adapter, and clear the cache.
 
-        Only its queries that are still waiting get an ``UnknownAdapterError``.
+        Queries for this adapter that are still waiting get an ``UnknownAdapterError``.
         """
         self._call(lambda: self._remove(self._named(lora_name)))
 
@@ -624,7 +625,7 @@ class ProcessLM(WholeLM):
         """End the model's child process, and load the model and its adapters in a new one.
 
         Runs after the current batch and blocks the thread. Cached rows stay, cached keys and values
-        are lost, and counts start at zero.
+        are lost, and the evaluator's counts start at zero.
 
         Raises:
             ModelStateError: (``RuntimeError``) If the model runs in this process.

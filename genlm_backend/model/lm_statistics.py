@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LMStatistics(Readable, EvaluatorCounts):
-    """Counts since the model was loaded; bytes and tokens are exact, not estimates.
+    """Counts since the model was loaded; bytes and tokens are counted, not estimated.
 
     Attributes:
         num_awaits: Requests by any method: for rows, for readouts, and for texts that are scored
@@ -29,24 +29,24 @@ class LMStatistics(Readable, EvaluatorCounts):
         tokens_reused: Tokens whose keys and values were in the cache.
         row_cache_hits: Awaits answered from the row cache.
         num_joined: Awaits that joined an equal query, waiting or under evaluation.
-        num_skipped: Contexts never computed, because all their callers were cancelled.
+        num_skipped: Queries never evaluated, because all their callers were cancelled.
         row_bytes_used: Bytes of the cached rows.
-        row_bytes_budget: Their upper bound.
+        row_bytes_budget: Upper bound of ``row_bytes_used``.
         kv_bytes_used: Bytes of the cached keys and values.
-        kv_bytes_budget: Their upper bound.
+        kv_bytes_budget: Upper bound of ``kv_bytes_used``.
         host_bytes_used: Bytes of the keys, values and recurrent states on the host.
-        host_bytes_budget: Their upper bound.
+        host_bytes_budget: Upper bound of ``host_bytes_used``.
         num_evicted_rows: Rows dropped to stay within the budget.
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
         num_recomputed_tokens: Tokens computed again after they were dropped. transformers and MLX
             remember only about the last 65,536 dropped tokens.
         num_tokens_to_host: Tokens whose keys and values were moved to the host.
-        num_tokens_from_host: Tokens whose keys and values were moved back.
+        num_tokens_from_host: Tokens whose keys and values were moved back to the device.
         state_bytes_used: Bytes of the cached recurrent states, if the model has any.
-        state_bytes_budget: Their upper bound, a part of ``kv_bytes_budget``.
+        state_bytes_budget: Upper bound of ``state_bytes_used``, a part of ``kv_bytes_budget``.
         num_evicted_states: Recurrent states dropped to stay within the budget.
         num_states_to_host: Recurrent states that were moved to the host.
-        num_states_from_host: Recurrent states that were moved back.
+        num_states_from_host: Recurrent states that were moved back to the device.
         packed_weight_bytes: Bytes of second copies of weights, in a faster layout.
         num_captured_steps: Forward passes that replayed a captured CUDA graph (transformers).
     """
@@ -89,6 +89,6 @@ class LMStatistics(Readable, EvaluatorCounts):
 
     @property
     def hit_rate(self) -> float:
-        """``tokens_reused`` as a share of all tokens, reused or computed; 0 before the first."""
+        """``tokens_reused / (tokens_reused + tokens_computed)``; 0 before the first token."""
         total = self.tokens_reused + self.tokens_computed
         return self.tokens_reused / total if total else 0.0

@@ -23,7 +23,7 @@ ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "
 
 @final
 class AdapterNames:
-    """Loaded adapters by name; only the worker thread changes them, any thread reads them."""
+    """Loaded adapters by name; only the worker thread changes them, any thread may read them."""
 
     def __init__(self) -> None:
         # Both are replaced, never mutated: other threads read them without a lock.
@@ -58,7 +58,7 @@ class AdapterNames:
         return named[name]
 
     def error_of(self, query: Query) -> UnknownAdapterError | None:
-        """Return the error of a query whose adapter was removed after it was made, or ``None``."""
+        """Return an error if the query's adapter has been removed or replaced, else ``None``."""
         adapter = query.adapter
         if adapter is None or adapter in self._loaded:
             return None
@@ -83,11 +83,11 @@ class ResultCollector:
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
     def weight(self, query: Query) -> float:
-        """Return a query's weight: 1, or by length for a text if batches have no fixed maximum."""
+        """Return a query's weight in a batch: 1 if the evaluator limits batches, else its own."""
         return 1.0 if self._is_bounded else query.weight
 
     def forward_key(self, query: Query) -> Hashable:
-        """Return the same key for all queries that are answered from one row."""
+        """Return the key of a query's forward pass; the query if the evaluator limits batches."""
         return query if self._is_bounded else query.forward_key
 
     def answers(self, queries: Sequence[Query]) -> list[Result | Exception]:
@@ -107,7 +107,7 @@ class ResultCollector:
         return answers_by_rows(self._rows_to_read, queries, undefined_ids)
 
     def _rows_to_read(self, queries: Sequence[Query]) -> Any:
-        """Evaluate and check the answers, so that readouts are computed from valid rows alone."""
+        """Evaluate and check the answers, so that readouts are computed only from valid rows."""
         found = self._evaluator.evaluate(queries)
         if not isinstance(found, Sequence) or len(found) != len(queries):
             return found  # ``_found`` raises its error
@@ -152,7 +152,7 @@ class ResultCollector:
         return row.without(self._undefined) if len(self._undefined) else row
 
     def _checked(self, query: Query, answer: Any) -> Result | Exception:
-        """Return the answer, or an ``EvaluationError`` if it does not fit the query."""
+        """Return the answer, or an exception if it does not fit the query or its check raises."""
         size = self._vocab_size
         try:
             if isinstance(answer, Exception) or query.is_answered_by(answer, size):

@@ -24,22 +24,22 @@ _NEGATIVE: Final = np.int32(-(2**31))
 class Pictures:
     """The pictures that a context begins with, preprocessed by the model's own processor.
 
-    They belong to the first tokens of a context, its *opening*, which one pass computes. In a
-    ``Context``, each part of a picture has its own negative id, a hash of the picture, in place of
-    the one placeholder id. So contexts with equal tokens and different pictures differ in every
-    comparison, and equal pictures share cached prefixes.
+    They belong to the first tokens of a context, its *opening*, which a single pass computes. A
+    ``Context`` replaces the placeholder id of each picture part by a negative id, derived from a
+    hash of the picture. So contexts with equal tokens and different pictures compare as different,
+    and equal pictures share cached prefixes.
 
     Attributes:
         token_ids: Ids of the opening's tokens as the model takes them, packed as 32-bit integers.
         inputs: The other arguments of the model's ``forward``, by name. Those with one element
             for each token of the opening are of shape ``[1, num_tokens]``.
         of_tokens: Names of the inputs with one element for each token.
-        suffix: The element of such inputs for tokens after the opening.
+        suffix: The value of such inputs for tokens after the opening.
         image_token_id: The placeholder id of all parts of pictures.
         keeps: Whether text after the opening is computed from the opening's cached keys and values;
             if not, every pass runs the whole context.
         reader: The library whose processor made the inputs, and whose models take them.
-        key: Digest of everything that an answer depends on.
+        key: Digest of the token ids, the inputs and ``suffix``.
     """
 
     token_ids: bytes
@@ -77,7 +77,7 @@ class Pictures:
         return [token_id if token_id >= 0 else self.image_token_id for token_id in packed]
 
     def inputs_for(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """Return the inputs for the first ``num_tokens`` tokens of a context, padded to these."""
+        """Return the inputs for a context of ``num_tokens`` tokens; pads the per-token inputs."""
         rest = num_tokens - self.num_tokens
         return {
             name: torch.nn.functional.pad(value, (0, rest), value=self.suffix)
@@ -111,7 +111,7 @@ def image_token_id_of(config: Any) -> int | None:
 
 
 def codes(fingerprint: bytes, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return negative ids for a picture's parts, by its fingerprint: int32 ``[count]``."""
+    """Derive negative ids for a picture's parts from its fingerprint: int32 ``[count]``."""
     digest = hashlib.shake_256(fingerprint).digest(4 * count)
     return np.frombuffer(digest, np.int32) | _NEGATIVE
 
@@ -123,12 +123,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 @final
 @dataclass(frozen=True, slots=True)
 class PictureRules:
-    """How a model computes contexts with pictures; ``Evaluator.picture_rules`` finds it out.
+    """How a model computes contexts with pictures; ``Evaluator.picture_rules`` finds out.
 
     Attributes:
         is_prompt_one: Whether prompt tokens attend to later ones too (PaliGemma), so that the whole
             prompt is the opening; otherwise, the opening ends with the last picture.
-        suffix: The element of per-token inputs for tokens after the opening.
+        suffix: The value of per-token inputs for tokens after the opening.
         keeps: Whether text is computed from cached keys and values; if not, every pass runs the
             whole context.
     """
@@ -139,7 +139,7 @@ class PictureRules:
 
 
 def check_num_pictures(marker: str, num_markers: int, num_pictures: int) -> None:
-    """Raise a ``PictureError`` unless a prompt has a marker for each picture."""
+    """Raise a ``PictureError`` unless a prompt has exactly one marker per picture."""
     if num_markers != num_pictures:
         raise PictureError(
             f"the prompt must hold {marker!r} once for each picture: it has {num_markers} of them, "

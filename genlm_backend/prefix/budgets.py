@@ -13,7 +13,7 @@ from genlm_backend.prefix.kv_pool import KVLayout
 from genlm_backend.runtime.memory import cpu_budget
 
 TierName: TypeAlias = Literal["device", "host"]
-"""Name of a tier: the memory that caches keys and values."""
+"""Name of a cache tier: the memory of the model's device, or of the host."""
 
 check_tier: Final[Check[TierName | None]] = one_of(None, *get_args(TierName))
 """Check of an argument that names a tier or is ``None``."""
@@ -22,12 +22,12 @@ check_tier: Final[Check[TierName | None]] = one_of(None, *get_args(TierName))
 CUDA_FRACTION: Final = 0.5
 
 _FEWEST_ROWS: Final = 8
-"""Rows of a pass whose recurrent states can be copied under any budget."""
+"""Least value of ``most_rows``, for any number of states."""
 
 
 @final
 class Budgets(NamedTuple):
-    """Bytes that cached contexts may take."""
+    """Bytes of the cache on the device (``kv``) and host; ``states`` is a part of ``kv``."""
 
     kv: int = 0
     host: int = 0
@@ -35,7 +35,7 @@ class Budgets(NamedTuple):
 
 
 def default_kv_budget(layout: KVLayout) -> int:
-    """Return the default bytes of keys and values; the device with the fewest slots decides."""
+    """Return the default bytes of keys and values, by the device that fits the fewest slots."""
     by_device: dict[torch.device, int] = defaultdict(int)
     for layer in layout.layers:
         by_device[layer.device] += layer.bytes_per_slot
@@ -96,5 +96,5 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
 
 
 def most_rows(num_states: int) -> int:
-    """Return the most rows of a pass, bounded since a pass copies their recurrent states."""
+    """Return the most rows that a pass may have, since it copies their recurrent states."""
     return max(_FEWEST_ROWS, num_states // 2)

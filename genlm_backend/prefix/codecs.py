@@ -1,4 +1,4 @@
-"""Number formats of cached keys and values: as computed, in another type, int8 and uint4."""
+"""Number formats of cached keys and values: as computed, another float type, int8, uint4."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Codec(abc.ABC):
     is_exact = False
     """Whether ``decode(encode(rows))`` is ``rows``, uncopied."""
 
-    # A token's codes depend on its own row alone. All-zero codes decode to finite numbers.
+    # Required: a token's codes depend only on its own row; all-zero codes decode to finite numbers.
     def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:
         self.width, self.dim, self.dtype = width, dim, dtype
 
@@ -56,8 +56,8 @@ class UInt4(Codec):
     # scale in bfloat16: asymmetric quantisation, per token (KIVI: Liu et al., 2024,
     # arXiv:2402.02750, section 3). ``encode`` first subtracts each channel's mean and rotates each
     # vector by a Hadamard matrix ``R``, so that no channel is much larger than the others (QuaRot:
-    # Ashkboos et al., 2024, arXiv:2404.00456, section 4). A vector with an infinity or a NaN
-    # decodes to no finite number.
+    # Ashkboos et al., 2024, arXiv:2404.00456, section 4). The elements that are rotated
+    # together decode to no finite number if one of them is infinite or NaN.
     def __init__(
         self, width: int, dim: int, dtype: torch.dtype, mean: torch.Tensor | None = None
     ) -> None:
@@ -102,7 +102,7 @@ class UInt4(Codec):
 
     def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply each vector's parts by a Hadamard matrix, which is its own inverse."""
-        size = self.dim & -self.dim  # the largest power of two that divides it
+        size = self.dim & -self.dim  # the largest power of two that divides ``dim``
         return (rows.reshape(-1, size) @ hadamard(size, rows.device)).view(rows.shape)
 
 
@@ -163,8 +163,8 @@ class Int8(Codec):
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         vectors = rows.reshape(len(rows), -1, self.dim).float()
         # Symmetric quantisation by the largest absolute value (Jacob et al., 2018,
-        # arXiv:1712.05877, section 2.1, with a zero point of 0), per head and token. A vector with
-        # an infinity or a NaN decodes to no finite number.
+        # arXiv:1712.05877, section 2.1, with a zero point of 0), per ``dim`` elements. A vector
+        # with an infinity or a NaN decodes to no finite number.
         scales = vectors.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).div_(_LARGEST_INT8)
         integers = vectors.div(scales).round_().to(torch.int8)
         return integers.view(len(rows), -1), scales.squeeze(-1)
@@ -189,11 +189,11 @@ class Cast(Codec):
         return ((self.width, self._kept),)
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Round elements to the nearest finite number; infinities and NaN stay."""
+        """Round finite elements to the nearest finite number; infinities and NaN stay."""
         if self.is_exact:
             return (rows,)
         if self._largest < torch.finfo(self.dtype).max:
-            # Finite numbers beyond the type's range saturate; a plain cast makes infinities.
+            # Finite numbers beyond the type's range saturate; a plain cast would make infinities.
             inside = rows.clamp(-self._largest, self._largest)
             rows = torch.where(rows.isinf(), rows, inside)
         return (rows.to(self._kept),)
@@ -206,7 +206,7 @@ KVCacheDtype: TypeAlias = Literal["bfloat16", "float16", "int8", "uint4"]
 """Name of a number format of keys and values."""
 
 KV_CACHE_DTYPES: Final[tuple[KVCacheDtype, ...]] = get_args(KVCacheDtype)
-"""All formats, from the most exact to the smallest."""
+"""All formats, in order of decreasing size; the first two are equally large."""
 
 
 def needs_mean(kept: KVCacheDtype | None) -> bool:

@@ -15,7 +15,7 @@ from genlm_backend.prefix.slot_allocator import PADDING_SLOT
 from genlm_backend.prefix.state_cache import StateLayout
 
 FREE_SLOTS: Final = 1 << 20
-"""Number of slots of a model without attention: they take no bytes, a tree node about 70."""
+"""Slots of a model without attention: they take no bytes, but a tree node takes about 70."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class KVLayout:
         return {each.device.type for each in (*self.layers, *self.states.tensors)}
 
     def num_slots(self, budget: int) -> int:
-        """Return how many slots fit into ``budget`` bytes next to the one for padding."""
+        """Return how many slots fit into ``budget`` bytes besides the padding slot."""
         # If no layer attends, slots take no bytes, and their number only bounds the tree.
         if not self.layers:
             return FREE_SLOTS if self.states else 0
@@ -92,14 +92,14 @@ class KVLayout:
 
 @final
 class KVPool:
-    """Preallocated tensors for the keys and values of every slot in every layer."""
+    """Preallocated tensors for the keys and values of every slot in every attention layer."""
 
     def __init__(self, layout: KVLayout, num_slots: int, pins: bool = False) -> None:
         self.layout = layout
         self.bytes_per_slot = layout.bytes_per_slot
         self._codecs = [layer.codec() for layer in layout.layers]
         self.is_exact = all(codec.is_exact for codec in self._codecs)
-        # The OS provides a page when a slot in it is first written: unused CPU slots cost nothing.
+        # The OS provides a page on its first write: unused CPU slots cost nothing unless pinned.
         self.codes = [
             _empty(codec, num_slots + 1, layer.device, pins)
             for layer, codec in zip(layout.layers, self._codecs, strict=True)

@@ -14,7 +14,7 @@ _AT_ONCE = 64
 """Tokens that one branch-free loop compares."""
 
 DIGEST_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""The factor of ``Nodes.digest``, a polynomial of the tokens."""
+"""The base of ``Nodes.digest``, a polynomial hash of the path's tokens."""
 
 
 @compiled
@@ -130,7 +130,7 @@ def path(parents, depths, node, found):
 
 @compiled
 def fill_digests(digests, parents, tokens, depths, nodes):
-    """Write the digests of nodes, parents first; ``new_root`` has set those of roots."""
+    """Write the digests of nodes, parents first; ``new_root`` sets the digests of roots."""
     for node in nodes:
         if depths[node] > 0:
             digest = digests[parents[node]] * DIGEST_FACTOR
@@ -139,12 +139,12 @@ def fill_digests(digests, parents, tokens, depths, nodes):
 
 @compiled
 def link(parents, tokens, first, children, on_device, stamps, slots, table, nodes, real, spare):
-    """Link nodes as children, parents first; a linked child with the same token stays instead."""
+    """Link nodes to their parents, parents first; a child linked for the same token stays."""
     num_spare = 0
     for i in range(len(nodes)):
         node = nodes[i]
         parent = parents[node]
-        if children[parent] < 0:  # replaced by the linked node in ``first``
+        if children[parent] < 0:  # the node ``first[parent]`` has replaced it
             parent = first[parent]
             parents[node] = parent
         found = child_of(parents, tokens, table, parent, tokens[node])
@@ -197,8 +197,8 @@ def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken,
             num_taken += 1
             stamp, node = stamps[node], parents[node]
             num_below[node] -= 1
-            # A parent inherits its last child's stamp. If its own is later, it waits until the
-            # queue is filled again.
+            # A parent inherits its last child's stamp if that is later. If its own is later, it
+            # waits until the queue is filled again.
             is_older = stamps[node] <= stamp
             stamps[node] = max(stamps[node], stamp)
             is_leaf = num_below[node] == 0 and depths[node] > 0
@@ -209,7 +209,7 @@ def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken,
 
 @compiled
 def count_paths(parents, depths, slots, ends, is_seen):
-    """Return the number of distinct device nodes on paths; ``is_seen`` starts all false."""
+    """Return the number of distinct device nodes on paths; ``is_seen`` must be all false."""
     total = 0
     for end in ends:
         node = end

@@ -19,7 +19,7 @@ PINNED: Final = np.iinfo(np.int64).max
 """Stamp of a node that is never evicted."""
 
 CacheHint: TypeAlias = tuple[object, int]
-"""A node in one use: ``Nodes.key``, which ``clear()`` renews, and a number of node and use."""
+"""``Nodes.key``, which ``clear()`` renews, and the node's number in ``Nodes.node_uses``."""
 
 NO_HINT: Final[CacheHint] = (None, 0)
 """The hint of a context that has not been found."""
@@ -46,7 +46,7 @@ _FIELDS: Final[dict[str, type[np.integer[Any]]]] = {
 class Nodes:
     """The nodes of a prefix tree by number; a node is *linked* once it is in the child table."""
 
-    # Numbers are reused after a node is freed; ``num_uses`` tells a hint of an earlier use.
+    # Numbers are reused after a node is freed; ``num_uses`` reveals outdated hints.
     parent: Ints  # [n] int32
     token: Ints
     depth: Ints
@@ -67,7 +67,7 @@ class Nodes:
     def clear(self) -> None:
         """Forget all nodes, and invalidate all hints."""
         self.key = object()
-        # Numbers below this have been in use; 0 stands for no node. Beyond, the arrays are zero.
+        # Numbers below this have been used; 0 means no node. From here on, the arrays are zero.
         self.num_made = 1
         self._free, self._num_free = np.empty(0, np.int32), 0
         for name, dtype in _FIELDS.items():
@@ -76,7 +76,7 @@ class Nodes:
         self.has_digests = False
 
     def begin_digests(self) -> None:
-        """Compute the digests of all nodes, and from now on of each new node."""
+        """Compute the digests of all nodes; from now on, ``append`` computes each new node's."""
         order = np.argsort(self.depth[: self.num_made], kind="stable").astype(np.int32)
         node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, order)
         self.has_digests = True
@@ -144,7 +144,7 @@ class Nodes:
         return nodes
 
     def insert(self, nodes: Ints) -> tuple[Ints, Ints]:
-        """Link nodes, parents first; return the nodes that are linked now, and the unused slots."""
+        """Link nodes, parents first; return the nodes that are linked now, and surplus slots."""
         # If a child with the same token is linked already, it stays and the new node is freed. A
         # child on the host takes the new node's slot; its host slot is returned, negative.
         real, spare = np.empty_like(nodes), np.empty(len(nodes), np.int32)
@@ -173,7 +173,7 @@ class Nodes:
     # ---------------------------------------------------------------- finding
 
     def walk(self, node: int, tokens: Ints) -> int:
-        """Return the deepest node that follows from ``node`` by token ids, int32."""
+        """Follow token ids, int32, down from ``node``; return the last node that exists."""
         return int(node_loops.walk(self.parent, self.token, self.first, self.table, node, tokens))
 
     def path(self, node: int) -> Ints:
@@ -197,7 +197,7 @@ class Nodes:
         return (self.num_uses[nodes] << _NODE_BITS) | nodes
 
     def at(self, hints: Sequence[CacheHint], root: int) -> Ints:
-        """Return the nodes of hints, 0 for a stale one or another root: int32 ``[n]``."""
+        """Return the nodes of hints, 0 for a stale hint or another root's: int32 ``[n]``."""
         key = self.key
         node_uses = np.array([hint[1] if hint[0] is key else 0 for hint in hints], np.int64)
         nodes = (node_uses & ((1 << _NODE_BITS) - 1)).astype(np.int32)

@@ -47,7 +47,7 @@ class PrefixTree:
     # ---------------------------------------------------------------- the protocol
 
     def new_step(self, num_contexts: int = 1) -> None:
-        """Begin a batch of contexts; nodes used before may be evicted from now on."""
+        """Begin a batch of contexts; earlier nodes may be evicted from now on, unless pinned."""
         self._now += 1
         self._used.clear()
         if self.states.num_states:
@@ -62,7 +62,7 @@ class PrefixTree:
         return root
 
     def match(self, token_ids: Any, namespace: Hashable = None, hint: CacheHint = NO_HINT) -> int:
-        """Return the node of the longest cached prefix, not evicted before ``new_step``."""
+        """Return the node of the longest cached prefix; it stays until the next ``new_step``."""
         tokens = np.asarray(token_ids, np.int32)
         sizes = np.array([len(tokens)], np.int32)
         found = self.match_all([hint], namespace, sizes, lambda _, start: tokens[start:])
@@ -76,7 +76,7 @@ class PrefixTree:
         sizes: Ints,
         tokens_of: Callable[[int, int], Any],
     ) -> Ints:
-        """Return the nodes of the longest cached prefixes, int32 ``[n]``; ``touch`` keeps them."""
+        """Return the nodes of the longest cached prefixes, int32 ``[n]``, without ``touch``."""
         root, depths = self.root(namespace), self.nodes.depth
         nodes = self.nodes.at(hints, root)
         nodes[nodes == 0] = root
@@ -163,7 +163,7 @@ class PrefixTree:
     def evict(self, count: int) -> int:
         """Free up to ``count`` slots, least recently used first; return their number."""
         # Nodes that are pinned or were used since ``new_step`` stay. Evicted tokens move to the
-        # host if it has free slots or older tokens to evict.
+        # host if it has free slots, or leaves that were not used since then.
         taken = self._device.take_leaves(self.nodes, count, self._now)
         self._num_linked -= len(taken)
         slots = self.nodes.slot[taken]
@@ -179,7 +179,7 @@ class PrefixTree:
     def num_cached(
         self, token_ids: Any, namespace: Hashable = None, tier: TierName | None = None
     ) -> int:
-        """Return the length of the longest cached prefix, all or on one tier; without ``touch``."""
+        """Return the length of the longest cached prefix, or of its part on one tier."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
@@ -263,7 +263,7 @@ class PrefixTree:
             gone = self._host.take_leaves(nodes, missing, self._now)
             self._evict_for_good(gone)
             missing -= len(gone)
-        if missing > 0:  # they have no host nodes below: those went before
+        if missing > 0:  # no host node is left below them: those were evicted first
             self._evict_for_good(taken[:missing])
             taken = taken[missing:]
         if not len(taken):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from genlm_backend.errors import CacheError, OutOfSlotsError
 
 PADDING_SLOT: Final = 0
-"""The slot that padding points at: all zeros, never written, never allocated."""
+"""The slot that padding points at: its codes are zero, and it is never allocated."""
 
 
 def ranges_in_a_row(*numbers: NDArray[Any]) -> list[tuple[int, int]]:

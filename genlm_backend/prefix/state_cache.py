@@ -1,8 +1,8 @@
 """Recurrent states, which layers of state-space models keep instead of keys and values.
 
-Such a layer computes one state after each token from the state before; no part of it belongs to one
-token. So a node of a prefix tree may have a *state*: a snapshot of every such layer after its
-token. To continue a context, these layers need the state after its last token alone.
+Such a layer computes the state after each token from the state before it; no part of a state
+belongs to one token. So a node of a prefix tree may have a *state*: a snapshot of all such layers
+after its token. To continue a context, these layers need only the state after its last token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from genlm_backend.prefix.nodes import Ints, Nodes
 from genlm_backend.prefix.tier_copier import TierCopier
 
 _FEWEST_TO_MOVE: Final = 32
-"""Tokens since the previous state that make one worth a copy to the host: a guess, unmeasured."""
+"""Fewest tokens since the previous state for which a copy to the host pays: a guess."""
 
 _NUM_RECENT: Final = 4
 """Batches over which one round of particles may spread; the latest is needed again last."""
@@ -31,7 +31,7 @@ _LONG_AGO: Final = 1 << 40
 """More batches than a process will run."""
 
 NO_STATE: Final = 0
-"""Number for no state: of a context without tokens, or one whose state is not kept."""
+"""The number of no state: for a root, or a node whose state is not kept."""
 
 
 @final
@@ -52,21 +52,21 @@ class StateTensor:
 
 
 class CacheLayer(NamedTuple):
-    """What one layer of a model's cache holds: keys and values, states, both or neither."""
+    """The contents of one cache layer: keys and values, states, both or neither."""
 
     attends: bool
     num_states: int
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds nothing, such as a layer that reads another layer's cache."""
+        """Whether the layer holds nothing, for example because it reads another layer's cache."""
         return not self.attends and not self.num_states
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The recurrent state tensors of all layers; empty if a model has no such layer."""
+    """The recurrent state tensors of all layers; empty if a model has no recurrent layer."""
 
     tensors: tuple[StateTensor, ...] = ()
     layers: tuple[CacheLayer, ...] = ()
@@ -152,7 +152,7 @@ class StateCache:
         return int(self._is_used().sum())
 
     def _is_used(self) -> NDArray[np.bool_]:
-        owner = self._owner  # first: statistics are read while the worker makes the nodes grow
+        owner = self._owner  # first: other threads read statistics while nodes are added
         is_used = self._nodes.state[owner] == np.arange(self.num_states + 1)
         is_used[NO_STATE] = False
         return is_used
@@ -190,7 +190,7 @@ class StateCache:
         np.subtract.at(self._num_held, self._numbers(nodes), 1)
 
     def fetch(self, nodes: Ints) -> bool:
-        """Move host states of nodes to the device, keep their others; ``False`` without room."""
+        """Move the host states of nodes to the device; ``False`` if there is no room for all."""
         state = self._nodes.state
         wanted = np.unique(nodes[state[nodes] < 0])
         if not len(wanted):
@@ -213,7 +213,7 @@ class StateCache:
         return True
 
     def go_on_from(self, nodes: Ints) -> None:
-        """Note that rows of this batch continue from nodes; their new nodes are not linked yet."""
+        """Count rows of this batch that continue from nodes, before their new nodes are linked."""
         numbers = self._numbers(nodes)
         np.add.at(self._num_rows, numbers, 1)
         # The state at a context's end is evicted first once its only row has moved on.
@@ -221,7 +221,8 @@ class StateCache:
         self._stamp[numbers[is_left]] = self._now - _LONG_AGO
 
     def give(self, nodes: Ints, num_needed: Ints) -> Ints:
-        """Assign states to nodes without one; return numbers, negative on the host, 0 for none."""
+        """Assign states to nodes without one on the device; return numbers, 0 for none."""
+        # Numbers on the host are negative. A node that has a device state gets 0.
         numbers = np.zeros(len(nodes), np.int64)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
         is_needed = num_needed[asked] > 0
@@ -250,7 +251,7 @@ class StateCache:
 
     @contextlib.contextmanager
     def filling(self, nodes: Ints) -> Iterator[None]:
-        """Take the states of nodes away again if filling them raises."""
+        """Unassign the states of nodes if the body, which fills them, raises."""
         try:
             yield
         except BaseException:  # they may be partly written
@@ -269,8 +270,8 @@ class StateCache:
     def _unused(self, count: int) -> Ints:
         """Return up to ``count`` states that no node has."""
         if len(self._free) - self._num_handed_out < count:
-            # One scan finds all free states; a scan for every batch would cost more with each
-            # state of the pool.
+            # One scan finds all free states; a scan for every batch would cost time linear in
+            # the size of the pool.
             self._free = np.flatnonzero(~self._is_used())[1:]  # without NO_STATE
             self._num_handed_out = 0
         found = self._free[self._num_handed_out : self._num_handed_out + count]
@@ -283,8 +284,8 @@ class StateCache:
         num_rows = self._num_rows[can_go]
         is_new, shared = (self._stamp[can_go] == self._now) & (num_rows == 0), can_go[num_rows > 1]
         gone = self._in_order(can_go[~is_new & (num_rows <= 1)], count)
-        # States that several rows of this batch continue from are evicted if there is a state for
-        # each context, and otherwise only if needed. New states of this batch go only if needed.
+        # States that several rows of this batch continue from are evicted if the pool has a state
+        # for each context, and otherwise only if needed. New states are evicted only if needed.
         most = count if self.num_states >= self._num_contexts else num_needed
         gone = np.concatenate([gone, self._in_order(shared, most - len(gone))])
         new = self._in_order(can_go[is_new], num_needed - len(gone))
@@ -295,7 +296,7 @@ class StateCache:
         stamps, now = self._stamp[numbers], self._now
         if len(numbers) > count > 0:
             newest = np.partition(stamps, count - 1)[count - 1]
-            if newest < now - _NUM_RECENT:  # usually; the rest are recent
+            if newest < now - _NUM_RECENT:  # the usual case: no recent state is evicted
                 numbers, stamps = numbers[stamps <= newest], stamps[stamps <= newest]
         # Least recent first; among the last four batches most recent first; this batch last.
         ranks = np.where(stamps < now - _NUM_RECENT, stamps, 2 * now - stamps)
@@ -306,7 +307,7 @@ class StateCache:
         return numbers[order[: max(count, 0)]]
 
     def _let_go(self, gone: Ints) -> None:
-        """Evict states from their nodes, and copy to the host those that are worth it."""
+        """Evict states from their nodes; copy to the host the states that are worth it."""
         moved = self._worth_moving(gone) if self.host.num_states else gone[:0]
         moved = moved[np.argsort(self._stamp[moved], kind="stable")]
         stamps, nodes = self._stamp[moved], self._owner[moved]
@@ -323,7 +324,7 @@ class StateCache:
             self._moves.to_host(moved[has_room].tolist(), on_host[has_room].tolist())
 
     def _worth_moving(self, gone: Ints) -> Ints:
-        """Return the states of ``gone`` that no token follows, or far from the previous one."""
+        """Return the states of ``gone`` at a context's end, or far from the previous state."""
         # If every step leaves a state, few tokens separate them. A context's last state moves to
         # the host all the same, so that the context continues without recomputation.
         owners = self._owner[gone]
@@ -338,7 +339,8 @@ class StateCache:
     # ---------------------------------------------------------------- beside batches
 
     def pin(self, node: int) -> bool:
-        """Keep a node's device state until ``clear()``; ``False`` if none, or no other is left."""
+        """Keep a node's device state until ``clear()``; return whether it could be pinned."""
+        # At least one state has to stay unpinned.
         number, others = self._nodes.state[node], self._is_pinned.copy()
         if number <= NO_STATE:
             return False
@@ -349,7 +351,8 @@ class StateCache:
         return True
 
     def move(self, numbers: Ints, nodes: Ints) -> None:
-        """Move states from replaced nodes to the linked ones, unless these have one."""
+        """Move states of replaced nodes to the linked nodes that have none."""
+        # A state on the device also replaces one on the host.
         state, owners = self._nodes.state, (self._owner, self.host.owner)
         for i in np.flatnonzero(numbers != NO_STATE).tolist():
             node, number = nodes[i], int(numbers[i])
@@ -359,7 +362,7 @@ class StateCache:
 
 @final
 class HostStateCache:
-    """An LRU cache of recurrent states in host memory; ``Nodes.state`` has them negative."""
+    """An LRU cache of recurrent states in host memory; numbered negatively in ``Nodes.state``."""
 
     def __init__(self, nodes: Nodes, num_states: int) -> None:
         self._nodes, self.num_states = nodes, num_states
@@ -383,7 +386,8 @@ class HostStateCache:
         self._stamp[np.maximum(-self._nodes.state[nodes], NO_STATE)] = now
 
     def assign(self, nodes: Ints, stamps: Ints | int, now: int) -> tuple[Ints, int]:
-        """Assign host states, 0 for none, to the last nodes first; this batch's states stay."""
+        """Assign host states, the last nodes first; return numbers, and how many were evicted."""
+        # A number is 0 if there is no room: states used in batch ``now`` stay.
         is_used = self._is_used()
         free = np.flatnonzero(~is_used)[1:][: len(nodes)]
         old = np.flatnonzero(is_used & (self._stamp < now))

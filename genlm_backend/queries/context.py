@@ -1,4 +1,4 @@
-"""Context: an immutable sequence of token ids; adding one costs the same at any length."""
+"""Context: an immutable sequence of token ids; appending one copies at most 511 ids."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ _BLOCK: Final = TOKENS_PER_BLOCK * _ID.size
 class Context(Sequence[int]):
     """An immutable sequence of a model's token ids, made by ``lm.context(token_ids)``.
 
-    All methods take it as token ids, and it costs less than a list. Its ids are checked once, when
-    it is made. ``context + [token]`` or ``context.extend(token)`` makes a longer one at a cost that
-    does not depend on its length; any number of threads may extend one context. A query is as
-    cheap, since a context remembers where the one that it extends is cached.
+    Methods that take token ids accept it, at a lower cost than a list: its ids are checked once,
+    when it is made. ``context + [token]`` or ``context.extend(token)`` makes a longer context and
+    copies at most 511 ids; any number of threads may extend one context. The longer context
+    remembers where the shorter one is cached, so that a query looks up only the new tokens.
 
-    It iterates, indexes and slices like a tuple; a slice is a ``Context``. It equals a ``Context``
-    with the same ids and nothing else, and is hashable. An unpickled one belongs to no model: the
-    model that gets it checks its ids.
+    It iterates, indexes and slices like a tuple; a slice is a ``Context``. It is hashable, and
+    equals only another ``Context`` with the same ids. An unpickled context belongs to no model; the
+    model that receives it checks its ids.
 
-    One that begins with pictures (``lm.context(prompt, images=[…])``) shows one placeholder id for
-    every part of a picture. Two such contexts are equal if their pictures are equal too.
+    A context that begins with pictures (``lm.context(prompt, images=[…])``) shows the same
+    placeholder id for each part of a picture. Two such contexts differ if their pictures differ.
 
     Attributes:
-        blocks: Full blocks of its ids as 32-bit integers; parts of pictures have negative ones
-            (see ``Pictures``).
-        tail: The ids after the last full block.
-        contexts: The factory that has checked its ids; all contexts of one model have the same.
-        cache_hint: The tree node at which the evaluator last found it, or the context that it
-            extends; ``NO_HINT`` if none. Evaluators write it; equality ignores it.
+        blocks: The full blocks of 512 ids, packed as 32-bit integers; the ids of picture parts are
+            negative (see ``Pictures``).
+        tail: The packed ids after the last full block.
+        contexts: The factory of its model; contexts of no model share one.
+        cache_hint: The tree node of its latest match, or of the context that it extends;
+            ``NO_HINT`` if none. Evaluators write it; equality ignores it.
         pictures: The pictures that it begins with, or ``None``.
     """
 
@@ -86,7 +86,7 @@ class Context(Sequence[int]):
         cache_hint: CacheHint = NO_HINT,
         pictures: Pictures | None = None,
     ) -> Self:
-        """Return the context of full blocks and packed ids after them, without checks."""
+        """Make a context from full blocks and the packed ids after them, without checks."""
         if len(packed) >= _BLOCK:
             stop = len(packed) - len(packed) % _BLOCK
             starts = range(0, stop, _BLOCK)
@@ -98,7 +98,7 @@ class Context(Sequence[int]):
         return context
 
     def extend(self, token_id: int) -> Context:
-        """Return the context with one more token.
+        """Return a new context with one token appended.
 
         Raises:
             ContextTypeError: (``TypeError``) If ``token_id`` is not an integer.
@@ -111,19 +111,19 @@ class Context(Sequence[int]):
         return Context.of(contexts, tail, self.blocks, self.cache_hint, self.pictures)
 
     def __add__(self, token_ids: Any) -> Context:
-        """Return the context followed by tokens, which are checked."""
+        """Return a new context with token ids appended, after checking them."""
         if type(token_ids) is list and len(token_ids) == 1:
             return self.extend(token_ids[0])
         return self.followed_by(self.contexts.packed(token_ids))
 
     def __radd__(self, token_ids: Any) -> Context:
-        """Return the context preceded by tokens, which are checked."""
+        """Return a new context with token ids prepended, after checking them."""
         if self.pictures is not None:
             raise PictureError("nothing can be put before the pictures that a context begins with")
         return self.contexts.of(token_ids).followed_by(self.packed().tobytes())
 
     def followed_by(self, packed: bytes) -> Context:
-        """Return the context followed by ids, packed as 32-bit integers and checked before."""
+        """Return a new context with ids appended that are packed and already checked."""
         tail = self.tail + packed
         return Context.of(self.contexts, tail, self.blocks, self.cache_hint, self.pictures)
 
@@ -161,7 +161,7 @@ class Context(Sequence[int]):
 
     def _first(self, count: int) -> Context:
         blocks, tail = self.beginning(count)
-        # Without a hint: that of the whole names a deeper node, and a search finds this one soon.
+        # No hint: the whole context's hint names a deeper node, and a walk from the root is fast.
         first = Context.of(self.contexts, tail, blocks, pictures=self.pictures)
         if self.pictures is not None and count < self.pictures.num_tokens:
             if len(first) and min(first.packed()) < 0:
@@ -178,11 +178,11 @@ class Context(Sequence[int]):
 
     @property
     def last_packed(self) -> bytes:
-        """The last id as a 32-bit integer."""
+        """The last id, packed as a 32-bit integer."""
         return self.tail[-_ID.size :] or self.blocks[-1][-_ID.size :]
 
     def packed(self, start: int = 0, stop: int | None = None) -> array[int]:
-        """Return ids from ``start`` to ``stop``, neither negative, as 32-bit integers."""
+        """Return ids ``[start, stop)`` as 32-bit integers; neither bound may be negative."""
         # Parts of pictures keep their own negative ids here.
         num_blocks = len(self.blocks)
         first = min(start // TOKENS_PER_BLOCK, num_blocks)
@@ -241,7 +241,7 @@ class ContextFactory:
         self._blocks: dict[bytes, bytes] = {}
 
     def of(self, token_ids: Any, name: str = "token_ids") -> Context:
-        """Return token ids as a ``Context`` of this model; its own ones are not checked again."""
+        """Return token ids as a ``Context`` of this model; checks all but its own contexts."""
         if isinstance(token_ids, Context):
             if token_ids.contexts is self:
                 return token_ids
@@ -255,7 +255,7 @@ class ContextFactory:
                 "lm.context(prompt, images=[…]) makes a context of it, and context + [token] more"
             )
         context = Context.of(self, self._packed(ids))
-        if context.blocks:  # equal blocks become one object, stored, compared and sent once
+        if context.blocks:  # equal blocks share one object: less memory, faster comparisons
             if len(self._blocks) > _MAX_BLOCKS:
                 self._blocks.clear()
             context.blocks = tuple([self._blocks.setdefault(own, own) for own in context.blocks])
@@ -272,7 +272,7 @@ class ContextFactory:
     def check_context(
         self, token_ids: Any, max_length: int | None = None, name: str = "token_ids"
     ) -> Context:
-        """Return token ids as a ``Context`` that the model can evaluate."""
+        """Return token ids as a non-empty ``Context`` of at most ``max_length`` tokens."""
         is_own = isinstance(token_ids, Context) and token_ids.contexts is self
         context: Context = token_ids if is_own else self.of(token_ids, name)
         num_tokens = len(context)
@@ -306,7 +306,7 @@ class ContextFactory:
         return token_id
 
     def packed(self, token_ids: Any, name: str = "token_ids") -> bytes:
-        """Return token ids packed as 32-bit integers, with the checks of ``of``."""
+        """Check token ids, which may include image tokens, and pack them as 32-bit integers."""
         self._check_owner(token_ids)
         if isinstance(token_ids, Context) and token_ids.pictures is not None:
             raise PictureError(f"{name} begins with pictures, which nothing can come before")
@@ -346,7 +346,7 @@ _NOBODYS: Final = ContextFactory(MAX_VOCAB)
 def unpickled(
     packed: bytes, pictures: Pictures | None = None, blocks: tuple[bytes, ...] = ()
 ) -> Context:
-    """Return packed ids as a ``Context`` of no model; its next model checks them."""
+    """Return packed ids as a ``Context`` of no model; the model that receives it checks them."""
     return Context.of(_NOBODYS, packed, blocks, pictures=pictures)
 
 
@@ -355,7 +355,7 @@ def of_no_model(token_ids: Any) -> Context:
 
 
 def listed_contexts(name: str, value: Any) -> list[Any]:
-    """Return an iterable of contexts as a list, without checks of each."""
+    """Return an iterable of contexts as a list of unchecked contexts; refuse a single context."""
     contexts = listed(name, value)
     if is_one_context(value, contexts):
         raise OptionTypeError(
@@ -417,7 +417,7 @@ def _num_rows(ids: Any) -> int:
 
 
 def _way_out(ids: Any, name: str) -> str:
-    """Return the end of an error message on two-dimensional token ids; else an empty text."""
+    """Return a hint to end an error message on two-dimensional token ids; '' for other shapes."""
     num_rows = _num_rows(ids)
     if num_rows == 1:
         return f": pass {name}[0], which is its one row"

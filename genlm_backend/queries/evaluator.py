@@ -37,21 +37,20 @@ class EvaluatorInfo:
         num_states: Number of recurrent states that it can cache; ``None`` if its model has none.
         num_host_slots: Capacity of its host tier, in tokens, for keys and values that are evicted
             from the device; ``None`` if it has no such tier.
-        kv_cache_dtype: Number format of cached keys and values; ``None`` for the type that it
+        kv_cache_dtype: Number format of cached keys and values; ``None`` for the dtype that it
             computes in.
-        slots_per_block: Number of slots that a context takes at once. The rest of a context's last
-            block stays unused.
+        slots_per_block: Block size: a context takes slots in whole blocks, so that a part of its
+            last block may stay unused.
         device: Device on which it takes token ids: "cpu", "cuda:0", …; ``None`` if unknown.
         takes_adapters: Whether adapters can be added.
-        uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
-            callers slow down.
+        uses_openmp: Whether it computes on OpenMP threads of this process; idle OpenMP threads of
+            callers slow these down.
         scores: Whether it answers a ``ScoreQuery``. If not, texts are scored from rows.
         reads_out: Whether it answers a ``Readout``, and a ``ScoreQuery`` that wants more than
             log-probabilities. If not, callers query it for rows.
-        image_token_id: The id that stands for a part of a picture; ``None`` if the model takes no
-            pictures.
-        eos_token_ids: The EOS ids of the model's generation config; ``None`` if that has none, so
-            that the tokenizer's is used.
+        image_token_id: The placeholder id of picture parts; ``None`` for a model without pictures.
+        eos_token_ids: The EOS ids of the model's generation config; ``None`` if it has none;
+            the tokenizer's id is then used.
         omits_undefined: Whether its rows already give no probability to ``undefined_ids``. If not,
             ``BatchedLM`` checks and corrects each row.
     """
@@ -84,10 +83,10 @@ class EvaluatorInfo:
         return release_idle_threads if self.uses_openmp else _nothing
 
     def kv_capacity(self, batch_size: int) -> int | None:
-        """Return how many tokens the KV cache holds for a full batch; ``None`` without a cache.
+        """Return how many tokens of ``batch_size`` contexts fit into the KV cache, or ``None``.
 
-        The unused slots of each context's last block are subtracted, as long as the longest context
-        still fits.
+        It subtracts the unused slots of each context's last block, but returns at least the length
+        of the longest context that fits alone. ``None`` means that there is no cache.
         """
         if self.num_slots is None:
             return None
@@ -119,7 +118,7 @@ class EvaluatorCounts:
     Attributes:
         num_forwards: Number of forward passes of the model.
         tokens_computed: Number of tokens in them, padding not counted.
-        tokens_reused: Number of tokens whose keys and values were cached.
+        tokens_reused: Number of tokens that were found in the cache instead of being computed.
         kv_bytes_used: Bytes of the cached keys and values.
         kv_bytes_budget: Bytes that they may take.
         host_bytes_used: Bytes of keys, values and recurrent states on the host.
@@ -134,7 +133,7 @@ class EvaluatorCounts:
         num_states_to_host: Number of recurrent states that moved to the host.
         num_states_from_host: Number of recurrent states that moved back.
         packed_weight_bytes: Bytes of second copies of weights, in a faster layout.
-        num_captured_steps: Number of these forward passes that replayed a captured CUDA graph.
+        num_captured_steps: Number of forward passes that replayed a captured CUDA graph.
     """
 
     num_forwards: int = 0
@@ -162,7 +161,7 @@ def _nothing() -> None:
 
 
 class Evaluator(abc.ABC):
-    """Answers queries with rows. One thread makes all calls except ``counts`` and ``close``.
+    """A backend that answers queries. One thread makes all calls but ``counts`` and ``close``.
 
     It uses no futures, event loop or tokenizer, and all arguments and results pickle, so that it
     can run in another process. ``BatchedLM`` wraps it as a model.
@@ -174,9 +173,9 @@ class Evaluator(abc.ABC):
             ``info.omits_undefined``. Otherwise ``BatchedLM`` excludes them from each row, to the
             precision of the row.
         has_died: Whether it has stopped by itself; it answers nothing until it is restarted.
-        check_cancelled: To be called between two steps of long work; set by the owner. It raises
-            ``QueryDroppedError`` if no caller waits for the current work any more; the evaluator
-            must not catch it.
+        check_cancelled: Function to call between two steps of long work; the owner sets it. It
+            raises ``QueryDroppedError`` if no caller waits for the current work any more; the
+            evaluator must let the error propagate.
     """
 
     info: EvaluatorInfo | None = None
@@ -187,30 +186,30 @@ class Evaluator(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> EvaluatorInfo:
-        """Load the model, on the thread that makes all later calls; return the capabilities.
+        """Load the model, on the thread that also evaluates; return the capabilities.
 
-        Called once, before all other methods, unless ``info`` is set already.
+        The owner calls it once, before all other methods, unless ``info`` is set already.
         """
 
     @abc.abstractmethod
     def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result | Exception]:
-        """Return one answer to each of one or more distinct queries, in order: a ``Row``.
+        """Answer one or more distinct queries, in order: each ``RowQuery`` by a ``Row``.
 
-        An exception in place of a row goes to the callers of that query alone; a raised one goes to
-        all callers. Rows may share memory, which must not be written to afterwards. They may give
-        probability to ids that no token has, unless ``info.omits_undefined`` is set: ``BatchedLM``
-        excludes them.
+        An exception returned in place of an answer goes only to the callers of that query; a raised
+        one goes to all callers of the batch. Rows may share memory, which must not be written to
+        afterwards. They may give probability to ids that no token has, which ``BatchedLM`` then
+        excludes, unless ``info.omits_undefined`` is set.
 
         If ``info.scores``, the queries may include a ``ScoreQuery``. Its answer is a float32 tensor
-        ``[num_targets]`` on any device: log-probabilities given that none of ``undefined_ids``
-        comes, ``-inf`` for a target among these. If ``info.reads_out``, they may include a
-        ``Readout``, which excludes ``undefined_ids`` too, and a ``ScoreQuery`` that wants further
-        numbers; its answer is float64 ``[num_targets, beside.width]``.
+        ``[num_targets]`` on any device: log-probabilities renormalised without ``undefined_ids``,
+        ``-inf`` for a target among these. If ``info.reads_out``, they may include a ``Readout``,
+        which excludes ``undefined_ids`` too, and a ``ScoreQuery`` that wants further numbers, whose
+        answer is float64 ``[num_targets, beside.width]``.
         """
 
     @abc.abstractmethod
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens are cached, so that a query would reuse them now.
+        """Return how many tokens of a context a query would reuse from the cache now.
 
         With ``tier``, only tokens of that tier count; an evaluator without a host tier keeps all
         tokens on the device.
@@ -240,7 +239,7 @@ class Evaluator(abc.ABC):
         )
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
-        """Cache the keys and values of a file; return their tokens.
+        """Cache the keys and values of a file; return its token ids.
 
         Raises:
             PrefixFileError: If the file holds no prefix of this evaluator's model.
@@ -277,7 +276,7 @@ class Evaluator(abc.ABC):
 
     @abc.abstractmethod
     def counts(self) -> EvaluatorCounts:
-        """Return its counts so far, without a wait; any thread may call it."""
+        """Return the counts so far without blocking; any thread may call this."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -291,7 +290,7 @@ class Evaluator(abc.ABC):
 class RestartableEvaluator(Evaluator):
     """An evaluator that may die, such as one in a child process, and can be restarted.
 
-    While it is dead, methods that need it raise ``EngineDiedError``.
+    While it is dead, methods that need its model raise ``EngineDiedError``.
 
     Attributes:
         adapters: Paths of its adapters, which a restart loads again. The mapping is not modified in
@@ -302,11 +301,11 @@ class RestartableEvaluator(Evaluator):
 
     @abc.abstractmethod
     def restart(self) -> EvaluatorInfo:
-        """End it in the middle of any work, start it again, and load ``adapters``."""
+        """Stop the evaluator, even during a call, start it again, and load ``adapters``."""
 
     @abc.abstractmethod
     def load_adapters(self) -> None:
-        """Load each missing one of ``adapters``, and remove all adapters that are not in it.
+        """Load the adapters of ``adapters`` that are missing, and remove all others.
 
         If one cannot be loaded, only queries that name it fail, with an ``AdapterError``.
         """
@@ -343,7 +342,7 @@ class StatelessEvaluator(Evaluator):
 
     @final
     def pin(self, query: RowQuery) -> bool:
-        """Return ``False``: there is no room."""
+        """Return ``False``: there is no cache."""
         return False
 
     @final

@@ -19,7 +19,7 @@ UNKNOWN_ADAPTER: Final = "no LoRA adapter named {!r} is loaded"
 
 
 class Adapter(NamedTuple):
-    """One load of an adapter; its number tells it from other loads under the same name.
+    """One load of an adapter; its number distinguishes it from other loads under the same name.
 
     Attributes:
         name: The name that callers use.
@@ -44,11 +44,11 @@ class Query(abc.ABC):
         adapter: The adapter to apply; ``None`` for the base model.
         wanted: Description of the result, for error messages.
         targets: The tokens of a text to score.
-        num_targets: Their number.
-        beside: Further numbers to return for each target; ``None`` without targets.
+        num_targets: Number of targets.
+        beside: Which further numbers to return for each target; ``None`` without targets.
         needs_row: Whether the result is computed from rows, on the device of the rows.
         is_cacheable: Whether the result is a row that may be cached.
-        weight: Its share of the batch size: 1.0 for a row.
+        weight: How much it counts toward the batch size; 1.0 for a row.
     """
 
     __slots__ = ()
@@ -66,11 +66,11 @@ class Query(abc.ABC):
     @property
     @abc.abstractmethod
     def forward_key(self) -> Query:
-        """The query whose forward pass gives the result; equal ones share that pass."""
+        """The query whose forward pass gives the result; queries with equal keys share the pass."""
 
     @abc.abstractmethod
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` has the type and shape of a result, for that vocabulary."""
+        """Return whether ``answer`` has the type and shape of a result for this vocabulary size."""
 
 
 @final
@@ -109,7 +109,7 @@ class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes], Query):
 
     @property
     def forward_key(self) -> RowQuery:
-        """Itself, since its row is computed for it."""
+        """The query itself: a row comes from its own forward pass."""
         return self
 
     @cached_property

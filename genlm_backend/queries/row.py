@@ -24,11 +24,11 @@ class Row:
 
     Args:
         logprobs: Natural logarithms of the probabilities: float32 ``[vocab]``.
-        logsumexp: The logsumexp of the model's logits: a log-probability plus it is the logit.
+        logsumexp: The logsumexp of the model's logits; a logit is the log-probability plus it.
             ``None`` if the logits are not known.
 
     Attributes:
-        logsumexp: The same.
+        logsumexp: The logsumexp of the logits, or ``None``.
         table: The table of its batch, ``[n, vocab]``; ``None`` for a single row.
         index: Its index in the table.
     """
@@ -43,7 +43,7 @@ class Row:
     @classmethod
     def of_table(cls, table: torch.Tensor, logsumexps: Iterable[float | None]) -> list[Row]:
         """Return the rows of a table, float32 ``[n, vocab]``, as views of it."""
-        # A view takes a microsecond. Rows on a device are mostly read as a table: no views yet.
+        # Making a view takes a microsecond. On other devices, rows are mostly read as one table.
         views = table.unbind() if table.is_cpu else (None,) * len(table)
         rows: list[Row] = []
         for index, (view, logsumexp) in enumerate(zip(views, logsumexps, strict=True)):
@@ -76,7 +76,7 @@ class Row:
         return math.isnan(self.logsumexp)
 
     def is_of(self, vocab_size: int) -> bool:
-        """Return whether it is float32 ``[vocab_size]`` and needs no gradient."""
+        """Return whether ``logprobs`` is a float32 tensor ``[vocab_size]`` without gradient."""
         row = self.logprobs
         is_row = isinstance(row, torch.Tensor) and row.dtype is torch.float32
         return is_row and row.shape == (vocab_size,) and not row.requires_grad
@@ -94,12 +94,12 @@ class Row:
         return own_copy(row.numpy())
 
     def own_logits(self, device: torch.device) -> torch.Tensor:
-        """Return a copy of the logits on ``device``, or of the log-probabilities if unknown."""
+        """Return a copy of the logits on ``device``; of log-probabilities if logits are unknown."""
         logits = self.copy_logprobs(device)
         return logits if self.logsumexp is None else logits.add_(self.logsumexp)
 
     def __reduce__(self) -> tuple[type[Row], tuple[torch.Tensor, float | None]]:
-        return Row, (self.logprobs.clone(), self.logsumexp)  # a view pickles its whole table
+        return Row, (self.logprobs.clone(), self.logsumexp)  # a view would pickle its whole table
 
     def without(self, token_ids: torch.Tensor) -> Row:
         """Return the row renormalised without some tokens, int64 ``[n]``, which get ``-inf``."""
@@ -115,7 +115,7 @@ def alone(rows: Sequence[Row]) -> list[Row]:
 
 
 def are_rows_of(rows: Sequence[Row], vocab_size: int) -> bool:
-    """Return whether ``Row.is_of`` holds for all rows, by one look at each table."""
+    """Return whether ``Row.is_of`` holds for all rows, checking each table only once."""
     tables = {id(row.table): row.table for row in rows}
     if None not in tables.values():  # the usual case: one row of each table is checked
         tensors = [table[0] for table in tables.values() if table is not None]
@@ -157,7 +157,7 @@ def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield runs of rows that are consecutive in one table: their first index, ``[n, vocab]``."""
+    """Yield runs of rows consecutive in one table: the first row's index, a ``[n, vocab]`` view."""
     start = 0
     while start < len(rows):
         stop, table, index = start + 1, rows[start].table, rows[start].index
@@ -174,13 +174,13 @@ def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def stacked(rows: Sequence[Row]) -> torch.Tensor:
-    """Return the log-probabilities of rows, ``[n, vocab]``, uncopied if they lie in one table."""
+    """Return the log-probabilities of rows, ``[n, vocab]``, as a view if consecutive."""
     parts = [table for _, table in _tables(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
-    """Return rows on ``device``, unchanged if they are there; each table moves as a whole."""
+    """Return rows on ``device``, unchanged if all are there; runs of a table move together."""
     found = list(rows)
     memory = [row.logprobs if row.table is None else row.table for row in rows]
     if all(
@@ -222,16 +222,16 @@ def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
 _Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 spare_memory: Final = SpareMemory(128 << 20)
-"""Memory of rows, and of intermediate arrays of readouts."""
+"""Reused memory for rows, and for intermediate arrays of readouts."""
 
 _SMALL: Final = 1 << 14
 _MANY_BYTES: Final = 1 << 21
 
-# A memoryview copies by one memcpy. torch would wake a team of threads, which is slower; and torch
-# and NumPy release the GIL for a copy, so that a thread which computes in Python may hold it for
+# A memoryview copies by one memcpy. torch would wake a team of threads, which is slower. torch and
+# NumPy also release the GIL for a copy, and a thread that computes in Python may then keep it for
 # 5 ms. A copy of 49,152 numbers takes 20 us on one thread and 46 us by clone; 128,256 numbers take
-# 45 and 128 us. A copy of 1,000 takes 4 us and 1 us by clone, nearly all for the lease of spare
-# memory. So small rows use none: the allocator returns freed memory of their size at once.
+# 45 and 128 us. A copy of 1,000 takes 4 us, nearly all for the lease of spare memory, and 1 us by
+# clone. So small rows use no spare memory: the allocator reuses freed memory of their size at once.
 
 
 def own_copy(row: _Numbers) -> torch.Tensor:
@@ -250,7 +250,7 @@ def own_table(numbers: _Numbers) -> torch.Tensor:
 
 
 def put_rows(rows: Sequence[Row], table: _Numbers) -> None:
-    """Write log-probabilities, on any device, into a table of one block: float32 ``[n, vocab]``."""
+    """Write log-probabilities from any device into a contiguous float32 table ``[n, vocab]``."""
     for start, part in _tables(rows):
         _write(part.cpu().contiguous().numpy(), table[start : start + len(part)])
 
@@ -270,15 +270,15 @@ def rows_of_logits(
 ) -> list[Row]:
     """Return one row for each vector of logits ``[n, vocab]`` of any dtype.
 
-    They are computed in float32 on the device of the logits. The logits of ``undefined_ids`` are
-    ignored, infinities and NaN too. Probabilities sum to one up to the rounding of each. torch's
-    ``log_softmax`` does not ensure that: on some CPUs, the sum over 49,152 is off by 2e-5.
+    They are computed in float32 on the logits' device. The logits of ``undefined_ids`` are ignored,
+    infinities and NaN too. Except on CUDA, probabilities sum to one up to the rounding of each.
+    torch's ``log_softmax`` does not ensure that: on some CPUs, the sum over 49,152 is off by 2e-5.
 
-    The rows are views of one table. ``alone`` copies a row, so that it does not keep the others.
+    The rows are views of shared tables; ``alone`` copies them, so that none keeps the others.
 
     Args:
         logits: Vectors of logits.
-        device: Device of the returned rows; ``None`` for that of the logits.
+        device: Device of the returned rows; ``None`` for the logits' device.
         undefined_ids: Ids that no token has, whose logits are ignored.
         in_place: Whether the logits may be overwritten. That saves the memory of a second table,
             whose allocation takes as long as the computation.
@@ -291,13 +291,13 @@ def rows_of_logits(
 
 
 MAX_PINNED: Final = 1 << 28
-"""Most bytes of one block of pinned memory, by which rows move between CPU and CUDA."""
+"""Most bytes of one block of pinned memory, through which rows move between CPU and CUDA."""
 
 
 def _rows_moved(
     table: torch.Tensor, logsumexps: Sequence[float | None], device: torch.device
 ) -> list[Row]:
-    """Return the rows of a table on a device, in tables of ``MAX_PINNED`` bytes at most."""
+    """Return the rows of a table on a device, moved in tables of up to ``MAX_PINNED`` bytes."""
     if table.device == device:
         return Row.of_table(table, logsumexps)
     row_bytes, rows = table.shape[1] * table.element_size(), list[Row]()
@@ -309,7 +309,7 @@ def _rows_moved(
 
 
 def moved(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a table on a device; a copy from CPU to CUDA does not wait."""
+    """Return a table on a device; a CPU-to-CUDA copy of up to ``MAX_PINNED`` is asynchronous."""
     # On an H100, 33 MB take 0.8 ms through pinned memory, which torch caches, and 5 ms otherwise.
     if table.nbytes > MAX_PINNED or {table.device.type, device.type} != {"cpu", "cuda"}:
         return table.to(device)
@@ -327,7 +327,7 @@ def scores_of_logits(
 ) -> torch.Tensor:
     """Return log-probabilities of single tokens from vectors of logits ``[n, vocab]``: float32.
 
-    They equal the numbers of ``rows_of_logits`` bit for bit; no row is made.
+    They equal the numbers of ``rows_of_logits`` bit for bit; no ``Row`` is made.
 
     Args:
         logits: Vectors of logits, of any dtype.
@@ -373,7 +373,7 @@ _FEW_NUMBERS: Final = 1 << 19
 
 @functools.lru_cache(maxsize=32)
 def _ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor:
-    """Return ids as a cached tensor, int64 ``[n]``: making one of 256 may cost as much as a row."""
+    """Return ids as a cached tensor, int64 ``[n]``: making one may cost as much as a row."""
     with torch.inference_mode(False):  # inference tensors fail in autograd
         return torch.tensor(ids, dtype=torch.int64, device=device)
 
@@ -392,7 +392,7 @@ class RowCache(Generic[R]):
         self.max_rows = optional(integer(0))("max_rows", max_rows)
         self._device: torch.device | None = optional(check_device)("device", device)
         self._lock = ProcessLock()
-        # Rows are stored and returned uncopied. Each should own its memory: a view keeps its table.
+        # ``get`` returns the stored row. Each should own its memory: a view keeps its table alive.
         self._rows: OrderedDict[Hashable, R] = OrderedDict()
         self.num_bytes = self.num_clears = self.num_hits = self.num_evicted = 0
 
@@ -411,7 +411,7 @@ class RowCache(Generic[R]):
         return num_bytes <= self.budget and self.max_rows != 0
 
     def put(self, key: Hashable, row: R, num_clears: int | None = None) -> None:
-        """Store ``row``, unless it exceeds the budget or ``num_clears`` is out of date."""
+        """Store ``row``, unless it does not fit or ``num_clears`` is out of date."""
         self.put_all([(key, row)], num_clears)
 
     def put_all(self, pairs: Iterable[tuple[Hashable, R]], num_clears: int | None = None) -> None:
@@ -436,7 +436,7 @@ class RowCache(Generic[R]):
                     self.num_evicted += 1
 
     def clear(self) -> None:
-        """Forget every row; rows that are being computed now will be refused."""
+        """Forget every row; ``put`` with an older ``num_clears`` then stores nothing."""
         with self._lock.here:
             self._rows.clear()
             self.num_bytes = 0

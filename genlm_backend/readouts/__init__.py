@@ -1,1 +1,1 @@
-"""Readouts: draws, scores and other functions of rows, computed on the rows' device."""
+"""Readouts of rows (draws, top tokens, entropies, log-masses), and scores of texts."""

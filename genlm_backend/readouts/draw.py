@@ -47,8 +47,8 @@ class Draw(NamedTuple):
     Attributes:
         token_id: Id of the token.
         logprob: Its log-probability under the model at temperature 1, without mask or bounds.
-        log_allowed: Log-mass of the tokens that were drawn from, which are allowed and within the
-            bounds (``top_k``, ``top_p``, ``min_p``); 0 if these are all tokens.
+        log_allowed: Log-mass of the tokens that were drawn from: those that are allowed and within
+            the bounds (``top_k``, ``top_p``, ``min_p``); 0 if these are all tokens.
         log_proposal: Log-probability with which it was drawn, among those tokens and at the
             temperature of the draw; 0 at temperature 0.
     """
@@ -77,14 +77,14 @@ def draw_token(scores: Floats, temperature: float, uniform: Callable[[], float])
 
 def weights_of(scores: Floats, largest: np.float32, temperature: float) -> Floats:
     """Return the weights of a draw in a new array: ``exp((scores - largest) / temperature)``."""
-    # One array for all steps, from reused memory: page faults of new arrays would cost more than
-    # the arithmetic.
+    # All steps write to one array in reused memory: the page faults of new arrays would cost more
+    # than the arithmetic.
     found = spare_memory.take_array(scores.shape, np.float32)
     with np.errstate(over="ignore", under="ignore"):
         np.subtract(scores, largest, out=found)
         if temperature != 1:
-            # -inf / inf is NaN, for impossible tokens; the largest finite divisor also maps all
-            # finite scores to zero.
+            # An impossible token would be -inf / inf, which is NaN; the largest finite divisor also
+            # maps all finite scores to zero.
             divisor = min(temperature, sys.float_info.max)
             np.divide(found, divisor, out=found, dtype=np.float64, casting="same_kind")
         return np.exp(found, out=found)
@@ -275,11 +275,11 @@ _NUM_BLOCKS = 256
 
 @final
 class Inversion:
-    """Inverts a cumulative sum of weights, for several points; never finds a zero weight."""
+    """Inverts a cumulative sum of weights; never returns the index of a zero weight."""
 
     def __init__(self, weights: Floats) -> None:
         # Search block sums first, then one block: a cumulative sum over the vocabulary takes
-        # several times as long as a plain one. float64 keeps the rarest tokens from rounding away.
+        # several times as long as a plain sum. float64 keeps the rarest tokens from rounding away.
         self._weights, self._size = weights, len(weights) // _NUM_BLOCKS
         whole = self._size * _NUM_BLOCKS if self._size > 1 else 0
         self._sums: Doubles = np.empty(_NUM_BLOCKS + 1 if whole else 1, np.float64)
@@ -294,13 +294,13 @@ class Inversion:
         return float(self._ends[-1])
 
     def sum_of_weights(self) -> float:
-        """Return the sum of all weights with NumPy's rounding for one array, unlike ``total``."""
+        """Return NumPy's sum of the whole array; ``total`` sums blocks, which rounds otherwise."""
         return float(self._weights.sum(dtype=np.float64))
 
     def index(self, point: float) -> int:
-        """Return the index where the cumulative sum passes ``point`` of the nonzero total."""
+        """Return the index at which the cumulative sum exceeds ``point`` times its nonzero end."""
         block = _search(self._ends, self._sums, point)
-        # The cumulative sum that was searched: another rounding of it could exceed the point.
+        # Read this from the array that was searched: a new sum could round to above the point.
         begin = self._ends[block - 1] if block else 0.0
         inside = (point * self._ends[-1] - begin) / self._sums[block]
         start, own = self._block(block)

@@ -1,4 +1,4 @@
-"""Readout: a query for a function of a row, computed on the model's device."""
+"""Readout: a query whose answer is a function of a context's row."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 class Readout(Query):
     """A query whose answer is a function of a context's row.
 
-    It shares batches with other queries and is answered on the device of the row. Each kind of
-    readout is a class; equal instances must have equal answers. Only this library's readouts are
-    sent to a model in another process; for other classes, the process sends the rows here.
+    Readouts share batches with other queries, and are computed from rows on the rows' device. Each
+    kind of readout is a class; equal instances must have equal answers. If the model runs in
+    another process, only this library's readouts are sent there; for other classes, that process
+    sends the rows here.
 
     Attributes:
         query: The context, and the adapter to read it with.
@@ -50,7 +51,7 @@ class Readout(Query):
 
     @property
     def forward_key(self) -> RowQuery:
-        """The query of the row."""
+        """The query for the row: readouts of equal rows share a forward pass."""
         return self.query
 
     @classmethod
@@ -61,7 +62,7 @@ class Readout(Query):
         Args:
             readouts: One or more instances of this class.
             rows: The normalised log-probabilities of each readout's row, on any device: float32
-                ``[n, vocab]``. If ``modifies_rows`` is false, they may be shared.
+                ``[n, vocab]``. If ``modifies_rows`` is false, others may use the same memory.
 
         Returns:
             For each readout its answer, in CPU memory, or an exception for its callers. If the
@@ -80,7 +81,7 @@ class Readout(Query):
         """Return the answer, given the context's row.
 
         Raises:
-            EvaluationError: (``RuntimeError``) If the row is NaN.
+            EvaluationError: (``RuntimeError``) If the row is NaN, or the answer has a wrong form.
             Exception: The exception that ``of_rows`` raises or returns for this readout.
         """
         (answer,) = read_off([self], [row])
@@ -104,7 +105,7 @@ def answers_by_rows(
     undefined_ids: Sequence[int] = (),
     is_unknown: Callable[[Any], bool] = lambda kind: True,
 ) -> Any:
-    """Answer queries by ``evaluate``, and readouts of ``is_unknown`` classes here from rows."""
+    """Answer queries by ``evaluate``, but compute readouts of ``is_unknown`` classes from rows."""
     kinds = {kind for kind in set(map(type, queries)) if issubclass(kind, Readout)}
     kinds = {kind for kind in kinds if is_unknown(kind)}
     unknown = {i for i, q in enumerate(queries) if type(q) in kinds} if kinds else set[int]()
@@ -190,7 +191,7 @@ def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 @torch.inference_mode()
 def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
-    """Return each readout's answer, given its row, or its exception."""
+    """Return each readout's answer, computed from its row, or an exception in its place."""
     answers: list[Any] = [None] * len(readouts)
     kinds: defaultdict[type[Readout], list[int]] = defaultdict(list)
     for i, (readout, row) in enumerate(zip(readouts, rows, strict=True)):
@@ -210,7 +211,7 @@ def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
 
 
 def _of_kind(kind: type[Readout], readouts: list[Any], rows: list[Row]) -> Sequence[Any]:
-    """Return the answers to readouts of one class; if memory runs out, halve and try again."""
+    """Return the answers to readouts of one class; if memory runs out, retry in two halves."""
     table: Any = None
     try:
         if all(row is rows[0] for row in rows):  # one context: a view instead of n copies
@@ -228,7 +229,7 @@ def _of_kind(kind: type[Readout], readouts: list[Any], rows: list[Row]) -> Seque
     except (Exception, SystemExit) as error:
         if not is_out_of_memory(error) or len(readouts) == 1:
             return [presentable(error)] * len(readouts)
-    table = None  # outside the handler, where the traceback would hold the tensors
+    table = None  # after the except block, whose traceback would keep the tensors alive
     release_cached_memory()
     half = len(readouts) // 2
     parts = (readouts[:half], rows[:half]), (readouts[half:], rows[half:])
@@ -238,7 +239,7 @@ def _of_kind(kind: type[Readout], readouts: list[Any], rows: list[Row]) -> Seque
 _PACKAGE: Final = "genlm_backend."
 
 MANY_ROWS: Final = 128
-"""Rows per call of ``of_rows`` on the CPU: at a vocabulary of 131,072, a table of 64 MB."""
+"""Most rows per call of ``of_rows`` on the CPU: at a vocabulary of 131,072, a 64 MiB table."""
 
 MANY_ROWS_OF_DEVICE: Final = 256
-"""Rows per call of ``of_rows`` on a device, where each call costs launches and transfers."""
+"""Most rows per call of ``of_rows`` on a device, where each call costs launches and transfers."""

@@ -1,4 +1,4 @@
-"""SampleReadout: draws of the next token, computed on the row's device."""
+"""SampleReadout: a readout that draws the next token once or several times."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from genlm_backend.readouts.token_readouts import log_sums
 
 
 class SamplingFilter(NamedTuple):
-    """Bounds on the tokens to draw from, with the names of ``generate``."""
+    """Bounds on the tokens to draw from, named as in ``generate``."""
 
     top_k: int = 0
     top_p: float = 1.0
@@ -77,12 +77,12 @@ _FEW_OF_NUCLEUS: Final = 512
 class SampleReadout(Readout):
     """A context and one random number for each draw of its next token.
 
-    The answer is a tuple of ``Draw`` with the tokens that ``draw_token`` returns for the context's
-    row. So equal readouts have equal answers on any device, up to the rounding of exponentials.
-    Distinct draws are drawn one after another from the tokens that are left: the distribution of
-    the largest log-probabilities with Gumbel noise (Kool et al., 2019, arXiv:1903.06059). Their
-    ``log_allowed`` and ``log_proposal`` are relative to the tokens that were left. The tuple ends
-    early if none is left.
+    The answer is a tuple of ``Draw``, with the tokens that ``draw_token`` returns for the scores
+    within ``allowed`` and ``cuts``. So equal readouts have equal answers on any device, up to the
+    rounding of exponentials. Distinct draws are made one by one from the tokens still left. They
+    have the distribution of the tokens with the largest Gumbel-perturbed log-probabilities (Kool
+    et al., 2019, arXiv:1903.06059), and their ``log_allowed`` and ``log_proposal`` are relative to
+    the tokens that were left. The tuple ends early if no token is left.
 
     Attributes:
         query: The context, and the adapter to read it with.
@@ -90,7 +90,7 @@ class SampleReadout(Readout):
         uniforms: One number in [0, 1) for each draw.
         allowed: One bit per token, set if it may be drawn, in the format of ``packed_mask``;
             ``None`` allows all.
-        may_fail: If no token is possible, whether draws are ``NO_DRAW`` instead of an error.
+        may_fail: Whether the draws are ``NO_DRAW``, instead of an error, if no token is possible.
         cuts: Bounds on the tokens to draw from; ``None`` for none.
         are_distinct: Whether no token is drawn twice.
     """
@@ -145,7 +145,7 @@ def _drawn(readout: SampleReadout, logprobs: Floats) -> tuple[Draw, ...] | Evalu
 
 
 def _pool(drawing: SampleReadout, logprobs: Floats) -> _Pool | Draw | EvaluationError:
-    """Return the pool of a row's tokens to draw from, or the answer if it would be empty."""
+    """Return the pool of a row's tokens to draw from, or the answer if none can be drawn."""
     scores, ids = logprobs, None
     if drawing.allowed is not None:
         scores, ids = _allowed_scores(logprobs, drawing.allowed)
@@ -155,13 +155,13 @@ def _pool(drawing: SampleReadout, logprobs: Floats) -> _Pool | Draw | Evaluation
 
 
 def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArray | None]:
-    """Return scores and ids of the allowed tokens; or all scores, some ``-inf``, and ``None``."""
+    """Return the allowed tokens' scores and ids, or, if most are allowed, a masked row."""
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(logprobs))
     mask = bits.view(np.bool_)
     if np.count_nonzero(mask) * 2 <= len(logprobs):
         ids = np.flatnonzero(mask)
         return logprobs[ids], ids
-    # numpy.where would take ten times as long on masks that branch prediction cannot guess.
+    # numpy.where would take ten times as long on masks that defeat branch prediction.
     bounds = spare_memory.take_array(logprobs.shape, np.float32)
     np.subtract(bits, np.float32(0.5), out=bounds)
     np.multiply(bounds, np.float32(np.inf), out=bounds)
@@ -221,7 +221,7 @@ class _Pool:
         return Draw(token_id, logprob, log_allowed, log_proposal)
 
     def _log_mass(self) -> float:
-        if self._temperature == 1 and self._inversion is not None:  # the weights are summed
+        if self._temperature == 1 and self._inversion is not None:  # weights exist: sum them
             total = float(self._largest) + math.log(self._inversion.sum_of_weights())
         else:
             total = log_sum(self._scores)
@@ -252,7 +252,7 @@ _FEW: Final = 1e-3
 def _log_proposal(
     logprob: float, log_allowed: float, largest: float, temperature: float, total: float
 ) -> float:
-    """Return ``Draw.log_proposal``, given the largest score and the sum of weights over it."""
+    """Return ``Draw.log_proposal``; ``total`` sums the weights, relative to the largest score."""
     if temperature == 0:
         return 0.0
     if temperature == 1:
@@ -281,7 +281,7 @@ def drawn_at_once(
     largest = scores.amax(-1, keepdim=True)
     weights = scores - largest
     if not are_plain:
-        most = float(np.finfo(np.float64).max)  # since -inf / inf is NaN, for impossible tokens
+        most = float(np.finfo(np.float64).max)  # an impossible token's -inf / inf would be NaN
         finite = [min(t, most) if t else 1.0 for t in temperatures]
         divisors = torch.tensor(finite, dtype=torch.float64).to(device)
         weights = (weights.double() / divisors[:, None]).float()
@@ -319,7 +319,7 @@ def _drawn_plainly(
 def _sums_to_compare(
     drawings: Sequence[SampleReadout], rows: torch.Tensor, of_allowed: Sequence[float]
 ) -> list[float]:
-    """Return log-sums of whole rows if the allowed tokens' log-sums may equal them, else NaN."""
+    """Return each row's log-sum if the allowed tokens' log-sum may equal it, else NaN."""
     found = [math.nan] * len(drawings)
     near = [
         i
@@ -350,7 +350,7 @@ def _answer(
 
 
 def _cuts_of(drawing: SampleReadout) -> SamplingFilter | None:
-    return drawing.cuts if drawing.temperature else None  # the most probable is within any bounds
+    return drawing.cuts if drawing.temperature else None  # any bounds keep the most probable token
 
 
 def _within(
@@ -388,7 +388,7 @@ def _least_of_nuclei(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tenso
 
 
 def _masks(drawings: Sequence[SampleReadout], rows: torch.Tensor) -> torch.Tensor:
-    """Unpack the allowed tokens of each draw: bool ``[n, vocab]``; all if it has no mask."""
+    """Unpack each draw's mask to bool ``[n, vocab]``; a draw without a mask allows all tokens."""
     vocab_size = rows.shape[1]
     everything = np.packbits(np.ones(vocab_size, bool)).tobytes()
     packed = b"".join([drawing.allowed or everything for drawing in drawings])
@@ -401,7 +401,7 @@ def _masks(drawings: Sequence[SampleReadout], rows: torch.Tensor) -> torch.Tenso
 def _inverted(
     weights: torch.Tensor, points: Doubles, values: torch.Tensor
 ) -> tuple[TokenArray, Doubles, Floats]:
-    """Return each row's index at ``point`` of its sum of weights, the sum, and the value there."""
+    """Return where each row's cumulative weights pass its point, their sum, and the value there."""
     padding = -weights.shape[1] % _NUM_BLOCKS
     padded = [torch.nn.functional.pad(one, (0, padding)) for one in (weights, values) if padding]
     blocks = [one.unflatten(1, (_NUM_BLOCKS, -1)) for one in padded or (weights, values)]
@@ -411,7 +411,7 @@ def _inverted(
     rows, ends = np.arange(len(sums)), sums.cumsum(1)
     totals = ends[:, -1]
     block = _passed(ends, sums, points * totals)
-    # The cumulative sum that was searched: another rounding of it could exceed the point.
+    # Read this from the array that was searched: a new sum could round to above the point.
     begins = np.where(block > 0, ends[rows, block - 1], 0.0)
     lines = moved(torch.from_numpy(rows * _NUM_BLOCKS + block), weights.device)
     both = torch.stack([one.flatten(0, 1).index_select(0, lines) for one in blocks])
@@ -428,7 +428,7 @@ _HOST: Final = torch.device("cpu")
 
 def _passed(ends: Doubles, weights: NDArray[np.floating], points: Doubles) -> TokenArray:
     """Return the first interval of each row that ends after a point: int64 ``[n]``."""
-    # An interval without width ends where the one before it does, and is never the first.
+    # A zero-width interval ends where the one before it ends, so it is never found first.
     is_behind = ends > points[:, None]
     found = is_behind.argmax(1)
     for row in np.flatnonzero(~is_behind[np.arange(len(found)), found]):
@@ -443,7 +443,7 @@ NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
 
 
 _ROUNDING: Final = 5e-5
-"""Bound on a row's log-sum by rounding: 6e-7 in this library, 2e-5 by torch's ``log_softmax``."""
+"""Bound on a row's log-sum: rounding causes 6e-7 in this library, 2e-5 in torch's log_softmax."""
 
 
 _REORDERED: Final = 1e-12
@@ -487,7 +487,7 @@ class DrawOptions(TypedDict, total=False):
 def drawing_of(
     vocab_size: int, allowed: Any, options: DrawOptions, n: Any = 1, distinct: Any = False
 ) -> Callable[[RowQuery], SampleReadout]:
-    """Check options and take ``n`` random numbers; return a maker of a readout of ``n`` draws."""
+    """Check options and take random numbers; return a function that makes readouts of n draws."""
     count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
     number_of, alike = _drawn_alike(vocab_size, allowed, options)
     uniforms = tuple(number_of() for _ in range(count))
@@ -497,7 +497,7 @@ def drawing_of(
 def drawings_of(
     vocab_size: int, allowed: Any, options: DrawOptions, num_draws: int
 ) -> Callable[[RowQuery], SampleReadout]:
-    """Return a maker of one-draw readouts, to be called ``num_draws`` times in order."""
+    """Return a function that makes one-draw readouts, to be called ``num_draws`` times in order."""
     dtype = getattr(allowed, "dtype", None)
     is_array = dtype is not None and getattr(allowed, "ndim", 0) == 1
     is_array = is_array and not getattr(dtype, "hasobject", False)

@@ -1,4 +1,4 @@
-"""Sampler: draws tokens from rows by its own random stream; checks of sampling options."""
+"""Sampler: the random stream of one sampled text; checks of sampling options."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Sampled(list[int]):
 
 @final
 class Sampler:
-    """Draws from log-probability rows by inverting their cumulative distribution."""
+    """The temperature and random stream of one text; makes the readouts that draw its tokens."""
 
     def __init__(self, temperature: float = 1.0, seed: int | None = None, stream: int = 0) -> None:
         given = checked(CHECKS, {"temperature": temperature, "seed": seed, "stream": stream})
         self.temperature: float = given["temperature"]
-        # A generator per sampler: equal seeds give equal texts, whatever else is being sampled.
+        # Each sampler has its own generator, so that other samplers do not change its numbers.
         self._random = np.random.default_rng(entropy_of(given["seed"], given["stream"]))
 
     def uniform(self) -> float:
@@ -73,7 +73,7 @@ CHECKS: Final = {
 
 
 def check_no_others(method: str, others: Iterable[str]) -> None:
-    """Raise an ``OptionTypeError`` for a name that is no option of a method."""
+    """Raise an ``OptionTypeError`` that suggests options, unless ``others`` is empty."""
     options = ("max_tokens", "eos_token_ids", "temperature", "seed", "lora_name")
     hint = " generate(lm, prompt, …) has more"
     check_names(others, [], f"option of {method}", also=options, hint=hint)

@@ -94,7 +94,7 @@ class ScoreExtras(NamedTuple):
 
     The columns are the log-probability; the entropy; the rank; the ids of the most probable tokens,
     their log-probabilities, and the log-mass of all others; the log-masses of groups; the
-    log-masses of the tokens with the same first bytes. A float64 can hold any id and any float32.
+    log-masses of the tokens with the same first bytes. A float64 holds any id and float32 exactly.
 
     Attributes:
         entropy: Whether to return the entropy of the row.
@@ -161,7 +161,7 @@ def beside_of(options: Mapping[str, Any], vocab_size: int) -> ScoreExtras:
 
 
 TOKENS_PER_ROW: Final = 200
-"""Number of tokens of a text to score that count as one context in a batch."""
+"""Tokens of a text to score that weigh as much as one context in a batch."""
 
 
 @final
@@ -308,7 +308,7 @@ async def scores_of_rows(
 def numbers_of_rows(
     rows: torch.Tensor, targets: Sequence[int], beside: ScoreExtras
 ) -> torch.Tensor:
-    """Return each target's columns of ``ScoreExtras``, or its log-probability, from its row."""
+    """Return each target's columns of ``ScoreExtras``, or only log-probabilities, from its row."""
     ids = torch.tensor(targets, dtype=torch.int64, device=rows.device)[:, None]
     logprobs = rows.gather(1, ids).float()
     if beside == NO_EXTRAS:

@@ -33,12 +33,12 @@ class TopTokens(_TopFields):
     """The most probable tokens after a context, and the log-mass of all others.
 
     Attributes:
-        token_ids: Their ids, the most probable first; ties are in order of id: int64 ``[k]``.
-        logprobs: Their log-probabilities: float32 ``[k]``.
+        token_ids: Token ids, the most probable first; ties are in order of id: int64 ``[k]``.
+        logprobs: The log-probabilities of these tokens: float32 ``[k]``.
         log_rest: Log-mass of all other tokens, summed from their probabilities; ``-inf`` if there
             are none.
-        texts: Their entries in the model's ``str_vocab``; empty if no model has added them. An
-            attribute, not an item of the tuple.
+        texts: The tokens' entries in the model's ``str_vocab``, which ``next_token_top`` adds;
+            empty before. An attribute, not an item of the tuple.
     """
 
     texts: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ def readout_of(make: Callable[[RowQuery], Any], query: RowQuery) -> Readout:
 
 
 def readouts_of(make: Callable[[RowQuery], Any], queries: Sequence[RowQuery]) -> list[Readout]:
-    """Return the readouts that ``make`` returns for queries, in order; see ``readout_of``."""
+    """Call ``make`` with each query, in order; check and return its readouts."""
     made = [function("readout", make)(query) for query in queries]
     # This library's own readouts are checked together, which is faster.
     if all(issubclass(kind, Readout) and not is_own(kind) for kind in set(map(type, made))) and all(
@@ -146,7 +146,7 @@ class Chosen(Readout):
 @final
 @dataclass(frozen=True, slots=True)
 class Entropy(Readout):
-    """Entropy of the token after a context, in nats: a ``float``, summed in float64."""
+    """Entropy of the next-token distribution, in nats: a ``float``, summed in float64."""
 
     query: RowQuery
     wanted: ClassVar[str] = "a float for an Entropy"
@@ -275,7 +275,7 @@ def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
 
 
 _TINY: Final = 1e-25
-"""Below this sum, single probabilities may underflow in float32, so it is computed in float64."""
+"""Below this sum, probabilities may underflow in float32, so the sum is recomputed in float64."""
 
 
 def _log_rest(row: NDArray[np.float32], ids: NDArray[np.int64]) -> float:

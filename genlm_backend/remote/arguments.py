@@ -34,7 +34,7 @@ class ArgumentEncoder:
 
     def packed(self, arguments: tuple[Any, ...]) -> bytes:
         buffer = io.BytesIO()
-        # Pickle writes a block of ids that several contexts share once: it is one object.
+        # Contexts share blocks of ids as objects, and pickle writes each object once.
         _Pickler(buffer, self._sent).dump(arguments)
         return buffer.getvalue()
 

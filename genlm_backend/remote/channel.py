@@ -1,4 +1,4 @@
-"""Channel and SharedRows: messages between two processes, and memory that both map."""
+"""Channel and SharedRows: messages between two processes, and memory that both processes map."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LENGTH: Final = struct.Struct("!Q")
 _CHUNK: Final = 1 << 20
 _BYTES_PER_NUMBER: Final = 4
 MAX_SHARED_BYTES: Final = 64 << 20
-"""Most bytes of rows that are transferred at once, unless a single row has more."""
+"""Most bytes of rows that are transferred at once, unless a single row is larger."""
 
 
 @final

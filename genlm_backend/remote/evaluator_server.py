@@ -59,7 +59,7 @@ class EvaluatorServer:
         return Reply(request.number, value, error, counts, table)
 
     def drop(self, number: int) -> None:
-        """Cancel a request and all before it, from any thread: no caller waits any more."""
+        """Cancel all requests up to this number, from any thread: no caller waits for them."""
         self._dropped = max(self._dropped, number)
 
     def _check_cancelled(self) -> None:
@@ -148,7 +148,7 @@ def is_row(answer: Any) -> bool:
 
 
 def sendable(answer: Any) -> Any:
-    """Return an answer outside the table in a form that can be pickled."""
+    """Return an answer that is not in the table: a tensor on the CPU, a packed error, or itself."""
     if isinstance(answer, torch.Tensor):  # scores: pickling a view would copy its whole storage
         return answer.detach().cpu().clone()
     return PackedError.of(answer) if isinstance(answer, BaseException) else answer

@@ -13,7 +13,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.queries.evaluator import EvaluatorCounts
 
 DROP: Final = "drop"
-"""Method name of a message that cancels the request of the same number."""
+"""Method name of a message that cancels requests up to its number."""
 
 
 Table: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class PackedError(NamedTuple):
-    """A pickled error, which keeps its type in the other process."""
+    """A pickled error, its message and its traceback; it keeps its type if that can be pickled."""
 
     packed: bytes
     said: str

@@ -30,7 +30,7 @@ from genlm_backend.runtime.progress import is_watched
 _LOOK_SECONDS: Final = 0.05
 """Seconds between two checks that the process is alive and that a caller waits."""
 _LAST_LINES: Final = 50
-"""Last lines of its output to keep, for the error that reports its end."""
+"""Number of last output lines of the process to keep, for the error that reports its end."""
 _PROGRESS: Final = re.compile(r"\d%\|| \d+(\.\d+)?(it/s|s/it)\b|^\s*$")
 """Matches lines that are not kept: progress bars and empty lines."""
 _CLOSING_SECONDS: Final = 0.4
@@ -41,10 +41,10 @@ _CLOSING_SECONDS: Final = 0.4
 class ProcessEvaluator(RemoteEvaluator):
     """An evaluator in a child process, which ``open()`` starts.
 
-    The model and this process's Python code do not wait for each other's GIL. Rows come back
-    through memory that both processes map; everything else is pickled. Errors keep their type, and
-    a note has their traceback in the child. The child ends whenever this process ends. If
-    the child ends by itself, queries raise an ``EngineDiedError`` until ``restart()``.
+    The model and this process's Python code do not wait for each other's GIL. Float32 rows come
+    back through memory that both processes map; everything else is pickled. Errors keep their type
+    if they can be pickled, and a note has their traceback in the child. The child ends when this
+    process ends. If it ends by itself, queries raise an ``EngineDiedError`` until ``restart()``.
 
     Args:
         make: Makes the evaluator when called in the child: a function of a module, a

@@ -65,14 +65,15 @@ def _with_reply(rows: list[Row]) -> tuple[Table, list[Row]]:
 class RayEvaluator(RemoteEvaluator):
     """An evaluator in an actor that Ray places; one remote call per batch.
 
-    Rows come back through Ray's object store, and errors keep their type. Ray restarts an actor
-    that dies, on another node if its own is lost; ``restart()`` then loads the model again.
+    Rows come back through Ray's object store. Errors keep their type if they can be pickled. Ray
+    restarts an actor that dies, on another node if its own is lost; ``restart()`` then loads the
+    model again.
 
     Args:
         make: Makes the evaluator when called in the actor; it has to be picklable.
         num_cpus: Number of cores that Ray reserves for the actor.
-        num_gpus: Number of GPUs, which may be a fraction.
-        max_restarts: Number of times that Ray starts the actor again; -1 for any number.
+        num_gpus: Number of GPUs that Ray reserves for the actor, which may be a fraction.
+        max_restarts: Number of times that Ray restarts the actor; -1 for any number.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of a wrong type, or cannot be pickled.

@@ -65,11 +65,11 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @abc.abstractmethod
     def _end(self, is_kind: bool) -> None:
-        """End the process or actor, for good if ``is_kind``, otherwise for a restart."""
+        """Shut the process or actor down if ``is_kind``; otherwise prepare it for a restart."""
 
     @abc.abstractmethod
     def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
-        """Yield copies of the rows of the latest batch: ``[n, width]``."""
+        """Yield the rows of the latest batch as copied tables, ``[n, width]`` each."""
 
     # ---------------------------------------------------------------- beginning and ending
 
@@ -85,7 +85,7 @@ class RemoteEvaluator(RestartableEvaluator):
             return info  # for the caller to refuse
         is_here = not (info.device or "").startswith("cuda") or torch.cuda.is_available()
         device = info.device if is_here else None
-        # Its threads are not this process's, and its readouts are computed remotely.
+        # Its threads are not this process's, and ``evaluate`` answers readouts in any case.
         return replace(info, uses_openmp=False, reads_out=True, device=device)
 
     @final
@@ -198,7 +198,7 @@ class RemoteEvaluator(RestartableEvaluator):
             try:
                 self.ask("add_adapter", adapter, wanted[adapter])
                 self._loaded.add(adapter)
-            except AdapterError as error:  # its files are gone
+            except AdapterError as error:  # its files may be gone
                 self._lost[adapter] = str(error)
                 logger.warning("the adapter %r could not be loaded again: %s", adapter.name, error)
 

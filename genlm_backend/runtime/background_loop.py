@@ -39,7 +39,7 @@ class BackgroundLoop:
         call_threadsafe(self._loop, function, *args)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop; the end of the loop cancels its future."""
+        """Run a coroutine on the loop; ``close()`` cancels it if it does not end soon."""
         with self._lock.here:  # so that ``close()`` stops the loop after it, not before
             if not self.is_closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -66,7 +66,7 @@ class BackgroundLoop:
 
     @property
     def is_closed(self) -> bool:
-        """Whether ``submit`` raises: after ``close()``, and at interpreter exit."""
+        """Whether ``submit`` raises a ``BatcherClosedError``: after ``close()``, and at exit."""
         return not self._finalizer.alive or sys.is_finalizing()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes the blocking form of each method from its one definition as a coroutine function."""
+"""Derives the blocking form of a method from its definition as a coroutine function."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 def blocking(verb: Callable[P, Coroutine[Any, Any, T]], answer: str = "answer") -> Callable[P, T]:
     """Return the blocking form of a coroutine function, named ``<verb>_sync``.
 
-    It runs the same body in the calling thread, without an event loop; the body never suspends. A
-    method gets a proxy as ``self``, whose methods call their blocking forms, so that an override
-    counts in both forms. Code that needs to know awaits ``is_blocking()`` or ``in_form(lm)``.
+    The same body runs in the calling thread and never waits for an event loop. A method gets a
+    proxy as ``self``, whose methods call their blocking forms, so that an override applies to both
+    forms. A body that needs to know its form awaits ``is_blocking()`` or ``in_form(lm)``.
 
     Args:
         verb: A coroutine function that, in blocking form, never waits for an event loop.
-        answer: Its answer in a word, for ``help``.
+        answer: A word for its result, for the docstring of the blocking form.
     """
     is_method = next(iter(inspect.signature(verb).parameters)) == "self"
 
@@ -52,16 +52,16 @@ def is_blocking() -> Generator[None, bool | None, bool]:
 
 
 async def in_form(lm: S) -> S:
-    """Return a proxy of blocking methods if ``result_of`` runs the coroutine; else the model."""
+    """Return a proxy of blocking methods if ``result_of`` runs the coroutine; else ``lm``."""
     blocks: Any = _Blocking(lm)
     return blocks if await is_blocking() else lm
 
 
 def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that never waits, such as one of blocking methods."""
+    """Return the result of a coroutine that never waits, as one that calls blocking methods."""
     answer = None
     try:
-        while coroutine.send(answer) is None:  # a bare yield of is_blocking, no future
+        while coroutine.send(answer) is None:  # a bare yield of is_blocking, not a future
             answer = True
     except StopIteration as end:
         return end.value

@@ -1,4 +1,4 @@
-"""Guards against use after a fork, which copies every object but none of the threads."""
+"""Guards against use after a fork, which copies all objects but only the calling thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class OfOneProcess(abc.ABC):  # noqa: B024
-    """An object whose threads live in the process that made it; pickling it raises."""
+    """An object whose threads live in the process that made it; pickling or copying raises."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise NotPicklableError(
@@ -49,14 +49,14 @@ class ProcessLock:
     @property
     def here(self) -> threading.Lock | threading.RLock:
         """The lock itself; raises a ``ForkedError`` in a fork of the process that claimed it."""
-        # The lock itself, since an interrupt in a Python ``__enter__`` could leave it locked.
+        # No wrapper: an interrupt in a Python ``__enter__`` could leave the lock locked.
         if self._owner != _process:
             if self._is_claimed:
                 raise ForkedError(
                     f"used in process {_process}, which was forked from process {self._owner} "
                     f"where it lives: its threads are not here; {_MAKE_IT_THERE}"
                 )
-            self._owner, self._lock = _process, self._make()  # the old one may stay locked
+            self._owner, self._lock = _process, self._make()  # the old one may stay locked forever
         return self._lock
 
     @property

@@ -30,9 +30,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Release the memory that allocators cache: torch's to the device, glibc's to Linux."""
+    """Release memory that allocators cache: torch's to the CUDA device, glibc's to Linux."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
-        trim(0)  # glibc keeps freed blocks of up to 32 MiB: a gigabyte of slots
+        trim(0)  # glibc keeps freed blocks of up to 32 MiB, a gigabyte in all

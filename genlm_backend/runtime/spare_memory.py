@@ -25,7 +25,7 @@ class SpareMemory:
         self._lock = threading.Lock()
 
     def take_array(self, shape: Shape, dtype: type[np.generic]) -> NDArray[Any]:
-        """Return an uninitialised array; its memory comes back when it is dropped."""
+        """Return an uninitialised array; its memory returns here when the array is freed."""
         key = (shape, np.dtype(dtype))
         memory = None
         # Never wait: in a fork, the lock may be held by a thread that does not exist there.

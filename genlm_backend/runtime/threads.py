@@ -118,7 +118,7 @@ _interval = _SwitchInterval()
 
 
 def frequent_switches() -> contextlib.AbstractContextManager[None]:
-    """While inside, a thread that computes in Python offers the GIL every 20 microseconds."""
+    """While inside, a thread that waits for the GIL asks for it after 20 microseconds."""
     # Each of a pass's thousand operators releases the GIL, which a thread that computes in Python
     # then keeps for 5 ms by default: a pass of 0.1 s takes 8 s. With an interval of 20 us, it takes
     # about 1 s, and the other threads lose some 15 %.
@@ -126,11 +126,11 @@ def frequent_switches() -> contextlib.AbstractContextManager[None]:
 
 
 def freeze_imports() -> None:
-    """Exempt all imported objects from garbage collection, unless ``FREEZE`` is 0."""
+    """Exempt all present objects from garbage collection once, unless ``FREEZE`` is 0."""
     # A thousand tasks trigger a full collection, which scans the 400,000 objects of torch and
     # transformers: 0.2 s every few steps. This runs before a model is loaded, since a frozen model
-    # in reference cycles, such as those of accelerate's hooks, could never be freed. A worker
-    # thread shows that an earlier model is still open.
+    # in reference cycles, as with accelerate's hooks, could never be freed. A worker thread shows
+    # that an earlier model is still open. Then, or if objects are frozen already, it does nothing.
     has_model = any(thread.name.startswith("genlm-") for thread in threading.enumerate())
     is_refused = bool(gc.get_freeze_count()) or os.environ.get(FREEZE) == "0"
     if gc.isenabled() and not has_model and not is_refused:

@@ -1,1 +1,1 @@
-"""Plans and runs forward passes over a prefix tree; imports neither transformers nor MLX."""
+"""Plans forward passes over a prefix tree, runs them, and makes rows and scores."""

@@ -107,7 +107,7 @@ class LocalEvaluator(Evaluator):
         return in_parts(queries, [others, *([i] for i in pictured)], self._answers)
 
     def _tell_if_room_is_short(self) -> None:
-        """Warn once if half of the computed tokens were recomputed or did not fit in the cache."""
+        """Warn once if half of all computed tokens were recomputed or did not fit in the cache."""
         tree, cache = self.scheduler.tree, self.scheduler.cache
         num_again = tree.num_recomputed + self.scheduler.tokens_without_room
         num_slots = tree.num_slots if cache.pool.bytes_per_slot else 0
@@ -127,7 +127,7 @@ class LocalEvaluator(Evaluator):
             "a time"
         )
         logger.warning(said)
-        # Callers are on other threads: a source line of this one would not help them.
+        # Callers are on other threads: a source line of this thread would not help them.
         where = {"filename": "<genlm_backend>", "lineno": 0, "module": __name__}
         with suppress(Warning):  # a filter that makes it an error must not fail this batch
             warnings.warn_explicit(said, RuntimeWarning, **where)
@@ -141,7 +141,7 @@ class LocalEvaluator(Evaluator):
     # ---------------------------------------------------------------- the cache
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens are cached."""
+        """Return how many of a context's tokens, except the last, are cached."""
         if len(query.context) > self.scheduler.can.max_cacheable_len:
             return 0
         # The last token always goes through the model: its logits are the answer.

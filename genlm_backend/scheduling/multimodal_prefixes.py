@@ -34,7 +34,7 @@ class MultimodalPrefixes:
         self._offsets: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
     def begin(self, queries: Sequence[Query]) -> dict[Query, Result]:
-        """Compute the openings that are not cached; return the answers of the same passes."""
+        """Compute the openings that are not cached; return the answers that these passes gave."""
         answers: dict[Query, Result] = {}
         for query in queries:
             pictures = query.context.pictures
@@ -68,7 +68,7 @@ class MultimodalPrefixes:
         return job.answer
 
     def position_offset(self, context: Context) -> int:
-        """Return the difference of position ids and token indices in the text after pictures."""
+        """Return the difference between position ids and token indices after the pictures."""
         pictures = context.pictures
         if pictures is None:
             return 0
@@ -79,7 +79,7 @@ class MultimodalPrefixes:
         return self._offsets[pictures]
 
     def _begun(self, query: Query, pictures: Pictures) -> Result | None:
-        """Cache an opening; return the query's answer if the same pass gave it, or ``None``."""
+        """Cache an opening; return the query's answer if that pass gave it, or ``None``."""
         tree, end, size = self._cache.tree, pictures.num_tokens, len(query.context)
         tree.new_step()
         node = self._cache.match(query.context, query.adapter, end)

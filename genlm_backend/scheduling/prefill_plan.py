@@ -1,4 +1,4 @@
-"""Plans which tokens go through the model, in which order and passes; pure functions.
+"""Plans which tokens go through the model, in which order and in which passes.
 
 The uncached tokens of a batch become *chunks*, each computed once for all contexts that share it;
 contexts that branch off wait for the next *wave*. The chunks of a wave become *groups*, one
@@ -182,7 +182,7 @@ class PrefillChunk:
 
 
 class StatePlan(NamedTuple):
-    """Whether several tokens can go on from a recurrent state at once, and if room is short."""
+    """Whether several tokens may continue from a state at once; whether states are few."""
 
     takes_several_tokens: bool
     is_short: bool = False
@@ -224,7 +224,7 @@ def plan_chunks(
 
 
 def _may_part(jobs: Sequence[ScheduledQuery], cost: CostModel) -> bool:
-    """Return whether sharing a prefix saves more than going on from it token by token costs."""
+    """Return whether sharing a prefix saves more than continuing token by token costs."""
     num_shared = common_length(jobs[0].missing, jobs[-1].missing)
     num_passes = max(job.stop for job in jobs) - num_shared
     return num_shared * (len(jobs) - 1) > num_passes * cost.per_forward
@@ -261,7 +261,7 @@ def _add_chunks(
     chunks.append(chunk)
     while True:
         shared = part[0].stop
-        if len(part) > 1:  # sorted, so a prefix that the first and the last share is everyone's
+        if len(part) > 1:  # sorted: all share the prefix that the first and the last share
             shared = part[0].start + common_length(part[0].missing, part[-1].missing)
         chunk.job, chunk.stop = part[-1], shared
         for job in part:
@@ -332,7 +332,7 @@ def _later_starts(chunk: PrefillChunk, cost: CostModel, states: StatePlan) -> It
     known = chunk.job.num_known
     is_far = not states.takes_several_tokens and chunk.start == 0
     is_far = is_far and (chunk.stop - known) * cost.per_forward > chunk.stop
-    # This context leaves the known ones at ``known``. Later ones may too, and start from there.
+    # This context branches off at ``known``. Later ones may too, and would continue from there.
     if known - chunk.start >= _MANY and known < chunk.stop and not is_far:
         yield known
     # A repeated query, or a score of a continuation, starts before the context's last token.
@@ -372,7 +372,7 @@ def plan_groups(
     needs_equal_lengths: bool = False,
     has_states: bool = False,
 ) -> list[list[int]]:
-    """Divide rows into forward passes of the least total cost."""
+    """Divide rows into forward passes of low total cost."""
     if needs_equal_lengths or has_states:
         kinds: defaultdict[int, list[int]] = defaultdict(list)
         for i, size in enumerate(sizes):
@@ -386,7 +386,7 @@ def plan_groups(
 
 
 def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int]]:
-    """Divide rows of any lengths into passes of the least total cost, by dynamic programming."""
+    """Divide rows at the cheapest candidate boundaries, by dynamic programming."""
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     cuts = [0]  # candidate boundaries; rows of about the same size stay together
     for rank in range(1, len(order)):

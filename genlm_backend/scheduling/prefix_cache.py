@@ -25,7 +25,7 @@ NO_BUDGETS: Final = Budgets()
 
 @final
 class OutOfStates(Exception):
-    """There is no room for a recurrent state that later passes of the batch go on from."""
+    """There is no room for a recurrent state from which later passes of the batch continue."""
 
 
 @final
@@ -65,7 +65,7 @@ class PrefixCache:
 
     @property
     def most_rows(self) -> int | None:
-        """Most rows of a pass, since it copies their recurrent states; ``None`` for any number."""
+        """Most rows of a pass, which copies their recurrent states; ``None`` for no bound."""
         return most_rows(self.state_pool.num_states) if self.state_pool.num_states else None
 
     # ---------------------------------------------------------------- contexts
@@ -75,7 +75,7 @@ class PrefixCache:
         return self.tree.match(context.packed(0, most), adapter, context.cache_hint)
 
     def pin(self, node: int) -> bool:
-        """Pin the path to a node, and its state, until ``clear()``; return whether it fits."""
+        """Pin a node and the state of ``resumed`` until ``clear()``; return whether both fit."""
         tree = self.tree
         self._check_pin(node)
         if tree.states.num_states and not tree.states.pin(self.resumed(node)):
@@ -84,7 +84,7 @@ class PrefixCache:
         return True
 
     def resumed(self, node: int) -> int:
-        """Return the last ancestor with a state, the start of a repeated query, or ``node``."""
+        """Return the last ancestor with a state, to resume a repeated query, or ``node``."""
         tree = self.tree
         start = int(tree.states.last(tree.nodes.parent[[node]])[0])
         return start if tree.nodes.depth[start] else node
@@ -124,7 +124,7 @@ class PrefixCache:
     # ---------------------------------------------------------------- rows of a pass
 
     def states_behind(self, nodes: NDArray[np.int32]) -> BatchStates | None:
-        """Return copies of the recurrent states after nodes; either all are roots or none is."""
+        """Return copies of the states after nodes, which must be all roots or none."""
         if not self.state_pool.num_states:
             return None
         begins = not self.tree.nodes.depth[nodes].any()

@@ -1,11 +1,11 @@
-"""Scheduler: answers a batch of queries with as few tokens through the model as possible.
+"""Scheduler: answers a batch of queries by forward passes that reuse cached prefixes.
 
-**Three ways.** If each context has one uncached token, the batch is a *decode step*: a row is
-three integers (the node before it, its token, its slot), and the only object per row is its
-answer. Other cacheable contexts are *planned* into chunks, waves and groups (``prefill_plan.py``):
-prompts, texts to score, and rows whose cached lengths are far apart: copies of prefixes and
-suffixes are padded to the longest, which is mostly padding beyond twice the shortest plus 64
-tokens. Contexts that the cache cannot hold run *uncached*, from their first token.
+**Three ways.** If each context has one uncached token, the batch is a *decode step*: three integers
+per row (the node before it, its token, its slot) go into arrays. Other cacheable contexts are
+*planned* into chunks, waves and groups (``prefill_plan.py``): prompts, texts to score, and rows
+whose cached lengths are far apart. A decode step pads to the longest row, so that padding would
+prevail if that exceeded twice the shortest plus 64 tokens. Contexts that the cache cannot hold run
+*uncached*, from their first token.
 
 **Nodes come first.** ``append`` makes nodes before a pass fills their slots, and ``insert`` makes
 them findable after it. So later passes of a batch read the tokens of earlier ones like cached
@@ -14,8 +14,8 @@ room or memory runs out, the batch is halved; a single query without room runs u
 
 **NaN stays with its context.** Attention weighs masked tokens by zero, and 0 × NaN is NaN, so a
 context that overflows spoils the keys and values of its own earlier tokens. A row with NaN is
-computed again, uncached and without padding, and its tokens are not inserted. Scores of a text
-that overflows stay NaN.
+computed again, uncached and without padding; only tokens from which a result without NaN was
+computed are inserted. Scores of a text that overflows stay NaN.
 
 **Recurrent states** belong to nodes. A context continues only from a node with a state; its
 matched tokens after that node are computed again. A pass copies its rows' states, since the model
@@ -23,7 +23,7 @@ writes in place, and stores the results at the rows' last nodes. States do not t
 rows of a pass have equal numbers of new tokens. Some models continue from a state only token by
 token, with a pass for each.
 
-**Limits of models.** Beyond some length, "longrope" and "dynamic" compute other rotary
+**Limits of models.** Beyond some length, "longrope" and "dynamic" RoPE scaling use other rotary
 frequencies, so cached keys are wrong: such contexts run whole, each alone. Llama 4 scales
 attention by the number of columns, so rows of its passes have equal numbers of cached tokens.
 """
@@ -85,7 +85,7 @@ class Capabilities:
 
     pads: bool = True  # an uncached pass may mix contexts of several lengths
     needs_equal_lengths: bool = False  # rows of a cached pass need equal cached lengths
-    takes_several_tokens: bool = True  # several tokens may go on from a recurrent state at once
+    takes_several_tokens: bool = True  # several tokens may continue from a recurrent state at once
     max_cacheable_len: float = math.inf  # longer contexts run uncached
 
 
@@ -96,9 +96,9 @@ ALL: Final = Capabilities()
 class Scheduler:
     """Runs forward passes for the contexts of one adapter at a time, over a prefix cache."""
 
-    # Contexts of a batch share prefixes with each other and with earlier ones: match, plan,
-    # allocate, run, link. A decode step, with one new token per context, needs no plan of chunks.
-    # Without slots, every context is run uncached.
+    # The steps of a batch are match, plan, allocate, run and link, so that its contexts share
+    # prefixes with each other and with earlier ones. A decode step, with one new token per
+    # context, needs no plan of chunks. Without a cache, every context is run uncached.
     def __init__(
         self,
         runner: Runner,
@@ -144,7 +144,7 @@ class Scheduler:
         return answers
 
     def _evaluate_half(self, queries: list[Query]) -> list[Result | Exception]:
-        """Evaluate a half of a batch; a query for which memory never suffices fails by itself."""
+        """Evaluate a half of a batch; a query that never fits into memory fails alone."""
         try:
             return self.evaluate(queries)
         except Exception as error:
@@ -230,7 +230,7 @@ class Scheduler:
             self._run_pass(chunks, None, attention)
             return
         self.tree.states.release(before)
-        # If tokens must go on from a state one by one, pass i runs token i of every chunk.
+        # If tokens must continue from a state one by one, pass i runs token i of every chunk.
         is_one_by_one = not self.can.takes_several_tokens
         pieces = [each.by_token() if is_one_by_one and each.start else [each] for each in chunks]
         num_passes = np.array([*map(len, pieces)])
@@ -288,7 +288,7 @@ class Scheduler:
             )
 
     def computed(self, query: RowQuery) -> int | None:
-        """Compute and cache a context, with a state to repeat it from; return its node, if kept."""
+        """Compute and cache a context, and a state to repeat it from; return its node, if any."""
         tree, size = self.tree, len(query.context)
         if self.cache.keeps:
             self.check_cacheable(size)
@@ -307,7 +307,7 @@ class Scheduler:
         return node if is_kept else None
 
     def _run_cached(self, queries: list[Query]) -> list[Result]:
-        """Answer queries over the cache, where openings with pictures are cached already."""
+        """Answer queries over the cache, after ``_run_unshared`` has cached their openings."""
         if not self.cache.keeps:
             return self.run_uncached(queries)
         self.tree.new_step(len(queries))
@@ -492,7 +492,7 @@ class Scheduler:
             self._remembered.clear()
         node_uses = tree.nodes.node_uses(nodes)
         for plan, known, order in reversed(self._remembered):
-            if node_uses[0] not in known or plan.is_stale:  # one lookup rules most steps out
+            if node_uses[0] not in known or plan.is_stale:  # one lookup rules most plans out
                 continue
             found = np.searchsorted(known, node_uses).clip(max=len(known) - 1)
             if (known[found] == node_uses).all():
@@ -588,4 +588,4 @@ def in_parts(
             answers.update(zip(part, evaluate([queries[i] for i in part]), strict=True))
         return [answers[i] for i in range(len(queries))]
     finally:
-        answers.clear()  # an error remembers this frame, which must not know it in turn
+        answers.clear()  # an error's traceback keeps this frame, which must not keep it in turn

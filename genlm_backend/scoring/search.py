@@ -52,8 +52,8 @@ class Continuation(NamedTuple):
 
     Attributes:
         text: The word, without the blanks around it; bytes that are not UTF-8 become ``"�"``.
-        logprob: The log-probability of the tokenisations found, in nats: a lower bound, which
-            misses at most the unexplored probability (``Continuations.log_rest``).
+        logprob: The log-probability of the tokenisations found, in nats: a lower bound, to which
+            at most the unexplored probability (``Continuations.log_rest``) has to be added.
     """
 
     text: str
@@ -62,16 +62,16 @@ class Continuation(NamedTuple):
 
 @final
 class Continuations(list[Continuation]):
-    """The most probable next words, the most probable first.
+    """The most probable next words that were found, the most probable first.
 
     Attributes:
         context: The token ids of the context.
-        log_end: The log-probability that the text ends without another word.
-        log_rest: The logarithm of the unexplored probability, which may belong to these words or
-            to others; ``-inf`` for none.
+        log_end: The log-probability found for the text ending without another word.
+        log_rest: The logarithm of the unexplored probability, which may belong to these words, to
+            others or to the end; ``-inf`` for none.
         is_proven: Whether the order is certain: the unexplored probability is less than every gap
-            between consecutive words, including the best word left out. With fewer than ``n``
-            words, only if nothing is unexplored.
+            between consecutive words, including the gap to the best word left out. With fewer
+            than ``n`` words, only if nothing is unexplored.
     """
 
     def __init__(
@@ -117,19 +117,21 @@ async def continuations(
     """Return the most probable next words after a context, as for a cloze task.
 
     A word's probability sums over all token sequences that spell it and continue with a blank or
-    the end of the text. If the context ends within a word, it is conditional on that word's end.
-    These are the probabilities of ``surprisal``, summed over all tokenisations: over all words and
-    the end of the text, they sum to one. The search follows the most probable tokens first; its
-    queries share batches with the model's other queries.
+    the end of the text. If the context ends within a word, the probability is conditional on that
+    word's end. These are the probabilities of ``surprisal``, summed over all tokenisations: over
+    all words and the end of the text, they sum to one. The search follows the most probable tokens
+    first; its queries share batches with the model's other queries.
 
-    ``log_rest``, the unexplored probability, is exact up to rounding, and so are the bounds of
-    each word: its probability is at least the returned one, and at most that plus the rest.
+    The unexplored probability (``log_rest`` is its logarithm) is exact up to rounding. So are the
+    bounds of each word: its probability is at least the returned one, and at most that plus the
+    unexplored probability.
 
     Args:
         lm: The model.
         context: A text or token ids; ``None`` for the tokenizer's BOS (``bos_token_id``). A text
-            gets a BOS too, unless it spells a special token first; token ids get none. End a text
-            without a blank, since a blank belongs to the token of the next word.
+            gets a BOS unless it spells one first, or spells another special token first and the
+            tokenizer adds no BOS to texts. Token ids get none. End a text without a blank, since a
+            blank belongs to the token of the next word.
         n: Number of words.
         **options: ``words``, a regular expression of words, or a function from a text to the spans
             of its words; by default, blanks separate words. With your own ``words``, the result is
@@ -140,9 +142,9 @@ async def continuations(
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument is of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no token
-            that texts begin with and ``context`` is ``None``.
-        ContextError: (``ValueError``) If ``context`` cannot be encoded.
+        OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no BOS and
+            ``context`` is ``None``.
+        ContextError: (``ValueError``) If ``context`` cannot be encoded or is too long.
         Exception: Any error of ``next_token_logprobs``.
     """
     num_words, given = integer(1)("n", n), _checked(lm, options)
@@ -176,7 +178,7 @@ class PrefixLogprob(NamedTuple):
 
     Attributes:
         logprob: The logarithm of the probability found, a lower bound; ``-inf`` for none.
-        log_rest: The logarithm of the probability that it may miss, at most; ``-inf`` if all
+        log_rest: Upper bound of the logarithm of the probability not found; ``-inf`` if all
             tokenisations have been summed.
     """
 
@@ -204,8 +206,8 @@ async def prefix_logprob(
 ) -> PrefixLogprob:
     """Return the log-probability that the text after a context begins with ``text``.
 
-    It sums over all tokenisations: all token sequences that spell the text, or spell a prefix of
-    it and continue with a token that begins with the rest. The text may go on in any way, so the
+    The probability sums over all tokenisations: token sequences that spell the text, or spell a
+    prefix of it and continue with a token that begins with the rest. Any text may follow, so the
     probability of ``" cat"`` includes that of ``" category"``. Special tokens, tokens that end
     texts and tokens without bytes do not continue the text.
 
@@ -228,15 +230,15 @@ async def prefix_logprob(
             follows that is not part of it, and the context may end within a word. ``max_rest``,
             the share of the probability that may be missing, from 0 to 1, and ``max_contexts``,
             the number of contexts to query at most: the search ends at the first of these limits.
-            A text needs at least one context per token, or nothing is found. ``lora_name``, the
+            Finding anything takes at least one context per token of the text. ``lora_name``, the
             LoRA adapter to use.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument is of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no token
-            that texts begin with and ``context`` is ``None``.
-        ContextError: (``ValueError``) If ``context`` or ``text`` cannot be encoded, or ``text``
-            does not end with a word although ``word_ends=True``.
+        OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no BOS and
+            ``context`` is ``None``; or if ``words`` is given without ``word_ends=True``.
+        ContextError: (``ValueError``) If ``context`` or ``text`` cannot be encoded, ``context`` is
+            too long, or ``text`` does not end with a word although ``word_ends=True``.
         Exception: Any error of ``next_token_logprobs``.
     """
     word_ends = switch("word_ends", word_ends)
@@ -307,10 +309,10 @@ def _word_ends(lm: AsyncLM) -> NDArray[np.bool_]:
 
 
 _FEWEST: Final = 64
-"""Least number of top tokens to request per context, however few queries are left."""
+"""Least number of top tokens to request per context, however few contexts are left to query."""
 
 _LEAST: Final = 1e-6
-"""Least probability of the tokens that are still checked for a word's end after the last query."""
+"""After the last query, tokens of at least this probability are still checked for word ends."""
 
 
 @final
@@ -342,7 +344,7 @@ class _Explored:
         return math.fsum(node.rest for node in self._nodes)
 
     def _groups(self, node: _Node) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return masks of the tokens that end the word or text after a node, and of the others."""
+        """Return masks of the tokens that end the word or text after a node, or continue it."""
         alphabet = self._alphabet
         if node is self.begin and self._is_within:
             return alphabet.ends, alphabet.others & self._begins
@@ -423,7 +425,7 @@ def _log(probability: float) -> float:
 
 
 class _Path(NamedTuple):
-    """Tokens that spell a beginning of the text."""
+    """Tokens that spell a prefix of the wanted text, with their log-probability."""
 
     logprob: float
     spelt: bytes
@@ -449,8 +451,8 @@ def _most_promising(
     paths: list[_Path], best: NDArray[np.float64], log_share: float, size: int
 ) -> tuple[list[_Path], list[_Path]]:
     """Return the paths to follow next, and the others."""
-    # Rank a path against the most probable path that is as long or longer: by probability alone,
-    # all short paths would come first, and the end of a long text last.
+    # Rank a path against the most probable path that is as long or longer: ranked by probability
+    # alone, all short paths would come first, and the end of a long text last.
     ahead = np.maximum.accumulate(best[::-1])[::-1].tolist()
 
     def promise(path: _Path) -> tuple[bool, float]:

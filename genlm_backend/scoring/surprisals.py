@@ -58,18 +58,18 @@ class Surprisal:
     """The surprisal of a word, token or character: the negative logarithm of its probability.
 
     Attributes:
-        text: Its characters. A token with a part of a character has the whole character.
+        text: Its characters. For a token with a part of a character, the whole character.
         start: Index of its first character in the text.
         end: Index after its last character.
-        token_ids: Its tokens. A word's include the blanks before it; a character's are all
+        token_ids: Its tokens. For a word, they include the blanks before it; for a character, all
             tokens with a part of it.
-        surprisal: In the unit of its text.
+        surprisal: The surprisal, in ``Surprisals.unit``.
         num_context: Number of tokens that the model read before its first token, ``context``
             included.
-        entropy: The entropy of the distribution of its first token, in the unit of its text;
+        entropy: The entropy of the distribution of its first token, in ``Surprisals.unit``;
             ``None`` if not requested.
-        rank: Number of tokens more probable than its first token; 0 if greedy decoding would
-            choose it. ``None`` if not requested.
+        rank: Rank of its first token among all tokens; 0 if greedy decoding would choose it.
+            ``None`` if not requested.
     """
 
     text: str
@@ -128,6 +128,8 @@ class Surprisals(list[Surprisal]):
 
     def to_dataframe(self) -> Any:
         """Return a ``pandas.DataFrame`` with a row per surprisal and a column per attribute.
+
+        The columns ``entropy`` and ``rank`` are left out if they were not requested.
 
         Raises:
             MissingExtraError: (``ImportError``) If pandas is not installed.
@@ -215,9 +217,9 @@ async def surprisal(
     probability includes all longer words that begin with it.
 
     A text is scored after the tokenizer's BOS (``bos_token_id``), which the result has as its
-    ``context``; without a BOS, pass ``context``. A warning tells if the chat template writes the
-    BOS before each message, since then no text may have followed it in training. Texts share
-    batches with each other and with the model's other queries.
+    ``context``; without a BOS, pass ``context``. If the chat template writes the BOS before each
+    message, a warning is given: in training, no text may have followed the BOS directly. Texts
+    share batches with each other and with the model's other queries.
 
     Args:
         lm: The model.
@@ -226,10 +228,9 @@ async def surprisal(
             ``"bits"`` (the default) or ``"nats"``; ``words``, a regular expression of words, or a
             function from a text to the spans of its words, ``r"\\S+"`` by default;
             ``word_ends``, whether words are charged for their ends, by default only if blanks
-            separate them; ``context``, a text or token ids before each text: a text gets a BOS
-            unless it spells a special token first, token ids get none;
-            ``contexts``, a list with such a context for each of several texts;
-            ``entropy`` and ``rank``, whether to compute these;
+            separate them; ``context``, a text or token ids before each text, with a BOS as for
+            ``continuations``; ``contexts``, a list with such a context for each of several texts;
+            ``entropy`` and ``rank``, whether to compute these for each first token;
             ``stride``, for texts longer than the model's limit: the number of tokens scored per
             window, half a window by default; ``lora_name``, the LoRA adapter to use;
             ``progress``, whether to show a bar of the finished texts, on a terminal or in a
@@ -240,10 +241,10 @@ async def surprisal(
 
     Raises:
         OptionTypeError: (``TypeError``) If there is no such option, or one is of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no token
-            that texts begin with and no ``context`` is given.
-        ContextError: (``ValueError``) If a text has no token, the tokenizer takes no text, or
-            normalises it; or if ``context`` leaves no room for a text.
+        OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no BOS and
+            no ``context`` is given.
+        ContextError: (``ValueError``) If a text has no token, the tokenizer cannot encode text or
+            normalises it, or ``context`` leaves no room for a text.
         Exception: Any error of ``score``.
     """
     asked = _Asked(lm, options)
@@ -273,7 +274,7 @@ async def surprisal(
 surprisal_sync = blocking(surprisal, "surprisals")
 
 _AT_ONCE: Final = 200
-"""Texts that the blocking form scores at once, between two updates of its progress bar."""
+"""Most texts per call of ``batch_score_with`` in the blocking form, which then updates its bar."""
 
 
 @final
@@ -332,7 +333,7 @@ class _Asked:
     def _begin_of(self, context: Any, name: str) -> tuple[list[int], bool]:
         """Return a text's context, and whether no word is open at the context's end."""
         ids = context_ids(self.lm, context, name)
-        # No word has begun before the text, or the last one has ended.
+        # Without a context, no word has begun before the text; with one, the last may have ended.
         return ids, context is None or is_between_words(self.lm, ids)
 
 
@@ -384,7 +385,7 @@ class _Text:
             done = stop
         if self._begins is None:
             return
-        # The last word's end needs the masses after the last token: score any further token there.
+        # The last word's end needs the masses after the last token: score an arbitrary token there.
         room = len(ids) if max_length is None else max_length - len(begin)
         if done - start <= room:
             self.parts[1][-1] = [*self.parts[1][-1], ids[0]]

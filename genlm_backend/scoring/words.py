@@ -92,8 +92,8 @@ class Spelling:
         """For each token, its characters, each with the token's bytes up to the character's end."""
         found = list[list[tuple[int, int]]]()
         for begin, end in itertools.pairwise(self._places):
-            # A blank that the tokenizer puts before a text counts to the first character; a token
-            # without bytes counts to the character after it, or else to the last one.
+            # A blank that the tokenizer puts before a text belongs to the first character; a token
+            # without bytes belongs to the character after it, or else to the last one.
             first = bisect_right(self._chars, max(begin, 0)) - 1
             stops = [*self._chars[first + 1 : bisect_left(self._chars, end)], end]
             found.append([(char, stop - begin) for char, stop in enumerate(stops, first)])
@@ -201,7 +201,7 @@ _masks: Final[weakref.WeakKeyDictionary[Any, PackedMask]] = weakref.WeakKeyDicti
 
 
 def word_begins(lm: AsyncLM) -> PackedMask:
-    """Return a mask of the tokens before which a word ends: blank, special and end tokens."""
+    """Return a mask of the tokens that end the word before them: blank-initial, special, EOS."""
     alphabet = lm.alphabet
     mask = _masks.get(alphabet)
     if mask is None:
@@ -226,7 +226,8 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
         return [default_beginning(lm)]
     if isinstance(context, str):
         ids = Spelling(lm, context, name).token_ids
-        # A rendered chat begins with its template's own special token, and gets no BOS.
+        # A rendered chat begins with its template's own special token, and gets no BOS unless the
+        # tokenizer adds one to texts.
         is_special = ids[0] in lm.special_ids and not adds_bos(lm.tokenizer)
         begins = not has_bos or is_special or ids[0] == lm.tokenizer.bos_token_id
         return ids if begins else [default_beginning(lm), *ids]
@@ -255,7 +256,7 @@ def default_beginning(lm: AsyncLM, option: str = "context") -> int:
 
 
 def is_between_words(lm: AsyncLM, context: Sequence[int]) -> bool:
-    """Return whether no word is open at the end of a context: it ends in a blank or special."""
+    """Return whether a context ends outside a word: its last token is a blank, special or EOS."""
     last = context[-1]
     is_end = last in lm.special_ids or last in lm.eos_token_ids
     return is_end or ends_blank(lm.byte_vocab[last].byte_string)

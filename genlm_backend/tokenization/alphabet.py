@@ -16,19 +16,19 @@ from genlm_backend.tokenization.token import Token
 class Alphabet:
     """The tokens that make up texts, sorted by their bytes.
 
-    Tokens that begin with the same bytes are adjacent. Tokens that end a text, special tokens and
-    tokens without bytes come last, and share no prefix with any token.
+    Tokens that begin with the same bytes are adjacent. End tokens, special tokens and tokens
+    without bytes come last, and count as sharing no prefix with any other token.
 
     Args:
         byte_vocab: The tokens by id, as bytes.
-        ends: Ids of the tokens that end a text, special ones among them.
+        ends: Ids of the tokens that end a text, and of all special tokens.
         undefined: Ids without a token, which are left out.
 
     Attributes:
-        order: The token ids in this order: int32, packed as ``bytes``.
-        longest: Number of bytes of the longest token that does not end a text.
-        ends: Which tokens end a text, or have no bytes: bool ``[vocab]``.
-        others: Which tokens make up texts: bool ``[vocab]``.
+        order: The sorted token ids: int32, packed as ``bytes``.
+        longest: Number of bytes of the longest token in ``others``.
+        ends: Mask of the given ends and of tokens without bytes: bool ``[vocab]``.
+        others: Mask of the remaining tokens, which make up texts: bool ``[vocab]``.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Alphabet:
         return mask
 
     def beginning_with(self, data: bytes) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that begin with ``data``: bool ``[vocab]``."""
+        """Return a mask of the tokens of ``others`` that begin with ``data``: bool ``[vocab]``."""
         return self._mask(self._order[slice(*self._interval(data))])
 
     def spelling(self, data: bytes) -> list[int]:
-        """Return the ids of the tokens whose bytes are exactly ``data``."""
+        """Return the ids of the tokens of ``others`` whose bytes are exactly ``data``."""
         start, stop = bisect_left(self._spelt, data), bisect_right(self._spelt, data)
         return self._order[start:stop].tolist()
 
@@ -71,7 +71,8 @@ class Alphabet:
         """Return the intervals of the proper prefixes of some tokens: int32 ``[n, width, 2]``.
 
         A token has an interval of indices into ``order`` for its first byte, its first two, and so
-        on to all but one; the rest are empty. ``width`` is that of the longest token.
+        on to all but one; the rest are empty. An end's intervals hold only itself. ``width`` is the
+        number of bytes of the longest of these tokens, minus 1.
         """
         width = max(1, *(len(self._bytes[i]) for i in token_ids), 1) - 1
         found = np.zeros((len(token_ids), width, 2), np.int32)

@@ -6,20 +6,20 @@ from typing import Any
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Return whether a tokenizer puts its BOS before each text."""
+    """Return whether a tokenizer prepends its BOS to texts, as it does to an empty one."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return bos is not None and list(tokenizer.encode(""))[:1] == [bos]
 
 
 def with_one_bos(tokenizer: Any, token_ids: list[int]) -> list[int]:
-    """Return the ids of a text, without the added BOS if the text spells one itself."""
+    """Return the ids of a text, without the added BOS if the text itself begins with one."""
     bos = getattr(tokenizer, "bos_token_id", None)
     is_twice = bos is not None and token_ids[:2] == [bos, bos] and adds_bos(tokenizer)
     return token_ids[1:] if is_twice else token_ids
 
 
 def without_bos(tokenizer: Any, text: str) -> str:
-    """Return a text without the BOS that it spells, if the tokenizer would add another."""
+    """Return a text without the BOS that it begins with, if the tokenizer would add another."""
     bos = getattr(tokenizer, "bos_token", None)
     return text.removeprefix(bos) if bos and adds_bos(tokenizer) else text
 

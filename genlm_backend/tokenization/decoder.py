@@ -1,7 +1,7 @@
-"""A tokenizer's declared decoder, compiled to "the bytes one token contributes mid-text".
+"""A tokenizer's declared decoder, compiled to a function from a token to its bytes mid-text.
 
-The stages implement the ``decoders`` module of Hugging Face's tokenizers library, except for the
-stages that concern only the first or last token of a text.
+The stages implement the ``decoders`` module of Hugging Face's tokenizers library, without its
+effects on the first or last token of a text; a CTC decoder is refused.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 TextOrBytes = str | bytes
 Stage = Callable[[str], TextOrBytes]
-"""A step of decoding one token; if it returns bytes, later steps do not change them."""
+"""A step that decodes one token; if a step returns bytes, later steps do not change them."""
 
 
 class UnknownDecoderError(ValueError):
-    """A decoder's effect on a single token cannot be determined; the message has the reason."""
+    """A decoder's effect on a single token cannot be determined; the message gives the reason."""
 
 
 def byte_level_alphabet() -> dict[str, int]:
     """Return the byte of each of the 256 characters of byte-level BPE."""
-    # GPT-2's table (Radford et al., 2019): a printable Latin-1 character other than the space is
-    # its own byte; the other 68 bytes, in order, are U+0100 onwards.
+    # GPT-2's table (Radford et al., 2019): a printable Latin-1 character other than the space
+    # means its own byte; the characters from U+0100 onwards mean the other 68 bytes, in order.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
@@ -101,9 +101,9 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
             joiner = joiner or kind
             continue
         if joiner is not None and kind == "Strip":
-            continue  # strips the leading space of a whole text, and changes no token within it
+            continue  # strips the ends of the whole text, and changes no token in the middle
         compiled = _compile_stage(stage)
-        # Replacing single characters commutes with joining the tokens.
+        # Replacing single characters gives the same before and after the tokens are joined.
         is_of_parts = kind == "Replace" and len(stage["pattern"].get("String", "")) == 1
         if joiner is not None and not (joiner == "Fuse" and is_of_parts):
             raise UnknownDecoderError(

@@ -1,4 +1,4 @@
-"""The bytes of every token id, for each supported kind of tokenizer object."""
+"""Readers of the bytes of every token id, one for each supported kind of tokenizer object."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
 
 
 def _mistral_tokenizer(tokenizer: Any) -> Any | None:
-    """Return the Tekken or SentencePiece tokenizer inside its wrappers, or ``None``."""
+    """Return the tokenizer of mistral-common inside its wrappers, or ``None`` if there is none."""
     for _ in range(3):
         if type(tokenizer).__module__.startswith("mistral_common.tokens.tokenizers."):
             if hasattr(tokenizer, "id_to_piece"):
@@ -133,7 +133,7 @@ def _read_sentencepiece(model: Any, name: str) -> ByteVocab:
 
 
 def _tiktoken_encoding(tokenizer: Any) -> Any | None:
-    """Return a tiktoken encoding: the object itself, or one of its attributes."""
+    """Return a tiktoken encoding (the object itself or one of its attributes), or ``None``."""
     tiktoken = sys.modules.get("tiktoken")
     if tiktoken is None:  # not imported, so the object cannot hold an encoding
         return None
@@ -176,7 +176,7 @@ def _read_table(
 
 
 def _plain_encode(tokenizer: Any) -> Callable[[str], list[int] | None]:
-    """Return a tokenizer's ``encode`` without the special tokens around texts."""
+    """Return a tokenizer's ``encode``, without special tokens around texts if it has the option."""
     encode = getattr(tokenizer, "encode", lambda text: None)
     if "add_special_tokens" in inspect.signature(encode).parameters:
         return partial(encode, add_special_tokens=False)
@@ -197,7 +197,7 @@ def _read_slow(
     name: str,
     to_bytes: Callable[[str], bytes],
     decode: Callable[[list[str]], str] | None = None,  # in place of convert_tokens_to_string
-    is_of_model: Callable[[str], bool] = lambda token: False,  # whether the model has it too
+    is_of_model: Callable[[str], bool] = lambda token: False,  # is an added token also the model's?
 ) -> ByteVocab:
     """Read a slow tokenizer (written in Python); ``to_bytes`` maps its tokens to bytes."""
     to_text = decode or tokenizer.convert_tokens_to_string
@@ -205,9 +205,9 @@ def _read_slow(
     size = max([*tokenizer.get_vocab().values(), *added]) + 1
     special_ids = set(tokenizer.all_special_ids)
     special_ids.update(token_id for token_id, token in added.items() if token.special)
-    # Added tokens spell their content, whatever ``to_bytes`` would make of it.
+    # Added tokens that the model lacks spell their content: ``to_bytes`` does not apply to them.
     literals = {i: token.content for i, token in added.items() if not is_of_model(token.content)}
-    if decode is not None:  # a SentencePiece class: some print "▁" as a space here too
+    if decode is not None:  # SentencePiece: some classes decode "▁" in added tokens as a space
         for token_id in literals.keys() - special_ids:
             literals[token_id] = _between_others(tokenizer, literals[token_id])
     byte_strings, spellings = [], []

@@ -1,4 +1,4 @@
-"""The bytes of every token id of a ``tokenizers.Tokenizer``, or of a wrapper around one."""
+"""Reads the bytes of every token id of a ``tokenizers.Tokenizer``, or of a wrapper around one."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
     unknown_ids = {rust.token_to_id(unknown)} if unknown else set()
     if not unknown or not hasattr(rust.model, "unk_token"):
-        # A Unigram model has an unknown id that it does not expose, and that may differ from the
-        # tokenizer's. The replacement of a space is no such id: it is put before every word.
+        # A Unigram model does not expose its unknown id, which may differ from the tokenizer's:
+        # take it from the probe's ids, except for the replacement of the space before a word.
         heard = [i for i in unheard_of_ids if spellings[i] != texts.written_space]
         heard = [i for i in heard if byte_strings[i].strip()]
         unknown_ids.update(i for i in heard if byte_strings[i] not in unheard_of.encode())
@@ -87,10 +87,10 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
 def _added_texts(
     rust: Any, added_tokens: Mapping[int, Any], byte_strings: Sequence[bytes]
 ) -> list[str]:
-    """Return texts that are encoded as added tokens, at most ``_TEXTS_OF_A_KIND`` per kind."""
+    """Return texts that are encoded as added tokens, about ``_TEXTS_OF_A_KIND`` per kind."""
     texts: defaultdict[tuple[bool, ...], list[str]] = defaultdict(list)
     for token_id, added in added_tokens.items():
-        # Other texts produce ids of the model too, as two spaces produce Gemma's "▁▁".
+        # Texts other than the content may produce the id: two spaces produce Gemma's "▁▁".
         is_rewritten = byte_strings[token_id] != added.content.encode()
         flags = (added.normalized, added.lstrip, added.rstrip, added.single_word)
         of_its_kind = texts[(is_rewritten, *flags)]
@@ -114,8 +114,9 @@ def _encode(rust: Any, text: str) -> list[int] | None:
             return None
         raise
     truncation = rust.truncation
-    # A call of transformers leaves both set. The truncated rest is in overflowing windows, which
-    # begin (or, with left truncation, end) with ``stride`` tokens of their neighbour.
+    # transformers leaves truncation and padding set after a call that uses them. The truncated
+    # rest is in overflowing windows, which begin (or, with left truncation, end) with ``stride``
+    # tokens of their neighbour.
     if truncation is None and rust.padding is None:
         return first.ids
     windows = [first, *first.overflowing]
@@ -141,7 +142,7 @@ def _spellings(rust: Any) -> list[str | None]:
 def _unheard_of(
     encode: Callable[[str], list[int] | None], spellings: Sequence[str | None]
 ) -> tuple[str, list[int]]:
-    """Return a character that is in no token, and the ids that it is encoded to."""
+    """Return a character that the tokens it is encoded to do not contain, and their ids."""
     # Rare ideographs that have long been in Unicode: no normaliser changes or drops them.
     for character in map(chr, range(0x2A6D6, 0x20000, -1)):
         ids = encode(character) or []
@@ -183,7 +184,10 @@ def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
 def _printing(
     rust: Any, byte_strings: Sequence[bytes], spellings: Sequence[str | None]
 ) -> Callable[[list[int]], tuple[list[int], str]] | None:
-    """Return a function from ids to the ids that can be compared and the decoder's text of them."""
+    """Return a function from ids to those that can be compared and the text the decoder prints.
+
+    ``None`` if the tokenizer declares no decoder.
+    """
     if rust.decoder is None:
         return None
     declared = compile_decoder(_state(rust.decoder))
@@ -210,7 +214,7 @@ def _state(part: Any) -> dict[str, Any]:
 
 @final
 class _Texts:
-    """Texts after a tokenizer's normaliser, and the byte strings that its tokens may spell."""
+    """Normalises texts, and computes the byte strings that a text's tokens may spell."""
 
     def __init__(self, rust: Any, decoder: CompiledDecoder) -> None:
         self.decoder, self.normalizer = decoder, rust.normalizer
@@ -231,7 +235,7 @@ class _Texts:
         """Return the bytes of an added token that is neither special nor in the model."""
         text = self.normalized(text) if is_normalized else text
         if self.decoder.reads_bytes and not (is_normalized and self.writes_spaces):
-            # The decoder would read its letters as bytes, which the encoded text does not have.
+            # A byte-level decoder would read the letters as bytes, but the text has the letters.
             return text.encode()
         return self.decoder.decode([text])[0]
 
@@ -248,14 +252,17 @@ class _Texts:
         return spelt
 
     def _spelt(self, normalized: str) -> bytes:
-        """Return the bytes that the decoder gives for a normalised text."""
+        """Return the bytes of a normalised text, decoded if the decoder applies to a whole text."""
         decoder = self.decoder
         if self.writes_byte_level or (decoder.keeps_spaces and not decoder.is_byte_level):
             return decoder.decode([normalized])[0]
         return normalized.encode()
 
     def can_come_back(self, spelt: bytes) -> bool:
-        """Whether the normaliser preserves a token's bytes, up to spaces around them."""
+        """Whether normalising and decoding a token's text preserve its bytes, up to outer spaces.
+
+        True for bytes that are not valid UTF-8.
+        """
         try:
             normalized = self._spelt(self.normalized(spelt.decode()))
         except UnicodeDecodeError:  # an incomplete character
@@ -263,7 +270,7 @@ class _Texts:
         return normalized.strip() == spelt.strip()
 
     def spelt_by_model(self, added: Any) -> bytes:
-        """Return the bytes of an added token that is in the model too, maybe for another text."""
+        """Return the model's bytes for an added token that the model has too."""
         if added.normalized and self.writes_spaces:
             return self.decoder.decode([self.normalized(added.content)])[0]
         spelt = self.decoder.decode([added.content])[0]
@@ -272,6 +279,6 @@ class _Texts:
         try:
             spelt.decode()
         except UnicodeDecodeError:
-            # If the model writes a byte as "é", no byte string is right for both texts.
+            # If the model writes a byte as "é", no byte string is right for the byte and the text.
             return spelt if is_byte_token(added.content) else added.content.encode()
         return spelt

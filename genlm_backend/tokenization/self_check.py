@@ -1,4 +1,4 @@
-"""The check that the bytes of a text's tokens give back the text, for a set of probe texts."""
+"""The check that the tokens of each probe text spell the bytes of that text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBES: Final = (
 
 
 def check_byte_vocab(vocab: ByteVocab) -> None:
-    """Encode probe texts and compare each with the bytes of its tokens."""
+    """Encode probe texts; raise a ``TokenizerDecodeError`` if their tokens spell other bytes."""
     for text in PROBES:
         _check(vocab, text)
     added = [f"a{text}b" for text in vocab.added_texts]
@@ -36,7 +36,7 @@ def check_byte_vocab(vocab: ByteVocab) -> None:
     if ids and vocab.unknown_ids.isdisjoint(ids) and _comes_back(vocab, together, ids):
         _check_printed(vocab, together, ids)
         return
-    for text in added:  # one by one: some cannot be encoded, and an error must name its token
+    for text in added:  # one by one: skip those that cannot be encoded, name the token at fault
         _check(vocab, text)
 
 
@@ -62,7 +62,7 @@ def _check_printed(vocab: ByteVocab, text: str, ids: list[int]) -> None:
     """Compare the text that the declared decoder prints for ``ids`` with their bytes."""
     if vocab.prints is None:
         return
-    # Rust tokenizers may change white space, so the decoder's text is compared as well.
+    # ``_comes_back`` ignores white space, which Rust tokenizers may change; this does not.
     kept, printed = vocab.prints(ids)
     if _is_printed(vocab, kept, printed):
         return
@@ -89,7 +89,7 @@ def _comes_back(vocab: ByteVocab, text: str, ids: list[int]) -> bool:
         return False
     spelt = b"".join(_spell(vocab, token_id) for token_id in ids)
     for expected in vocab.readings(text, ids):
-        # Without an unknown token, a tokenizer drops text that it cannot spell.
+        # A tokenizer without an unknown token drops characters or bytes that it cannot spell.
         shorter = () if vocab.unknown_ids else _without_unspellable(vocab, expected)
         for each in itertools.chain([expected], shorter):
             if _is_same(spelt, each if vocab.keeps_spaces else _without_spaces(each)):
@@ -98,7 +98,7 @@ def _comes_back(vocab: ByteVocab, text: str, ids: list[int]) -> bool:
 
 
 def _is_same(spelt: bytes, expected: bytes) -> bool:
-    """Whether the two are equal, up to a space at either end."""
+    """Whether the two byte strings are equal, up to a space at one end."""
     return any(
         shorter in (longer, longer.removeprefix(b" "), longer.removesuffix(b" "))
         for longer, shorter in ((spelt, expected), (expected, spelt))
@@ -106,13 +106,13 @@ def _is_same(spelt: bytes, expected: bytes) -> bool:
 
 
 def _is_misspelt(vocab: ByteVocab, token_id: int) -> bool:
-    """Whether the bytes of an added token differ from those that the model spells for it."""
+    """Whether the bytes of an added token differ from the model's bytes for the same id."""
     expected = vocab.bytes_of_added.get(token_id)
     return expected is not None and expected != vocab.byte_strings[token_id]
 
 
 def _without_unspellable(vocab: ByteVocab, text: bytes) -> Iterator[bytes]:
-    """Yield ``text`` twice: with the bytes that are tokens alone, then with such characters."""
+    """Yield ``text`` reduced to bytes that are tokens, then reduced to characters that are."""
     bytes_known = {piece[0] for piece in vocab.byte_strings if len(piece) == 1}
     yield bytes(byte for byte in text if byte in bytes_known)
     tokens = set(vocab.byte_strings)
@@ -121,7 +121,7 @@ def _without_unspellable(vocab: ByteVocab, text: bytes) -> Iterator[bytes]:
 
 
 def _first_difference(vocab: ByteVocab, expected: bytes, ids: list[int]) -> int:
-    """Return the first token whose bytes do not continue the expected text."""
+    """Return the first token whose bytes do not continue the expected text, or else the last."""
     expected, start = _without_spaces(expected), 0
     for token_id in ids:
         piece = _without_spaces(_spell(vocab, token_id))

@@ -25,14 +25,14 @@ class Token(bytes):
     """One entry of a vocabulary: a ``bytes`` with a ``token_id``.
 
     Several ids may have the same bytes, so tokens compare with each other by id. A token compares
-    with plain ``bytes`` by its spelling: ``token == b" the"``, ``token < b"b"``. All else is as
-    with ``bytes``: ``b"".join(tokens)``, ``len``, indexing.
+    with plain ``bytes`` by its spelling: ``token == b" the"``, ``token < b"b"``. Other operations
+    are those of ``bytes``: ``b"".join(tokens)``, ``len``, indexing.
 
     A token is hashed by its id, so sets and dictionaries distinguish tokens of equal spelling, and
     find neither a token by plain bytes nor plain bytes by a token: ``b" the" in {token}`` is False
     although ``b" the" == token``, while ``b" the" in [token]`` is True. Look up
     ``token.byte_string`` to match by spelling. Do not mix tokens and plain bytes as keys of one
-    dictionary or in one sorted list, since the two orders are inconsistent.
+    dictionary, or in one sorted list: order by id and order by bytes are inconsistent.
 
     ``Token(token_id, byte_string)`` takes an integer id and the ``bytes`` that the token
     contributes in the middle of a text, which may be empty; other types raise a ``TypeError``.

@@ -17,11 +17,11 @@ Fallback = Literal["tokenizer", "latin1", "replace"]
 class Vocabulary(tuple[list[Token], list[str]]):
     """The pair ``(byte_vocab, str_vocab)``, with the sets of special and undefined ids.
 
-    No string is empty: an id without a token is ``<|undefined_151643|>``, with its own number,
-    and a token without bytes ``<|empty_7|>``.
+    No string is empty. The string of an id without a token is ``<|undefined_151643|>``, with its
+    own number, and the string of a token without bytes is ``<|empty_7|>``.
 
     Attributes:
-        special_ids: Ids of special tokens, whose bytes are their names.
+        special_ids: Ids of special tokens; the bytes of each are its name.
         undefined_ids: Ids without a token: holes, and the padding of a model's embedding. Their
             bytes are empty, as are the bytes of some real tokens.
     """
@@ -54,7 +54,7 @@ class Vocabulary(tuple[list[Token], list[str]]):
         return self[1]
 
     def resized(self, size: int) -> Vocabulary:
-        """Return a vocabulary of exactly ``size`` ids: padded with undefined ids, or cut off."""
+        """Return a vocabulary of exactly ``size`` ids: padded with undefined ids, or truncated."""
         extra = range(len(self.byte_vocab), size)
         return Vocabulary(
             self.byte_vocab[:size] + [Token(i, b"") for i in extra],
@@ -64,7 +64,7 @@ class Vocabulary(tuple[list[Token], list[str]]):
         )
 
     def of_model(self, size: int | None) -> Vocabulary:
-        """Resize to the width of a model's rows; warn about tokens that the model lacks.
+        """Return the vocabulary resized to a model's rows; warn about tokens that the model lacks.
 
         ``None`` keeps the tokenizer's size. The warning has a ``stacklevel`` of 4.
         """
@@ -93,7 +93,7 @@ def decode_vocab(
     The bytes come from the decoder that the object declares (or, for SentencePiece, tiktoken and
     mistral-common, from the model it holds), so no file is loaded or fetched. They are the bytes
     that the id contributes in the middle of a text. A special token's bytes are its name; the
-    bytes of other added tokens are what decoding prints for them.
+    bytes of other added tokens are the decoded text, or their content in byte-level vocabularies.
 
     Args:
         tokenizer: The tokenizer: a Hugging Face tokenizer (Rust, slow or mistral-common's), a bare
@@ -102,9 +102,9 @@ def decode_vocab(
         byte2str_fallback: The string of a token whose bytes are not valid UTF-8: its spelling in
             the tokenizer's files ("tokenizer"), one character per byte ("latin1"), or with U+FFFD
             in place of invalid bytes ("replace").
-        self_check: Whether to encode probe texts, which cover every class of token, and compare
-            the normalised texts with the bytes of their tokens. It takes one or two milliseconds,
-            even for 262,000 tokens.
+        self_check: Whether to encode probe texts (words, white space, bytes, some added tokens)
+            and compare the normalised texts with the bytes of their tokens. It takes one or two
+            milliseconds, even for 262,000 tokens.
 
     Returns:
         The pair ``(byte_vocab, str_vocab)``, lists indexed by token id, with the attributes

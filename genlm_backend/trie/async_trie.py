@@ -22,7 +22,7 @@ Backend = Literal["parallel", "sequential"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrieStatistics(Readable):
-    """Counts of the batches of each operation since the trie was made or cleaned up.
+    """Counts of the batches of each operation since the trie was created or last cleaned up.
 
     Attributes:
         sum: Batches of ``weight_sum`` and ``mass_sum``.
@@ -39,10 +39,10 @@ class TrieStatistics(Readable):
 class AsyncTokenCharacterTrie(OfOneProcess, Closing):
     """A trie whose prefix weights many coroutines can await at once.
 
-    A worker thread evaluates all concurrent awaits of an operation as one batch, so that the event
-    loop stays free. Any number of event loops and threads may use one trie, concurrently or in
-    turn. Weights are checked before they are queued, so an invalid query fails alone. Cancelling
-    one caller does not affect the others. Each result owns its memory.
+    Each operation has a worker thread, which evaluates concurrent awaits in batches, so that the
+    event loop stays free. Any number of event loops and threads may use one trie, concurrently or
+    in turn. Weights are checked before they are queued, so an invalid query fails alone.
+    Cancelling one caller does not affect the others. Each result owns its memory.
 
     The first query starts the worker threads. ``cleanup()`` ends them; a later query starts new
     ones.
@@ -51,13 +51,13 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
         trie: The trie that evaluates the batches.
         batch_size: Number of queries in a batch, at most.
         timeout: Seconds that the first query of a batch may wait for others. It usually waits
-            less, since a batch starts as soon as the event loop brings no new query.
+            less, since a batch starts once the event loop submits no new query.
 
     Attributes:
-        trie: The trie; use it for ``children``, ``word2leaf`` and all else that is not awaited.
+        trie: The trie; use it for everything that is not awaited, such as ``children``.
 
     Raises:
-        OptionTypeError: (``TypeError``) If an argument is of another type.
+        OptionTypeError: (``TypeError``) If an argument has a wrong type.
         OptionError: (``ValueError``) If ``batch_size`` or ``timeout`` is too small.
     """
 
@@ -131,15 +131,15 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
         return await self._submit("sum", ws)
 
     async def weight_max(self, ws: Weights) -> Any:
-        """Return the largest weight of all tokens below each node; as with ``weight_sum``."""
+        """Return the largest token weight below each node; arguments as in ``weight_sum``."""
         return await self._submit("max", ws)
 
     async def log_weight_sum(self, ws: Weights) -> Any:
-        """Return the log-sum-exp of all tokens below each node; as with ``weight_sum``."""
+        """Return the log-sum-exp of the weights below each node; see ``weight_sum``."""
         return await self._submit("log_sum", ws)
 
     async def mass_sum(self, ws: Weights) -> Any:
-        """Return ``weight_sum(ws)``; its older name."""
+        """Return ``weight_sum(ws)``: this is the older name of that method."""
         return await self._submit("sum", ws)
 
     async def _submit(self, operation: Operation, ws: Weights) -> Any:
@@ -164,7 +164,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
         )
 
     def start(self) -> None:
-        """Do nothing, for programs that call it: the first query starts the worker threads."""
+        """Do nothing; kept for older programs. The first query starts the worker threads."""
 
     def _started(self) -> dict[Operation, Batcher[Weights, Any]]:
         with self._lock.here:
@@ -181,7 +181,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
             return dict(self._batchers)
 
     def shutdown(self) -> None:
-        """End the worker threads, after the batches that are being evaluated.
+        """End the worker threads once they have evaluated their current batches.
 
         Callers that still wait get a ``QueryDroppedError``. A second call has no effect, and a
         later query starts new threads. In a fork of the process that made the first query, this

@@ -29,17 +29,18 @@ class VocabularyTrie(abc.ABC):
 
     Weights are one real number per entry, in ``decode``'s order: NumPy arrays, or torch tensors
     on any device (no gradients flow through). Half precision, float32 and booleans give float32
-    results; float64 and integers give float64. A NaN propagates to the prefixes of its token and
-    nowhere else. Do not modify the weights of an asynchronous call before it returns.
+    results; float64 and integers give float64 (float32 on MPS). A NaN propagates to the prefixes
+    of its token and nowhere else. Do not modify weights until an asynchronous call returns.
 
     Args:
         decode: The vocabulary: ``Token`` objects, ``bytes``, strings, or other iterables of
             hashable letters, such as an end-of-sequence marker that yields itself.
 
     Raises:
-        VocabularyError: If ``decode`` is empty or holds an entry twice (for tokens: the same id
-            with the same bytes).
-        VocabularyTypeError: If an entry is not iterable, or it or one of its letters not hashable.
+        VocabularyError: If ``decode`` is empty, has more than some 2**31 letters, or holds an entry
+            twice (for tokens: the same id with the same bytes).
+        VocabularyTypeError: If ``decode`` is no list, or an entry is not iterable, or an entry or
+            one of its letters is not hashable.
 
     Attributes:
         decode: The vocabulary, as a list.
@@ -58,7 +59,7 @@ class VocabularyTrie(abc.ABC):
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes: prefixes, the root among them, and a leaf for each token."""
+        """Number of nodes: one per distinct prefix, including the root, and a leaf per token."""
         return self.layout.num_nodes
 
     @property
@@ -77,7 +78,7 @@ class VocabularyTrie(abc.ABC):
 
     @cached_property
     def leaves(self) -> NDArray[np.int32]:
-        """The leaf of each token by its position in ``decode``: int32 ``[len(decode)]``."""
+        """The leaf of each token, indexed by position in ``decode``: int32 ``[len(decode)]``."""
         layout = self.layout
         leaves = np.empty(layout.num_tokens, np.int32)
         leaves[layout.leaf_tokens] = layout.run_start[layout.leaf_runs]
@@ -116,7 +117,7 @@ class VocabularyTrie(abc.ABC):
 
     @cached_property
     def node2prefix(self) -> Mapping[int, list[Any]]:
-        """For each node the list of letters from the root to it, built on access."""
+        """Maps each node to the list of letters from the root to it, built on access."""
         return _Prefixes(self.layout)
 
     def _children(self, node: int) -> dict[Any, int]:
@@ -141,20 +142,20 @@ class VocabularyTrie(abc.ABC):
 
     @abc.abstractmethod
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
-        """Return the rows of ``evaluate_batch``, each in its own memory.
+        """Return each row's result ``[num_nodes]``, in the row's own precision.
 
-        A row that a caller keeps does not keep the batch's memory alive.
+        Each result owns its memory, so that a kept row does not keep the whole batch alive.
         """
 
     def prepare(self) -> None:
-        """Evaluate each operation once, so that first calls do not wait for compilation."""
+        """Evaluate each operation in both precisions, so that first calls compile nothing."""
         for operation in get_args(Operation):
             for dtype in (np.float32, np.float64):
                 self.evaluate_rows(operation, [np.zeros(len(self.decode), dtype)])
         self.release()
 
     def release(self) -> None:  # noqa: B027  (most tries keep nothing)
-        """Free the buffers that are kept for reuse."""
+        """Free the buffers that the trie keeps for reuse, if it keeps any."""
 
     def tokens_below(self, node: int) -> NDArray[np.int32]:
         """Return the tokens that begin with a node's prefix, by position in ``decode``.
@@ -190,13 +191,14 @@ class VocabularyTrie(abc.ABC):
         return np.empty(0, np.int32) if node is None else self.tokens_below(node)
 
     def node(self, prefix: Iterable[Any]) -> int | None:
-        """Return a prefix's node, the index of its sums and maxima; ``None`` if it has none.
+        """Return the node of a prefix, its index into results; ``None`` if no token has the prefix.
 
         Args:
             prefix: Its letters, such as ``b" Pa"``.
 
         Raises:
-            OptionTypeError: (``TypeError``) If ``prefix`` is a string, but the tokens are bytes.
+            OptionTypeError: (``TypeError``) If ``prefix`` is a string, but no token begins with a
+                character, as in a vocabulary of bytes.
         """
         node = self.root
         if isinstance(prefix, str) and not any(
@@ -223,7 +225,7 @@ class VocabularyTrie(abc.ABC):
         Raises:
             WeightsError: (``ValueError``) If ``sums`` does not have one number per node, or if no
                 token begins with the prefix and ``sums`` has negative numbers, as logarithms are.
-            OptionTypeError: (``TypeError``) If ``prefix`` is a string, but the tokens are bytes.
+            OptionTypeError: (``TypeError``) If ``prefix`` is a string; see ``node``.
         """
         shape = [*getattr(sums, "shape", ())]
         if shape[-1:] != [self.num_nodes]:
@@ -256,17 +258,17 @@ class VocabularyTrie(abc.ABC):
         return self._one("sum", ws)
 
     def weight_max(self, ws: Weights) -> Any:
-        """Return the largest weight of all tokens below each node: ``[num_nodes]``.
+        """Return the largest token weight below each node: ``[num_nodes]``.
 
-        Correct also for negative weights and log-probabilities; otherwise like ``weight_sum``.
+        Also correct for negative weights and log-probabilities; otherwise like ``weight_sum``.
         """
         return self._one("max", ws)
 
     def log_weight_sum(self, ws: Weights) -> Any:
-        """Return the log-sum-exp of all tokens below each node: ``[num_nodes]``.
+        """Return the log-sum-exp of the weights below each node: ``[num_nodes]``.
 
-        For log-weights: the logarithm of ``weight_sum(exp(ws))``. It is accurate even if the
-        exponentials would underflow, since each node is shifted by its own maximum; otherwise
+        The logarithm of ``weight_sum(exp(ws))``, for log-weights. It is accurate even if the
+        exponentials would underflow, since each sum is shifted by its own maximum; otherwise
         like ``weight_sum``.
         """
         return self._one("log_sum", ws)
@@ -288,11 +290,11 @@ class VocabularyTrie(abc.ABC):
         return self._batch("log_sum", ws)
 
     def mass_sum(self, ws: Weights) -> Any:
-        """Return ``weight_sum(ws)``; its older name."""
+        """Return ``weight_sum(ws)``: this is the older name of that method."""
         return self.weight_sum(ws)
 
     def batch_mass_sum(self, ws: Any) -> Any:
-        """Return ``batch_weight_sum(ws)``; its older name."""
+        """Return ``batch_weight_sum(ws)``: this is the older name of that method."""
         return self.batch_weight_sum(ws)
 
     def _one(self, operation: Operation, ws: Weights) -> Any:
@@ -308,17 +310,17 @@ class VocabularyTrie(abc.ABC):
     ) -> graphviz.Digraph:
         """Draw the trie; a notebook shows it as SVG, ``.write("trie.svg")`` saves it.
 
-        Large tries are pruned to ``max_depth`` letters, and to the ``max_nodes`` heaviest nodes, or
-        without weights to the nodes with the most tokens below them.
+        The drawing is pruned to ``max_depth`` letters and to the ``max_nodes`` heaviest nodes;
+        without ``ws``, the heaviest nodes are those with the most tokens below them.
 
         Args:
             ws: Weights to label the nodes with: one per token (drawn as sums) or one
                 per node, as the other methods return them.
-            max_depth: Letters from the root to draw, at most; all by default.
+            max_depth: Letters from the root to draw, at most; by default no limit.
             max_nodes: Nodes to draw, at most.
 
         Raises:
-            MissingExtraError: If Graphviz is not installed (extra ``viz``).
+            MissingExtraError: If the package ``graphviz`` is not installed (extra ``viz``).
             WeightsError: If ``ws`` is neither one weight per token nor one per node.
         """
         from genlm_backend.trie.visualize import draw_trie
@@ -349,7 +351,7 @@ class _PerNode(Sequence[Any]):
 
 @final
 class _Prefixes(Mapping[int, list[Any]]):
-    """Maps each node to the letters from the root to it; a leaf, to its token's letters."""
+    """Maps each node to the letters from the root to it, and a leaf to its token's letters."""
 
     def __init__(self, layout: TrieLayout) -> None:
         self._layout = layout

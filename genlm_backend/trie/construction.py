@@ -1,7 +1,7 @@
 """build_layout: builds the arrays of a vocabulary's trie.
 
 One pass over the common-prefix lengths of sorted neighbours finds the runs (Kasai et al., 2001:
-intervals of longest common prefixes); the rest is array arithmetic, without recursion.
+intervals of longest common prefixes); array arithmetic and one loop do the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from genlm_backend.trie.layout import Int32, TrieLayout
 def build_layout(decode: Sequence[Any]) -> TrieLayout:
     if not decode:
         raise VocabularyError("a trie needs a vocabulary of at least one token; got none")
-    # 1. Runs in the order they are found: one per word, then the branches.
+    # 1. Find the runs: first one per word, then the branches in the order of discovery.
     alphabet, letters, lengths, order = _sort(decode)
     parents, bottoms, firsts = _find_runs(lengths, _shared_lengths(letters, lengths))
     num_words, num_runs = len(lengths), len(parents)
@@ -47,7 +47,7 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
     codes = np.zeros(len(runs), letters.dtype)
     codes[has_letter] = letters[ends[has_letter] - 1]
 
-    # 4. Number separately the runs that end in a leaf and those that end in a branching node.
+    # 4. Number the runs that end in a leaf separately from those that end in a branching node.
     leaf_runs = np.flatnonzero(found < num_words).astype(np.int32)
     branch_runs = np.flatnonzero(found >= num_words).astype(np.int32)
     sources = np.empty(num_runs, np.int32)
@@ -77,9 +77,9 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
 def _sort(
     decode: Sequence[Any],
 ) -> tuple[list[Any] | None, NDArray[np.unsignedinteger], NDArray[np.int64], Int32]:
-    """Sort the entries by the codes of their letters."""
+    """Return the alphabet, all letters' codes, the words' lengths, and the sorted order."""
     if all(isinstance(item, bytes) for item in decode):
-        words = [bytes(item) for item in decode]  # a Token is ordered by its id
+        words = [bytes(item) for item in decode]  # plain bytes: Tokens would sort by id
         alphabet, width = None, 1
     else:
         words, alphabet = coded_entries(decode)
@@ -116,7 +116,7 @@ def _shared_lengths(codes, lengths):
 @compiled
 def _find_runs(lengths, shared):
     """Return each run's parent, the depth of its bottom, and its first word: ``[num_runs]``."""
-    # Run k ends in the leaf of word k, one level below its last letter; branches follow as found.
+    # Run k < num_words ends in the leaf of word k, one level below its last letter.
     num_words = len(lengths)
     parents = np.full(2 * num_words, -1, np.int64)
     bottoms = np.zeros(2 * num_words, np.int64)
@@ -154,7 +154,7 @@ def _levels(parents, preorder):
 
 
 def coded_entries(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
-    """Return each entry as bytes, four per letter's code, and the letter of each code."""
+    """Return each entry as bytes (four per letter, its code), and the letter of each code."""
     # Codes 0 to 255 are the bytes themselves; other letters are numbered in order of occurrence.
     code_of: dict[Hashable, int] = {letter: letter for letter in range(256)}
     words = []
@@ -178,7 +178,7 @@ def keys_of(decode: Iterable[Any]) -> list[Hashable]:
 
 
 def check_unique(decode: Sequence[Any]) -> None:
-    """Raise a ``VocabularyError`` if two entries have the same key."""
+    """Raise a ``VocabularyError`` for equal keys, a ``VocabularyTypeError`` for unhashable ones."""
     is_ordinary = all(type(item) is Token for item in decode)
     if is_ordinary and len({item.token_id for item in decode}) == len(decode):
         return  # fast path: build no keys

@@ -1,11 +1,11 @@
 """TrieLayout: a vocabulary's trie as a few flat arrays.
 
 A *run* is a maximal chain of nodes with one child each, including the leaf or branching node at its
-end; if that is a branching node, the run is a *branch*. The same tokens lie below all nodes of a
-run, so only branches are computed: 60,000 for 130,000 tokens and 400,000 nodes. Runs are numbered
-breadth-first from the deepest level up, alphabetically within a level; nodes of a run are numbered
-from its bottom up. So children come before parents, and the children of run 0, 1, 2, … follow one
-another. For the vocabulary a, abc, b::
+end; a run that ends in a branching node is a *branch*. The same tokens lie below all nodes of a
+run, so one value per branch is computed: 60,000 for 130,000 tokens and 400,000 nodes. Runs are
+numbered breadth-first from the deepest level up, alphabetically within a level, and the nodes of a
+run from its bottom up. So children come before parents, and the child runs of runs 0, 1, 2, …
+follow one another. For the vocabulary a, abc, b::
 
     node 7, the root                  run 4: [7]
     ├─ a: node 4                      run 2: [4]
@@ -76,7 +76,7 @@ class TrieLayout:
         return int(self.leaf_tokens[source]) if is_leaf else None
 
     def edge(self, node: int) -> Any:
-        """Return the letter on the edge into ``node``; of a leaf, ``(None, position)``."""
+        """Return the letter on the edge into ``node``; for a leaf, ``(None, position)``."""
         token = self.token(node)
         return self.letter(node) if token is None else (None, token)
 
@@ -93,7 +93,7 @@ class TrieLayout:
         return int(self.run_start[self.run_parent[run]])
 
     def children(self, node: int) -> range | list[int]:
-        """Return the children of ``node``: its leaves, then the others in alphabetical order."""
+        """Return the children of ``node``: leaves first, then the others in alphabetical order."""
         run = self.run(node)
         if node > self.run_start[run]:
             return range(node - 1, node)

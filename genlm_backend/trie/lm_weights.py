@@ -1,4 +1,4 @@
-"""lm_trie_weights: the weight of every prefix of the next token after a context."""
+"""lm_trie_weights: the weight of each prefix of a model's next token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NextTokenModel(Protocol):
-    """The protocol of models that ``lm_trie_weights`` takes; every ``AsyncLM`` follows it."""
+    """The protocol of models that ``lm_trie_weights`` takes; every ``AsyncLM`` implements it."""
 
     byte_vocab: list[Token]
 
@@ -39,16 +39,16 @@ async def lm_trie_weights(
     *,
     lora_name: str | None = None,
 ) -> Any:
-    """Return the weight of the model's next token below each node: ``[trie.num_nodes]``.
+    """Return each node's weight under the model's next-token distribution: ``[trie.num_nodes]``.
 
-    Concurrent calls share the model's forward passes and the trie's batches. If the model returns
-    its rows on a GPU (``output_device``) and the trie is a
-    ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` there, no data leaves the GPU.
+    Concurrent calls share the model's forward passes and an asynchronous trie's batches. The
+    weights stay on a GPU if the model returns its rows there (``output_device``) and the trie is a
+    ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` there.
 
     Args:
         lm: The model that computes the log-probabilities.
-        trie: A trie over the tokens of ``lm.byte_vocab``, all or some of them, in any order. One
-            that is not asynchronous is evaluated at once, on the calling thread.
+        trie: A trie over tokens of ``lm.byte_vocab``, all or some of them, in any order. The
+            calling thread itself evaluates a trie that is not asynchronous.
         token_ids: Token ids of the context.
         operation: How the tokens below a node are combined. "sum": the probability that the next
             token begins with the node's prefix.
@@ -92,9 +92,9 @@ _LATEST: Final[weakref.WeakKeyDictionary[VocabularyTrie, tuple[list[Token], Any]
 
 
 def _indices(trie: VocabularyTrie, byte_vocab: list[Token]) -> dict[str, Any] | None:
-    """Return the entries' token ids, by device; ``None`` if the trie has all tokens in order."""
+    """Return the entries' token ids by device; ``None`` if the trie has all tokens in id order."""
     vocab, indices = _LATEST.get(trie, (None, None))
-    # Compute them once per change of model.
+    # Recomputed only if the trie is used with another model.
     if vocab is not byte_vocab:
         ids = _token_ids(trie.decode, byte_vocab)
         indices = None if ids == list(range(len(byte_vocab))) else {"cpu": np.array(ids)}

@@ -17,7 +17,7 @@ from genlm_backend.trie.reachability import RADIX, build_reachability
 from genlm_backend.trie.weights import Operation, Weights, is_tensor, to_numpy, torch_dtype
 
 MAX_ELEMENTS = 1 << 26
-"""Largest number of elements of an intermediate tensor; larger batches are evaluated in parts."""
+"""Elements of an intermediate tensor above which a batch is evaluated in parts."""
 
 
 @final
@@ -25,7 +25,8 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
     """A trie that sums and maximises with a sparse reachability matrix in torch.
 
     See ``VocabularyTrie`` for the vocabulary and the weights, and ``reachability.py`` for the
-    matrix. It is meant for a GPU; on a CPU, ``TokenCharacterTrie`` gives the same results faster.
+    matrix. It is meant for a GPU; on a CPU, ``TokenCharacterTrie`` is faster, and its results are
+    equal up to rounding.
 
     Args:
         decode: The vocabulary.
@@ -105,8 +106,8 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         return tensor.detach().to(device=self.device, dtype=dtype)
 
     def _evaluate_part(self, operation: Operation, weights: Tensor) -> Tensor:
-        # One table has the sources of all nodes: tokens, the blocks of every level, and branches.
-        # All are written in place, since concatenating them would double the time.
+        # One table has the values of tokens, blocks of every level, and branches; nodes index it.
+        # Each part is written in place, since concatenating them would double the time.
         num_branches, num_columns = self._shape
         table = weights.new_empty(len(weights), num_columns + num_branches)
         columns = table[:, :num_columns]
@@ -126,17 +127,20 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         return table.index_select(1, self._node_sources)
 
     def sum_kernel(self, columns: Tensor) -> Tensor:
-        """Sum the columns below each branch by a sparse product: ``[batch, num_rows]``."""
+        """Sum the columns below each branch: ``[batch, num_branches]``.
+
+        By a sparse product, or on MPS, which has none, by ``index_add_``.
+        """
         if not self._shape[0]:
             return columns[:, :0]
         if not self.has_sparse_product:
             source = columns.index_select(1, self._columns)
             return self._zeros(columns).index_add_(1, self._rows, source)
-        # Contiguous, since the product reads a column of all the batch's rows at once.
+        # Contiguous, since the product reads one column for all of the batch's rows at once.
         return torch.sparse.mm(self._matrix(columns.dtype), columns.t().contiguous()).t()
 
     def max_kernel(self, columns: Tensor) -> Tensor:
-        """Return the largest column below each branch by a scatter: ``[batch, num_rows]``."""
+        """Return the largest column below each branch, by a scatter: ``[batch, num_branches]``."""
         source = columns.index_select(1, self._columns)
         return self._zeros(columns).scatter_reduce_(
             1, self._rows.expand_as(source), source, "amax", include_self=False
@@ -144,7 +148,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
 
     def _log_sum(self, columns: Tensor) -> Tensor:
         largest = self.max_kernel(columns)
-        # Do not shift a branch if all are -inf, or one is inf or NaN: exp and log preserve these.
+        # Do not shift a branch whose maximum is -inf, inf or NaN: exp and log preserve these.
         shift = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
         source = columns.index_select(1, self._columns) - shift.index_select(1, self._rows)
         total = self._zeros(columns).index_add_(1, self._rows, source.exp_())

@@ -24,7 +24,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Reachability:
-    """A boolean matrix, branches × (tokens and blocks of tokens), in CSR."""
+    """A boolean matrix, branches × (tokens and blocks of tokens), in CSR format."""
 
     level_sizes: list[int]
     row_starts: Int64  # [num_rows + 1] int64
@@ -67,7 +67,7 @@ def _cover(first: Int64, end: Int64, level_sizes: list[int]) -> tuple[Int64, Int
     offset = 0
     interval = np.arange(len(first))
     for size in level_sizes:
-        # Between ``left`` and ``right`` are whole blocks of the next level; the rest is taken here.
+        # Blocks of the next level cover ``left`` to ``right``; this level covers the two ends.
         left, right = -(-first // RADIX) * RADIX, end // RADIX * RADIX
         is_apart = left < right
         for a, b in ((first, np.where(is_apart, left, end)), (np.where(is_apart, right, end), end)):
@@ -90,7 +90,7 @@ def _copy_to_nodes(values, out, node_sources) -> None:
 
 @compiled
 def _maximise(ws, values, totals, leaf_tokens, leaf_parents, branch_parents) -> None:
-    """Write all leaves' weights and all branches' maxima; NaN counts as the largest."""
+    """Write all leaves' weights and all branches' maxima to ``values``; NaN counts as largest."""
     num_leaves = np.uint64(len(leaf_tokens))
     totals[:] = -np.inf
     for k in range(len(leaf_tokens)):
@@ -135,14 +135,14 @@ def sweep_max(
 def sweep_log_sum(
     ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
 ) -> None:
-    """Write the log-sum-exp under each node to ``out``, shifted by each node's own maximum."""
+    """Write the log-sum-exp under each node to ``out``, shifted by each branch's own maximum."""
     num_leaves = np.uint64(len(leaf_tokens))
     num_branches = len(branch_parents)
     shifts = np.empty_like(totals)
     _maximise(ws, values, shifts, leaf_tokens, leaf_parents, branch_parents)
     for b in range(num_branches + 1):
         if not np.isfinite(shifts[b]):
-            shifts[b] = 0.0  # all -inf, or an inf or NaN: exp and log preserve each
+            shifts[b] = 0.0  # the maximum is -inf, inf or NaN: exp and log preserve these
     totals[:] = 0
     for k in range(len(leaf_tokens)):
         totals[leaf_parents[k]] += np.exp(np.float64(values[k]) - shifts[leaf_parents[k]])

@@ -32,21 +32,22 @@ class TokenCharacterTrie(VocabularyTrie):
     """A trie that sums and maximises on the CPU, in one compiled pass per row of weights.
 
     See ``VocabularyTrie`` for the vocabulary and the weights. Results are NumPy arrays. Sums
-    accumulate in float64 whatever the result's dtype, from the leaves up, so that small masses
-    keep their digits when added to large ones. A row's result does not depend on the other rows
-    of the batch. Threads share large batches, with the GIL released.
+    accumulate in float64 from the leaves up, even for float32 results, so that small masses keep
+    their digits when added to large ones. A row's values do not depend on the other rows of the
+    batch. Several threads divide a large batch among them, with the GIL released.
 
     Args:
         decode: The vocabulary.
-        num_threads: Number of threads for a batch, at most; by default the number of processors.
+        num_threads: Number of threads for a batch, at most; by default the number of processors
+            that this process may use.
         spare_bytes: Bytes of freed result buffers to keep for reuse; 0 keeps none. ``release()``
             frees them.
 
     Raises:
         OptionTypeError: (``TypeError``) If ``num_threads`` or ``spare_bytes`` is no integer.
         OptionError: (``ValueError``) If ``num_threads`` or ``spare_bytes`` is too small.
-        VocabularyError: (``ValueError``) If no trie can be built over ``decode``; see
-            ``VocabularyTrie``, which also raises a ``VocabularyTypeError``.
+        VocabularyError: (``ValueError``) See ``VocabularyTrie``.
+        VocabularyTypeError: (``TypeError``) See ``VocabularyTrie``.
     """
 
     def __init__(

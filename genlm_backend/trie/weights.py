@@ -41,7 +41,7 @@ def check_weights(weights: Weights, num_tokens: int) -> Weights:
 
 
 def check_batch(batch: Any, num_tokens: int) -> Any:
-    """Return ``batch``: an array or tensor ``[batch, num_tokens]``, or a list of weights."""
+    """Return ``batch`` checked: an array or tensor ``[batch, num_tokens]``, or a list of rows."""
     if is_tensor(batch) or isinstance(batch, np.ndarray):
         batch = as_array(batch)
         if batch.ndim != 2 or batch.shape[1] != num_tokens:
@@ -63,7 +63,7 @@ def to_numpy(weights: Weights) -> NDArray[np.floating]:
         weights = weights.numpy(force=True)
     dtype = weights.dtype
     is_single = dtype.kind == "b" or (dtype.kind == "f" and dtype.itemsize <= 4)
-    # Writable and aligned too, or Numba would compile again for each kind of array.
+    # Contiguous, aligned and writable, since Numba would compile again for any other kind.
     return np.require(weights, np.float32 if is_single else np.float64, ["C", "A", "W"])
 
 
@@ -88,7 +88,7 @@ def as_array(weights: Weights) -> Any:
         return weights
     try:
         array = np.asarray(weights)
-    except (ValueError, TypeError, RuntimeError) as error:  # also for a list of such tensors
+    except (ValueError, TypeError, RuntimeError) as error:  # such as a list of GPU tensors
         raise WeightsTypeError(f"weights must be an array of real numbers: {error}") from error
     if array.dtype.kind not in "fiub":
         raise WeightsTypeError(f"weights must be real numbers, got an array of {array.dtype}")
@@ -101,7 +101,7 @@ def _torch() -> Any:
 
 @functools.cache
 def _dtypes() -> frozenset[Any]:
-    """The real dtypes that torch shares with NumPy, and bfloat16."""
+    """Return the real dtypes that torch shares with NumPy, and bfloat16."""
     names = (
         "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 bfloat16"
     )

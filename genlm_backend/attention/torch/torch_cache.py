@@ -86,7 +86,7 @@ def by_head(rows: Tensor, columns: Tensor | None, keys: Tensor, values: Tensor) 
 
 
 def as_read(codec: Codec, keys: Tensor, values: Tensor) -> Pair:
-    """Return keys and values, ``[B, heads, Q, dim]``, rounded as by a pool of this codec."""
+    """Return keys and values, ``[B, heads, Q, dim]``, rounded as in a pool with this codec."""
     codes = codec.encode(by_token(keys, values, None))
     return by_head(codec.decode(codes), None, keys, values)
 
@@ -94,7 +94,7 @@ def as_read(codec: Codec, keys: Tensor, values: Tensor) -> Pair:
 def transformers_cache(
     slot_layers: Iterable[SlotLayer], layout: StateLayout, states: BatchStates | None
 ) -> Cache:
-    """Return a cache of slot layers and, if the model has such, recurrent layers."""
+    """Return a cache of slot layers and, if the model has any, recurrent layers."""
     if not layout.layers:
         return Cache(layers=[*slot_layers])
     slots = iter(slot_layers)

@@ -1,8 +1,8 @@
 """torch's operators, with fused attention operators that return the logsumexps too.
 
 The logsumexps serve to merge blocks. The CPU has one operator for all cases. CUDA has two, which
-both reject some types and shapes. So each is compared with the formula on random numbers in a
-pool's layout; the first that agrees is used for that type and head size.
+both reject some types and shapes. So these two are compared with the formula on random numbers in
+a pool's layout; the first that agrees is used for that type and head size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Found: TypeAlias = tuple[Tensor, Tensor]
 @final
 @dataclass(frozen=True, slots=True)
 class FusedOperator:
-    """A fused attention operator: without a mask, with one, and whether to split long keys."""
+    """A fused operator: without a mask tensor, with one, and whether to split long keys."""
 
     attend: Callable[[Tensor, Tensor, Tensor, float, bool], Found]
     attend_with: Callable[[Tensor, Tensor, Tensor, float, Tensor], Found] | None = None
@@ -79,7 +79,7 @@ FUSED_OPERATORS: Final[dict[str, tuple[FusedOperator, ...]]] = {
     "cpu": (FusedOperator(_on_processor, _on_processor, is_parted=True),),
     "cuda": (FusedOperator(_flash, _efficient), FusedOperator(_efficient, _efficient)),
 }
-"""Candidate operators by device type; the first that passes the comparison is used."""
+"""Operators by device type; on CUDA, the first that passes the comparison is used."""
 
 _BLOCKS: Final = (
     ((1, 2, 40, 1500), "none"),
@@ -94,7 +94,7 @@ _MASKED: Final = (((5, 2, 4, 43), "masked"), ((3, 3, 70, 201), "masked"), ((4, 2
 
 @functools.cache
 def fused_operator(device: torch.device, dtype: torch.dtype, dim: int) -> FusedOperator | None:
-    """Return the fused operator for heads of ``dim`` elements; ``None`` if none is right."""
+    """Return the fused operator for heads of ``dim`` elements; ``None`` if none agrees."""
     ops = FUSED_OPERATORS.get(device.type, ())
     if device.type == "cpu":
         return ops[0]
@@ -174,7 +174,7 @@ def _by_head(kept: Tensor, num_heads: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 FEW_QUERIES: Final = 16
-"""Most queries for which keys are split: the CPU operator uses one thread per head of these."""
+"""Most queries for which keys are split: they get only one thread per head on the CPU."""
 
 NUM_STRETCHES: Final = 4
 """Number of parts that keys are split into, so that each gets its own thread."""

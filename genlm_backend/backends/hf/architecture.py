@@ -1,4 +1,4 @@
-"""Checks that a checkpoint and a model belong to a causal language model.
+"""Checks that checkpoints and loaded models are causal language models.
 
 transformers also loads other checkpoints, and fills missing weights with random numbers.
 """
@@ -26,7 +26,7 @@ _REMEDY: Final = (
 
 
 def check_architecture(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose config names no causal language model."""
+    """Refuse a checkpoint if its config names another task, or a type without a causal LM."""
     from transformers.models.auto import modeling_auto
 
     saved_by = [*(config.get("architectures") or ())]
@@ -78,10 +78,10 @@ def check_complete(name: str, model: Any, missing: Collection[str]) -> None:
 
 @torch.inference_mode()
 def check_predicts(runner: HFRunner, vocab_size: int) -> None:
-    """Check by a tiny pass that a model returns next-token logits that ignore later tokens."""
+    """Check by tiny passes that a model returns next-token logits and is no encoder."""
     model, name = runner.view.module, type(runner.model).__name__
-    # Two contexts share two tokens. If their rows there differ, attention is bidirectional. That is
-    # allowed if the model returns a cache (PaliGemma attends so to its prompt); encoders have none.
+    # Two contexts share their first two tokens. If the rows of these differ, attention is not
+    # causal. A model that returns a cache passes all the same (PaliGemma); encoders return none.
     contexts = [[i % vocab_size for i in context] for context in ((5, 6, 7, 8), (5, 6, 9, 10))]
     ids = torch.tensor(contexts, dtype=torch.int64, device=runner.device)
     with tried(runner):
@@ -107,7 +107,7 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
     distances = (rows[0] - rows[1]).square().mean(-1).sqrt()
     before, after = float(distances[:2].max()), float(distances[3])
     tolerance, share = bounds(model)
-    if not getattr(model, "is_quantized", False):  # equal sums, rounded alike
+    if not getattr(model, "is_quantized", False):  # equal sums round alike
         tolerance, share = tolerance / 100, share / 100
     if before <= max(tolerance, share * after):
         return

@@ -31,13 +31,14 @@ class AsyncTransformer(ProcessLM):
     """A causal language model of transformers, batched and cached.
 
     Concurrent queries become padded batched forward passes on one worker thread. The keys and
-    values of every prefix are cached, within a budget, and reused token by token. State-space and
+    values of prefixes are cached, within a budget, and reused token by token. State-space and
     linear-attention layers cache their recurrent states after queried contexts. If a model cannot
-    be cached, every context runs whole; ``kv_reuse`` tells.
+    be cached, every context runs whole, and ``kv_reuse`` is ``False``.
 
     Several instances may use one model at the same time, and so may its owner: passes run in a
-    private copy of its modules that shares the weights. The owner may load, activate and delete
-    adapters without changing any row, but may not change weights nor merge adapters into them.
+    private copy of its modules that shares the weights, or in the model itself if a trial of the
+    copy fails. With a copy, the owner may load, activate and delete adapters without changing any
+    row. The owner may not change weights or merge adapters into them.
 
     Args:
         hf_model: A causal language model, on any device; it is put into evaluation mode. Or the
@@ -46,30 +47,30 @@ class AsyncTransformer(ProcessLM):
         batch_size: Distinct contexts in one batch, at most; a batch takes one or several forward
             passes.
         timeout: Seconds that the first query of a batch waits for others, at most.
-        kv_cache_bytes: Bytes of the KV cache; 0 turns it off. Default: half of a CUDA
-            device's free memory, or a quarter of the machine's, 4 GiB at most.
+        kv_cache_bytes: Bytes of the KV cache; 0 turns it off. Default: half of a CUDA device's free
+            memory; on others, a quarter of the machine's free memory, at most 4 GiB.
         kv_cache_dtype: Format of cached keys and values: ``None`` for the type that the model
             computes in, "bfloat16", "float16", "int8" (a scale for each head of a token) or
-            "uint4" (a scale and a zero point for each 32 elements). Tokens attend to keys and
-            values in this format whether or not they were cached before, so a row depends on its
-            context and the format alone.
+            "uint4" (a scale and a zero point for up to 32 elements). Tokens attend to keys and
+            values in this format whether or not they were cached before. So a row does not depend
+            on what is cached, except for rounding.
         host_cache_bytes: Bytes of host memory for keys, values and recurrent states that are
             evicted from a device, in the same format; they are copied back when a context needs
             them. On CUDA the memory is pinned, and allocated at once.
         state_cache_bytes: The part of ``kv_cache_bytes`` for the recurrent states of a model that
             has such layers (Mamba, Gated DeltaNet, …). Default: half, or all if no layer attends.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
-        output_device: Where rows are returned: "cpu", "cuda:0", …
+        output_device: Device of the returned rows: "cpu", "cuda:0", …
         num_threads: Threads of a forward pass on the CPU. Default: torch's own number.
         max_length: The longest context to accept. Default: the limit in the model's config.
         packs_weights: Whether to lay out the weights of linear layers for speed. On a CPU, they are
             copied into oneDNN's blocked layout, for shapes that a short trial finds faster. The
-            copies take a quarter of the free memory and 4 GiB at most (``packed_weight_bytes``).
-            The model's own layers stay as they are, and rows change by rounding alone. A trial
-            holds for the process; another process may find otherwise. On CUDA nothing is copied:
-            the weights of projections with one input move next to each other, so that each group is
-            one product. The parameters stay the same objects with the same values, but other
-            tensors over their old memory no longer share it with them.
+            copies take at most a quarter of the free memory and 4 GiB (``packed_weight_bytes``).
+            The model's own layers stay as they are, and rows change by rounding alone. The trial
+            runs once per process, so another process may decide differently. On CUDA no copies are
+            kept: the weights of projections with one input move next to each other, so that each
+            group is one product. The parameters stay the same objects with the same values, but
+            tensors that shared their old memory no longer share it.
         process: ``True`` is for ``from_name``: a model object stays in the process that made it.
         self_check: Compare a few probe texts with the bytes of their tokens.
         processor: The model's processor of texts and pictures, as ``AutoProcessor`` loads it, or a
@@ -83,7 +84,8 @@ class AsyncTransformer(ProcessLM):
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds, or does not fit into memory.
         DeviceError: (``ValueError``) If ``output_device`` does not exist.
-        UnsupportedModelError: (``ValueError``) For encoder-decoder models.
+        UnsupportedModelError: (``ValueError``) For encoder-decoder models, and others that are no
+            causal language models.
         TokenizerDecodeError: (``ValueError``) If the bytes of a token cannot be determined.
 
     Attributes:
@@ -146,14 +148,15 @@ class AsyncTransformer(ProcessLM):
             model_id: A repository on the hub, a local directory, or ``"smollm2"``.
             bitsandbytes_opts: For ``BitsAndBytesConfig``, such as ``{"load_in_8bit": True}`` or
                 ``{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`` (extra ``bitsandbytes``).
-            hf_opts: For ``AutoModelForCausalLM.from_pretrained``. Defaults:
+            hf_opts: For ``from_pretrained`` of ``AutoModelForCausalLM``, or of
+                ``AutoModelForImageTextToText`` if the model reads pictures. Defaults:
                 ``device_map="auto"``, ``dtype="auto"`` (``torch_dtype`` means the same).
-                The tokenizer also gets ``revision``, ``token``, ``cache_dir`` and
-                ``trust_remote_code``, which is off by default.
-            weights: ``"int8"`` for weights of 8 bits with a scale for each output, which compute
-                faster on a CPU and take a quarter of the memory; rows change a little. The model is
-                loaded in float32 onto the CPU first.
-            process: Whether to load and run the model in a child process, so that it and the
+                The tokenizer also gets ``revision``, ``token``, ``cache_dir``,
+                ``local_files_only`` and ``trust_remote_code``, which is off by default.
+            weights: ``"int8"`` for linear layers with weights of 8 bits and a scale for each
+                output. These compute faster on a CPU and take a quarter of float32's memory; rows
+                change a little. The model is first loaded in float32 onto the CPU.
+            process: Whether to load and run the model in a child process, so that the model and the
                 caller's Python do not wait for each other. The child ends with this process; if it
                 ends earlier, queries raise ``EngineDiedError`` until ``restart()``.
                 ``num_threads`` and devices refer to the child. A model's first tokens take a few
@@ -162,7 +165,8 @@ class AsyncTransformer(ProcessLM):
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown, of a wrong type, or cannot be
-                pickled for a child process. This and the next two come before any loading.
+                pickled for a child process. Options are checked before anything is loaded, except
+                those that only the model's own code knows.
             OptionError: (``ValueError``) If one is out of its bounds.
             DeviceError: (``ValueError``) If a device does not exist.
             ModelNotFoundError: (``OSError``) If there is no such model.
@@ -188,7 +192,7 @@ class AsyncTransformer(ProcessLM):
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end a text, read from the model's generation config at each access."""
+        """The ids that end a text; read anew at each access if the model is in this process."""
         if self.model is not None:
             self._own_eos = ends_of_model(self.model)
         return super().eos_token_ids

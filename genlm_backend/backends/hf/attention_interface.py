@@ -1,8 +1,8 @@
 """Attention functions registered with transformers, which call the current pass's attention.
 
 Most models of transformers call the attention and mask functions that are registered under the
-name in their config. Ours are registered once for each such name, and the configs of a view name
-them. In a pass that does not use them, they call the function that they replace.
+name in their config. Ours are registered once for each such name, and a view's configs may name
+them. Without a pass that uses them on the thread, ours call the functions that they replace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREFIX: Final = "genlm_backend-"
 
 
 def attends_otherwise(how: str) -> ModelStateError:
-    """Return the error for a model that no longer attends as it did when it was probed."""
+    """Return the error for a model that attends in a way that its probe did not show."""
     return ModelStateError(
         f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed, "
         "or has its attn_implementation been set while it was asked?"
@@ -60,12 +60,12 @@ _HARMLESS: Final = frozenset(
         "use_cache",
     }
 )
-"""Options of attention functions that change nothing."""
+"""Options that transformers passes to attention functions and that ours may ignore."""
 
 
 @final
 class TorchCascadeRun(CascadeRun[Tensor]):
-    """The attention of one forward pass, as the layers of a model of transformers call it."""
+    """Cascade attention of one forward pass, called by the layers of a transformers model."""
 
     ops = TORCH
     attends_otherwise = staticmethod(attends_otherwise)
@@ -73,7 +73,7 @@ class TorchCascadeRun(CascadeRun[Tensor]):
     def mask(
         self, allows: Callable[..., Tensor], is_causal: bool, window: int | None
     ) -> Tensor | None:
-        """Return the mask that layers of one kind pass to ``attend``; ``None`` if it is causal."""
+        """Return the mask that layers of one kind pass to ``attend``; ``None`` for a causal one."""
         num_rows, num_new = self._batch.input_ids.shape
         length = self.max_prefix_len + num_new
         if is_causal or (window is not None and window >= length):
@@ -90,7 +90,7 @@ class TorchCascadeRun(CascadeRun[Tensor]):
 
 @final
 class _Current(threading.local):
-    """The attention of the pass that runs on this thread, if one of ours does."""
+    """The attention of the pass on this thread; ``None`` if no pass uses our functions."""
 
     attention: TorchCascadeRun | CudaGraphRun | None = None
 
@@ -109,7 +109,7 @@ def dispatched_to(attention: TorchCascadeRun | CudaGraphRun) -> Iterator[None]:
 
 
 def name_attention(config: Any, is_ours: bool) -> None:
-    """Make a config name our functions, or its own; do nothing if it names none."""
+    """Make a config name our functions, or the original ones; skip a config that names none."""
     name = getattr(config, "_attn_implementation", None)
     if isinstance(name, str):
         own = name.removeprefix(PREFIX)
@@ -120,7 +120,7 @@ def name_attention(config: Any, is_ours: bool) -> None:
 
 @functools.cache
 def _name_of(former: str) -> str:
-    """Register our functions for the attention named ``former``; return their own name."""
+    """Register our functions in place of those named ``former``; return the name of ours."""
     name = PREFIX + former
     AttentionInterface.register(name, functools.partial(_attention, former))
     AttentionMaskInterface.register(name, functools.partial(_mask, former))
@@ -139,7 +139,7 @@ def _attention(
     """Attend by the pass of this thread, or by the model's own function if there is none."""
     if former in ALL_ATTENTION_FUNCTIONS:
         function = ALL_ATTENTION_FUNCTIONS[former]
-    else:  # each modeling file has its own
+    else:  # each modeling file has its own eager function
         function = sys.modules[type(module).__module__].eager_attention_forward
     attention = _current.attention
     if attention is None:

@@ -34,7 +34,7 @@ from genlm_backend.prefix.state_cache import StateLayout
 
 @final
 class CascadeAttention(AttentionBackend[dict[str, Any]]):
-    """Attends to each shared prefix once for all rows that have it."""
+    """Attends once to each prefix that rows share; short ones are gathered for each row."""
 
     def __init__(self, pool: KVPool, few_tokens: int | None = None) -> None:
         self._pool = pool
@@ -45,12 +45,12 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Route the model's layers to the attention of this pass; yield its cache."""
+        """Route the model's layers to this pass's attention; yield the cache arguments."""
         plan = batch.plan or self.plan(batch.past, batch.num_new)
         shared = TorchCascadeRun(self._pool, batch, plan)
 
         def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
-            """Store new keys and values; return them as the pool's format keeps them."""
+            """Store new keys and values; return them as the pool's format decodes them."""
             return shared.take_kv(layer, *write_new(self._pool, layer, batch, keys, values))
 
         layout = self._pool.layout
@@ -70,21 +70,21 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
 
 @final
 class GatherAttention(AttentionBackend[dict[str, Any]]):
-    """Attends to copies of the keys and values in the slots of a pool."""
+    """Attends to keys and values that are copied out of a pool for each row."""
 
     # The past is padded on the left and the new tokens on the right:
     #
     #     slots      0  0  7  8 | 9 10 11        a row with 2 past and 3 new tokens
     #                1  2  3  4 | 5  0  0        a row with 4 past and 1 new token
     #
-    # So two columns of a row are as far apart as their positions, which causal and sliding-window
-    # masks rely on. Only the left padding is masked; causality hides the right padding.
+    # So the distance of two columns in a row is the distance of their positions, which causal and
+    # sliding-window masks need. Only left padding is masked; causality hides right padding.
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Yield the mask of the left padding, and a cache of transformers over the slots."""
+        """Yield the mask of the left padding (if layers attend), and a cache over the slots."""
         layout = self._pool.layout
         if not layout.layers:  # recurrent states only
             cache = transformers_cache((), layout.states, batch.states)
@@ -97,11 +97,11 @@ class GatherAttention(AttentionBackend[dict[str, Any]]):
         both = batch.past.columns(max_prefix_len), new.reshape(batch.input_ids.shape)
         slots = torch.from_numpy(np.concatenate(both, 1))  # [B, P + Q]
         mask = np.arange(slots.shape[1]) >= max_prefix_len - batch.prefix_lens[:, None]
-        # One copy for each device that has a layer.
+        # One copy of the slot numbers for each device that has a layer.
         on = {device: slots.to(device) for device in {layer.device for layer in layout.layers}}
 
         def take(layer: int, keys: Tensor, values: Tensor) -> Pair:
-            """Store new keys and values; return past and new ones, ``[B, heads, P + Q, dim]``."""
+            """Store new keys and values; return past and new, ``[B, heads, P + Q, dim]`` each."""
             write_new(self._pool, layer, batch, keys, values)
             return self._pool.read_by_head(layer, on[layout.layers[layer].device])
 
@@ -122,7 +122,7 @@ class UncachedAttention(AttentionBackend[dict[str, Any]]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Yield a mask of the right padding, int64 ``[B, Q]``."""
+        """Yield the padding mask, int64 ``[B, Q]``, and a cache that rounds if the layout does."""
         columns = np.arange(batch.input_ids.shape[1])
         mask = torch.from_numpy((columns < batch.num_new[:, None]).astype(np.int64))
         if not self._rounding:
@@ -137,4 +137,4 @@ ATTENTION_FACTORIES: Final = (
     AttentionFactory(CascadeAttention, lambda pool: CascadeAttention(pool, 4), uses_interface=True),
     AttentionFactory(GatherAttention, GatherAttention),
 )
-"""Attention backends over slots; a model gets the first one that gives its rows."""
+"""Attention backends over slots; a model gets the first whose rows match those of whole passes."""

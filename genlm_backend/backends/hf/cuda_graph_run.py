@@ -1,4 +1,4 @@
-"""CudaGraphRun: the attention of a decode step that reads all changing numbers on the device."""
+"""CudaGraphRun: attention of a decode step that reads all changing numbers from the device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DecodeArrays:
             "recent": (rows, shape.window),
             "recent_starts": (rows,),
             "recent_counts": (rows,),
-            "slots": (shape.tokens,),  # last: rarely full, and the copy stops at its end
+            "slots": (shape.tokens,),  # last: rarely full, and the copy ends with the last slot
         }
         are_long = {"token_ids", "positions", "slot_mapping"}
         types = {name: np.dtype(np.int64 if name in are_long else np.int32) for name in shapes}
@@ -65,7 +65,7 @@ class DecodeArrays:
             dtype = torch.from_numpy(own).dtype
             self.arrays[name] = self._on_device[start:stop].view(dtype).view(own.shape)
         self._numbers["recent_starts"][:] = np.arange(rows) * shape.window
-        self._shared: Extents | None = None  # copied by the step before
+        self._shared: Extents | None = None  # in the host buffer
         self._slots_at = ends["slots"][0]
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -129,7 +129,7 @@ class CudaGraphRun:
         self.num_attended = 0
         self._new: tuple[int, Tensor, Tensor] | None = None
         self._windowed: list[Tensor] = []  # placeholder masks of layers with a window
-        self._bounds: dict[int, Tensor] = {}  # bounds of readers in queries, by group size
+        self._bounds: dict[int, Tensor] = {}  # bounds of extents' queries, by group size
 
     def inputs(self, batch: ForwardBatch) -> dict[str, Any]:
         return {
@@ -174,7 +174,7 @@ class CudaGraphRun:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Return outputs of attention: ``[B, heads, 1, dim]``; see ``CascadeRun.attend``."""
+        """Write the new keys and values; return the attention outputs ``[B, heads, 1, dim]``."""
         num_rows, num_heads, num_new, dim = query.shape
         if self._new is None or softcap is not None:
             raise NotCapturableError("a layer attends in a way of its own")
@@ -212,7 +212,7 @@ class CudaGraphRun:
     def _in_extents(
         self, ops: DecodeOps, queries: Tensor, codes: Tensor, num_key_heads: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend to extents in place, with each head of a group as a query of its own."""
+        """Attend to extents in the pool, uncopied; each head of a group is a separate query."""
         arrays = self._arrays.arrays
         num_rows, num_heads, dim = queries.shape
         group_size = num_heads // num_key_heads

@@ -1,26 +1,26 @@
 """CudaGraphRunner: decode steps captured as CUDA graphs, one for each shape of their tables.
 
-**Why.** A pass of one token for each row is some eight hundred kernels, whose launches take the
-CPU ten times as long as the GPU computes. A captured pass is one launch.
+**Why.** A pass of one token for each row launches some eight hundred kernels. The launches take
+the CPU ten times as long as the GPU computes. A captured pass is one launch.
 
-**Flow.** Tokens, positions, slots and the plan are tables on the device, of a fixed shape, filled
-by one copy from pinned memory (``DecodeTables``, pure; ``DecodeArrays``). Shapes are few: rows are
-powers of two or three quarters of these, with capacities for tokens and extents, and a window.
-Padding rows repeat the first row, down to its slot. FlashAttention, with bounds on the device,
-reads extents of consecutive slots once for all rows that share them. A Triton kernel reads all
-other slots one by one, and merges the splits. A rule on rows and tokens chooses between the two,
-and the number of splits. It was fitted to times on an H100 (``make gpu``, "division"), and is
-within a fifth of the fastest.
+**Flow.** Tokens, positions, slots and the plan are tables of a fixed shape on the device
+(``DecodeTables``). One copy from pinned memory fills them (``DecodeArrays``). Shapes are few: the
+number of rows is a power of two or, above 16, three quarters of one; capacities for tokens and
+extents are rounded too. Padding rows repeat the first row, including its slot. FlashAttention, with
+bounds on the device, reads extents of consecutive slots once for all rows that share them. A Triton
+kernel reads all other slots one by one, and merges the splits. A rule on rows and tokens chooses
+between the two, and the number of splits. The rule was fitted to times on an H100 (``make gpu``,
+"division"), and is within a fifth of the fastest.
 
-**Invariants.** A captured pass repeats every decision that Python made. So all graphs are dropped
-when parameters have moved, when a part of the model is another object, and by ``clear_cache()``:
-all together, since with one graph, torch frees memory that all graphs of its stream use. All
-graphs share the memory of their logits. Operators are tried on random numbers before they are
-used, and each captured pass is compared with the same pass run eagerly. ``HFRunner`` checks
-whether the owner has changed the model while the device computes; if so, it drops the results. If
-a capture or a replay fails, the pass runs eagerly.
+**Invariants.** A captured pass repeats every decision that Python made. So graphs are dropped when
+parameters have moved, when a part of the model is another object, and by ``clear_cache()``. They
+are dropped all together, since with one graph, torch frees memory that all graphs of its stream
+use. All graphs share the memory of their logits. Operators are tried on random numbers before use,
+and logits of each captured pass are compared with those of the same pass run eagerly. While the
+device computes, ``HFRunner`` checks whether the owner has changed the model; if so, it drops the
+results. If a capture or a replay fails, the pass runs eagerly.
 
-**Eager.** Not captured: prefill, Llama 4, modules with hooks, latent attention, soft caps,
+**Eager.** Never captured: prefill, Llama 4, modules with hooks, latent attention, soft caps,
 recurrent states, keys and values in smaller formats, and float32.
 """
 
@@ -54,22 +54,22 @@ from genlm_backend.runtime.memory import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 MAX_SLOTS: Final = 1 << 20
-"""Tokens that a captured pass may read slot by slot."""
+"""Tokens that a captured pass may read slot by slot, at most."""
 
 MAX_GRAPHS: Final = 64
-"""Captured passes, at most; one more drops all, and shapes that recur are captured again."""
+"""Captured passes, at most. One more drops all; shapes that recur are then captured again."""
 
 MIN_SEEN: Final = 2
-"""Steps with one number of rows until one is captured; a capture takes as long as a few."""
+"""Which step with the same number of rows is captured; a capture takes as long as a few steps."""
 
 MIN_SEEN_AGAIN: Final = 8
-"""The same if a captured pass of more rows fits the step, which is only slower."""
+"""Steps that use a slower captured pass of more rows before one of their own is captured."""
 
 MAX_ERRORS: Final = 2
 """Failed captures of a view, or failed replays in a row, beyond which steps run eagerly."""
 
 FARTHEST: Final = 0.25
-"""Largest distance of a captured pass's logits from the eager ones, over their deviation."""
+"""Largest distance of captured logits from eager ones, relative to the eager ones' deviation."""
 # In a small model, rounding of bfloat16 alone makes 0.09 over all rows, and 0.49 in one of them.
 
 
@@ -105,7 +105,7 @@ class _OfView:
     num_errors: int = 0
 
     def find(self, shape: DecodeShape) -> DecodeShape | None:
-        """Return the captured shape of fewest rows that tables fit into; ``None`` if none does."""
+        """Return the captured shape with the fewest rows that holds ``shape``, if there is one."""
         return min((known for known in self.by_shape if known.holds(shape)), default=None)
 
 
@@ -184,7 +184,7 @@ class CudaGraphRunner:
         if found is not None and found.rows > shape.rows:
             self._num_seen[shape.rows] += 1
             if self._num_seen[shape.rows] > MIN_SEEN_AGAIN and shape not in own.failed:
-                found = None  # it is worth a pass of its own
+                found = None  # frequent enough for a capture of its own
         if found is not None:
             captured = own.by_shape[found]
             return ReplayPlan(tables, captured) if longest <= captured.most_tokens else None
@@ -195,7 +195,7 @@ class CudaGraphRunner:
     def replayed(
         self, plan: ReplayPlan, view: ModelView, batch: ForwardBatch
     ) -> torch.Tensor | None:
-        """Replay the captured pass; return ``None`` if there is none, or it fails."""
+        """Replay the captured pass; ``None`` if there is none, it fails, or tensors have moved."""
         if plan.captured is None:
             return None
         try:
@@ -286,7 +286,7 @@ class CudaGraphRunner:
         return own
 
     def _is_as_it_was(self, view: ModelView) -> bool:
-        """Whether a view's parameters have their captured addresses; if not, drop all graphs."""
+        """Whether a view's tensors still have their captured addresses; if not, drop all graphs."""
         own = self._views.get(view)
         if own is not None and [one.data_ptr() for one in own.tensors] == own.pointers:
             return True
@@ -379,7 +379,7 @@ class CudaGraphCapturer:
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory that does not own it, so that it can be reused."""
+    """Return a tensor that does not own its memory, so that later graphs can reuse it."""
     # By the interface through which torch takes CUDA memory that other libraries own.
     data = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False)}
     owner = SimpleNamespace(__cuda_array_interface__={**data, "version": 3})
@@ -410,17 +410,17 @@ def _group_size(model: Any, layer: LayerLayout) -> int:
 
 
 def _has_hooks(module: Any) -> bool:
-    """Whether a module or its children have hooks of the owner, which a replay would skip."""
+    """Whether a module or a descendant has hooks of the owner, which a replay would skip."""
     return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the root mean square difference of logits, over the deviation of the expected ones."""
+    """Return the root mean square difference of logits, over the deviation of ``expected``."""
     # At most 32 rows, the last among them, since the logits of a large batch take gigabytes.
     few = torch.linspace(0, len(found) - 1, min(len(found), 32), dtype=torch.float32).round().long()
     few = few.to(found.device)
     found, expected = found[few].float(), expected[few].float()
-    # Infinite and NaN expected logits are skipped; any other one makes the result infinite or NaN.
+    # Logits that are NaN or infinite in ``expected`` are skipped; those in ``found`` alone are not.
     is_finite = expected.isfinite()
     difference = torch.where(is_finite, found - expected, 0.0)
     expected = torch.where(is_finite, expected, 0.0)

@@ -1,6 +1,6 @@
 """Triton kernels of decode steps: write keys and values, group queries, attend to slots.
 
-Each replaces several launches of torch, which take longer than their arithmetic.
+Each kernel replaces several operators of torch, whose launches take longer than their arithmetic.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def attend_in_slots(
     scale: float,
     num_key_heads: int,
 ) -> Tensor:
-    """Attend to slots, and merge extents; see ``DecodeOps.in_slots``."""
+    """Attend to slots one by one, and merge the results of extents: ``[B, heads, dim]``."""
     num_rows, num_heads, dim = query.shape
     group_size = num_heads // num_key_heads
     query = query.contiguous()
@@ -149,7 +149,7 @@ def _write(
 
 
 def reshape_and_cache(keys: Tensor, values: Tensor, slots: Tensor, codes: Tensor) -> None:
-    """Write keys and values to slots; see ``DecodeOps.write``."""
+    """Write keys and values, ``[B, key_heads, 1, dim]`` each, to slots of ``codes``."""
     keys, values = (one if one.stride(-1) == 1 else one.contiguous() for one in (keys, values))
     num_rows, num_heads, _, dim = keys.shape
     launch: Any = _write[(num_rows,)]  # pyright: ignore[reportIndexIssue]
@@ -187,7 +187,7 @@ def _group(
 
 
 def group_queries(query: Tensor, readers: Tensor, num_key_heads: int) -> Tensor:
-    """Gather the queries of readers by group; see ``DecodeOps.grouped``."""
+    """Gather the queries of readers: ``[N * group, key_heads, dim]``."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     _, num_heads, dim = query.shape
     group_size = num_heads // num_key_heads

@@ -1,7 +1,7 @@
 """Attention operators that read changing numbers on the device, so that launches can be captured.
 
-For each dtype, head size and group size, they are first tried on random numbers as decode steps
-call them, so that an untested device is never trusted.
+For each device, dtype, head size and group size, they are first tried on random numbers, called as
+in a decode step, so that an untested device is never trusted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _OfParts: TypeAlias = tuple[Tensor, Tensor] | None
 class DecodeOps(NamedTuple):
     """The operators of a decode step's attention."""
 
-    # ``codes``, ``[num_slots, 2 * key_heads * dim]``, has keys and values. The heads of a group,
-    # which share a key head, are separate queries.
+    # ``codes``, ``[num_slots, 2 * key_heads * dim]``, has keys and values. In extents, the heads of
+    # a group, which share a key head, are separate queries.
     in_extents: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]
     ]
@@ -88,14 +88,14 @@ _ROUNDING: Final = 3e-2
 def decode_ops_for(
     device: torch.device, dtype: torch.dtype, dim: int, group_size: int
 ) -> DecodeOps | None:
-    """Return the operators for heads of ``dim`` elements; ``None`` if none passes the trial."""
+    """Return the operators for heads of ``dim`` elements; ``None`` if they fail the trial."""
     if device.type not in DECODE_OPS:
         return None
     try:
         ops = DECODE_OPS[device.type]()
         own = ops, device, dtype, dim, group_size
         distances = [_distance(*own, has_sinks) for has_sinks in (False, True)]
-    except Exception as error:  # operators raise anything for arguments that they do not take
+    except Exception as error:  # operators may raise anything
         logger.info("decode steps of %s are not captured", dtype, exc_info=error)
         return None
     logger.debug("operators of decode steps of %s are %s off", dtype, distances)
@@ -121,7 +121,7 @@ def _distance(
     group_size: int,
     has_sinks: bool,
 ) -> float:
-    """Return the largest difference between operators and the formula in float64."""
+    """Return the largest difference between the operators' outputs and the formula in float64."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
@@ -146,7 +146,7 @@ def _attended(
     slots: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attend by operators on a device, as decode steps do: ``[B, heads, dim]``."""
+    """Attend by the operators as decode steps do: ``[B, heads, dim]``, on the device."""
     num_rows, num_heads, dim = query.shape
     group_size = num_heads // _NUM_KEY_HEADS
 

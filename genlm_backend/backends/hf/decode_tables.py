@@ -21,15 +21,15 @@ from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan, Sh
 from genlm_backend.prefix.slot_allocator import ranges_in_a_row
 
 MAX_SPLITS: Final = 32
-"""Extents that a row may read, at most."""
+"""Most extents per row after division; if there would be more, long extents stay undivided."""
 
 MAX_RUNS: Final = 16
-"""Runs of consecutive slots in a prefix, beyond which it is read slot by slot."""
+"""Runs of consecutive slots in a prefix beyond which the prefix is read slot by slot."""
 
 NUM_BLOCKS: Final = 264
 """Blocks of queries, by extent and head, that keep a device busy: twice the multiprocessors of an
-H100. With fewer, long extents are divided: 4,096 tokens of one row then take 26 us instead of 80
-there, and many rows take no longer."""
+H100. With at most half as many, long extents are divided: 4,096 tokens of one row then take 26 us
+instead of 80 there, and many rows take no longer."""
 
 QUERIES_OF_BLOCK: Final = 128
 """Queries in a block of the operator for extents."""
@@ -38,8 +38,8 @@ SHORTEST_SPLIT: Final = 128
 """Tokens in a part of a divided extent, at least."""
 
 MANY_READ: Final = 1 << 14
-"""Tokens of a prefix times its rows, beyond which it is read by extents. Below, an H100 takes 9 us
-to read 128 tokens of 64 rows slot by slot, and 15 by extents."""
+"""Tokens of a prefix times its rows, beyond which the prefix is read by extents. Below, an H100
+takes 9 us to read 128 tokens of 64 rows slot by slot, and 15 by extents."""
 
 LONG: Final = 512
 """Tokens of a prefix beyond which extents are faster even for a few rows."""
@@ -69,7 +69,7 @@ class DecodeShape(NamedTuple):
 
 @final
 class Extents(NamedTuple):
-    """Tables of the extents that rows of a decode step read, and shared prefixes without any."""
+    """Tables of the extents that rows of a decode step read, and prefixes read slot by slot."""
 
     starts: NDArray[np.int64]  # [S] int64
     sizes: NDArray[np.int64]  # [S] int64
@@ -128,7 +128,7 @@ class DecodeTables(NamedTuple):
 def _extents_of(
     prefixes: tuple[SharedPrefix, ...], num_rows: int, group_size: int, num_key_heads: int
 ) -> Extents:
-    """Return how rows read prefixes; cached, since most steps have the prefixes of the last."""
+    """Return the extents of prefixes; cached, since prefixes rarely change between steps."""
     in_place: list[tuple[SharedPrefix, list[tuple[int, int]]]] = []
     apart: list[SharedPrefix] = []
     for prefix in prefixes:
@@ -160,15 +160,16 @@ def _power_of_two(number: int) -> int:
 
 
 def _rounded_rows(number: int) -> int:
-    """Return the rows of a captured pass for ``number`` rows, less than half more beyond 16."""
+    """Round a number of rows up to that of a captured pass: above 16, by less than half."""
     power = _power_of_two(number)
     return 3 * power // 4 if power > 16 and number <= 3 * power // 4 else power
 
 
 def num_extents(size: int, num_rows: int, num_blocks: int) -> int:
     """Return the number of extents that a run of slots is divided into."""
-    # Results of extents are merged row by row, so the best number grows as the root of the tokens
-    # per row: within a fifth of the fastest, for 1 to 1,024 rows and 32 to 32,768 tokens (H100).
+    # Each row merges the results of its extents, so the best number grows as the root of the tokens
+    # per row. The rule is within a fifth of the fastest for 1 to 1,024 rows and 32 to 32,768 tokens
+    # on an H100.
     most = min(16, NUM_BLOCKS // max(1, num_blocks), size // SHORTEST_SPLIT)
     return max(1, min(most, math.isqrt(size // num_rows)))
 

@@ -2,7 +2,7 @@
 
 Transformers names a cache ``cache`` from release 5.24 on; before, most models named it
 ``past_key_values``, and some that keep recurrent states alone ``cache_params``. Code that comes
-with a checkpoint keeps the old name.
+with a checkpoint may keep the old name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CACHES: Final = ("cache", "past_key_values", "cache_params")
 
 
 def parameters_of(model: Any) -> frozenset[str]:
-    """Return the parameter names of a model's forward, and of the model's inside PEFT's wrapper."""
+    """Return a ``forward``'s parameter names, and those of the base model in PEFT's wrapper."""
     names = {*inspect.signature(model.forward).parameters}
     if "kwargs" in names and hasattr(model, "get_base_model"):  # PEFT's wrapper passes them on
         names.update(inspect.signature(model.get_base_model().forward).parameters)
@@ -23,7 +23,7 @@ def parameters_of(model: Any) -> frozenset[str]:
 
 
 def cache_argument(parameters: Collection[str]) -> str | None:
-    """Return which of a forward's parameters is the cache; ``None`` if it takes none."""
+    """Return the name of the cache among a forward's parameters; ``None`` if it takes none."""
     return next((name for name in _CACHES if name in parameters), None)
 
 

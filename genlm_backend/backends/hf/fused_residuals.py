@@ -1,6 +1,6 @@
 """Fused norms of a view: torch's ``rms_norm``, and one launch to add and normalise residuals.
 
-Most decoder layers have one shape: norm, attention, residual, norm, feed-forward layer, residual.
+Most decoder layers compute: norm, attention, residual, norm, feed-forward layer, residual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 FusedAddRMSNorm: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
 ]
-"""A function of two terms, a norm's weight and epsilon, to the sum of the terms and its norm."""
+"""A function of two terms, a norm's weight and epsilon, to the sum and the normalised sum."""
 
 
 def _of_cuda() -> FusedAddRMSNorm:
@@ -34,7 +34,7 @@ _CHILDREN: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", 
 
 
 def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
-    """Fuse residuals and norms if layers agree on random numbers; call ``fuse_norms`` first."""
+    """Fuse residuals and norms of layers that pass a trial; call ``fuse_norms`` first."""
     for own in copies.values():
         if not isinstance(own, nn.ModuleList):
             continue
@@ -51,7 +51,7 @@ def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Layer:
-    """The ``forward`` of a decoder layer, which also computes the first norm of the next one."""
+    """The ``forward`` of a fused layer, which also computes the first norm of the next one."""
 
     def __init__(self, module: Any, kernel: FusedAddRMSNorm) -> None:
         self._module, self._kernel = module, kernel
@@ -106,7 +106,7 @@ def _may_be_plain(layer: Any) -> bool:
 
 @torch.inference_mode()
 def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
-    """Return the kernel for a layer; ``None`` if the fused layer differs from its own code."""
+    """Return the kernel for a layer; ``None`` if the fused layer differs from the layer's code."""
     weight, seen = layer.input_layernorm.weight, list[dict[str, Any]]()
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, 1, len(weight), generator=generator, dtype=torch.float32)
@@ -164,7 +164,7 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def fuse_norms(copies: Mapping[nn.Module, Any]) -> None:
-    """Have norms call torch's ``rms_norm`` if both agree on random numbers."""
+    """Have norms of a view call torch's ``rms_norm`` if both agree on random numbers."""
     for module, own in copies.items():
         eps = _eps_of(module)
         if eps is not None and _is_root_mean_square(module, eps):
@@ -173,14 +173,14 @@ def fuse_norms(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class Norm:
-    """The ``forward`` of an RMS norm, which reads the module's weight at each call."""
+    """The ``forward`` of an RMS norm: torch's ``rms_norm`` with the module's present weight."""
 
     def __init__(self, module: Any, eps: float) -> None:
         self._module, self.eps = module, eps
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self._module.weight
-        if hidden_states.dtype is not weight.dtype:  # modules differ in which one they return
+        if hidden_states.dtype is not weight.dtype:  # which dtype to return depends on the module
             return type(self._module).forward(self._module, hidden_states)
         return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.eps)
 
@@ -206,7 +206,7 @@ def _is_root_mean_square(module: Any, eps: float) -> bool:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(4, len(weight), generator=generator, dtype=torch.float32)
     numbers[1] += 3  # a layer norm would subtract this mean
-    numbers[2] *= eps**0.5  # so small that the epsilon counts
+    numbers[2] *= eps**0.5  # so small that epsilon changes the result
     numbers[3] *= 30
     given = numbers.to(weight.device, weight.dtype)
     try:

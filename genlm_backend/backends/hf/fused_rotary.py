@@ -1,7 +1,7 @@
 """Rotary positions of a view in one launch, on devices that have a kernel.
 
-Each modeling module of transformers has an ``apply_rotary_pos_emb``, ten elementwise operators in
-each layer. Many of these functions are the same, and some differ.
+Many modeling modules of transformers define ``apply_rotary_pos_emb``: ten elementwise operators in
+each layer. Many of these functions are equal, and some differ.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Rotation:
-    """A modeling module's function, which calls the kernel if that takes the arguments."""
+    """Replaces ``original``: calls the kernel if it takes the arguments, else ``original``."""
 
     def __init__(self, original: Rotate, kernel: Rotate, dtype: torch.dtype, kind: str) -> None:
         self.original = original
@@ -102,14 +102,14 @@ class _Rotation:
 
 @final
 class _Globals(dict[str, Any]):
-    """Live globals of a module; ``rotation`` replaces its function until that is rebound."""
+    """Live globals of a module, with ``rotation`` for its function until the name is rebound."""
 
     def __init__(self, of_module: dict[str, Any], rotation: _Rotation) -> None:
-        # ``warnings`` and imports read these from the ``dict`` itself, without ``__missing__``.
+        # ``warnings`` and imports read dunder names from the ``dict`` itself, past ``__missing__``.
         super().__init__((n, v) for n, v in [*of_module.items()] if n.startswith("__"))
         self._of_module, self._rotation = of_module, rotation
 
-    # If globals are a subclass of ``dict``, Python looks up names by its methods.
+    # If globals are a subclass of ``dict``, Python looks up names by ``__getitem__``.
     def __missing__(self, name: str) -> Any:
         found = self._of_module[name]
         return self._rotation if found is self._rotation.original else found
@@ -156,7 +156,7 @@ def _holds(cell: CellType, value: Any) -> bool:
 def _copied(
     function: FunctionType, found: dict[str, Any], cells: tuple[CellType, ...]
 ) -> FunctionType:
-    """Return a function of the same code with other globals and another closure."""
+    """Return a copy of a function with other globals and another closure."""
     own = FunctionType(
         function.__code__, found, function.__name__, function.__defaults__, cells or None
     )
@@ -166,7 +166,7 @@ def _copied(
 
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:
-    """Return a parameter whose dtype and device have a kernel; ``None`` if there is none."""
+    """Return a module's first parameter whose dtype and device have a kernel, or ``None``."""
     return next(
         (p for p in module.parameters() if p.dtype in _TYPES and p.device.type in ROTARY_KERNELS),
         None,
@@ -179,7 +179,7 @@ _SHAPES: Final = ((2, 4, 2, 3, 2), (3, 12, 1, 1, 3), (2, 1, 9, 5, 1))
 
 @torch.inference_mode()
 def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) -> _Rotation | None:
-    """Return a kernel for a function if both agree bit for bit on random numbers."""
+    """Return a function's replacement if both agree bit for bit on random numbers, or ``None``."""
     try:
         if [*inspect.signature(original).parameters][: len(_ARGUMENTS)] != _ARGUMENTS:
             return None

@@ -53,14 +53,14 @@ logger = logging.getLogger(__name__)
 
 @final
 class HFEvaluator(LocalEvaluator):
-    """Answers queries by a causal language model of transformers, cached if it can be."""
+    """Answers queries by a causal language model of transformers, with a cache if that works."""
 
     _runner: HFRunner
 
     def __init__(
         self, model: Any, *, output_device: torch.device | None = None, **options: Any
     ) -> None:
-        """Check a model and its ``HFOptions``, without running it."""
+        """Check a model and its ``HFOptions``, and put it into evaluation mode; run nothing."""
         self._options = hf_options(options)
         check_hf_model(model)
         model.eval()
@@ -75,7 +75,7 @@ class HFEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- probing
 
     def open(self) -> EvaluatorInfo:
-        """Probe the model by a few tiny passes, and allocate its cache."""
+        """Pack weights if wanted, probe the model by tiny passes, and allocate its cache."""
         runner = self._runner
         width = vocab_width(runner.model)
         if num_threads := self._options.get("num_threads"):
@@ -155,7 +155,7 @@ class HFEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- files of prefixes
 
     def save_prefix(self, query: RowQuery, path: str) -> None:
-        """Compute a context and write its keys and values into a file."""
+        """Compute a context and write its keys, values and recurrent state into a file."""
         self._files.check_can_keep(len(query.context))
         with self._in_place(query.adapter):
             self._files.save(self.scheduler.computed(query), query, Path(path))
@@ -183,7 +183,7 @@ class HFEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- counts
 
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of the runner and the tree, and the bytes of packed weights."""
+        """Return all counts, with the bytes of packed weights and the captured decode steps."""
         return replace(
             super().counts(),
             packed_weight_bytes=self._runner.packed.nbytes,
@@ -206,7 +206,7 @@ _CACHED_TYPES: Final = """
     zaya
 """
 CACHED_TYPES: Final = frozenset(_CACHED_TYPES.split())
-"""Model types whose cache the tests cover; running one without a cache is a warning."""
+"""Model types whose caching the tests cover; the probe warns if one cannot be cached."""
 
 
 def layout_of(
@@ -309,7 +309,7 @@ def _check_nothing_wanted(host: int, state_bytes: int | None, name: str, reason:
 
 
 def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
-    """Return how many states fit into half the host's bytes, or into all if no layer attends."""
+    """Return how many states fit into half of ``host``, or into all of it if no layer attends."""
     num_bytes = host // 2 if attends else host
     if host and num_bytes < size:
         raise OptionError(

@@ -32,7 +32,7 @@ from genlm_backend.runtime.progress import bars_where_seen, stage
 from genlm_backend.runtime.threads import freeze_imports
 
 WeightFormat: TypeAlias = Literal["int8"]
-"""Format that a model's weights can be quantised to."""
+"""Format to which this library can quantise a model's weights."""
 
 check_weight_format: Final[Check[WeightFormat | None]] = one_of(None, *get_args(WeightFormat))
 
@@ -139,7 +139,7 @@ class HFLoader:
 def _on_cpu(
     weights: WeightFormat, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return options that load a model in float32 onto the CPU."""
+    """Return options that load a model in float32 onto the CPU; refuse conflicting ones."""
     if "quantization_config" in options:
         raise OptionError(f"weights={weights!r} and another quantization exclude each other")
     wanted = {"device_map": "cpu", "dtype": torch.float32}

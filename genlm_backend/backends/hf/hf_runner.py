@@ -25,12 +25,12 @@ from genlm_backend.queries.query import Adapter
 logger = logging.getLogger(__name__)
 
 _MOST_APART: Final = 0.125
-"""Largest distance of a fused model's logits from its own code's, over their size."""
+"""Largest distance of a fused model's logits from unfused ones, relative to their norm."""
 
 
 @final
 class HFRunner(Runner):
-    """Forward passes of a model, by one view for each adapter and one without."""
+    """Runs forward passes of a model, in one view for each adapter and one without."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class HFRunner(Runner):
         self._merges, self._check_cancelled = merges, check_cancelled
         self.view: Any = ModelView(model, is_apart=False)
         self.packed, self._state = PackedWeights(), ModelSnapshot(model, is_apart=False)
-        # PEFT changes only its adapter's view, so that other views and the model stay the same.
+        # PEFT changes only the view of the adapter that it loads, not other views or the model.
         self._views: dict[Adapter | None, ModelView] = {None: self.view}
         self.graphs: CudaGraphRunner | None = None
         self._is_unseen = False
@@ -117,14 +117,14 @@ class HFRunner(Runner):
 
     def activate(self, adapter: Adapter | None) -> None:
         """Run later passes with an adapter, or without one."""
-        # Every batch checks the model first. Only a captured pass is launched before the check, and
-        # its results are dropped if the model has changed.
+        # The model is checked before each eager pass. A captured pass is launched before the check,
+        # and its results are dropped if the model has changed.
         self.view, self._is_unseen = self._views[adapter], True
         if self.graphs is None:
             self._check()
 
     def _check(self) -> bool:
-        """Check the model and packed weights; return whether views were dressed again."""
+        """Check the model and packed weights; reset views if it changed, and return whether."""
         has_changed = self._state.check_settings()
         if has_changed:
             self._dress_again()
@@ -140,12 +140,12 @@ class HFRunner(Runner):
             self._dress(view)
 
     def view_with(self, adapter: Adapter | None) -> ModelView:
-        """Return the view of an adapter, or the one without, after a check of the model."""
+        """Check the model; return the view of an adapter, or the view without one."""
         self._check()
         return self._views[adapter]
 
     def _dress(self, view: ModelView) -> None:
-        """Give a view packed layers, fused kernels, the picking of outputs and cancel checks."""
+        """Add packed layers, fused kernels, output picking and cancellation checks to a view."""
         self.packed.place(view.copies)
         if self._fuses:
             fused_residuals.fuse_norms(view.copies)
@@ -199,6 +199,6 @@ def input_device(model: Any) -> torch.device:
 
 
 def _are_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether logits differ by no more than rounding in 16 bits; NaN counts as 0."""
+    """Whether logits differ by at most ``_MOST_APART`` of their norm; NaN counts as 0."""
     found, expected = found.nan_to_num(), expected.nan_to_num()
     return bool((found - expected).norm() <= _MOST_APART * expected.norm())

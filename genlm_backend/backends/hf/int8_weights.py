@@ -30,7 +30,7 @@ _MAX_WIDTH: Final = 1 << 16  # inputs, so that sums of products fit into 32 bits
 
 
 def quantize(model: Any) -> None:
-    """Replace a model's linear layers in float32, in place, by layers with int8 weights."""
+    """Replace the float32 linear layers of a model, in place, by layers with int8 weights."""
     if not _is_exact():
         raise OptionError(
             "weights='int8' needs oneDNN's products of whole numbers of 8 bits, which this "
@@ -63,7 +63,7 @@ def quantize(model: Any) -> None:
 
 
 def _matrix(layer: nn.Module) -> torch.Tensor | None:
-    """Return the weight ``[outputs, inputs]`` of a float32 linear layer; ``None`` for others."""
+    """Return the weight ``[outputs, inputs]`` of a float32 linear layer, or ``None``."""
     if type(layer) is nn.Linear:
         weight = layer.weight.detach()
     elif type(layer) is Conv1D:
@@ -90,7 +90,7 @@ class Int8Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_buffer("scale", scale)
         self.register_buffer("zero", torch.zeros(len(codes), dtype=torch.int32))
-        # Sums that tell two weights apart, since a packed one has no elements to read.
+        # Digests of weights read these sums, since elements of a packed weight cannot be read.
         for dim in (0, 1):
             self.register_buffer(f"sums_{dim}", codes.sum(dim, dtype=torch.int64))
 
@@ -147,8 +147,8 @@ def _take_apart(rows: Any, bits: Any, digits: Any, scales: Any) -> None:
     as_bits = scales.view(np.int32)
     for index in range(num_rows):
         row, own, high, low = rows[index], bits[index], digits[index], digits[num_rows + index]
-        # The bits of absolute values have the order of the values, which vectorises the maximum. A
-        # row with an infinity or a NaN has the scale NaN.
+        # Bits of absolute values, as integers, sort like the values; an integer maximum vectorises.
+        # The scale of a row with an infinity or a NaN is NaN.
         largest_bits = np.int32(0)
         for column in range(width):
             largest_bits = max(largest_bits, np.int32(own[column] & np.int32(0x7FFFFFFF)))
@@ -162,7 +162,7 @@ def _take_apart(rows: Any, bits: Any, digits: Any, scales: Any) -> None:
             scales[index] = largest / np.float32(16256)
         else:
             scales[index] = np.float32(0)
-        for column in range(width):  # the offset makes codes positive, and rounds them
+        for column in range(width):  # the offset makes codes positive; its 0.5 rounds
             code = np.int32(row[column] * factor + np.float32(16448.5))
             high[column] = np.uint8(code >> np.int32(7))
             low[column] = np.uint8((code & np.int32(127)) + np.int32(64))
@@ -170,7 +170,7 @@ def _take_apart(rows: Any, bits: Any, digits: Any, scales: Any) -> None:
 
 @compiled
 def _add_up(products: Any, scales: Any) -> None:
-    """Add the low digits' products to the high digits', in the first half of the rows."""
+    """Add the scaled products of low digits to those of high ones, in the first half of rows."""
     num_rows = len(scales)
     for index in range(num_rows):
         high, low = products[index], products[num_rows + index]

@@ -1,7 +1,7 @@
 """Triton kernels for layers: rotary positions (Su et al., 2021, arXiv:2104.09864), gated
 activations and normalisations of residuals.
 
-One launch does the work of several torch operators, and rounds at the same points.
+One launch does the work of several torch operators, with rounding at the same points.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _rotate_heads(
     given, head_stride, found, block, num_heads, dims, cos, other_cos, sin, other_sin,
     HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a block of a token's heads; ``found`` has all its heads, contiguous."""
+    """Rotate a block of a token's heads; ``found`` holds all heads of the token, contiguous."""
     head = block * HEADS + tl.arange(0, HEADS)
     is_there = (head < num_heads)[:, None] & (dims < HALF)[None, :]
     at = given + head.to(tl.int64)[:, None] * head_stride + dims[None, :]

@@ -23,7 +23,7 @@ _REFUSED = {
 """Options of adapters that do more than replace layers, each with the reason to refuse it."""
 
 _PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that leave the model's own weights as they are."""
+"""Strings for ``init_lora_weights`` that leave the model's own weights as they are."""
 
 
 _Saved = tuple[Any, dict[str, torch.Tensor]]
@@ -69,7 +69,7 @@ def _read(path: str) -> _Saved:
 
 
 def _put_layers(saved: _Saved, view: ModelView, bare: ModelView, is_cached: bool) -> None:
-    """Put an adapter's layers into a view, and check the rows of it and of ``bare``."""
+    """Put an adapter's layers into a view, and check the rows of both views."""
     plain = base_of(bare.module)
     before, noise = _row(plain), _inconsistency(plain, is_cached)
     expected = _injected(saved, view)
@@ -132,7 +132,7 @@ def _injected(saved: _Saved, view: ModelView) -> torch.Tensor:
 def _kept_apart(
     view: ModelView, written: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-    """Give a view parameters and hooks of its own until ``restore``; return the parameters."""
+    """Give a view its own parameters and hooks until ``restore``; return own and shared ones."""
     own: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     for module in view.copies.values():
@@ -153,7 +153,7 @@ def _kind(config: Any) -> str:
 
 
 def _check_loaded(wrapper: Any, missing: list[str], unexpected: list[str]) -> None:
-    """Raise a ``ValueError`` if the adapter's layers lack weights or others are left over."""
+    """Raise a ``ValueError`` if the adapter's file lacks weights or has some that fit nowhere."""
     parameters = dict(wrapper.named_parameters(remove_duplicate=False))
     # A parameter that layers share has several names, and the file has one of them.
     loaded = {id(parameter) for key, parameter in parameters.items() if key not in missing}
@@ -194,9 +194,9 @@ def _row(model: Any) -> torch.Tensor:
 
 
 def _inconsistency(model: Any, is_cached: bool) -> float:
-    """Return how far rows change with later tokens in the pass, or when they continue a cache."""
+    """Return how far rows differ with later tokens in the pass, or if computed from a cache."""
     begun = _outputs(model, 1, 4, use_cache=True) if is_cached else None
-    longer = _outputs(model, 1, 6).logits[0]  # between the two passes, as other contexts run
+    longer = _outputs(model, 1, 6).logits[0]  # before the cache goes on, as other contexts may run
     differences = [_difference(_row(model), longer[2])]
     if begun is not None:
         kept = {"use_cache": True, **given_cache(model, returned_cache(begun))}
@@ -252,12 +252,12 @@ def own_modules(model: Any) -> dict[Any, str]:
 
 
 def adapters_of(model: Any) -> dict[str, Any]:
-    """Return the configurations of the owner's adapters of a model, by name."""
+    """Return the configurations of the adapters that a model's owner loaded, by name."""
     return vars(base_of(model)).get("peft_config") or {}
 
 
 def layers_of_peft(model: Any) -> list[Any]:
-    """Return the layers that PEFT has put around a model's."""
+    """Return the layers that PEFT has put around layers of a model."""
     return [module for module in model.modules() if _is_of_peft(module)]
 
 

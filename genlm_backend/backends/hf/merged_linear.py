@@ -1,7 +1,8 @@
 """Merged linear layers of a view: one product for q, k and v, and one for gate and up.
 
-The layers of a group have one input. Their weights become rows of one matrix: the parameters stay
-the same objects with the same values, but move next to each other, so that none is stored twice.
+The layers of a group have the same input, so their weights can be rows of one matrix. The
+parameters stay the same objects with the same values, but move into that matrix: none is stored
+twice.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ GATE_KERNELS: Final[dict[str, Callable[[], SiluAndMul]]] = {"cuda": _of_cuda}
 
 
 def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
-    """Merge the linear layers with one input in each module of a view."""
+    """Merge q, k and v, or gate and up, in each module of a view that allows it."""
     has_moved = False
     for own in copies.values():
         children = vars(own)["_modules"]
@@ -92,7 +93,7 @@ def _has_hooks(layer: Any) -> bool:
 
 
 def _is_alone(parameter: Any) -> bool:
-    """Whether a parameter fills its storage, and is no part of a flat buffer."""
+    """Whether a parameter fills its storage, and so is no part of a flat buffer."""
     return parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
@@ -119,7 +120,7 @@ def _joined(parameters: Sequence[Any]) -> torch.Tensor:
 
 @final
 class _MergedLinear:
-    """Linear layers with one input, called in order: the first call computes one product."""
+    """Linear layers with one input, called in order: the first call computes all products."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = layers
@@ -171,7 +172,7 @@ class _MergedLinear:
 
 @torch.inference_mode()
 def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None:
-    """Return the kernel for a gated feed-forward layer, if they agree on random numbers."""
+    """Return the kernel for a gated layer; ``None`` if they differ on random numbers."""
     children = vars(module)["_modules"]
     if {*children} - {"gate_proj", "up_proj", "down_proj", "act_fn"} or "forward" in vars(module):
         return None
@@ -186,7 +187,7 @@ def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None
         points = torch.linspace(-60, 60, 961, dtype=torch.float32, device=weight.device)
         if not torch.allclose(module.act_fn(points), functional.silu(points), atol=1e-6):
             return None
-        # Gates of up to 1, 30 and 100, so that a clamp would show.
+        # The largest gate or up-projection becomes 1, 30 and 100, so that a clamp would show.
         largest = functional.linear(given, weight).float().abs().amax(1).clamp(min=1e-6)
         given = given * (torch.tensor([1.0, 30.0, 100.0], device=weight.device) / largest)[:, None]
         given = given.to(weight.dtype)

@@ -1,4 +1,4 @@
-"""Finds how a model continues after pictures, by passes and not by its name."""
+"""Finds by trial passes, not by its name, how a model continues after pictures."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_SPREAD: Final = 0.01
-"""Largest difference of rows, as a share of the difference that one wrong token makes."""
+"""Largest accepted distance of rows, as a share of the distance that a wrong token makes."""
 
 _TIMES_THE_LEAST: Final = 4
-"""Largest difference of rows, as a multiple of the least one."""
+"""Largest accepted distance of rows, as a multiple of the least one that any rules give."""
 
 _NUM_TAIL: Final = 12
 """Number of tokens after the prompt."""
 
 _NUM_ROWS: Final = 3
-"""Number of rows that are compared, at the last of these tokens."""
+"""Number of rows that are compared, at the last of the ``_NUM_TAIL`` tokens."""
 
 
 def image_token_id(model: Any) -> int | None:
@@ -54,10 +54,10 @@ def examine_pictures(
     inputs: Mapping[str, torch.Tensor],
     image_token_id: int,
 ) -> PictureRules:
-    """Find by a few passes how text continues after pictures."""
-    # A prompt and more tokens run whole, and then in two passes: the opening, and the rest from its
-    # keys and values. The first rules win whose rows differ at most 4 times as much as the nearest
-    # rules' do, or by a hundredth of the difference that a wrong token makes.
+    """Find by a few passes the rules by which a model continues text after pictures."""
+    # By each set of rules, a prompt and more tokens run whole, then in two passes: the opening, and
+    # the rest from its cache. The first rules win whose rows are at most 4 times as far from the
+    # whole ones as the nearest, or within a hundredth of the distance that a wrong token makes.
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
     of_tokens = frozenset(n for n, value in inputs.items() if value.shape == (1, size))
@@ -133,7 +133,7 @@ def _in_steps(
 
 @torch.inference_mode()
 def _as_the_model_goes_on(runner: HFRunner, pictures: Pictures, ids: list[int]) -> torch.Tensor:
-    """Return the last rows after a prompt and more tokens, by a cache of transformers."""
+    """Return the last rows of a prompt and more tokens, run in two passes by ``DynamicCache``."""
     size, taken, cache = pictures.num_tokens, _parameters(runner.model), DynamicCache()
     dtype = next(runner.model.parameters()).dtype
     inputs = {

@@ -1,4 +1,4 @@
-"""ModelSnapshot: the settings that a model's rows depend on, and a check that they are the same."""
+"""ModelSnapshot: the settings that a model's rows depend on, and a check that none has changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError
 
 VOLATILE: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Keys of a model's config that do not change its rows, or that its layout records too."""
+"""Config keys that change no row, or whose effect the layout records too (dtypes)."""
 
 _NEUTRAL: Final = frozenset(
     {*VOLATILE, "architectures", "pad_token_id", "bos_token_id", "eos_token_id", "problem_type"}
@@ -26,25 +26,25 @@ _NEUTRAL: Final = frozenset(
 """Keys of a config that an owner may set without changing a row."""
 
 _NEUTRAL_PARTS: Final = ("dropout", "pdrop", "initializer", "init_std")
-"""Parts of the names of keys that matter in training alone."""
+"""Parts of the names of config keys that matter only in training."""
 
 _GROWING: Final = re.compile("dynamic|longrope")
-"""Kinds of rotary positions whose frequencies the model replaces when its contexts grow."""
+"""Matches ``rope_type`` if the model replaces its frequencies when contexts grow."""
 
 _ATTENTION: Final = "_attn_implementation"
-"""Prefix of keys that name an attention function; passes notice a change of it themselves."""
+"""Prefix of config keys that name an attention function; a pass itself detects a change."""
 
 
 _PARTS: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
-"""Dictionaries of a module that are compared."""
+"""Dictionaries of a module whose entries are compared."""
 
 
 @final
 class ModelSnapshot:
     """A model as it was when it was wrapped: modules, tensors, mode, adapters and configs."""
 
-    # Views share the model's tensors and hooks, and follow no other change; cached keys and values
-    # would belong to another model. Views have the owner's adapters as they were.
+    # Views share the model's tensors and hooks, and follow no other change. After another change,
+    # cached keys and values would be wrong. Views keep the owner's adapters as wrapped.
     def __init__(self, model: Any, *, is_apart: bool) -> None:
         self._model, self._is_apart = model, is_apart
         layers = layers_of_peft(model)
@@ -69,7 +69,7 @@ class ModelSnapshot:
         self._before = self._described()
 
     def check_settings(self) -> bool:
-        """Raise ``ModelStateError`` if settings changed; return whether anything else changed."""
+        """Raise ``ModelStateError`` if settings changed; return whether any attribute changed."""
         # Compares whole lists, in which Python skips identical objects: 0.2 ms for 400 modules, for
         # every batch.
         if (
@@ -103,7 +103,7 @@ class ModelSnapshot:
         self._seen = [values.copy() for values in self._live]
 
     def _described(self) -> dict[str, Any]:
-        """Return by name the settings that rows depend on, except the values of tensors."""
+        """Return the settings and tensors that rows depend on, by name."""
         found: dict[str, Any] = {}
         for module, name in self._modules.items():
             own, of = vars(module), f" of {name or 'the model'}"
@@ -129,7 +129,7 @@ class ModelSnapshot:
         return found
 
     def _placed(self) -> list[tuple[torch.dtype, torch.device] | None]:
-        """Return each tensor's dtype and device, ``None`` if it is gone: 0.07 ms for 300."""
+        """Return each tensor's dtype and device, ``None`` for removed ones: 0.07 ms for 300."""
         live = [tensors.get(key) for tensors, key, _ in self._tensors]
         return [None if tensor is None else (tensor.dtype, tensor.device) for tensor in live]
 
@@ -148,21 +148,21 @@ def _has_settings(one: tuple[str, Any, Mapping[str, Any]]) -> bool:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Whether a setting is the same; buffers may change shape, or be replaced by equal ones."""
+    """Whether a setting is the same; a buffer may change shape, or be replaced by an equal one."""
     if isinstance(before, torch.Tensor) and not isinstance(before, nn.Parameter):
         return now is not None and (before.shape != now.shape or torch.equal(before, now))
     return before is now or (not isinstance(before, torch.Tensor) and before == now)
 
 
 def _code(module: Any) -> Any:
-    """Return a module's own ``forward``, before compilation; ``None`` for its class's."""
+    """Return the uncompiled ``forward`` set on a module; ``None`` if it has its class's."""
     forward = vars(module).get("forward")
     forward = getattr(forward, AS_WRITTEN, forward)
     return None if forward == MethodType(type(module).forward, module) else forward
 
 
 def _configs(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and configs of a model: its config and the configs nested in it."""
+    """Yield a model's config and the configs nested in it, each with its name."""
     waiting = [("config", getattr(model, "config", None))]
     while waiting:
         name, config = waiting.pop()

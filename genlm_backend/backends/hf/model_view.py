@@ -1,7 +1,7 @@
 """ModelView: a module tree of our own that shares the parameters of a model.
 
-The view holds all that passes need in addition to the weights, and the model stays unchanged:
-configs that name our attention, an output head that picks positions, packed layers, adapters.
+The view holds what passes need in addition to the weights: configs that name our attention, an
+output head that picks positions, packed layers, adapters. The model's own modules stay unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from genlm_backend.backends.hf.forward_names import cache_argument, parameters_o
 logger = logging.getLogger(__name__)
 
 _TRAINING: Final = ("training", "gradient_checkpointing")
-"""Attributes of modules that are true in training alone."""
+"""Attributes of modules that are true only in training."""
 
 _HOOKS: Final = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"),
@@ -40,7 +40,7 @@ _CAPTURING: Final = "_output_capturing_hooks_installed"
 """Attribute that transformers sets on models with hooks that capture hidden states."""
 
 _LONG: Final = 64
-"""New tokens from which on a pass checks between layers whether it is cancelled."""
+"""Number of new tokens from which a pass checks between layers if it is cancelled."""
 
 AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 """Attribute of compiled code that holds the original function."""
@@ -48,11 +48,11 @@ AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 
 @final
 class ModelView:
-    """A copy of each module of a model, with the same parameters and buffers."""
+    """Copies of a model's modules that share its parameters and buffers, or the model itself."""
 
-    # Modules, configs, hooks and bound attributes are the view's own; all other attributes are
-    # shared. Compiled code runs uncompiled: passes differ in shape, and attend by functions that a
-    # compiler cannot see through.
+    # The view owns its modules, configs and hooks, and attributes bound to these; it shares all
+    # other attributes. Compiled code runs uncompiled, since passes differ in shape and attend by
+    # functions that a compiler cannot trace.
     def __init__(self, model: Any, *, names_ours: bool = False, is_apart: bool = True) -> None:
         self._model: Any = model
         self._names_ours = names_ours
@@ -95,7 +95,7 @@ class ModelView:
         self.undress()
 
     def undress(self) -> None:
-        """Reset modules to the class and ``forward`` they were made with, and the model's hooks."""
+        """Reset modules to the class and ``forward`` they were made with, and to present hooks."""
         for module, own in self.copies.items():
             kind, attributes = self._bare[own]
             own.__class__ = kind
@@ -119,7 +119,7 @@ class ModelView:
             return self._rebound(getattr(value, AS_WRITTEN))
         if isinstance(value, MethodType):
             return MethodType(value.__func__, self._rebound(value.__self__))
-        if isinstance(value, partial):  # as hooks of accelerate are
+        if isinstance(value, partial):  # such as the ``forward`` that accelerate sets
             options = {name: self._rebound(part) for name, part in value.keywords.items()}
             made = partial(self._rebound(value.func), *map(self._rebound, value.args), **options)
             vars(made).update(vars(value))  # ``__wrapped__`` gives the signature
@@ -138,7 +138,7 @@ class ModelView:
 
     def name_attention(self, is_ours: bool) -> None:
         """Make all configs name our attention functions, or the model's own."""
-        # Only if needed: some models choose their mask by the name in their config.
+        # Ours only if needed: some models choose their mask by the name in their config.
         self._names_ours = is_ours
         for config in self._own_configs:
             name_attention(config, is_ours)
@@ -147,8 +147,8 @@ class ModelView:
 
     def logits(self, batch: ForwardBatch, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Run the view; return logits at the outputs of a batch: ``[num_outputs, model_vocab]``."""
-        # Most rows of a projection onto a wide vocabulary would be unused. Hidden states are picked
-        # before the output embedding, so that any later scaling or soft cap still happens.
+        # Few positions need logits, and projecting all of them onto a wide vocabulary is slow. So
+        # hidden states are picked before the output embedding; later scaling and soft caps run.
         name = self.cache_argument or "cache"
         named = {name if n == "cache" else n: inputs[n] for n in inputs}
         self._batch, self._is_picked = batch, False
@@ -189,7 +189,7 @@ class ModelView:
         batch, states = self._batch, args[0] if args else None
         if batch is None or states is None or not self._can_pick:
             return forward(*args, **options)
-        # After any other shape, never again: [Q, B, H] looks like [B, Q, H] if B is Q.
+        # Another shape ends the picking for good: [Q, B, H] looks like [B, Q, H] if B is Q.
         self._can_pick = states.dim() == 3 and states.shape[:2] == batch.input_ids.shape
         if self._can_pick:
             self._is_picked = True
@@ -225,10 +225,10 @@ def _is_bound(value: Any) -> bool:
 
 @torch.inference_mode()
 def view_of(model: Any, token_ids: torch.Tensor, **options: Any) -> ModelView:
-    """Return a view, or one that runs the model itself if logits of tiny passes differ."""
+    """Return a view of copies, or one that runs the model itself if a trial of copies fails."""
     name, is_compiled = type(model).__name__, any(map(_is_compiled, model.modules()))
     for _ in range(2):  # the first pass initialises some quantised layers, and may differ
-        # Compiled code rounds otherwise, and a trial should not start a compilation.
+        # Compiled code rounds differently, and a trial should not start a compilation.
         own = None if is_compiled else model(input_ids=token_ids, **options)
         try:
             view = ModelView(model)
@@ -237,7 +237,7 @@ def view_of(model: Any, token_ids: torch.Tensor, **options: Any) -> ModelView:
         except Exception as error:  # third-party model code may raise anything
             logger.info("%s runs as it is: its view does not", name, exc_info=error)
             return ModelView(model, is_apart=False)
-        # Code that refers to modules other than by attributes would run the model's own.
+        # Code that finds modules other than by attributes would run the model's own modules.
         if not left and _have_equal_logits(found if own is None else own, found):
             return view
         view.close()

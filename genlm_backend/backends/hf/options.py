@@ -60,10 +60,10 @@ _FREQUENT = (
     *("attn_implementation", "device_map", "dtype", "local_files_only", "quantization_config"),
     *("revision", "token", "trust_remote_code"),
 )
-"""Frequent options of ``from_pretrained``, which errors suggest for misspelt names."""
+"""Common options of ``from_pretrained``, which errors suggest for misspelt names."""
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""Frequent dtypes of weights, which errors suggest."""
+"""Common dtypes of weights, which errors suggest."""
 
 _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Strings that ``device_map`` takes instead of a device."""
@@ -108,7 +108,7 @@ def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_dtype(name: str, value: Any) -> None:
-    """Refuse all but floating-point dtypes, "auto", ``None`` and mappings from parts to these."""
+    """Refuse a value unless it is a floating dtype, "auto", ``None`` or a mapping to these."""
     if isinstance(value, Mapping):
         for part, dtype in value.items():
             _check_dtype(f"{name}[{part!r}]", dtype)

@@ -1,7 +1,7 @@
-"""Packed weights: linear layers with weights in the layout that the processor reads fastest.
+"""Packed weights: linear layers with weights in the layout that oneDNN reads fastest.
 
-oneDNN reorders a matrix into blocks once, instead of reading it as stored in every product. Whether
-that is faster depends on the processor and on the shape, so a trial decides.
+oneDNN reorders a matrix into blocks once, instead of reading the stored layout in every product.
+Whether that is faster depends on the processor and on the shape, so a trial decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from genlm_backend.runtime.progress import stage
 logger = logging.getLogger(__name__)
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
-"""Types of the weights that are tried."""
+"""Dtypes of the weights that may be packed."""
 
 _NUM_ROWS: Final = 20  # rows of a product, in packing and in trials
 _NUM_LAYERS: Final = 4  # layers of one shape in turn, so that no weight is in the CPU's caches
@@ -34,10 +34,11 @@ _GAIN: Final = 0.95
 
 @final
 class PackedWeights:
-    """Packed copies of the weights of a model's linear layers, for shapes that run faster so."""
+    """Packed copies of a model's linear weights, for shapes that a trial finds faster."""
 
-    # A layer stops using its copy once torch counts its weight as modified. Other changes (through
-    # ``.data``, or by fused optimizers) need ``pack_again``. Products differ by rounding.
+    # A layer stops using its copy once torch counts its weight as modified, or the weight moves.
+    # Writes that torch does not count (through ``.data``, or by fused optimizers) need
+    # ``pack_again``. Products differ by rounding.
     def __init__(self) -> None:
         self._packed: list[_Packed] = []
         self._remember()
@@ -52,8 +53,8 @@ class PackedWeights:
         left = cpu_budget()
         for shape, layers in by_shape.items():
             num_bytes = sum(layer.weight.nbytes for layer in layers)
-            # A trial's result holds for this number of threads in the whole process, so that equal
-            # models have equal rows.
+            # The whole process uses one trial per shape and number of threads, so that equal models
+            # have equal rows.
             if num_bytes <= left and _is_worth_it(shape, layers[:_NUM_LAYERS]):
                 left -= num_bytes
                 self._packed += map(_Packed, layers)
@@ -69,7 +70,7 @@ class PackedWeights:
                 vars(view)["packed"] = one
 
     def check_weights(self) -> None:
-        """Let layers use their packed weight only as long as the original has not changed."""
+        """Have layers use their packed weight until torch counts a change of the original."""
         # Compares whole lists, because this runs before every batch.
         is_there = [*map(_address, self._parameters)] == self._addresses
         if is_there and self._are_used and [*map(_version, self._parameters)] == self._versions:
@@ -104,14 +105,14 @@ class PackedWeights:
 
 @final
 class PackedLinear(nn.Linear):
-    """The view of a linear layer that computes with its packed weight."""
+    """A linear layer of a view that computes with the packed weight."""
 
     packed: _Packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the product of ``[…, in_features]`` and the weight, plus the bias."""
         packed = self.packed
-        # An adapter of a bare parameter changes the layer's class while it computes.
+        # PEFT changes a layer's class while it computes with an adapter of a bare parameter.
         if not packed.is_used or type(self) is not PackedLinear:
             return functional.linear(input, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(input, packed.packed, self.bias, "none", [], "")

@@ -30,7 +30,7 @@ from genlm_backend.queries.evaluator import Evaluator
 from genlm_backend.tokenization.bos import without_bos
 
 _OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})
-"""Entries of a processor's output that do not go to the model unchanged."""
+"""Entries of a processor's output that are no inputs for pictures."""
 
 
 class _Read(NamedTuple):
@@ -41,7 +41,7 @@ class _Read(NamedTuple):
 
 
 def check_processor(name: str, processor: Any) -> Any:
-    """Refuse an object that cannot be called, as processors and their loaders can."""
+    """Refuse an object that cannot be called, unlike processors and functions that load them."""
     if processor is not None and not callable(processor):
         raise OptionTypeError(
             f"{name} must be one of transformers, as AutoProcessor.from_pretrained(…) loads it, "
@@ -73,7 +73,7 @@ class PictureReader:
 
     @cached_property
     def _marker(self) -> str:
-        """The text that marks a picture's place; ``PictureError`` if pictures cannot be read."""
+        """The text that marks a picture's place; raises ``PictureError`` if none can be read."""
         if self._image_token_id is None:
             raise PictureError("the model reads text alone, and takes no pictures")
         if self.processor is None:
@@ -91,7 +91,7 @@ class PictureReader:
 
     @cached_property
     def _probes(self) -> tuple[_Read, _Read]:
-        """Outputs of the processor for a picture before a short text, and before a longer one."""
+        """Outputs of the processor for a picture with a short text, and with a longer one."""
         noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
         first, second = (
             self._read(f"{self._marker} a b{rest}", [read_image(noise, 0)]) for rest in ("", " c d")
@@ -202,20 +202,20 @@ class PictureReader:
     # ---------------------------------------------------------------- making a context
 
     def _counts(self, pictures: list[Any]) -> list[int]:
-        """Return the number of parts of each picture read alone; an empty list for one picture."""
+        """Return how many parts each picture has if read alone; an empty list for one picture."""
         if len(pictures) == 1:
             return []
         alone = (self._read(self._marker, [picture]).token_ids for picture in pictures)
         return [ids.count(self._image_token_id) for ids in alone]
 
     def _context(self, read: _Read, prints: list[bytes], counts: list[int]) -> Context:
-        """Return a context in which codes of pictures' fingerprints replace their placeholders."""
+        """Return a context in which codes of pictures' fingerprints replace the placeholders."""
         ids = read.token_ids
         rules, values = self._rules, np.array(ids, np.int32)
         self._contexts.packed([i for i in ids if i != self._image_token_id])
         (parts,) = np.nonzero(values == self._image_token_id)
-        # Pictures count as one if there is only one, if the number of parts of one depends on the
-        # others, or if parts of two touch and may see each other.
+        # All pictures share one fingerprint if there is only one, if the parts of each alone do not
+        # add up to the whole, or if parts of two are adjacent and may attend to each other.
         starts = np.cumsum(counts, dtype=np.int64)[:-1]
         is_one = sum(counts) != len(parts) or (np.diff(parts)[starts - 1] == 1).any()
         if is_one:

@@ -1,4 +1,4 @@
-"""Prefix files: the keys and values of one prefix, and digests of all that they depend on."""
+"""Prefix files: keys, values and state of one prefix, and a fingerprint of the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def _fingerprint_of(model: Any, weights: str, adapter: str, layout: KVLayout) -> dict[str, str]:
-    """Return digests of a model, one for each thing that can differ; see ``_DIFFERENT``."""
+    """Return a model's fingerprint: digests and the layout, under the keys of ``_DIFFERENT``."""
     said = model.config.to_diff_dict()
     config = {name: value for name, value in said.items() if name not in VOLATILE}
     text = json.dumps(config, sort_keys=True, default=str)
@@ -105,7 +105,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Mapping[str, str], layout: KVL
 
 
 def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix:
-    """Return the prefix in a file, mapped into memory."""
+    """Check a file, and return its prefix, mapped into memory."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would wait
         raise PrefixFileError(f"{path} is a device or a pipe, and no file of a prefix")
     with path.open("rb"):  # its errors say more than safetensors'
@@ -184,7 +184,7 @@ class PrefixFiles:
 
     def __init__(self, scheduler: Scheduler, runner: HFRunner, *, has_bytes: bool) -> None:
         self._scheduler, self._runner, self._has_bytes = scheduler, runner, has_bytes
-        # For each digest, the state of the weights that it was made from.
+        # By adapter: the state of the weights, and the digest that was made from them.
         self._digests: dict[Adapter | None, tuple[object, str]] = {}
 
     def check_can_keep(self, num_tokens: int) -> None:
@@ -195,7 +195,7 @@ class PrefixFiles:
         self._scheduler.check_cacheable(num_tokens)
 
     def save(self, node: int | None, query: RowQuery, path: Path) -> None:
-        """Write the keys, values and state up to the node of a context."""
+        """Write a context's keys and values, and its last recurrent state, given its node."""
         if node is None:
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
@@ -211,7 +211,7 @@ class PrefixFiles:
         save(path, prefix, self._fingerprint(query.adapter), cache.pool.layout)
 
     def load(self, path: str, adapter: Adapter | None, max_length: int | None) -> Sequence[int]:
-        """Put the keys and values of a file into the cache; return its tokens."""
+        """Put the keys, values and state of a file into the cache; return its token ids."""
         self.check_can_keep(0)
         cache = self._scheduler.cache
         prefix = load(Path(path), self._fingerprint(adapter), cache.pool.layout)
@@ -236,11 +236,11 @@ class PrefixFiles:
         return ids
 
     def look_again(self) -> None:
-        """Read the weights again for the next file: they may have changed unseen by torch."""
+        """Have the next file read the weights again, which may have changed uncounted by torch."""
         self._digests.clear()
 
     def _fingerprint(self, adapter: Adapter | None) -> dict[str, str]:
-        """Return the fingerprint of the model; weights are read again if they have changed."""
+        """Return the model's fingerprint; read weights again only if they have changed."""
         model = self._scheduler.runner.model
 
         def digest(wanted: Adapter | None) -> str:
@@ -278,7 +278,7 @@ def weights_state(model: Any) -> object:
 
 
 def _weights(model: Any) -> Iterator[torch.Tensor]:
-    """Yield the weights that a model computes with, without idle adapters'."""
+    """Yield the weights in a model's state dict, except those of idle adapters."""
     idle: set[int] = set()
     for layer in layers_of_peft(model):
         for name in layer.adapter_layer_names:
@@ -294,7 +294,7 @@ def _weights(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _settings(model: Any) -> list[tuple[str, list[Any]]]:
-    """Return the settings of adapters other than their weights, such as their scaling."""
+    """Return the settings of active adapters other than weights, such as their scaling."""
     found: list[tuple[str, list[Any]]] = []
     for layer in layers_of_peft(model):
         active = _active(layer)

@@ -62,7 +62,7 @@ _ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # some five seconds on one thread
 
 @dataclass(frozen=True, slots=True)
 class KVSupport:
-    """The layout of a model's cache and its attention backend, or why it cannot be cached."""
+    """The layout and attention backend of a model's cache, or the reason that it has none."""
 
     layout: KVLayout = field(default_factory=KVLayout)
     attention: Callable[[KVPool], AttentionBackend] = GatherAttention
@@ -74,10 +74,10 @@ class KVSupport:
 
 
 def check_hf_model(model: Any) -> None:
-    """Check that ``model`` is a causal language model whose outputs have names.
+    """Check by its attributes that ``model`` can be a causal language model with named outputs.
 
     Raises:
-        UnsupportedModelError: If ``model`` is no causal language model.
+        UnsupportedModelError: If ``model`` is no causal language model, or has no weights.
         ModelStateError: If its config has ``return_dict=False``.
     """
     config = getattr(model, "config", None)
@@ -119,7 +119,7 @@ def check_hf_model(model: Any) -> None:
 
 
 def longest_context(model: Any) -> int | None:
-    """Return the longest context of a model's config; ``None`` if it has none, or -1 for any."""
+    """Return the longest context by a model's config; ``None`` if that sets no limit (or -1)."""
     config = model.config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     return length if length is None or length > 0 else None
@@ -147,7 +147,7 @@ def vocab_width(model: Any) -> int:
 
 
 def rotary_limit(model: Any) -> float:
-    """Return the longest context, or ``inf``, with the rotary frequencies of shorter ones."""
+    """Return the longest context with the rotary frequencies of shorter ones, or ``inf``."""
     # For "longrope" and "dynamic", transformers recomputes the frequencies for long contexts, so
     # that all positions depend on the length of the context.
     limits = [
@@ -173,18 +173,18 @@ def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:
 
 @stage("asking the model what it can do")
 def hf_probe(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
-    """Find by a few tiny forward passes whether rows from slots are right."""
+    """Find by a few tiny passes whether rows from cached tokens equal rows of whole passes."""
     # Two short contexts run whole and then from slots, in two steps and padded to one batch. The
-    # first backend wins whose rows differ by rounding, compared with a wrong token's difference.
-    # Without a cache or with states, more passes show if the model takes positions and padding.
+    # first backend wins whose rows differ by rounding, or by a small share of what a wrong token
+    # changes. Without a cache or with states, more passes try positions and padding.
     support = _examine_slots(runner, vocab_size, max_length)
-    if not support.reason and not support.layout.states:  # states may have to start over, uncached
+    if not support.reason and not support.layout.states:  # with states, contexts may run uncached
         return support
     return replace(support, pads=_examine_uncached(runner, vocab_size, max_length))
 
 
 def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None) -> bool:
-    """Return whether padding keeps a row; drop positions if rows are right only without them."""
+    """Return whether padding keeps a row; stop passing positions if only that is right."""
     length = min(_PROBE_LENGTH, max_length or _PROBE_LENGTH)
     generator = random.Random(1)
     long = [generator.randrange(vocab_size) for _ in range(length)]
@@ -252,7 +252,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
             "%s runs without key-value reuse", type(runner.model).__name__, exc_info=True
         )
         return KVSupport(reason=f"it does not run on a foreign cache: {error!r}")
-    if distance(trial.third_row, bare_row) > trial.tolerance:  # by positions or later tokens
+    if distance(trial.third_row, bare_row) > trial.tolerance:  # due to positions or later tokens
         chunk = TokenChunk(long[:3], outputs=(2,))
         (alone_row,) = row_of(runner.forward(pack([chunk]), UncachedAttention()))
         if distance(alone_row, bare_row) > trial.tolerance:
@@ -273,7 +273,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
 
 
 def bounds(model: Any, dtype: torch.dtype | None = None) -> tuple[float, float]:
-    """Return the tolerance for equal rows, absolute and as a share of different rows' spread."""
+    """Return two tolerances of equal rows: absolute, and as a share of different rows' distance."""
     if getattr(model, "is_quantized", False):
         return MOST_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
     own = next((p.dtype for p in model.parameters()), torch.float32)
@@ -292,7 +292,7 @@ class _SlotTrial:
         wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
         last = (len(long) - 1,)
         # One pass of equal lengths, so that nothing is padded. If tokens after the half changed its
-        # row, the row from slots, with none after it, would differ.
+        # row, it would differ from the row from slots, which no tokens follow.
         whole = runner.forward(
             pack(
                 [
@@ -310,7 +310,7 @@ class _SlotTrial:
         self.tolerance = max(smallest, share * self.spread)
 
     def first_factory(self) -> tuple[AttentionFactory | None, float, bool]:
-        """Return the first backend that gives the whole rows, and its findings or the last ones."""
+        """Return the first factory whose rows are right, or ``None``, and the last findings."""
         difference, takes_several = math.inf, True
         for factory in ATTENTION_FACTORIES:
             if factory.uses_interface and not self._layout.layers:
@@ -329,7 +329,7 @@ class _SlotTrial:
         return None, difference, takes_several
 
     def _difference(self, factory: AttentionFactory) -> tuple[float, bool]:
-        """Return how far rows from slots are from whole ones, and if they take several tokens."""
+        """Return the distance from whole rows, and whether several tokens may run at once."""
         contexts, whole = (self._long, self._short), (self._long_row, self._short_row)
         pool = KVPool(self._layout, 4 * sum(map(len, contexts)))
         states = self._layout.states
@@ -354,7 +354,7 @@ class _SlotTrial:
 
 
 def tried(runner: HFRunner) -> AbstractContextManager[None]:
-    """Return a context manager for tiny passes, which run on one thread if the model is small."""
+    """Return a context manager for tiny passes: one thread for small models on the CPU."""
     num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
     # Several threads would gain less on an idle machine than they lose on a busy one.
     is_small = runner.device.type == "cpu" and num_parameters < _ONE_THREAD_PARAMETERS
@@ -371,7 +371,7 @@ def _is_known(layer: Any) -> bool:
 
 
 def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
-    """Return the contents of cache layers; nothing if all hold keys and values alone."""
+    """Return the contents of cache layers; ``()`` if all hold keys and values alone."""
     held = tuple(
         CacheLayer(isinstance(layer, DynamicLayer), getattr(layer, "number_of_states", 0))
         for layer in layers
@@ -418,7 +418,7 @@ def _observe_layout(
 
 
 def _state_tensors(layers: Sequence[Any]) -> tuple[StateTensor, ...]:
-    """Return the tensors of the recurrent states of one row in the layers of a cache."""
+    """Return the shapes, dtypes and devices of one row's recurrent states in cache layers."""
     found: list[StateTensor] = []
     for number, layer in enumerate(layers):
         for name in ("conv_states", "recurrent_states"):
@@ -442,8 +442,8 @@ def mean_keys(
     farthest = int(min(longest, _FARTHEST_MEAN))
     num_tokens = min(_NUM_MEAN_TOKENS, farthest)
     ids = [generator.randrange(vocab_size) for _ in range(num_tokens)]
-    # Some channels of keys lie far from zero in every context, more so if rotary positions turn
-    # them slowly. The tokens are spread over the positions of a long context.
+    # Some channels of keys lie far from zero in every context, above all if rotary positions turn
+    # them slowly. So the tokens are spread over the positions of a long context.
     positions = torch.arange(num_tokens, dtype=torch.int64) * (farthest // num_tokens)
     inputs = {"input_ids": torch.tensor(ids, dtype=torch.int64), "position_ids": positions}
     cache = _fresh_cache(layout.states.layers)
@@ -452,7 +452,7 @@ def mean_keys(
     runner.view.module(**on_device, **given_cache(runner.model, cache), use_cache=True)
     held = [getattr(layer, "keys", None) for layer in cache.layers]
     keys = [own[0].float() for own in held if own is not None]
-    # A token that overflows spoils later ones; the mean leaves out keys that are not finite.
+    # One overflow may make later keys NaN too; the mean leaves out keys that are not finite.
     return [
         torch.where(of_layer.isfinite(), of_layer, torch.nan).nanmean(1).nan_to_num(0).reshape(-1)
         for of_layer in keys

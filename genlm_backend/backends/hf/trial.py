@@ -1,6 +1,6 @@
 """Trial passes of a model without a prefix tree, and the distances between their rows.
 
-They suit any library: a runner makes the states of a pass, and a pool keeps them.
+They work with any library: its runner makes the states of a pass, and its pool keeps them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from genlm_backend.attention.forward_batch import Runner, TokenChunk, pack
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
 
 MOST_ROUNDING: Final = 0.25
-"""Rounding of bfloat16, and of quantised weights in any dtype."""
+"""Largest distance by rounding: that of bfloat16, and of quantised weights in any dtype."""
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the largest difference of rows that another order of computation makes."""
+    """Return the largest distance of rows that counts as rounding in a dtype."""
     return _ROUNDING.get(dtype, MOST_ROUNDING)
 
 
 def row_of(logits: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities in float32, on the CPU."""
+    """Return the log-probabilities of logits, in float32 on the CPU."""
     return logits.float().log_softmax(-1).cpu()
 
 
@@ -42,10 +42,10 @@ def farthest(distances: Iterable[float]) -> float:
 
 
 NUM_STATES: Final = 16
-"""Size of a pool of states that is enough for all passes of a trial."""
+"""Size of a pool of states that suffices for all passes of a trial."""
 
 _TIMES: Final = 20
-"""Ratio of two ways' distances from whole rows, beyond which it is more than rounding."""
+"""Factor by which rounding may differ between tokens at once and tokens one by one."""
 
 
 def paths_of(pasts: Sequence[Sequence[int]]) -> CachedPrefixes:
@@ -73,7 +73,7 @@ def difference_of(
     whole: Sequence[torch.Tensor],
     rounding: float,
 ) -> tuple[float, bool]:
-    """Return how far cached rows are from whole ones, and if several tokens go on at once."""
+    """Return the distance of cached from whole rows, and if several tokens may run at once."""
     (long, short), (long_row, short_row) = contexts, whole
     if states is not None:
         trial = _StateTrial(runner, states, attention)
@@ -113,10 +113,10 @@ class _StateTrial:
         short_row: torch.Tensor,
         rounding: float,
     ) -> tuple[float, bool]:
-        """Return how far rows from states are from whole ones, and if these take several tokens."""
+        """Return the distance from whole rows, and whether several tokens may run at once."""
         ((before,), _), ((shorter,), _) = (self.go_on([None], [c[:-2]]) for c in (long, short))
         (first,), _ = self.go_on([None], [short[:1]])
-        # Two rows go on from one state, in a batch with another context, by two tokens at once and
+        # Two rows continue one state, in a batch with another context, by two tokens at once and
         # one by one. Another pass adds many tokens to a state.
         begun, contexts = (before, shorter, before), (long, short, long)
         _, many = self.go_on([first], [short[1:]])
@@ -128,7 +128,7 @@ class _StateTrial:
             [distance(row_of(many)[0], short_row), *map(distance, row_of(several), wanted)]
         )
         one_by_one = farthest(map(distance, row_of(last), wanted))
-        # Some scans ignore the state that they get, so that tokens have to come one by one.
+        # Scans over several tokens may ignore the state before them; then tokens come one by one.
         takes_several = at_once <= max(rounding, _TIMES * one_by_one)
         difference = max(at_once, one_by_one) if takes_several else one_by_one
         return difference, takes_several
@@ -136,7 +136,7 @@ class _StateTrial:
     def go_on(
         self, before: Sequence[_Begun | None], tokens: Sequence[list[int]]
     ) -> tuple[list[_Begun], torch.Tensor]:
-        """Run the next tokens of contexts; either all or none begin here."""
+        """Run the next tokens of contexts; ``before`` is ``None`` for all rows or for none."""
         spans: list[TokenChunk] = []
         for ids in tokens:
             first = self._num_slots + 1

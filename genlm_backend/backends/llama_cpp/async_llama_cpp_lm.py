@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 class AsyncLlamaCppLM(ProcessLM):
     """A language model in a GGUF file, evaluated by llama.cpp, batched and cached.
 
-    Concurrent awaits are batched on one worker thread, the only one that uses the model.
-    llama.cpp's unified cache keeps the keys and values of every prefix within a budget, and reuses
-    them token by token: a fork of a context copies nothing. The number of llama.cpp's sequences
-    limits the cache to 255 distinct contexts; the least recently used are evicted first, and
-    computed again on demand. With recurrent states (Mamba and hybrids) a context resumes from the
-    last token whose state is kept; a state is kept after each queried context. ``add_new_lora``
-    takes adapters in GGUF files. The class needs the extra ``llama-cpp``.
+    Concurrent awaits are batched on one worker thread. llama.cpp's unified cache keeps the keys and
+    values of prefixes within a budget, and reuses them token by token; a fork of a context shares
+    them. The number of llama.cpp's sequences limits the cache to 255 distinct contexts; the least
+    recently used are evicted first, and computed again on demand. With recurrent states (Mamba and
+    hybrids) a context resumes from the last token whose state is kept; a state is kept after each
+    queried context. ``add_new_lora`` takes adapters in GGUF files. The class needs the extra
+    ``llama-cpp``.
 
     Args:
         model_path: The GGUF file, or the first file of a split model.
@@ -48,11 +48,11 @@ class AsyncLlamaCppLM(ProcessLM):
         kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp allocates at once; 0 keeps
             none. Recurrent states get half of them, or all if no layer has keys. Default: room for
             16,384 tokens, or for ``max_length`` if that is more, but at most a quarter of the free
-            memory and 4 GiB; states take at most 1 GiB.
+            memory and 4 GiB; states take at most 1 GiB, unless the fewest need more.
         kv_cache_dtype: Number format of keys and values: "float32" or "float16" (the default).
         max_length: The longest context to accept. Default: the model's training length, but at most
             three quarters of the tokens that fit, so that prompts can be pinned too.
-        num_threads: Number of threads of a pass, which wait for one another; fewer are faster if
+        num_threads: Number of threads of a pass. They wait for one another, so fewer are faster if
             other programs use the cores. Default: torch's number of threads.
         num_gpu_layers: Number of layers on a GPU, which needs a GPU build of llama-cpp-python; -1
             for all.

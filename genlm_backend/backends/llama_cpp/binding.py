@@ -1,4 +1,4 @@
-"""Imports llama-cpp-python on first use, and takes over llama.cpp's log."""
+"""Imports llama-cpp-python on first use, and redirects llama.cpp's log."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -41,13 +41,13 @@ _kept: Final = list[Any]()
 
 
 _ours = threading.local()
-"""Per thread, as ``errors``: the list that ``log_caught`` collects."""
+"""Thread-local storage: ``errors`` is the list that ``log_caught`` fills, or ``None``."""
 
 
 def _heard(level: int, text: bytes, user_data: Any) -> None:
     """Handle a line of llama.cpp's log, which the whole process shares."""
     errors: list[str] | None = getattr(_ours, "errors", None)
-    if errors is None:  # not a model of this package
+    if errors is None:  # outside ``log_caught``: not this package's call
         from llama_cpp import _logger
 
         _logger.llama_log_callback(level, text, user_data)

@@ -88,7 +88,7 @@ class GGUFModel:
 
     def piece(self, token_id: int) -> bytes:
         """Return the bytes of a token within a text; for a special token, its name."""
-        if not self._is_used(token_id):  # llama.cpp prints nothing for it
+        if not self._is_used(token_id):  # llama_token_to_piece would give nothing
             return self._spelling(token_id)
         size = _WHOLE_PIECE
         while True:
@@ -149,7 +149,7 @@ class GGUFModel:
     # ---------------------------------------------------------------- adapters, closing
 
     def adapter(self, name: str, path: str) -> Any:
-        """Load a LoRA adapter from a GGUF file; raise an ``AdapterError`` if that fails."""
+        """Load and return a LoRA adapter from a GGUF file, or raise an ``AdapterError``."""
         try:
             _check_file(Path(path))
         except OSError as error:
@@ -163,11 +163,11 @@ class GGUFModel:
         return found
 
     def free_adapter(self, adapter: Any) -> None:
-        """Free an adapter, which no context may use any more."""
+        """Free an adapter; no context may still use it."""
         self._lib.llama_adapter_lora_free(adapter)
 
     def close(self) -> None:
-        """Free the model and its adapters, after all contexts; a second call has no effect."""
+        """Free the model and its adapters; free all contexts first. A second call has no effect."""
         with self._reading:
             self._freeing()
             self.pointer = None

@@ -1,4 +1,4 @@
-"""GGUFTokenizer: llama.cpp's tokenizer of a GGUF file, with methods that transformers' have."""
+"""GGUFTokenizer: llama.cpp's tokenizer of a GGUF file, with an interface like transformers'."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ class GGUFTokenizer:
 
     @property
     def eos_token(self) -> str | None:
-        """The text of the token that ends a text; ``None`` without one."""
+        """The text of the EOS token; ``None`` if there is no such token."""
         return None if self.eos_token_id is None else self.decode(self.eos_token_id)
 
     @property
     def bos_token(self) -> str | None:
-        """The text of the token that begins a text; ``None`` without one."""
+        """The text of the BOS token; ``None`` if there is no such token."""
         return None if self.bos_token_id is None else self.decode(self.bos_token_id)

@@ -19,7 +19,7 @@ from genlm_backend.errors import EvaluationError, OptionError, UnsupportedModelE
 
 
 class ContextSize(NamedTuple):
-    """Sizes of llama.cpp's cache and of a pass."""
+    """Size and number format of llama.cpp's cache, and the tokens and threads of a pass."""
 
     num_cells: int
     sequences: SequenceCounts
@@ -37,9 +37,9 @@ class OutOfCellsError(EvaluationError):
 class LlamaContext:
     """A ``llama_context``: one unified cache, whose cells its sequences share."""
 
-    # The first sequences are for contexts. A recurrent state is a cell of its own after a
-    # sequence's last token, which copies share. llama.cpp cannot cut a sequence that has a state,
-    # so contexts' sequences have states only during a pass; other sequences hold states alone.
+    # The first sequences hold contexts. A recurrent state after a sequence's last token has a cell
+    # of its own, which copies share. llama.cpp cannot cut a sequence that has a state, so contexts'
+    # sequences have states only during a pass; other sequences hold nothing but states.
     def __init__(self, model: GGUFModel, size: ContextSize) -> None:
         self.model, self.size = model, size
         counts = size.sequences
@@ -54,7 +54,7 @@ class LlamaContext:
         params.n_batch, params.n_ubatch = size.most_tokens, min(size.most_tokens, _AT_ONCE)
         params.n_threads = params.n_threads_batch = size.num_threads
         params.type_k = params.type_v = size.cell_type
-        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # rounds by up to 0.6 nats
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # errs by up to 0.6 nats
         params.kv_unified = True
         params.swa_full = True
         params.no_perf = True
@@ -66,10 +66,11 @@ class LlamaContext:
                 f"{'; '.join(errors) or 'it does not say why'}; give less by kv_cache_bytes or "
                 "max_length"
             )
-        # The finalizer keeps the model until the context is freed; at exit a thread may still run.
+        # The finalizer keeps the model alive; it does not run at exit, when a thread may still use
+        # the context.
         self._freeing = weakref.finalize(self, _free, self._pointer, model)
         self._freeing.atexit = False
-        self._most_tokens = int(lib.llama_n_batch(self._pointer))  # llama.cpp aborts beyond these
+        self._most_tokens = int(lib.llama_n_batch(self._pointer))  # llama.cpp aborts on more
         self._memory = lib.llama_get_memory(self._pointer)
         if not self._memory:
             self.close()
@@ -98,7 +99,7 @@ class LlamaContext:
     def in_states(
         self, rows: NDArray[np.int64], before: NDArray[np.int64] | None
     ) -> Iterator[None]:
-        """Give rows the recurrent states ``before``, if any; remove their states afterwards."""
+        """Copy the states ``before``, if any, to the rows; remove the rows' states afterwards."""
         if not self.model.has_states:
             yield
             return
@@ -127,7 +128,7 @@ class LlamaContext:
         sequences: NDArray[np.int32],
         has_output: NDArray[np.int8],
     ) -> torch.Tensor:
-        """Compute tokens and keep them; return the logits: float32 ``[num_outputs, vocab]``."""
+        """Compute and cache tokens; return the logits: float32 ``[num_outputs, vocab]``."""
         vocab_size, start = self.model.vocab_size, 0
         logits = torch.empty(int(has_output.sum()), vocab_size, dtype=torch.float32)
         addresses = sequences.ctypes.data + np.arange(len(tokens)) * sequences.itemsize

@@ -41,7 +41,7 @@ _BYTES_OF_CELL: Final = 12
 
 @final
 class LlamaSupport(NamedTuple):
-    """Memory that a model takes, and the reason if its cache cannot be used."""
+    """Bytes cached per token and per state, and the reason if the cache cannot be used."""
 
     bytes_per_token: int
     bytes_per_state: int = 0
@@ -49,9 +49,9 @@ class LlamaSupport(NamedTuple):
 
 
 def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
-    """Measure a model's cache, and test forks, in a small context of its own."""
-    # Compare a context forked from the middle of another one with the same context computed alone.
-    # The cache is used if they differ by rounding only, measured against a wrong token's effect.
+    """Measure a model's cache, and check rows of forks, in a small ``llama_context``."""
+    # Compare rows of a context forked in its middle with a row of the same context computed whole.
+    # The cache is used if they differ by at most 1e-3, or 2 % of a wrong token's effect.
     num_cells, most_tokens = 8 * _PROBE_LENGTH, 4 * _PROBE_LENGTH
     has_states = int(model.has_states)
     counts = SequenceCounts(4, has_states, most_rows=has_states)
@@ -131,7 +131,7 @@ class CellPool:
         self.bytes_per_slot = bytes_per_slot
 
     def is_finite(self, slots: Any) -> bool:
-        """Return ``True``: llama.cpp's cells are not read, and overflow shows in later rows."""
+        """Return ``True``: cells are not inspected; an overflow shows as NaN in later rows."""
         return True
 
 
@@ -194,7 +194,7 @@ class LlamaEvaluator(LocalEvaluator):
         # The largest batch: each row needs a sequence, and half of them may be pinned.
         self._most_rows = counts.most_rows or counts.num_contexts // (2 if keeps else 1)
         cost = replace(
-            CostModel.on("cpu"),  # rows are not padded
+            CostModel.on("cpu"),  # without padding, splitting a batch saves nothing
             per_forward=_NEVER_SPLIT,
             max_chunk=_MOST_TOKENS // 4,
             max_tokens=min(_MOST_TOKENS, num_cells),
@@ -226,7 +226,7 @@ class LlamaEvaluator(LocalEvaluator):
         return num_tokens
 
     def _check_room(self, num_bytes: int) -> None:
-        """Raise if memory is short: llama.cpp allocates and clears all the bytes at once."""
+        """Raise if memory is short for all bytes at once; a GPU build is not checked."""
         free = free_memory()
         if num_bytes > free and not library().llama_supports_gpu_offload():
             raise OptionError(
@@ -264,7 +264,7 @@ class LlamaEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- getting ready
 
     def open(self) -> EvaluatorInfo:
-        """Make the prefix cache, and return the capabilities of the model."""
+        """Make the prefix cache, if anything is kept; return the model's capabilities."""
         num_slots, num_states = self._num_slots, self._counts.num_states
         of_token, of_state = self._support.bytes_per_token, self._support.bytes_per_state
         if num_slots:
@@ -299,7 +299,7 @@ class LlamaEvaluator(LocalEvaluator):
             kv_cache_dtype=self._dtype if num_slots else None,
             device="cpu",
             takes_adapters=True,
-            uses_openmp=True,  # its own threads, but idle OpenMP threads slow them down too
+            uses_openmp=True,  # idle OpenMP threads slow llama.cpp's own threads down too
             scores=True,
             omits_undefined=True,
             reads_out=True,
@@ -332,7 +332,7 @@ class LlamaEvaluator(LocalEvaluator):
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
-        """Activate an adapter, or none, for the passes that follow."""
+        """Activate an adapter, or none, for later passes; first clear the cache after a NaN."""
         if self._runner.has_nan:
             self._runner.clear()
         if adapter != self._adapter:

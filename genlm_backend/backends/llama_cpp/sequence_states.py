@@ -22,7 +22,7 @@ class SequenceStateLayout(NamedTuple):
 
 @final
 class SequenceStateStore:
-    """Recurrent states by number, as in ``StatePool``; reads and writes sequence numbers."""
+    """Recurrent states by number, like ``StatePool``, but with sequence numbers as the states."""
 
     # llama.cpp copies a state by sharing its memory.
     def __init__(
@@ -40,13 +40,13 @@ class SequenceStateStore:
         return [np.asarray(numbers, np.int64) - 1 + self._first]
 
     def write(self, numbers: Ints, states: Sequence[NDArray[np.int64]]) -> None:
-        """Copy the states of sequences, in the format of ``read``."""
+        """Copy the states of sequences, in the format of ``read``, to these numbers."""
         (sequences,) = self.read(numbers)
         for source, sequence in zip(states[0].tolist(), sequences.tolist(), strict=True):
             self._copy(source, sequence)
 
     def is_finite(self, numbers: Ints) -> bool:
-        """Return ``True``: states are not read, and overflow shows in later rows."""
+        """Return ``True``: states are not inspected; an overflow shows as NaN in later rows."""
         return True
 
 
@@ -63,7 +63,7 @@ class SequenceRowStates(BatchStates):
         """Do nothing: llama.cpp finds a row's state by its sequence."""
 
     def behind(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return the sequences of the states after the last tokens of rows: one array, ``[n]``."""
+        """Return the sequences with the states after the rows' last tokens: one array, ``[n]``."""
         return [self.after[rows]]
 
 
@@ -87,6 +87,6 @@ class SequenceCounts(NamedTuple):
 
     @classmethod
     def within(cls, most: int) -> Self:
-        """Return the counts with the most states for ``most`` sequences, and at least one state."""
+        """Return the counts with the most states that fit ``most`` sequences, or for one state."""
         counts = map(cls.of_states, range(most, 1, -1))
         return next((found for found in counts if found.total <= most), cls.of_states(1))

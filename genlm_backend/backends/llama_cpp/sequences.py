@@ -70,7 +70,7 @@ class Sequences:
             self.cut(sequence, int(sizes[sequence]))
 
     def drop_idle(self) -> bool:
-        """Empty the least recently used sequence; return ``False`` if all are in use or empty."""
+        """Empty the least recently used idle sequence; return ``False`` if there is none."""
         used = np.where(self._sizes > 0, self._used, _PINNED)
         sequence = int(used.argmin())
         if used[sequence] >= self._now:
@@ -81,7 +81,7 @@ class Sequences:
     # ---------------------------------------------------------------- rows
 
     def place(self, nodes: Nodes, ends: Ints) -> NDArray[np.int64]:
-        """Return a free sequence per row that holds just the path to its last node (0: none)."""
+        """Return a sequence per row with exactly the path to the row's last node (0: empty)."""
         self._now += 2
         rows, sizes, slots = np.full(len(ends), -1), nodes.depth[ends], nodes.slot[ends]
         for row, (size, slot) in enumerate(zip(sizes.tolist(), slots.tolist(), strict=True)):
@@ -89,7 +89,7 @@ class Sequences:
             free = holders[(self._sizes[holders] == size) & (self._used[holders] < self._now)]
             if len(free):
                 rows[row], self._used[free[0]] = free[0], self._now
-            else:  # evict the one to be copied after the others
+            else:  # the sequence to copy should be evicted last
                 self._used[holders[:1]] = np.maximum(self._used[holders[:1]], self._now - 1)
         for row in np.flatnonzero(rows < 0).tolist():
             sequence = rows[row] = int(self._used.argmin())

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class AsyncMlxLM(WholeLM):
     """A language model of mlx-lm, batched and cached, on Apple silicon or on a CPU.
 
-    Concurrent awaits become padded batched forward passes on one worker thread, the only one that
-    uses the model. The keys and values of every prefix are kept within a budget and reused token
-    by token; recurrent states, if layers have any, are kept after each queried context. Families
-    that allow neither give the same rows, but run every context whole; ``kv_reuse`` shows it.
+    Concurrent awaits become batched forward passes on one worker thread, padded if the model allows
+    it. Keys and values of prefixes are kept within a budget and reused token by token; recurrent
+    states, if layers have any, are kept after each queried context. Families that allow neither
+    give the same rows, but run every context whole; ``kv_reuse`` is ``False`` then.
     ``add_new_lora`` takes adapters that ``mlx_lm.lora`` makes. The class needs the extra ``mlx``.
 
     Args:
@@ -50,7 +50,8 @@ class AsyncMlxLM(WholeLM):
         state_cache_bytes: The part of ``kv_cache_bytes`` for recurrent states, for a model with
             such layers (Mamba, Gated DeltaNet, …). Default: half of the bytes, or all if no layer
             attends.
-        max_length: The longest context to accept. Default: the length in the model's arguments.
+        max_length: The longest context to accept. Default: the length in the model's arguments, if
+            they have one.
         eos_token_ids: The ids that end a text if a call names none. Default: the tokenizer's;
             the tokenizer of ``mlx_lm.load`` has the model's.
         **options: ``row_cache_bytes``, ``output_device`` and ``self_check``, as for ``BatchedLM``.

@@ -1,4 +1,4 @@
-"""MlxAdapters: LoRA adapters in mlx-lm's format, one active at a time."""
+"""MlxAdapters: LoRA and DoRA adapters in mlx-lm's format, one active at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FILES: Final = ["adapter_config.json", "adapters.safetensors"]
 
 @final
 class MlxAdapters:
-    """Adapters of one model: the modules with which each replaces the model's own."""
+    """Adapters of one model: for each, the modules that replace the model's own."""
 
     def __init__(self, model: Any) -> None:
         self._model: Any = model
@@ -93,7 +93,7 @@ def _parameters(model: Any) -> set[str]:
 def _check_whole(path: str, folder: Path, added: set[str]) -> None:
     """Raise an ``AdapterError`` if a file lacks weights of layers that its settings add."""
     weights: Any = mx.load(str(folder / _FILES[1]))
-    # A layer that wraps another one gives that one's weights a longer name.
+    # An adapter's layer contains the layer that it wraps, whose weights get longer names.
     moved = {name for name in added if name.rpartition(".")[0].endswith((".linear", ".embedding"))}
     if lacking := sorted(added - moved - weights.keys()):
         raise AdapterError(

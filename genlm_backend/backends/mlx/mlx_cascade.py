@@ -1,7 +1,7 @@
-"""MlxCascadeAttention: reads cached prefixes that several rows share once for all of them.
+"""MlxCascadeAttention: reads each cached prefix that several rows share once for all of them.
 
-mlx-lm's model modules import one attention function by its name. During a pass that name is bound
-to ours, which forwards any call with another cache to mlx-lm's.
+mlx-lm's model modules import ``scaled_dot_product_attention`` by name. During a pass that name is
+bound to a replacement, which passes calls with other caches on to mlx-lm's function.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def mlx_attends_otherwise(how: str) -> ModelStateError:
 
 @final
 class Dispatch:
-    """The Python modules of a model's classes, whose attention function can be replaced."""
+    """The Python modules that define a model's classes and import mlx-lm's attention function."""
 
     def __init__(self, model: Any) -> None:
         names = {
@@ -85,7 +85,7 @@ class Dispatch:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Make the model's layers call caches that attend by themselves."""
+        """Replace the attention function in these modules for the duration."""
         theirs = [getattr(module, _NAME) for module in self._modules]
         try:
             for module, function in zip(self._modules, theirs, strict=True):
@@ -97,7 +97,7 @@ class Dispatch:
 
 
 def _asking(theirs: Any) -> Any:
-    """Return an attention function that calls the cache instead if that attends by itself."""
+    """Return an attention function that calls the cache's ``MlxCascadeRun``, or else ``theirs``."""
 
     def scaled_dot_product_attention(
         queries: mx.array,
@@ -133,7 +133,7 @@ class MlxCascadeAttention(AttentionBackend[Caches]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[Caches]:
-        """Yield caches that attend by themselves, and make the model's layers call them."""
+        """Yield caches for the pass; replace mlx-lm's attention if rows share a prefix."""
         plan = batch.plan or self.plan(batch.past, batch.num_new)
         if plan is None or not plan.prefixes:
             with self._gathered.forward_context(batch, model) as layers:
@@ -184,7 +184,7 @@ class MlxCascadeRun(CascadeRun[mx.array]):
         return self._given[window]
 
     def take_kv(self, number: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the new tokens' keys and values, ``[B, heads, Q, dim]``, unchanged."""
+        """Take a layer's new keys and values, ``[B, heads, Q, dim]``; return them unchanged."""
         if number in self._numbers:
             raise mlx_attends_otherwise("a layer has more than one set of keys and values")
         self._numbers.add(number)

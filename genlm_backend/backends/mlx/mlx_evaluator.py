@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 _CPU: Final = torch.device("cpu")
 
 _turn = threading.Lock()
-"""Held during each pass: it temporarily changes modules of its model, which several evaluators may
-share."""
+"""Held during each pass, which temporarily replaces modules of its model: several evaluators may
+share the model."""
 
 
 @final
@@ -129,7 +129,7 @@ class MlxEvaluator(LocalEvaluator):
         self.scheduler.tree.clear()
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
-        """Load an adapter in mlx-lm's format, and test it in a tiny pass."""
+        """Load an adapter in mlx-lm's format, and run it on two tokens."""
         with _turn:
             self._adapters.load(adapter, path)
 
@@ -185,7 +185,7 @@ def mlx_prefix_cache(
 
 
 def _default_budget() -> int:
-    """Return the default bytes of keys and values: ``cpu_budget``, or half of Metal's unused."""
+    """Return the default cache bytes: ``cpu_budget``, or half of Metal's unused working set."""
     if mx.default_device().type != mx.DeviceType.gpu:
         return cpu_budget()
     recommended = mx.device_info().get("max_recommended_working_set_size", 0)

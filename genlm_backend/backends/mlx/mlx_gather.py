@@ -1,4 +1,4 @@
-"""MlxGatherAttention: copies each row's cached tokens out of their slots, padded on the left."""
+"""MlxGatherAttention: copies each row's cached keys and values out of slots, padded on the left."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MlxSlotLayer:
         return self.of_pass.mask(N, window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take new keys and values, ``[B, heads, Q, dim]``; return all that the rows attend to."""
+        """Take new keys and values, ``[B, heads, Q, dim]``; return those to pass to attention."""
         found = self.of_pass.take_kv(self._number, keys, values)
         self.new = keys, values
         return found
@@ -58,7 +58,7 @@ class MlxSlotLayer:
 
 
 def keep_new(batch: ForwardBatch, layers: Caches) -> None:
-    """Write the keys and values that the layers took into the batch's ``slot_mapping``."""
+    """Write the keys and values that the layers took into the slots of ``slot_mapping``."""
     own = [layer for layer in leaves(layers or ()) if isinstance(layer, MlxSlotLayer)]
     if not own:
         return

@@ -54,7 +54,7 @@ class MlxKVPool:
         ]
 
     def read_by_head(self, layer: int, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
-        """Return the keys and values in rows of slots of one layer: ``[B, heads, n, dim]`` each."""
+        """Return a layer's keys and values in rows of slots: ``[B, heads, n, dim]`` each."""
         kept = [of_slots[:, slots] for of_slots in self._kept[layer]]
         if isinstance(slots, slice):
             return kept[0][None], kept[1][None]
@@ -79,7 +79,7 @@ class MlxKVPool:
 
 
 def make_room(kept: list[mx.array], num_rows: int, most: int, axis: int) -> None:
-    """Grow arrays along an axis to ``num_rows``, one by one to limit the memory for copies."""
+    """Grow arrays along an axis to ``num_rows`` or more, one by one to limit memory for copies."""
     present = kept[0].shape[axis]
     if num_rows <= present:
         return
@@ -110,7 +110,7 @@ class StateArray:
 
 @final
 class MlxStatePool:
-    """Recurrent states by number, as in ``StatePool``; number 0 means no state."""
+    """Recurrent states by number, like ``StatePool``; number 0 means no state."""
 
     def __init__(self, layout: StateLayout, num_states: int) -> None:
         self.layout, self.num_states = layout, num_states
@@ -129,7 +129,7 @@ class MlxStatePool:
         if len(numbers) == 0:
             return
         make_room(self._kept, int(np.max(numbers)) + 1, self.num_states + 1, axis=0)
-        is_stretch = bool((np.diff(numbers) == 1).all())  # a slice is written at once
+        is_stretch = bool((np.diff(numbers) == 1).all())  # a slice is faster
         first, last = int(numbers[0]), int(numbers[-1])
         places: Any = slice(first, last + 1) if is_stretch else _index(numbers)
         for i, (array, new) in enumerate(zip(self._arrays, states, strict=True)):

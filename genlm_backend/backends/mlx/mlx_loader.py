@@ -19,7 +19,7 @@ TESTED: Final[Mapping[str, tuple[str, ...]]] = {
     "deepseek_v3": ("silu", "yarn"),
     "gemma3_text": ("gelu_pytorch_tanh",),
 }
-"""Families that the tests compare with transformers: the activation, then ``rope_type``s."""
+"""Families that the tests compare with transformers → activation, non-default ``rope_type``s."""
 
 _ACTIVATIONS: Final = ("hidden_act", "hidden_activation", "activation_function")
 _UNREAD: Final = {
@@ -29,7 +29,7 @@ _UNREAD: Final = {
     "rope_interleave": True,
     "use_bidirectional_attention": False,
 }
-"""Config entries that mlx-lm ignores, and the value that it assumes."""
+"""Config entries that mlx-lm may ignore → the only value that is accepted, apart from ``None``."""
 
 _LONG_MESSAGE: Final = 300
 _FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
@@ -52,7 +52,7 @@ class MlxLoader:
         return load_tokenizer(self.name, **options)
 
     def ends(self) -> tuple[int, ...] | None:
-        """Return the ids that end a text, by the model's files; ``None`` if they name none."""
+        """Return the EOS ids in the model's files; ``None`` if they name none."""
         return named_ends(self.name, self.revision, self.trust_remote_code)
 
     def model(self) -> Any:
@@ -131,7 +131,7 @@ def _untested(config: Mapping[str, Any]) -> str:
 
 
 def has_windows(model: Any, config: Mapping[str, Any]) -> bool:
-    """Return whether a model's layers have the sliding windows that its config names."""
+    """Return whether exactly the layers that the config names have sliding windows."""
     from mlx_lm.models.cache import make_prompt_cache
 
     is_used = config.get("sliding_window") and config.get("use_sliding_window") is not False
@@ -144,15 +144,15 @@ def has_windows(model: Any, config: Mapping[str, Any]) -> bool:
 def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config entries that mlx-lm reads under other names or needs explicitly."""
     # Transformers 5 writes rotary settings into ``rope_parameters``, which mlx-lm ignores for many
-    # models: they would get the default ``rope_theta``. It also omits entries that others imply.
+    # models: they would get the default ``rope_theta``. Configs also omit entries that are implied.
     pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
     implied = {"rope_scaling": None, **{n: config[m] for n, m in pairs.items() if m in config}}
     implied = {n: value for n, value in implied.items() if config.get(n) is None}
-    return {**implied, **_rotary(config)}  # transformers goes by these
+    return {**implied, **_rotary(config)}  # transformers prefers these
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``rope_parameters`` under their names before transformers 5."""
+    """Return rotary settings of transformers 5 under the names that mlx-lm reads."""
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, Mapping):
         return {}
@@ -192,7 +192,7 @@ def give_windows(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def give_parts_of_heads(model: Any, told: Mapping[str, Any]) -> None:
-    """Limit rotary positions to the part of each head that the config names."""
+    """Limit rotary embeddings to the part of each head that the config names."""
     # mlx-lm's GLM rotates whole heads.
     import mlx.nn as nn
 

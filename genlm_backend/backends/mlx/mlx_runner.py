@@ -1,4 +1,4 @@
-"""MlxRunner: the only code that calls an mlx-lm model on batches."""
+"""MlxRunner: calls an mlx-lm model on batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from genlm_backend.prefix.state_cache import StateLayout
 
 @final
 class MlxRunner(Runner):
-    """Forward passes of one model: a batch in, logits at its outputs out."""
+    """Runs forward passes of one model, and returns the logits at each batch's outputs."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -57,7 +57,7 @@ class _Picked:
     """The positions of a pass at which logits are wanted."""
 
     # A prompt's logits at every position would be large, so hidden states are picked before the
-    # projection onto the vocabulary, whatever the model does after it.
+    # projection onto the vocabulary, if one is found.
     def __init__(self, shape: Sequence[int], rows: torch.Tensor, columns: torch.Tensor) -> None:
         self._shape = tuple(shape)
         # If none is wanted, pick one: not every matrix product accepts zero rows.
@@ -95,7 +95,7 @@ class _Picked:
 
 
 def _projection(model: Any) -> tuple[Any, str]:
-    """Return the module that projects onto the vocabulary, and the method's name."""
+    """Return the module that projects onto the vocabulary, if any, and its method's name."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if name.rpartition(".")[2] == "lm_head":

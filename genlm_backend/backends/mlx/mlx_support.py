@@ -1,4 +1,4 @@
-"""Capabilities of an mlx-lm model, found by tiny passes and not by its name."""
+"""Probes the capabilities of an mlx-lm model with tiny passes, instead of going by its name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MlxSupport:
 
 
 def check_mlx_model(model: Any) -> None:
-    """Raise an ``UnsupportedModelError`` unless it is a language model of mlx-lm."""
+    """Raise an ``UnsupportedModelError`` if a model lacks attributes of mlx-lm's models."""
     if not hasattr(model, "layers") or not hasattr(model, "named_modules"):
         raise UnsupportedModelError(
             f"{shown(model)} is no language model of mlx-lm: mlx_lm.load returns one, with its "
@@ -90,8 +90,8 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
         name = type(runner.model).__name__
         raise UnsupportedModelError(f"{name} does not run on token ids alone: {error}") from error
     # Two short contexts run whole, and then from slots, in two steps padded to one batch, or from
-    # recurrent states (``StateTrial``). A cache is used if its rows differ by rounding only,
-    # measured against the effect of a wrong token.
+    # recurrent states (``_StateTrial``). A cache is used if its rows differ from whole ones by at
+    # most the dtype's rounding, or 2 % of a wrong token's effect.
     vocab_size = logits.shape[1]
     length = min(_length(runner.model), max_length or 1 << 30)
     if length < 6 or vocab_size < 3:
@@ -117,12 +117,12 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
         logger.debug("%s: %s", type(runner.model).__name__, reason)
     # Without slots, a model with keys and values gets no positions per row and counts columns
     # itself. mlx-lm's "dynamic" rotary positions depend on the columns of a pass once these exceed
-    # a limit, which this short probe does not reach: such a model is not padded.
+    # a limit, which this short probe does not reach. So such a model is not padded.
     return MlxSupport(vocab_size, reason=reason, pads=pads and not shapes)
 
 
 def _length(model: Any) -> int:
-    """Return the probe's length, which exceeds the model's largest window if that is small."""
+    """Return the probe's length, which exceeds the largest window if that is at most 64."""
     windows = [getattr(cache, "max_size", 0) for cache in leaves(make_prompt_cache(model))]
     window = max(windows, default=0)
     return _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)
@@ -135,7 +135,7 @@ def _kept(model: Any) -> tuple[_Kept | None, str]:
     if names := sorted(kind.__name__ for kind in others - {KVCache, RotatingKVCache}):
         return None, f"some layers keep states of kinds that are unknown: {names}"
     if any(_num_attending(cache) > 1 for cache in make_prompt_cache(model)):
-        # The second may belong to an indexer, which picks keys in long contexts only.
+        # The second set may belong to an indexer, which picks keys in long contexts only.
         return None, "some layers keep more than one set of keys and values"
     try:
         kept, of_one = _seen(model, [1, 2, 1, 2, 1]), _seen(model, [1])
@@ -194,7 +194,7 @@ def _difference(
     contexts: tuple[list[int], ...],
     whole: Any,
 ) -> tuple[float, str, bool]:
-    """Return cached rows' distance, why the probe failed, and if states take several tokens."""
+    """Return cached rows' distance from whole ones, any failure, and ``takes_several_tokens``."""
     (long, short), (shapes, states) = contexts, kept
     attention = factory.probing(MlxKVPool(shapes, 4 * (len(long) + len(short))))
     state_pool = MlxStatePool(states, NUM_STATES) if states else None

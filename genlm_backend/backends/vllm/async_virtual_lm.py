@@ -37,23 +37,23 @@ if TYPE_CHECKING:  # it imports vLLM
 class AsyncVirtualLM(BatchedLM):
     """A model evaluated by vLLM, whose next-token log-probabilities can be awaited.
 
-    Each context lives in vLLM as a session: another token extends it, and a fork copies one
-    block. vLLM's own limits bound the sessions, and the oldest end first. All blocking calls run
-    on one thread, so that no event loop waits for a forward pass.
+    Each context becomes a session in vLLM: more tokens extend it, and a fork shares its full
+    blocks and usually copies one. ``max_num_seqs`` and vLLM's blocks bound the sessions; the least
+    recently used end first. Forward passes run on one thread, so that no event loop waits for them.
 
-    LoRA adapters need an engine with ``engine_opts={"enable_lora": True}``; one batch can use
-    ``max_loras`` of them, and ``max_lora_rank`` bounds their rank.
+    LoRA adapters need an engine with ``engine_opts={"enable_lora": True}``; one step of vLLM can
+    use ``max_loras`` of them, and ``max_lora_rank`` bounds their rank.
 
-    ``sample`` and ``batch_sample`` use vLLM's own sampler, so that no row leaves vLLM for them. A
-    seed gives other draws than on other backends. A temperature must be 0 or at least 0.01,
-    because vLLM raises any value in between to 0.01.
+    ``sample`` and ``batch_sample`` use vLLM's own sampler, so that no row leaves vLLM. A seed gives
+    other draws than on other backends. A temperature must be 0 or at least 0.01, because vLLM
+    raises any value in between to 0.01.
 
     Args:
         engine: The engine; ``from_name`` loads one.
         cache_size: Maximum number of rows to keep; 0 bounds them by bytes only.
         cache_opts: ``max_bytes`` of the rows kept, instead of ``row_cache_bytes``, and
             ``move_to_cpu``: whether to keep rows in main memory, whatever the output device.
-        max_length: The longest context to accept, if less than vLLM's
+        max_length: The longest context to accept, in tokens. vLLM's blocks bound it too, and
             ``max_model_len - 1`` (vLLM needs one position for the token that it samples).
         **options: ``batch_size``, ``timeout``, ``row_cache_bytes``, ``output_device`` and
             ``self_check``, as for ``BatchedLM``.
@@ -102,25 +102,25 @@ class AsyncVirtualLM(BatchedLM):
     ) -> Self:
         """Load a model with vLLM.
 
-        The first engine of a process runs in that process. A second one runs in a process of its
-        own, and so does one with several workers or ``VLLM_ENABLE_V1_MULTIPROCESSING=1``. A
-        script that loads such an engine needs an ``if __name__ == "__main__":`` guard.
+        The engine runs in this process. It gets a process of its own if this process has an engine
+        already, with several workers, or with ``VLLM_ENABLE_V1_MULTIPROCESSING=1``. A script that
+        loads such an engine needs an ``if __name__ == "__main__":`` guard.
 
         Args:
             model_name: A repository on the hub, a local directory, or ``"smollm2"``.
             engine_opts: Options of ``vllm.LLM``, such as ``dtype``, ``max_model_len``,
-                ``tensor_parallel_size``, ``enable_lora``, ``gpu_memory_utilization`` (0.9),
-                ``max_num_seqs``.
-            check_rows: Whether to compare rows of a few extended and forked contexts with rows of
-                the same contexts computed whole, which takes a few short passes.
+                ``tensor_parallel_size``, ``enable_lora``, ``max_num_seqs`` and
+                ``gpu_memory_utilization`` (0.9 by default).
+            check_rows: Whether to compare rows of six extended and forked contexts with rows of
+                the same contexts computed whole, in about ten short passes.
             **kwargs: Options of the constructor.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; this and
-                the next are raised before anything is loaded.
-            OptionError: (``ValueError``) If one is out of its bounds.
-            MissingExtraError: (``ImportError``) If vLLM is absent, or its release lacks
-                something.
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type. Options are
+                checked before the weights are loaded.
+            OptionError: (``ValueError``) If one is out of its bounds, or vLLM refuses its value.
+            MissingExtraError: (``ImportError``) If vLLM is absent, older than 0.30, or lacks a name
+                that this backend imports.
             UnsupportedModelError: (``ValueError``) If an option or the model does not support
                 sessions, or rows of forks differ from rows computed whole.
             ModelNotFoundError: (``OSError``) If there is no such model.
@@ -166,7 +166,7 @@ class AsyncVirtualLM(BatchedLM):
     async def _sampled(
         self, completions: Sequence[Completion], when_ended: Callable[[Any], None]
     ) -> list[Sampled]:
-        """Return the ids sampled for each completion; stop them all if one fails."""
+        """Return the sample of each completion; cancel all unfinished ones if one fails."""
         self._batcher.call_soon(lambda: self._begin_samples(completions))
         futures = [asyncio.wrap_future(completion.future) for completion in completions]
         for future in futures:
@@ -178,7 +178,7 @@ class AsyncVirtualLM(BatchedLM):
                 completion.future.cancel()
 
     def _begin_samples(self, completions: Sequence[Completion]) -> None:
-        """Begin completions, on the engine's thread, and step the engine until all have ended."""
+        """Hand completions to the engine, on its thread, and queue steps until all have ended."""
         known: list[Completion] = []
         for completion in completions:
             error = self._adapters.error_of(completion.prompt)
@@ -195,12 +195,12 @@ class AsyncVirtualLM(BatchedLM):
         # Waiting batches run between two steps, and their steps advance the completions too.
         self._is_sampling = self._vllm.planner.go_on()
         if self._is_sampling:
-            with contextlib.suppress(BatcherClosedError):  # closing fails the remaining ones
+            with contextlib.suppress(BatcherClosedError):  # close() fails the rest
                 self._batcher.call_soon(self._go_on_sampling)
 
     def _drain(self, adapter: Adapter) -> None:
         super()._drain(adapter)
-        while self._call(lambda: self._vllm.samples_of(adapter)):  # a step comes before each call
+        while self._call(lambda: self._vllm.samples_of(adapter)):  # a step runs before each call
             pass
 
     def cleanup(self) -> None:

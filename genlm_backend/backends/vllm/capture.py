@@ -1,9 +1,9 @@
 """The rows of vLLM's requests, and the engine core that computes them.
 
-This file and ``fork``, the KV connector, hold every private name of vLLM that the backend uses.
-vLLM loads ``RowCapture``, which keeps the logits of tagged requests. ``RowExtension`` returns rows
-from other processes; ``Core`` adds requests, makes steps and takes the rows. vLLM's processes
-import this file too and scan all loaded modules, so it imports few.
+vLLM's private names are used here and in ``fork``, the KV connector. vLLM loads ``RowCapture``,
+which keeps the logits of tagged requests. ``RowExtension`` returns rows from workers in other
+processes; ``Core`` adds requests, steps the engine and takes the rows. vLLM's processes import this
+file too and scan all loaded modules, so it imports few modules.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -41,8 +41,8 @@ from genlm_backend.readouts.sampling import listed_ids
 if TYPE_CHECKING:
     from genlm_backend.readouts.readout import RowQueries
 
-# A vLLM process first imports the main program with its imports, such as Numba. It then loads its
-# arguments, and with them this file, before it scans the modules.
+# A vLLM process first imports the main program and its imports, perhaps Numba. It then unpickles
+# its arguments, which imports this file, before it scans the modules.
 let_modules_be_scanned()
 
 TAG = "genlm_row"
@@ -67,7 +67,7 @@ class RewindableGenerator(torch.Generator):
     # With chunked prefill vLLM samples after every chunk, and undoes the draws of all but the last
     # by ``set_offset``, which PyTorch implements for CUDA generators only.
     living: ClassVar[WeakSet[RewindableGenerator]] = WeakSet()
-    """All such generators in the worker's process."""
+    """All rewindable generators of this process that still exist."""
 
     before: torch.Tensor
     """The state before the latest step."""
@@ -99,13 +99,13 @@ def _let_requests_rewind() -> None:
         if self.generator is not None and self.generator.device.type == "cpu":
             self.generator = RewindableGenerator.beside(self.generator)
 
-    if finish.__module__ != __name__:  # another engine of this process has done it
+    if finish.__module__ != __name__:  # else an earlier engine has patched it
         CachedRequestState.__post_init__ = finish_with_own_generator
 
 
 @final
 class RowCapture(LogitsProcessor, LogitsProcessorV2):
-    """A logits processor that keeps the logits of tagged requests; it changes none of them."""
+    """A logits processor that copies the logits of tagged requests and changes none."""
 
     # Both model runners of vLLM accept it: the first reports moves within the batch
     # (``update_state``), the second a fixed slot for each request (``add_request``).
@@ -121,7 +121,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Move the tags along with their requests within the batch."""
+        """Update the tags as requests leave, join or move within the batch."""
         if batch_update is None:
             return
         tags = self._tags
@@ -160,8 +160,8 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
     @classmethod
     def take_rows(cls, tags: list[str]) -> list[Row]:
         """Return the rows of one or more requests, and drop their logits."""
-        # Rows are made here and not in ``apply``: its inference tensors could not be modified after
-        # vLLM's inference mode, and it would have to wait for the CUDA device.
+        # Not in ``apply``, which runs in inference mode: the rows would be inference tensors, which
+        # cannot be modified later, and computing them would wait for the CUDA device.
         logits = torch.stack([cls.logits.pop(tag) for tag in tags])
         return rows_of_logits(logits, in_place=True)
 
@@ -172,17 +172,17 @@ class RowExtension:
     def take_genlm_rows(self, tags: list[str]) -> tuple[bytes, list[float | None]] | None:
         """Return rows as bytes and numbers, which vLLM can send; every worker drops its logits."""
         kept = RowCapture.logits
-        # Of the tensor-parallel workers with the same rows, rank 0 returns them, others ``None``.
+        # Of the tensor-parallel workers only rank 0 returns rows; the others return ``None``.
         is_asked = get_tensor_model_parallel_rank() == 0 and kept.keys() >= set(tags)
         rows = RowCapture.take_rows(tags) if is_asked else None
-        kept.clear()  # one call takes all rows; no call reads the remaining logits
+        kept.clear()  # one call takes a part's rows; other logits are never read
         if rows is None:
             return None
         logprobs = torch.stack([row.logprobs for row in rows]).cpu()
         return logprobs.numpy().tobytes(), [row.logsumexp for row in rows]
 
     def read_genlm_rows(self, tags: list[str], wanted: bytes) -> bytes | None:
-        """Return the pickled readouts of requests' rows, and drop their logits."""
+        """Return pickled readouts of rows, or ``None`` without the rows; drop all logits."""
         if get_tensor_model_parallel_rank() != 0 or not RowCapture.logits.keys() >= set(tags):
             RowCapture.logits.clear()
             return None
@@ -197,7 +197,7 @@ class RowExtension:
 
 
 def core_request(**own: Any) -> Any:
-    """Return a request for the core; a resumable one stays after its row, to be extended."""
+    """Return a request for the core; a ``resumable`` one stays there and can be extended."""
     others = {"pooling_params": None, "cache_salt": None, "data_parallel_rank": None}
     return EngineCoreRequest(**own, **others, arrival_time=time.time())
 
@@ -226,7 +226,7 @@ class Core:
         self.is_fresh = False
 
     def add(self, requests: list[Any]) -> None:
-        """Hand requests over, so that the next step computes all of them."""
+        """Add requests, so that the next step can schedule all of them together."""
         # A core in another process would start on the first request before the last arrives.
         is_paused = not self.is_local and len(requests) > 1
         if is_paused:
@@ -239,14 +239,14 @@ class Core:
                 self._ask("resume_scheduler")
 
     def abort(self, request_ids: list[str]) -> None:
-        """End requests; a local core frees their blocks at once, another at its next step."""
+        """End requests; a local core frees their blocks at once, a remote one at its next step."""
         self._client.abort_requests(request_ids)
         if self.is_local:
             pool = self._client.engine_core.scheduler.kv_cache_manager.block_pool
             self.num_free_blocks = pool.get_num_free_blocks()
 
     def step(self, timeout: float) -> list[Any] | None:
-        """Make a step and return its outputs; ``None`` if another process sends none in time."""
+        """Step a local core, or wait for a remote one; return outputs, or ``None`` on timeout."""
         if self.is_local:
             outputs = self._client.get_output()
         else:
@@ -256,7 +256,7 @@ class Core:
         stats = outputs.scheduler_stats
         self.is_fresh = stats is not None
         if stats is not None:
-            # vLLM keeps one block for itself; ``kv_cache_usage`` is exact up to rounding.
+            # ``kv_cache_usage`` is a share of all blocks but one, which vLLM reserves.
             usable = self.num_blocks - 1
             self.num_free_blocks = usable - round(stats.kv_cache_usage * usable)
             self.num_running = stats.num_running_reqs
@@ -291,9 +291,9 @@ class Core:
 
     @staticmethod
     def logprobs_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Return the log-probabilities and ids of a prompt's tokens after the first, and counts."""
+        """Return a prompt's log-probabilities and ids after token 0, and its token counts."""
         stats, told = output.prefill_stats, output.new_prompt_logprobs_tensors
-        # vLLM leaves garbage for cached tokens, whose ids then differ from the prompt's.
+        # vLLM leaves garbage for cached tokens; the caller compares the ids with the prompt's.
         logprobs, ids = told.logprobs[:, 0].float(), told.logprob_token_ids[:, 0].long()
         return logprobs, ids, stats.num_computed_tokens, stats.num_cached_tokens
 
@@ -317,7 +317,7 @@ class Core:
         self._ask("reset_encoder_cache")
 
     def shutdown(self) -> None:
-        """Shut down the core, the renderer's threads, and a cache that keeps tokenizers alive."""
+        """Shut down the core and the renderer's threads; clear a cache that holds tokenizers."""
         try:
             self._client.shutdown()
         finally:
@@ -378,7 +378,7 @@ class PictureProcessing:
         return list(request.prompt_token_ids), list(request.mm_features or ())
 
     def between(self, features: list[Any], start: int, stop: int, lora_request: Any) -> list[Any]:
-        """Return the features whose offset is in ``[start, stop)``, with ``start`` subtracted."""
+        """Return the features with offsets in ``[start, stop)``, relative to ``start``."""
         name = self._engine.input_processor._get_mm_identifier
         return [
             replace(

@@ -1,4 +1,4 @@
-"""Completion: a continuation that the engine samples by itself, token by token."""
+"""Completion: a continuation that vLLM's sampler draws, token by token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 @final
 class Completion:
-    """A request to the engine's own sampler: its tokens so far, and a future for all of them."""
+    """A request to vLLM's sampler: its tokens so far, and a future for the complete sample."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class Completion:
 
     @property
     def num_possible(self) -> int:
-        """Number of tokens to sample, at most: the last may follow a context of ``max_length``."""
+        """Maximum number of tokens to sample; the last may follow a context of ``max_length``."""
         return min(self.max_tokens, self.max_length + 1 - len(self.prompt.context))
 
     def extend(self, token_ids: list[int], is_finished: bool) -> None:
-        """Add the tokens that a step has sampled; settle the future if they are the last."""
+        """Add the tokens that a step has sampled; settle the future if ``is_finished``."""
         self.token_ids.extend(token_ids)
         if not is_finished:
             return

@@ -1,8 +1,8 @@
-"""ForkConnector: lets a new session begin from the keys and values of a live one.
+"""ForkConnector: lets a new request begin from the keys and values of a live session.
 
-vLLM loads it as a KV connector and asks it how many tokens of each new request are cached. vLLM's
-own prefix caching shares full blocks; the rest, usually one partial block, joins the block copies
-that vLLM's workers make before the step. The connector acts in the scheduler alone.
+vLLM loads it as a KV connector and asks it how many tokens of each new request it can supply.
+vLLM's own prefix caching shares full blocks. The connector adds the rest, usually one partial
+block, to the block copies that vLLM's workers make before the step. It acts only in the scheduler.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -24,7 +24,7 @@ SOURCE, NUM_SHARED = "genlm_source", "genlm_num_shared"
 
 @final
 class ForkConnector(KVConnectorBase_V1):
-    """A KV connector that plans the block copies with which new sessions begin."""
+    """A KV connector that plans block copies from live sessions to new requests."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -51,13 +51,13 @@ class ForkConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens beyond ``num_computed_tokens`` the request's source has."""
+        """Return how many tokens after ``num_computed_tokens`` can be copied from the source."""
         params = request.kv_transfer_params
         if not params:
             return 0, False
         num_shared, source = params[NUM_SHARED], self._requests.get(params[SOURCE])
-        # A preempted source gets its blocks back before they are computed. Blocks that it finds in
-        # the prefix cache may be another request's, which the step computes after the copies.
+        # A preempted source has too few computed tokens. One that resumes in this step may share
+        # blocks that another request computes in this step, which is after the copies.
         if source is None or source.num_computed_tokens < num_shared:
             return 0, False
         if source.request_id in self._begun:
@@ -65,7 +65,7 @@ class ForkConnector(KVConnectorBase_V1):
         return max(num_shared - num_computed_tokens, 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plan copies of the source's blocks that hold the ``num_external_tokens`` tokens."""
+        """Plan to copy the source's blocks that hold the ``num_external_tokens`` tokens."""
         if not request.num_computed_tokens:
             self._begun.add(request.request_id)
         if not num_external_tokens:
@@ -110,7 +110,7 @@ class ForkConnector(KVConnectorBase_V1):
         """Do nothing: the step's block copies bring the keys and values."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: the copies are ordered before the layers."""
+        """Do nothing: vLLM's workers make the copies before any layer runs."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -118,4 +118,4 @@ class ForkConnector(KVConnectorBase_V1):
         """Do nothing: keys and values stay in vLLM's blocks."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: nothing is being saved."""
+        """Do nothing: ``save_kv_layer`` saves nothing."""

@@ -68,9 +68,9 @@ def _shown(minor: tuple[int, ...]) -> str:
 
 
 def let_modules_be_scanned() -> None:
-    """Let vLLM's CPU engine start after Numba has been imported, which tries do."""
-    # vLLM reads ``__dict__`` of every object in a module. llvmlite's library takes any attribute
-    # name for a compiled function and looks it up in ``_fntab``, so the table gets an empty dict.
+    """Let vLLM's CPU engine start although Numba has been imported, as this package may do."""
+    # vLLM reads ``__dict__`` of every object in a module. llvmlite's library object looks any
+    # attribute up in ``_fntab`` as a compiled function, so ``__dict__`` gets an empty entry there.
     module: Any = sys.modules.get("llvmlite.binding.ffi")
     table = getattr(getattr(module, "lib", None), "_fntab", None)
     if isinstance(table, dict):

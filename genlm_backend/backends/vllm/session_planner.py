@@ -1,4 +1,4 @@
-"""SessionPlanner: divides a batch into parts that fit into the engine's free blocks and requests.
+"""SessionPlanner: divides a batch into parts that fit the engine's blocks and request limit.
 
 Every engine step advances the completions too; without a batch, they get steps of their own.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports vLLM
 
 
 class Scored(NamedTuple):
-    """The scores of one text, and how many of its tokens were computed or cached."""
+    """The scores of one text, its computed and cached tokens, and whether the scores are valid."""
 
     scores: torch.Tensor  # [num_targets] float32
     num_computed: int
@@ -38,7 +38,7 @@ class SessionPlanner:
 
     def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
-        # Rows are keyed by session id, and several models may live in one process.
+        # Captured logits are keyed by session id for all models of a process, hence the prefix.
         self.table = SessionTable(engine.max_sessions, prefix=uuid.uuid4().hex)
         self.tokens_computed = self.tokens_reused = self.tokens_evicted = 0
 
@@ -50,7 +50,7 @@ class SessionPlanner:
         check_cancelled: Callable[[], None],
         wanted: RowQueries | None = None,
     ) -> list[Any]:
-        """Return the engine's row of each query, or its readouts if ``wanted``, part by part."""
+        """Return each query's row, or its ``wanted`` readouts; run the batch part by part."""
         rows: dict[int, Any] = {}
         while len(rows) < len(queries):
             check_cancelled()  # between two parts, so the sessions stay valid
@@ -71,9 +71,9 @@ class SessionPlanner:
         found = self._engine.run(sessions, self._end_oldest, own)
         if not found and not self.table.num_computed:
             raise EvaluationError(f"vLLM has no room for any of {len(sessions)} contexts")
-        # Completions may take blocks that were meant for the part, and then wait for blocks that
-        # the part holds. Then rows are missing and all sessions end, so that the next part, which
-        # begins without any, computes at least one row.
+        # Completions may take blocks reserved for the part, and then wait for blocks that it holds,
+        # so that rows are missing. All sessions end in that case, so that the next part has room
+        # for at least one row.
         if len(found) == len(sessions):
             self.table.commit()
         else:
@@ -88,7 +88,7 @@ class SessionPlanner:
     def score(
         self, texts: Sequence[ScoreQuery], check_cancelled: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """Return the scores of texts, in as few parts as the engine's blocks allow."""
+        """Return the scores of texts, computed in parts for which the engine has room."""
         scores: list[torch.Tensor] = []
         while len(scores) < len(texts):
             check_cancelled()
@@ -101,7 +101,7 @@ class SessionPlanner:
         return scores
 
     def _scorable(self, texts: Sequence[ScoreQuery]) -> list[ScoreQuery]:
-        """Return the first texts for which there is room, and at least one."""
+        """Return the first texts that fit together, or only the first if it does not fit."""
         part, size, reserved = list[ScoreQuery](), self._engine.block_size, self._num_left()
         for text in texts[: max(1, self._engine.max_sessions // 2)]:
             reserved += len(text.text.context) // size + 1
@@ -113,7 +113,7 @@ class SessionPlanner:
     def _plan_part(
         self, queries: Sequence[RowQuery], check_cancelled: Callable[[], None]
     ) -> list[Placement]:
-        """Place the first queries for which there is room, and at least one."""
+        """Place the first queries that fit together: at least one, or raise."""
         placements, reserved = list[Placement](), self._num_left()
         for query in queries:
             placement = self.table.place(query)
@@ -122,7 +122,7 @@ class SessionPlanner:
                 self.table.withdraw(placement)
                 if placements:
                     break
-                self.end_sessions()  # the sessions that it holds take the room
+                self.end_sessions()  # held ones too, to make room
                 placement = self.table.place(query)
                 while not self._make_room(needed := self._blocks_of(placement)):
                     self.table.withdraw(placement)  # so that an error leaves no placement
@@ -131,7 +131,7 @@ class SessionPlanner:
                             f"a context of {len(query.context)} tokens does not fit into vLLM's "
                             f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
                         )
-                    self._engine.step(self._end_oldest)  # they hold the blocks until they end
+                    self._engine.step(self._end_oldest)  # they hold blocks until they end
                     check_cancelled()
                     placement = self.table.place(query)
             reserved += needed
@@ -152,7 +152,7 @@ class SessionPlanner:
         return min(len(self._engine.completions), self._engine.max_sessions // 2)
 
     def _make_room(self, num_blocks: int) -> bool:
-        """End the oldest sessions until the part fits; return whether it does."""
+        """End the oldest sessions until the requests and blocks fit; return whether they do."""
         self.table.max_sessions = self._engine.max_sessions - self._num_left()
         while len(self.table) > self.table.max_sessions or (
             self._engine.num_free_blocks() < num_blocks
@@ -162,7 +162,7 @@ class SessionPlanner:
         return True
 
     def _end_oldest(self) -> bool:
-        """End the session unused for longest; return whether there was one."""
+        """End the least recently used idle session; return whether there was one."""
         session = self.table.oldest()
         if session is None:
             return False
@@ -175,15 +175,15 @@ class SessionPlanner:
 
     @contextlib.contextmanager
     def _distrusting(self) -> Iterator[None]:
-        """On an exception, end all sessions and fail all completions: their state is unknown."""
+        """On an error, end all sessions and fail all completions: their state is unknown."""
         try:
             yield
-        except QueryDroppedError:  # raised between two steps
+        except QueryDroppedError:  # raised between two steps: the state is known
             raise
         except BaseException as error:
             completions = list(self._engine.completions.values())
             try:
-                if not isinstance(error, EngineDiedError):  # its sessions have ended with it
+                if not isinstance(error, EngineDiedError):  # sessions end with the engine
                     self._engine.stop(completions)
                     self.end_sessions()
             finally:
@@ -195,10 +195,10 @@ class SessionPlanner:
     # ---------------------------------------------------------------- completions
 
     def start(self, completions: list[Completion], forbidden: frozenset[int]) -> None:
-        """Hand completions to the engine; an error becomes the result of each."""
+        """Hand completions to the engine; an error fails all of them that are unsettled."""
         # Prompts of more than a block in total are first computed as sessions and then forked, so
-        # that each is computed once, and long ones in chunks. A part is small enough to begin in
-        # one step while the prompts' sessions live.
+        # that each distinct prompt is computed once, long ones in chunks. A part is small enough to
+        # begin in one step while the prompts' sessions live.
         is_short = sum(len(c.prompt.context) for c in completions) <= self._engine.block_size
         size = len(completions) if is_short else max(1, self._engine.max_sessions // 2)
         try:
@@ -213,7 +213,7 @@ class SessionPlanner:
                     if not is_short:
                         self._step()
         except Exception as error:
-            for completion in completions:  # those that were not started yet
+            for completion in completions:  # settled ones ignore it
                 completion.fail(error)
 
     def _compute_prompts(self, completions: Sequence[Completion]) -> None:
@@ -225,7 +225,7 @@ class SessionPlanner:
         self.evaluate(prompts, check_cancelled, RowQueries([()] * len(prompts)))
 
     def go_on(self) -> bool:
-        """Step the completions, which get any error; return whether any are left."""
+        """Step the completions; an error fails them. Return whether any are left."""
         with contextlib.suppress(Exception), self._distrusting():
             self._step()
         return bool(self._engine.completions)

@@ -58,7 +58,8 @@ class SessionTable:
         self._clock = itertools.count()
         self._sessions: dict[str, _Session] = {}
         self._by_context: dict[RowQuery, _Session] = {}
-        # Queries cannot reuse these before ``commit``, because the engine has not computed them.
+        # The current part: queries cannot reuse its placements before ``commit``, because the
+        # engine has not computed them.
         self._round: list[Placement] = []
         self._held: set[str] = set()
         self._extended: set[str] = set()
@@ -72,12 +73,12 @@ class SessionTable:
         return len(self._sessions)
 
     def place(self, query: RowQuery) -> Placement:
-        """Extend or fork the session with the longest shared prefix; hold it until ``commit``."""
+        """Extend or fork the session with the longest common prefix, or start one; hold it."""
         best, num_shared = self._longest_prefix(query)
         if best is None:
             placement = Placement(query, next(self._ids), is_new=True)
         elif num_shared == len(best.token_ids) and best.id not in self._extended:
-            # One query of a part extends a session; its siblings fork the session's old end.
+            # Only one query of a part extends a session; the others fork it at its old end.
             placement = Placement(query, best.id, is_new=False, num_shared=num_shared)
             self._extended.add(best.id)
         else:
@@ -143,7 +144,7 @@ class SessionTable:
         self._extended.clear()
 
     def _longest_prefix(self, query: RowQuery) -> tuple[_Session | None, int]:
-        """Return the session with the longest prefix of ``query`` before its last token."""
+        """Return the session that shares most of ``query`` before its last token, and how much."""
         most = len(query.context) - 1
         pictures = query.context.pictures
         is_kept = most >= (1 if pictures is None else pictures.num_tokens)

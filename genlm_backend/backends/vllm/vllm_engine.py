@@ -1,4 +1,4 @@
-"""VLLMEngine: runs sessions, which give rows, and completions in vLLM."""
+"""VLLMEngine: runs sessions (for rows), texts to score and completions (for samples) in vLLM."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -44,7 +44,7 @@ from genlm_backend.readouts.readout import RowQueries
 from genlm_backend.readouts.score_query import ScoreQuery
 
 _WAIT = 0.1
-"""Seconds that each step waits for the outputs of a core in another process."""
+"""Maximum seconds that a step waits for the outputs of a core in another process."""
 
 _MOST_EMPTY_STEPS = 3
 """Consecutive steps that compute nothing before a session is ended to make room."""
@@ -55,7 +55,7 @@ _PATIENCE = 30.0
 
 @final
 class VLLMEngine:
-    """Starts, extends and ends sessions, and steps vLLM; for one thread at a time."""
+    """Starts, extends and ends sessions, and steps vLLM; only one thread at a time may call it."""
 
     _here: VLLMEngine | None = None
     """The engine whose core is in this process; vLLM allows one."""
@@ -74,8 +74,8 @@ class VLLMEngine:
         self.block_size: int = self._core.block_size
         self.num_blocks: int = self._core.num_blocks - 1  # vLLM keeps one for itself
         self.kv_cache_dtype: str | None = self._core.kv_cache_dtype
-        # With LoRA enabled, vLLM's head applies the sampled tokens' adapter indices to the tokens
-        # of a prompt, which are more: on the CPU the engine dies.
+        # With LoRA enabled, vLLM's head applies the sampled tokens' adapter indices to all tokens
+        # of a prompt, which outnumber them: on the CPU the engine dies.
         self.scores_texts = not self._core.takes_adapters
         self.num_steps = 0
         self.has_died = False
@@ -117,8 +117,8 @@ class VLLMEngine:
         _check_options(options)
         made, max_adapters = _arguments(options), None
         if made.get("enable_lora"):
-            # While an adapter replaces another of its name, both need a slot: vLLM reads an adapter
-            # without one from its files again, which may have changed by now.
+            # While an adapter replaces another of its name, both need a slot: vLLM reloads an
+            # adapter without a slot from its files, which may have changed.
             num_places = made.get("max_loras", 1)
             if current_platform.is_cpu():
                 # On the CPU a request without an adapter gets the one in the last slot (vLLM issue
@@ -133,8 +133,8 @@ class VLLMEngine:
             or any(options.get(name, 1) != 1 for name in _PARALLEL)
             or options.get("distributed_executor_backend") not in (None, "uni")
         )
-        # These are set while vLLM loads. The default is its first model runner, on which rows have
-        # been compared. vLLM seeds the global random generators, so their state is restored.
+        # The variables are set only while vLLM loads. The default is its first model runner, on
+        # which rows have been compared. vLLM seeds the global generators: restore their states.
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
         variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
         with environment(variables), random_state_kept():
@@ -172,7 +172,7 @@ class VLLMEngine:
     def run(
         self, session_ids: list[str], relieve: Callable[[], bool], wanted: RowQueries | None = None
     ) -> dict[str, Any]:
-        """Step until each session has a row or no room is left; return rows or readouts."""
+        """Step until each session has a row or no room is left; return a result per session."""
         requests, self._requests = self._requests, []
         self._call(self._core.add, requests)
         waiting = set(session_ids)
@@ -185,7 +185,7 @@ class VLLMEngine:
                     raise EvaluationError(f"vLLM ended a session: {output.finish_reason}")
                 if output.new_token_ids:
                     waiting.discard(output.request_id)
-            # ``relieve`` ends a session, if any, once the engine has no room for any request.
+            # Once the engine has no room for any request, ``relieve`` ends an idle session, if any.
             if waiting and not self._is_relieved(relieve):
                 break
         places = [i for i, session in enumerate(session_ids) if session not in waiting]
@@ -198,7 +198,7 @@ class VLLMEngine:
         return dict(zip(computed, found, strict=True))
 
     def score(self, texts: list[ScoreQuery], relieve: Callable[[], bool]) -> list[Scored]:
-        """Return the scores of texts, each computed in one pass; ``relieve`` as for ``run``."""
+        """Return the scores of texts by vLLM's ``prompt_logprobs``; ``relieve`` as for ``run``."""
         found = self._scored(texts, relieve, is_fresh=False)
         # vLLM computes no logits of cached tokens: texts with cached targets run again from the
         # start.
@@ -241,7 +241,7 @@ class VLLMEngine:
 
     def _scored_text(self, output: Any, text: ScoreQuery) -> Scored:
         logprobs, ids, num_computed, num_reused = self._core.logprobs_of(output)
-        # A preempted text may have resumed after blocks that another text computed meanwhile.
+        # A preempted text may resume after blocks that another text computed: compare the ids too.
         targets = torch.tensor(text.targets, dtype=torch.int64)
         is_whole = num_reused < text.start and torch.equal(ids[text.start - 1 :], targets)
         return Scored(logprobs[text.start - 1 :].clone(), num_computed, num_reused, is_whole)
@@ -257,7 +257,7 @@ class VLLMEngine:
                 self._call(self._core.forget_logits, list(untaken))
 
     def reset(self) -> None:
-        """Forget all cached blocks once no session is left; completions are computed again."""
+        """Wait for ended requests to go, and forget all cached blocks; completions run again."""
         self._wait_for_ends()
         self._call(self._core.reset)
 
@@ -272,7 +272,7 @@ class VLLMEngine:
     ) -> None:
         """Begin a completion; it may fork the first ``num_shared`` tokens of a computed session.
 
-        Every step from now on advances it.
+        Later steps advance it.
         """
         params = SamplingParams(
             max_tokens=completion.num_possible,
@@ -317,7 +317,7 @@ class VLLMEngine:
                 f"vLLM on the CPU holds max_loras={self._max_adapters} adapters; load the model "
                 f"with a larger max_loras to add {adapter.name!r}"
             )
-        # vLLM keys cached blocks by name and path, so a replaced adapter needs a name of its own.
+        # vLLM keys cached blocks by name and path, so an adapter's replacement needs a new name.
         request = LoRARequest(f"{adapter.name} {adapter.number}", adapter.number, path)
         try:
             self._call(self._core.add_lora, request)
@@ -330,7 +330,7 @@ class VLLMEngine:
         self._adapters[adapter] = request
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove a LoRA adapter, which no session or completion may use."""
+        """Remove a LoRA adapter; no session or completion may still use it."""
         self._call(self._core.remove_lora, self._adapters.pop(adapter).lora_int_id)
 
     # ---------------------------------------------------------------- closing
@@ -357,14 +357,14 @@ class VLLMEngine:
         return len(self._sessions) + len(self.completions) + len(self._texts)
 
     def _is_relieved(self, relieve: Callable[[], bool]) -> bool:
-        """Return whether to step again: few steps in a row were empty, or ``relieve`` made room."""
+        """Return whether to step again: too few steps were empty, or ``relieve`` made room."""
         if self._num_empty_steps < _MOST_EMPTY_STEPS:
             return True
         self._num_empty_steps = 0
         return relieve()
 
     def _step(self) -> list[Any]:
-        """Step, or wait ``_WAIT`` seconds for another process to; extend the completions."""
+        """Step a local core, or wait up to ``_WAIT`` s for a remote one; extend the completions."""
         gone = [c for c in self.completions.values() if c.future.cancelled()]
         if gone:
             self.stop(gone)
@@ -494,7 +494,7 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         "gpu_memory_utilization": 0.9,
         "disable_hybrid_kv_cache_manager": True,  # vLLM does so itself for most connectors
         **options,
-        "disable_log_stats": False,  # the steps' statistics say how many blocks are free
+        "disable_log_stats": False,  # the statistics count the free blocks
         "async_scheduling": False,
         "mm_processor_cache_gb": 0,  # later requests would omit cached features
         "logits_processors": [*(options.get("logits_processors") or ()), capture.RowCapture],
@@ -520,7 +520,7 @@ def _has_failed(finish_reason: Any) -> bool:
 
 
 _OF_A_ROW: Any = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
-"""Sampling parameters of requests for a row; their one sampled token is discarded."""
+"""Sampling parameters of requests for rows or scores; their one sampled token is discarded."""
 
 _REFUSED = {
     "data_parallel_size": "sessions live in one engine; load a model for each replica instead",
@@ -551,7 +551,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restore the global random generators of Python, NumPy and torch afterwards."""
+    """Restore the global random generators of Python, NumPy and torch (on the CPU) afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

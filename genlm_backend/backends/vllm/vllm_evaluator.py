@@ -1,4 +1,4 @@
-"""VLLMEvaluator: rows and scores of a model, computed by vLLM in sessions that it keeps."""
+"""VLLMEvaluator: answers queries for rows, readouts and scores of a model with vLLM."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _LONGEST_PASS: Final = 2048
 """Most tokens of a text that one pass scores: vLLM holds the logits of all of them."""
 
 _MOST_OF_PROMPT: Final = 64
-"""Most tokens of a text per scored token for which one pass is faster than rows."""
+"""Most tokens of a text per scored token; beyond this, scoring from cached rows is faster."""
 
 
 @final
 class VLLMEvaluator(Evaluator):
-    """Answers queries with vLLM's sessions, one part of a batch after another."""
+    """Answers queries with vLLM's sessions and its prompt log-probabilities."""
 
     def __init__(
         self, engine: VLLMEngine, output_device: torch.device, max_length: int | None = None
@@ -67,13 +67,13 @@ class VLLMEvaluator(Evaluator):
 
     @property
     def has_died(self) -> bool:
-        """Whether the engine's process has ended."""
+        """Whether a call has found that the engine has ended."""
         return self.engine.has_died
 
     # ---------------------------------------------------------------- rows
 
     def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result]:
-        """Return one answer per query; vLLM's workers compute this package's own readouts."""
+        """Return one answer per query: a row on the output device, a readout, or scores."""
         scorings: list[Any] = [query for query in queries if query.num_targets]
         if len(scorings) == len(queries):
             return self._scores(scorings)
@@ -89,7 +89,7 @@ class VLLMEvaluator(Evaluator):
         return [found[query] for query in queries]
 
     def _read(self, queries: Sequence[Any]) -> list[Any]:
-        """Return a row or readout for each query, with one context computed per ``forward_key``."""
+        """Return a row or readout for each query; compute each ``forward_key`` once."""
         asked: defaultdict[RowQuery, list[Any]] = defaultdict(list)
         for query in queries:
             asked[query.forward_key].append(query)
@@ -121,9 +121,9 @@ class VLLMEvaluator(Evaluator):
         return stacked(rows)
 
     def _is_pass(self, scoring: ScoreQuery) -> bool:
-        """Return whether to score a text in one pass, which gives one number per token."""
-        # The pass does not exclude undefined ids, computes the prompt again if vLLM has evicted
-        # it, and holds the logits of all tokens at once.
+        """Return whether to score a text in one pass instead of by rows."""
+        # The pass gives one number per token, does not exclude undefined ids, computes the prompt
+        # again if vLLM has evicted it, and holds the logits of all tokens at once.
         size = len(scoring.text.context)
         return (
             self.engine.scores_texts
@@ -137,7 +137,7 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- caching
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many tokens of a context a session holds; 0 on a host tier."""
+        """Return how many tokens before a context's last a session holds; 0 on a host tier."""
         return 0 if tier == "host" else self.planner.table.source_of(query)[1]
 
     def pin(self, query: RowQuery) -> bool:
@@ -172,7 +172,7 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- keeping house
 
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of the engine and its planner; vLLM reports no bytes."""
+        """Return the counts of the engine and its planner, without bytes."""
         return EvaluatorCounts(
             num_forwards=self.engine.num_steps,
             tokens_computed=self.planner.tokens_computed,
@@ -234,8 +234,8 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
         planner.tokens_computed = planner.tokens_reused = planner.tokens_evicted = 0
         engine.num_steps = 0
     differences = [*map(_distance, found, expected)]
-    # A difference counts if it exceeds half the difference that one wrong last cached token makes.
-    # In 16 bits rounding through all layers makes a root mean square of 0.05, such a token 0.3.
+    # A difference counts if it exceeds 0.05 and half the difference that a wrong last cached token
+    # makes. In 16 bits, rounding in all layers makes a root mean square of 0.05, that token 0.3.
     for difference, spread in zip(differences, spreads, strict=True):
         if not difference <= max(_ROUNDING, spread / 2):
             raise UnsupportedModelError(
@@ -250,7 +250,7 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
 
 def _distance(row: torch.Tensor, other: torch.Tensor) -> float:
     """Return the root mean square difference of two rows, over ids that either finds likely."""
-    # Over all ids if none is likely; infinite if only one of the rows excludes an id.
+    # All ids count if none is likely. Infinite if a row excludes an id that is likely in the other.
     likely = (row > _LEAST) | (other > _LEAST)
     row, other = (row[likely], other[likely]) if likely.any() else (row, other)
     return float((row - other).square().mean().sqrt())

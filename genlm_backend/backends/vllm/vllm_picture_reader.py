@@ -62,7 +62,7 @@ class VLLMPictureReader:
             )
         try:
             ids, features = self._engine.read(prompt, pictures)
-        except Exception as error:  # vLLM's classes, and any that a model's processor raises
+        except Exception as error:  # of vLLM, or of a model's processor
             raise PictureError(f"vLLM does not read these pictures: {error}") from error
         check_fits(ids, max_length)
         return self._context(ids, features)

@@ -39,12 +39,12 @@ class Engine(OfOneProcess, Closing):
     """Holds models by name, and batches the generation requests of all callers.
 
     Requests run on the engine's own event loop, in its own thread. Any coroutine or thread may
-    start, read, await and stop them, and do other work meanwhile. At most ``max_batch`` texts of a
-    model run at once, and only if the KV cache has room for their maximum lengths; the others wait
-    in order.
+    start, read, await and stop them, and do other work meanwhile. At most ``max_batch`` texts and
+    beams of a model run at once, and only if the KV cache has room for their maximum lengths; the
+    others wait in order.
 
-    Methods raise an ``UnknownModelError`` (``KeyError``) for a name that no model has, and an
-    ``UnknownRequestError`` (``ValueError``) for a request of another engine.
+    Methods that use a model raise an ``UnknownModelError`` (``KeyError``) if no model has the name,
+    and those that take a request an ``UnknownRequestError`` (``ValueError``) for another engine's.
 
     Use it in a ``with`` or ``async with`` statement, or call ``close()``. It belongs to the process
     that created it: a fork of that process gets a ``ForkedError``.
@@ -85,7 +85,7 @@ class Engine(OfOneProcess, Closing):
 
         Raises:
             ModelStateError: (``RuntimeError``) If the name is in use.
-            RuntimeConfigError: (``ValueError``) If the configuration does not go with the model.
+            RuntimeConfigError: (``ValueError``) If the configuration does not fit the model.
         """
         checked(_CHECKS, {"name": name, "runtime_config": runtime_config}, RuntimeConfigError)
         config = (runtime_config or RuntimeConfig()).replace(**fields)
@@ -101,9 +101,9 @@ class Engine(OfOneProcess, Closing):
     def start_model(self, name: str) -> None:
         """Load a model if it is not loaded, and accept requests; block until it is ready.
 
-        Loading allocates the KV cache. Unless ``warm_up`` is off, the model evaluates a context of
-        the maximum length and a batch of the maximum size once, so that running out of memory
-        fails here.
+        Loading allocates the KV cache. Unless ``warm_up`` is off, the model then evaluates a
+        context of the maximum length and a batch of the maximum size, so that a lack of memory
+        raises here.
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless the model is installed or stopped.
@@ -124,7 +124,7 @@ class Engine(OfOneProcess, Closing):
     def stop_model(self, name: str) -> None:
         """Interrupt a model's requests, which keep their texts so far, and refuse further ones.
 
-        Blocks until all requests have ended.
+        Blocks until all requests have ended, and clears the model's cache.
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless the model is running.
@@ -132,7 +132,7 @@ class Engine(OfOneProcess, Closing):
         self._model(name).stop()
 
     def release_model(self, name: str) -> None:
-        """Free a model's memory and its name; a model that was installed loaded is not closed.
+        """Close a model and free its name; a model that was passed in already loaded stays open.
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless the model is installed or stopped.
@@ -181,15 +181,15 @@ class Engine(OfOneProcess, Closing):
         timeout: float | None = None,
         **fields: Any,
     ) -> GenerationRequest:
-        """Start a request for texts after token ids, and return its handle at once.
+        """Start a request for texts after token ids; return its handle without waiting for texts.
 
-        Blocks while ``max_queue_size`` submissions wait. A coroutine should pass ``timeout=0``, or
-        use ``generate`` or ``stream``.
+        Blocks while the queue is full. A coroutine should pass ``timeout=0``, or use ``generate``
+        or ``stream``.
 
         Args:
             model_name: Name of a running model.
             input_ids: A list, or an array or tensor ``[length]`` or ``[1, length]``.
-            config: The configuration; the default is greedy, up to the model's limit.
+            config: The configuration; by default, decoding is greedy, up to the model's limit.
             timeout: Seconds to wait for room, at most; with 0 a full queue raises at once.
             **fields: Fields that override those of ``config``.
 
@@ -215,7 +215,7 @@ class Engine(OfOneProcess, Closing):
         *,
         timeout: float | None = None,
     ) -> list[GenerationRequest]:
-        """Start one request per prompt as a single submission: all requests start, or none.
+        """Submit one request per prompt together: the engine accepts all of them, or none.
 
         They count as one submission in the queue.
 

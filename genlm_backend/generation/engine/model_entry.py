@@ -47,7 +47,7 @@ class ModelState(enum.Enum):
     STOPPED = "stopped"
     """It is in memory and takes no requests."""
     RELEASED = "released"
-    """Its memory has been freed; its name can be used again."""
+    """The engine no longer holds it, and has closed it if it loaded it; its name is free."""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +114,7 @@ class ModelEntry:
             )
 
     def start(self) -> None:
-        """Load the model and warm it up unless it is loaded, and accept requests."""
+        """Load the model and warm it up, unless that is done already, and accept requests."""
         with self._transition:
             self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="start")
             if self._lm is None:
@@ -124,7 +124,7 @@ class ModelEntry:
             self.state = ModelState.RUNNING
 
     def shut(self) -> None:
-        """Refuse further requests, also those that wait in ``submit``; accepted ones go on."""
+        """Refuse further requests, also those waiting in ``submit``; accepted requests go on."""
         with self._lock.here:
             self._is_open = False
             self._room.notify()
@@ -134,7 +134,7 @@ class ModelEntry:
         with self._transition:
             self.check_state(ModelState.RUNNING, to="stop")
             self.state = ModelState.STOPPED
-            with self._lock.here, contextlib.ExitStack() as stack:  # all end, even if one raises
+            with self._lock.here, contextlib.ExitStack() as stack:  # ends all, even if one raises
                 self.shut()
                 self._waiting.clear()
                 for request in list(self._requests):
@@ -207,7 +207,7 @@ class ModelEntry:
         return prepared
 
     def submit(self, requests: Submission, timeout: float | None) -> None:
-        """Accept all requests or none; block while ``max_queue_size`` submissions wait."""
+        """Accept all requests or none; block while the queue is full."""
         if not wait_for(partial(self._try_submit, requests), timeout):
             raise self._full()
 
@@ -381,7 +381,7 @@ def _num_tokens(entries: Sequence[_Entry]) -> int:
 
 
 def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:
-    """Evaluate the longest context, and then the largest batch, that requests can have."""
+    """Evaluate a context of the maximum length, then ``max_batch`` contexts of 8 tokens at once."""
     bounds = [None if max_length is None else max_length - 1, lm.max_length]
     known = [bound for bound in bounds if bound is not None]
     unusable = {*lm.undefined_ids, lm.contexts.image_token_id}

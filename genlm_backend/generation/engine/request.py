@@ -81,8 +81,8 @@ class ResultQueue:
     """The results of one request. Any method may be called from any thread.
 
     ``get``, ``get_with_timeout``, ``get_nowait``, ``aget`` and both kinds of iteration read from
-    the same queue: each token is returned once. Each result has tokens of one text only, if a
-    request has several. After the last token of an ended request, the methods return ``None`` and
+    the same queue: each token is returned once. If a request has several texts, each result has
+    tokens of only one. After the last token of an ended request, these methods return ``None`` and
     iterations stop; if the request failed, they raise its exception.
     In a fork of its process, every method raises a ``ForkedError``.
     """
@@ -110,13 +110,14 @@ class ResultQueue:
     def get_with_timeout(self, timeout_ms: float) -> GeneratedElements | None:
         """Return the unread tokens of a text, or ``None`` if none come in ``timeout_ms``.
 
-        ``timeout_ms`` is in milliseconds. ``status().is_final`` tells whether more can follow.
+        ``timeout_ms`` is in milliseconds. ``None`` is also returned at the end, when
+        ``status().is_final`` is true.
         """
         milliseconds = check_timeout("timeout_ms", timeout_ms)
         return wait_for(self._next, None if milliseconds is None else milliseconds / 1000)
 
     def get_nowait(self) -> GeneratedElements | None:
-        """Return the unread tokens of a text; ``None`` if there are none yet."""
+        """Return the unread tokens of a text; ``None`` if there are none yet, or at the end."""
         with self._lock.here:
             return self._take()
 
@@ -284,9 +285,9 @@ class ResultQueue:
 @final
 @dataclass(eq=False, repr=False)
 class GenerationRequest:
-    """A request of an engine; its ``start_request_…`` methods create it.
+    """A generation request, which an engine's ``start_request…`` methods return.
 
-    ``await request`` waits for its end and returns its texts; ``request.queue`` has their tokens
+    ``await request`` waits for its end and returns its texts; ``request.queue`` yields their tokens
     as they are generated.
 
     Attributes:

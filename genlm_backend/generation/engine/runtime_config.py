@@ -29,7 +29,7 @@ _MODES: Final[Mapping[str | None, str]] = {
     "uint4": "uint4",
     **{named: mode for mode, named in VLLM_KV_CACHE_DTYPES.items()},
 }
-"""``AsyncLM.kv_cache_dtype`` → ``kv_cache_mode``; dtypes that are not here are ``"default"``."""
+"""``AsyncLM.kv_cache_dtype`` → ``kv_cache_mode``; ``"default"`` for all other dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class RuntimeConfig(CheckedConfig):
             ``"int8"`` or ``"uint4"`` for eight or four bits per element.
         kv_cache_bytes: Bytes of the KV cache, at most.
         warm_up: Whether starting the model evaluates a context of the maximum length and a batch
-            of the maximum size, so that running out of memory fails then.
+            of the maximum size, so that a lack of memory raises then.
         backend: Name of the backend for ``load_model_by_name``, if the model is given by name.
         llm_opts: More options for loading it; they override the fields.
 

@@ -1,1 +1,1 @@
-"""Grammars for constrained output, among them those that enforce a JSON schema."""
+"""Grammars for constrained output by llguidance, and JSON schemas rewritten for it."""

@@ -65,7 +65,7 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, lm: AsyncLM) -> None:
-        # The added token is llguidance's EOS, so that its mask treats all model tokens as text.
+        # The added token is llguidance's EOS, so that its mask ends no text by the model's own EOS.
         self.eos_token_id = len(lm.byte_vocab)
         self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
         self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]
@@ -74,7 +74,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokenize a text greedily; llguidance accepts any tokenisation."""
+        """Tokenize a text greedily, as far as tokens match; llguidance accepts any tokenisation."""
         rest = text.encode() if isinstance(text, str) else text
         found = []
         while rest:

@@ -1,6 +1,6 @@
 """JSON schemas for llguidance: ``SchemaWalk`` rewrites a schema so that llguidance enforces it.
 
-It refuses features that llguidance silently ignores, such as numbers that are no doubles.
+It refuses features that llguidance ignores or misreads, such as numbers that are no doubles.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class SchemaWalk:
         return written
 
     def _check_annotation(self, keyword: str, value: Any, pointer: str) -> None:
-        """Allow annotations; refuse all other keywords, which llguidance refuses or ignores."""
+        """Allow annotations; refuse other keywords, and ``$id`` below the root."""
         if keyword == "$id" and pointer != "#":
             raise ConstraintError(
                 f"no constraint keeps to $id at {pointer}: leave it out, and refer to '#/$defs/…'"
@@ -251,7 +251,7 @@ class SchemaWalk:
                     )
 
     def _write_format(self, schema: dict[str, Any], pointer: str) -> None:
-        """Replace a format by a pattern if llguidance's own format allows more texts."""
+        """Replace a format by a pattern if llguidance's own allows more; refuse unknown formats."""
         value, types = schema.get("format"), schema.get("type", "string")
         name, known = str(value), {**FORMATS, **NATIVE_FORMATS}
         if value is None or known.get(name) == "":
@@ -326,7 +326,7 @@ class SchemaWalk:
         )
 
     def _kinds(self, schema: Any, key: str, tagged: list[dict[str, Any]]) -> set[tuple[str, str]]:
-        """Return the types of values that may fit, each with a constant, or ``""`` for any."""
+        """Return the types of values that may fit, each with its constant, or ``""`` for any."""
         while isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             schema = self._parts[self._target(schema["$ref"], "#")]
         if not isinstance(schema, dict):
@@ -478,7 +478,7 @@ def _is_number(value: Any) -> TypeGuard[int | Decimal]:
 
 def _is_exact(number: int | Decimal) -> bool:
     """Return whether llguidance reads a number exactly."""
-    # It rounds once for the digits and once for the exponent, so both must be exact doubles.
+    # llguidance rounds once for the digits and once for the exponent: both must be exact doubles.
     exact = Decimal(number)
     _, digits, exponent = exact.normalize().as_tuple()
     largest = max(int("".join(map(str, digits))), abs(number))
@@ -487,7 +487,7 @@ def _is_exact(number: int | Decimal) -> bool:
 
 
 def _is_factor(divisor: int | Decimal) -> bool:
-    """Return whether llguidance enforces a ``multipleOf``: it scales it by ten, as a double."""
+    """Return whether llguidance enforces a ``multipleOf``; it scales the double to an integer."""
     if divisor <= 0 or not _is_exact(divisor):
         return False
     value, exponent = float(divisor), 0

@@ -1,7 +1,8 @@
 r"""Patterns of JSON schemas, rewritten for Rust's ``regex``; and formats as patterns.
 
 A rewritten pattern matches only texts that both ECMA 262 and Python's ``re`` match: ``\d`` becomes
-the ASCII digits (ECMA 262), and ``[^\d]`` excludes the digits of all scripts (Python).
+the ASCII digits (ECMA 262), and ``[^\d]`` excludes the digits of all scripts (Python). A wide one,
+for the keys of objects, matches the texts that either matches.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _RUST_ALONE = re.compile(r"\\[AzU]|\\[xu]\{.*|\\[pP][^{]?|\(\?(?![:=!<]|P<).*", 
 
 
 def portable(pattern: str, pointer: str, *, is_wide: bool = False) -> str:
-    """Rewrite a pattern to match the texts that every dialect matches; if wide, that any does."""
+    """Rewrite a pattern to match the texts that both dialects match, or, if wide, either does."""
     written, before = [], ""
     for part, is_inside, is_negated in _parts(pattern):
         letter = part[1:]
@@ -119,7 +120,7 @@ FORMATS: Final = {
         for version in range(1, 9)
     },
 }
-"""Formats by RFC 3339 and pydantic, as patterns: llguidance's own allow texts that do not parse."""
+"""Formats of RFC 3339 and pydantic as patterns; llguidance's own allow texts that do not parse."""
 
 NATIVE_FORMATS: Final = {
     "email": "^[^@]{1,64}@.{1,63}$",
@@ -129,4 +130,4 @@ NATIVE_FORMATS: Final = {
     "uri": "",
     "uuid": "",
 }
-"""Formats that llguidance enforces, each with a pattern for the lengths that it does not check."""
+"""Formats that llguidance enforces, each with a pattern for lengths that it does not check."""

@@ -54,8 +54,9 @@ class AsyncReplicas(BatchedLM):
     adapters work as with one evaluator; ``batch_size`` holds for each replica.
 
     If a replica dies, the others get its contexts, and it is restarted if its evaluator allows it:
-    four attempts within half a minute, later ones by ``restart()``. A query raises an
-    ``EngineDiedError`` if all replicas are dead, or if three have died while they computed it.
+    four attempts after pauses of 0, 1, 5 and 20 s, later ones by ``restart()``. A query raises an
+    ``EngineDiedError`` if all replicas are dead, or if three have died while they computed it (a
+    restarted replica counts again).
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
@@ -64,7 +65,7 @@ class AsyncReplicas(BatchedLM):
         batch_size: Maximum number of distinct contexts that a replica evaluates at once.
         timeout: Seconds that the first query of a batch may wait for others.
         row_cache_bytes: Bytes of rows to keep, whichever replica they come from; 0 keeps none.
-        output_device: Where rows are returned: "cpu", "cuda:0", …
+        output_device: Device of the returned rows: "cpu", "cuda:0", …
         per_forward: Cost of a forward pass in addition to its tokens, counted in tokens. A larger
             value gives more weight to the passes that already wait at a replica.
         self_check: Compare a few probe texts with the bytes of their tokens.
@@ -123,15 +124,15 @@ class AsyncReplicas(BatchedLM):
     ) -> Self:
         """Load a transformers model several times, each in a process of its own.
 
-        Replicas are assigned to the CUDA devices in turn, unless a ``device_map`` is given. On the
-        CPU they divide the cores, unless ``num_threads`` sets the threads of each.
+        Replicas are assigned to the CUDA devices in turn, unless there is none, or ``device_map``
+        or ``weights`` is given. They divide the cores then, unless ``num_threads`` is given.
 
         Args:
             model_id: A repository on the hub, a local directory, or ``"smollm2"``.
             replicas: Number of processes.
             bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
-            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as for it.
-            weights: Number format of the weights, as for it.
+            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``.
+            weights: Number format of the weights, as for ``AsyncTransformer``.
             **options: Options of the constructor, and of each replica's model as for
                 ``AsyncTransformer``; ``packs_weights`` is ``True`` by default.
 
@@ -173,9 +174,9 @@ class AsyncReplicas(BatchedLM):
         Args:
             model_id: A repository on the hub, ``"smollm2"``, or a directory that every node has.
             num_replicas: Number of actors.
-            address: Address of the cluster for ``ray.init``. Default: the cluster that this process
-                is in, ``RAY_ADDRESS``, one that runs on this machine, or a new one;
-                ``"local"`` always starts a new one.
+            address: Address of the cluster for ``ray.init``; unused if this process is already in a
+                cluster. Default: ``RAY_ADDRESS``, a cluster that runs on this machine, or a new
+                one; ``"local"`` starts a new one.
             num_cpus: Cores that Ray reserves for each actor; also the default of ``num_threads``.
             num_gpus: Number of GPUs that Ray reserves for each actor, which may be a fraction.
             max_restarts: Number of times that Ray restarts an actor; -1 for any number.

@@ -149,7 +149,7 @@ class Replica:
                 self.batcher.call_soon(lambda: self._revive(evaluator))
 
     def _revive(self, evaluator: RestartableEvaluator) -> None:
-        """Try to restart the replica, four times within half a minute."""
+        """Try to restart the replica, once after each of ``_PAUSES``, until it is alive."""
         for pause in _PAUSES:
             if not self.is_dead:
                 return

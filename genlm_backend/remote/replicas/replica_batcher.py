@@ -1,4 +1,4 @@
-"""ReplicaBatcher: sends queries to a replica, and to another one if that dies."""
+"""ReplicaBatcher: sends each query to a replica, and to another replica if the first one dies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.together import together
 
 _MOST_DEATHS: Final = 3
-"""Number of replicas that may die with a query before its caller gets the error."""
+"""A query's caller gets the error once this many replicas have died while they computed it."""
 
 
 @final
 class ReplicaBatcher(Batcher[Query, Any]):
-    """Sends each query to the replica that answers it soonest, as ``Router`` estimates."""
+    """Sends each query to the replica that ``Router`` expects to answer it soonest."""
 
     def __init__(
         self,

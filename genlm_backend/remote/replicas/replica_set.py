@@ -1,4 +1,4 @@
-"""ReplicaSet: carries an evaluator's methods, other than ``evaluate``, out on the replicas."""
+"""ReplicaSet: calls an evaluator's methods, except ``evaluate``, on one replica or on all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _SUMMED: Final = ("num_slots", "num_states", "num_host_slots")
 _COMMON: Final = ("takes_adapters", "scores", "reads_out")
-"""Fields of ``EvaluatorInfo`` that are summed, and those that all replicas need to have."""
+"""Fields of ``EvaluatorInfo`` that are summed, and flags that are set if all replicas set them."""
 
 
 @final
@@ -93,14 +93,14 @@ class ReplicaSet(Evaluator):
             if not replica.is_dead:
                 try:
                     return replica.ask(method).result()
-                except EngineDiedError:  # which has marked it dead
+                except EngineDiedError:  # ``ask`` has marked the replica dead
                     continue
         raise EngineDiedError(f"no replica is alive that could {what}")
 
     # ---------------------------------------------------------------- dying
 
     def find_dead(self) -> None:
-        """Call every replica, so that replicas that have died are marked dead."""
+        """Call every replica that counts as alive, so that those that have died are marked dead."""
         self.num_cached(RowQuery([0]))
 
     def restart(self) -> None:

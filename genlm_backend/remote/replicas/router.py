@@ -1,4 +1,4 @@
-"""Router: estimates which of several replicas answers a context soonest, without I/O."""
+"""Router: estimates, without I/O, which of several replicas will answer a context soonest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from genlm_backend.queries.context import common_length
 
 _PER_REPEATED: Final = 4.0
 """Weight of a token that the replica was not sent, relative to a token that waits there."""
-# From a simulation of 10,000 resampled particles on 64 replicas: with a smaller weight more tokens
-# are computed again; with a larger one, replicas wait longer for the slowest.
+# From a simulation of 10,000 resampled particles on 64 replicas: a smaller weight makes replicas
+# compute more tokens again; with a larger one, they wait longer for the slowest replica.
 
 
 @final
@@ -37,7 +37,7 @@ class Choice:
 
 @final
 class Router:
-    """Assigns each context to the replica that answers it soonest; times are counted in tokens."""
+    """Assigns each context to the replica with the least estimated cost, counted in tokens."""
 
     def __init__(
         self, capacities: Sequence[int | None], batch_size: int = 20, per_forward: float = 8.0
@@ -53,10 +53,10 @@ class Router:
     def choose(self, space: Hashable, packed: bytes) -> Choice:
         """Choose a replica for a context of packed 32-bit ids; at least one has to be alive."""
         matches = self._sent.matches(space, packed)
-        # A replica costs its waiting tokens, plus the context's tokens that it was not sent. These
-        # are weighted, since later contexts wait for them too. Contexts divide the cost of common
-        # tokens: they stay with their prefix until its queue costs more than their share of
-        # computing the prompt a second time.
+        # A replica's cost is its waiting tokens, plus the context's tokens that it was not sent,
+        # weighted, since later contexts wait for them too. Contexts divide the cost of common
+        # tokens: a context stays with its prefix until the queue there costs more than its share
+        # of computing the prompt a second time.
         costs = [
             (self._wait(load, match) + _PER_REPEATED * match.part, replica)
             for replica, (load, match) in enumerate(zip(self.loads, matches, strict=True))
@@ -101,7 +101,7 @@ class Router:
 
 _ID_BYTES: Final = 4
 _KEPT: Final = 0.8
-"""Share of a replica's capacity that stays when its tokens exceed it."""
+"""Once tokens exceed a replica's capacity, the oldest are forgotten down to this share of it."""
 
 
 @final
@@ -125,7 +125,7 @@ class _Node:
 
 
 class _Match(NamedTuple):
-    """How many tokens of a context a replica was sent, and its share (``part``) of the others."""
+    """Tokens of a context sent to a replica, those that wait there, and a share of the rest."""
 
     num_known: int
     num_waiting: int

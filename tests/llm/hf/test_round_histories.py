@@ -125,11 +125,14 @@ def wanted_row(token_ids):
     return logprobs_after(token_ids)
 
 
-def ask(passes, contexts, adapter=None):
-    """Ask contexts, and compare their rows."""
+def ask(passes, contexts, adapter=None, num_failing=0):
+    """Ask contexts, and compare their rows; for some of them, memory may not suffice."""
     passes.runner.adapter = adapter
     rows = passes.evaluate([RowQuery(context, adapter) for context in contexts])
+    assert sum(isinstance(row, MemoryError) for row in rows) <= num_failing
     for context, row in zip(contexts, rows, strict=True):
+        if isinstance(row, MemoryError):
+            continue
         expected = wanted_row(tuple(context))
         torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6, equal_nan=True)
     check_integrity(passes.tree)
@@ -164,8 +167,8 @@ class Histories(RuleBasedStateMachine):
         self.seen = list(self.particles)
         self.is_pinned = False
 
-    def ask(self, contexts, adapter=None):
-        ask(self.scheduler, distinct(contexts), adapter)
+    def ask(self, contexts, adapter=None, num_failing=0):
+        ask(self.scheduler, distinct(contexts), adapter, num_failing)
 
     @rule(chosen=sound)
     def step(self, chosen):
@@ -251,7 +254,7 @@ class Histories(RuleBasedStateMachine):
         if len(asked) > 1:
             self.scheduler.runner.failing = [MemoryError()] + [None] * num_passes
             with contextlib.suppress(MemoryError):  # of one alone
-                self.ask(asked)
+                self.ask(asked, num_failing=1)
             self.scheduler.runner.failing = []
 
     @rule(index=st.integers(0))
@@ -392,8 +395,9 @@ def test_no_slot_is_lost_where_there_is_no_memory_for_nodes(num_contexts, monkey
     with monkeypatch.context() as patch:
         patch.setattr(np, "zeros", no_memory)
         for asked in (longer, [*longer, of_no_model([2, 1, 2])]):
-            with pytest.raises(MemoryError):
-                ask(passes, asked)
+            with contextlib.suppress(MemoryError):  # of one alone
+                rows = passes.evaluate([RowQuery(context) for context in asked])
+                assert {type(row) for row in rows} == {MemoryError}
             check_integrity(passes.tree)
     assert passes.tree.slots.num_used == used
     ask(passes, longer)
