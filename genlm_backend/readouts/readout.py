@@ -115,7 +115,7 @@ def answers_by_rows(
     distinct = list(dict.fromkeys(asked))
     found = evaluate(distinct)
     if not isinstance(found, Sequence) or len(found) != len(distinct):
-        return found  # the caller of this function raises the error
+        return found  # a wrong number of answers: the caller checks it and raises
     answer_to = dict(zip(distinct, found, strict=True))
     answers = [answer_to[own] for own in asked]
     indices = [i for i in sorted(unknown) if isinstance(answers[i], Row)]

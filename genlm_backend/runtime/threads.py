@@ -17,7 +17,7 @@ from typing import Any, Final, final
 
 from genlm_backend.runtime.forks import ProcessLock
 
-_PAUSE_HARD: Final = 2  # omp_pause_hard, OpenMP 5.0, section 2.15.1
+_PAUSE_HARD: Final = 2  # omp_pause_hard; see omp_pause_resource, OpenMP 5.0
 SWITCH_INTERVAL: Final = 2e-5
 FREEZE: Final = "GENLM_BACKEND_FREEZE"
 """Environment variable that disables ``freeze_imports`` if it is 0."""

@@ -75,7 +75,7 @@ class PrefixCache:
         return self.tree.match(context.packed(0, most), adapter, context.cache_hint)
 
     def pin(self, node: int) -> bool:
-        """Pin a node and the state of ``resumed`` until ``clear()``; return whether both fit."""
+        """Pin a node, and the state of ``resumed(node)``; return ``False`` if that cannot be."""
         tree = self.tree
         self._check_pin(node)
         if tree.states.num_states and not tree.states.pin(self.resumed(node)):

@@ -476,7 +476,8 @@ class _Ways:
         self._alphabet, self._byte_vocab, self._data = lm.alphabet, lm.byte_vocab, data
         self._words, self._word_ends = words, word_ends
         wanted = [data + blank for blank in BLANKS] if word_ends else [data]
-        self.longest = max(map(len, wanted))  # a partial character is no longer than the blanks
+        # With words of the caller's own, the longest blank stands for an unfinished character.
+        self.longest = max(map(len, wanted))
         self._is_default = words == NOT_BLANK
         self._wanted = wanted if self._is_default else [data]
         if not self._is_default:

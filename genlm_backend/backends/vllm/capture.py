@@ -145,7 +145,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
         return tag is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Copy the logits of tagged requests, and return all unchanged; vLLM samples next."""
+        """Copy the logits of tagged requests and note generators' states; return the logits."""
         if ctx is None:
             tagged = self._tags
         else:
