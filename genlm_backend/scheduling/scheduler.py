@@ -297,7 +297,7 @@ class Scheduler:
             if tree.nodes.depth[node] < size - 1 or not tree.nodes.state[node]:
                 self.evaluate([query.prefix(size - 1)])
         (row,) = self.evaluate([query])
-        if row.is_nan:
+        if self.cache.keeps and row.is_nan:
             raise CacheError("the model says NaN after this context, so that it is not kept")
         node = self.cache.match(query.context, query.adapter, size)
         is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0

@@ -1,6 +1,7 @@
 """A context that overflows: NaN in its row, and in nobody else's."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.errors import CacheError
 from genlm_backend.queries.row import rows_of_logits
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -158,6 +160,17 @@ def test_padding_that_overflows_spoils_no_row_and_no_score(half, kv_cache_bytes)
         scores = lm.batch_score_sync([[5, 6]] * 2, [[7, 8, 0, 9], [7, 8, 9, 10, 11, 12, 0, 1]])
         assert all(score[-1].isnan() for score in scores)
         assert not lm.batch_score_sync([[5, 6]] * 2, [[7, 8, 9], [7, 8]])[0].isnan().any()
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
+def test_a_prompt_that_says_nan_is_not_pinned(options):
+    model = families.make("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[13] = torch.nan
+    with AsyncTransformer(model, word_tokenizer(), **options) as lm:
+        lm.cache_kv([1, 2])
+        with pytest.raises(CacheError, match="NaN") if lm.kv_reuse else nullcontext():
+            lm.cache_kv([1, 13, 2])
 
 
 def test_a_token_that_overflows_is_no_part_of_mean_keys():
