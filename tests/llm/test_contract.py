@@ -93,8 +93,7 @@ async def test_equal_contexts_are_computed_once(lm):
     assert (statistics.num_awaits, statistics.num_joined) == (20, 19)
     rows = await lm.batch_next_token_logprobs([[5, 6], [7, 8], [5, 6]])
     assert torch.equal(rows[0], rows[2])
-    more = lm.statistics()
-    assert (more.num_awaits, more.num_joined) == (23, 20)
+    assert (lm.statistics().num_awaits, lm.statistics().num_joined) == (23, 20)
     assert statistics.tokens_computed in (0, 3)  # a mock computes none
 
 

@@ -185,8 +185,7 @@ async def test_a_context_for_which_memory_never_suffices_fails_alone(make):
         return forward(batch, attend)
 
     runner.forward = limited
-    asked = map(lm.next_token_logprobs, contexts)
-    found = await asyncio.gather(*asked, return_exceptions=True)
+    found = await asyncio.gather(*map(lm.next_token_logprobs, contexts), return_exceptions=True)
     assert isinstance(found.pop(3), MemoryError)
     runner.forward = forward
     for context, row in zip(contexts[:3] + contexts[4:], found, strict=True):
