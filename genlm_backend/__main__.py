@@ -29,18 +29,18 @@ def _rows() -> Iterator[tuple[str, str]]:
 
     from genlm_backend.backends.registry import default_backend
 
-    yield "genlm-backend", _version(_DISTRIBUTION) or "not installed: imported from a folder"
+    yield "genlm-backend", _version(_DISTRIBUTION) or "not installed; imported from a folder"
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", f"{platform.platform()}, {os.cpu_count()} cores"
     for library in _LIBRARIES:
         yield library, _version(library) or "not installed"
-    yield "threads of torch", str(torch.get_num_threads())
+    yield "threads (torch)", str(torch.get_num_threads())
     yield from _devices()
     yield from _extras()
     try:
-        yield "backend by default", default_backend()
+        yield "default backend", default_backend()
     except GenlmBackendError as error:
-        yield "backend by default", f"none: {error}"
+        yield "default backend", f"none: {error}"
 
 
 def _devices() -> Iterator[tuple[str, str]]:
@@ -67,7 +67,7 @@ def _extras() -> Iterator[tuple[str, str]]:
         markers = [(own.name, own.marker) for own in requirements if "extra" in str(own.marker)]
         wanted = [name for name, marker in markers if marker and marker.evaluate({"extra": extra})]
         missing = [name for name in wanted if _version(name) is None]
-        yield f"extra {extra}", "there" if not missing else f"without {', '.join(missing)}"
+        yield f"extra {extra}", "installed" if not missing else f"missing {', '.join(missing)}"
 
 
 def _version(distribution: str) -> str | None:
@@ -95,7 +95,7 @@ def run_demo(arguments: list[str]) -> None:
             f"the demo needs {', '.join(missing)}: pip install 'genlm-backend[demo]'"
         )
     path = example_path("demo.py")
-    sys.path.insert(0, str(path.parent))  # as for a script, which may import its neighbours
+    sys.path.insert(0, str(path.parent))  # as for a script, which may import modules next to it
     sys.argv = ["python -m genlm_backend demo", *arguments]
     runpy.run_path(str(path), run_name="__main__")
 
@@ -109,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"genlm-backend {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_commands(commands)
-    about = "the command line of lm-evaluation-harness, which knows the model 'genlm' here"
+    about = "the command line of lm-evaluation-harness, with 'genlm' as a model"
     commands.add_parser("lm-eval", help=about, add_help=False)
     about = "sequential Monte Carlo on a small real model"
     commands.add_parser("demo", help=about, add_help=False)
@@ -142,7 +142,7 @@ def main() -> None:
             run_command(known, rest)
     except GenlmBackendError as error:
         parser.exit(1, f"{error}\n")
-    except BrokenPipeError:  # head, say, has exited; the interpreter's flush at exit must not fail
+    except BrokenPipeError:  # a reader such as head has exited; do not fail in the flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         parser.exit(130)

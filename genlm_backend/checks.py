@@ -53,8 +53,9 @@ def check_names(
     for name in given:
         if name not in known:
             names = dict.fromkeys([*known, *also])
-            near = near_names(name, names) or f": there are {', '.join(names)}{'.' if hint else ''}"
-            raise error(f"{name} is no {of}{near}{hint}")
+            others = f"; expected one of {', '.join(names)}{'.' if hint else ''}"
+            article = "an" if of.startswith("option") else "a"
+            raise error(f"{name} is not {article} {of}{near_names(name, names) or others}{hint}")
 
 
 def check_option_names(
@@ -250,7 +251,7 @@ def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise OptionTypeError(f"{name} must be a string, got {shown(value)}")
     if not value:
-        raise OptionError(f"{name} must be a string of at least one letter, got ''")
+        raise OptionError(f"{name} must be a non-empty string, got ''")
     return value
 
 
@@ -268,7 +269,7 @@ def one_of(*choices: Any) -> Check[Any]:
 
 def mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise OptionTypeError(f"{name} must be a mapping of options by name, got {shown(value)}")
+        raise OptionTypeError(f"{name} must be a mapping of options, got {shown(value)}")
     return value
 
 
@@ -334,7 +335,7 @@ def known_device(name: str, value: Any) -> Any:
     except RuntimeError as error:
         raise DeviceError(wanted) from error
     if kind == "meta":
-        raise DeviceError(f"{wanted}: it holds no numbers")
+        raise DeviceError(f"{wanted}, whose tensors hold no data")
     return value
 
 
@@ -378,5 +379,5 @@ def absolute_path(name: str, value: Any) -> str:
     """Return an absolute path, with ``~`` and links resolved; the file need not exist."""
     path = instance((str, Path), "a path")(name, value)
     if not str(path):
-        raise OptionError(f"{name} must be the path of a file, got {shown(value)}")
+        raise OptionError(f"{name} must be a non-empty path, got {shown(value)}")
     return os.path.realpath(os.path.expanduser(path))

@@ -29,16 +29,22 @@ def add_commands(commands: Any) -> None:
         "--by", choices=("word", "token", "character"), default="word", help="default: word"
     )
     words.add_argument("--unit", choices=("bits", "nats"), default="bits", help="default: bits")
-    words.add_argument("--entropy", action="store_true", help="tell entropies too")
-    words.add_argument("--rank", action="store_true", help="tell ranks too")
+    words.add_argument("--entropy", action="store_true", help="print entropies too")
+    words.add_argument("--rank", action="store_true", help="print ranks too")
     _add_context(words)
-    texts = _command(commands, "generate", _generate, "a text behind each prompt")
+    texts = _command(commands, "generate", _generate, "a continuation of each prompt")
     texts.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default: 100")
-    texts.add_argument("--temperature", type=float, metavar="T", help="draw; 0 is greedy")
-    texts.add_argument("--top-p", type=float, metavar="P", help="draw within this probability")
-    texts.add_argument("--top-k", type=int, metavar="K", help="draw from so many tokens")
-    texts.add_argument("--seed", type=int, help="of the draws of each text")
-    texts.add_argument("--stop", action="append", metavar="TEXT", help="end; may be repeated")
+    texts.add_argument(
+        "--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy"
+    )
+    texts.add_argument("--top-p", type=float, metavar="P", help="sample within probability P")
+    texts.add_argument(
+        "--top-k", type=int, metavar="K", help="sample from the K most probable tokens"
+    )
+    texts.add_argument("--seed", type=int, help="seed of the draws for each text")
+    texts.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end at this text; may be repeated"
+    )
 
 
 def _command(
@@ -47,22 +53,22 @@ def _command(
     parser = commands.add_parser(
         name,
         help=f"{about}, as lines of JSON",
-        description=f"Print {about}: a line of JSON for each text, in their order, as they come.",
+        description=f"Print {about}: one line of JSON per text, in input order, once it is ready.",
     )
     parser.add_argument(
         "files",
         nargs="*",
         metavar="FILE",
-        help="files of one text in a line; blank lines are left out; '-' or none: standard input",
+        help="files with one text per line; blank lines are skipped; '-' or none: standard input",
     )
-    parser.add_argument("--whole", action="store_true", help="each file is one text")
+    parser.add_argument("--whole", action="store_true", help="read each file as one text")
     parser.add_argument("--model", default="smollm2", metavar="NAME", help="default: smollm2")
     parser.add_argument("--backend", metavar="NAME", help="hf, vllm, mlx, llama-cpp or mock")
     parser.add_argument(
         "--llm-opts",
         type=_mapping,
         metavar="JSON",
-        help="""what load_model_by_name takes as llm_opts, such as '{"num_threads": 1}'""",
+        help="""the llm_opts of load_model_by_name, such as '{"num_threads": 1}'""",
     )
     parser.set_defaults(answers=answers)
     return parser
@@ -73,7 +79,7 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
     either.add_argument(
         "--context",
         metavar="TEXT",
-        help="what each text is read behind, itself behind the token that texts begin with; "
+        help="text before each text, after the token that texts begin with; "
         "default: that token alone",
     )
     either.add_argument(
@@ -81,7 +87,7 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
         dest="context",
         metavar="ID,…",
         type=_ids,
-        help="the same as token ids, and nothing before them",
+        help="the same as token ids, with nothing before them",
     )
 
 
@@ -89,9 +95,9 @@ def _mapping(value: str) -> dict[str, Any]:
     try:
         found = json.loads(value)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"it is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"invalid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"options are a JSON object, got {value!r}")
+        raise argparse.ArgumentTypeError(f"options must be a JSON object, got {value!r}")
     return found
 
 
@@ -99,7 +105,7 @@ def _ids(value: str) -> list[int]:
     try:
         return [int(part) for part in value.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"token ids are integers, got {value!r}") from None
+        raise argparse.ArgumentTypeError(f"token ids must be integers, got {value!r}") from None
 
 
 # -------------------------------------------------------------------- the answers
@@ -172,7 +178,7 @@ def _texts(files: list[str], is_whole: bool) -> Iterator[str]:
     """Return the texts of files: each line, or each whole file, that is not blank."""
     for path in files:
         if path != "-" and not os.access(path, os.R_OK):
-            raise OptionError(f"there is no file {path!r} that can be read")
+            raise OptionError(f"the file {path!r} does not exist or cannot be read")
     return itertools.chain.from_iterable(_texts_of(path, is_whole) for path in files)
 
 

@@ -65,7 +65,7 @@ def is_at_the_call(error):
 @pytest.mark.filterwarnings("ignore:.*(eos|ids).*:UserWarning")
 @pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")
 @pytest.mark.parametrize(("name", "option"), CASES, ids=lambda value: str(value))
-async def test_a_value_is_accepted_or_refused_by_name(name, option):
+async def test_every_value_is_accepted_or_refused_by_its_options_name(name, option):
     subject = SUBJECTS[name]
     words = f"{WORDS.get(option, re.escape(option))}|no_such_name"
     wrong = []
@@ -107,7 +107,7 @@ NOT_HERE = {
 }
 
 
-def test_every_public_name_has_its_options_here():
+def test_every_public_callable_has_its_options_tested():
     """A new public class or function is given values of every kind too, or says why not."""
     calls = {re.split(r"[. ]", name)[0] for name in SUBJECTS}
     missing = [
@@ -118,7 +118,7 @@ def test_every_public_name_has_its_options_here():
     assert sorted(missing) == sorted(NOT_HERE)
 
 
-async def test_one_mistaken_caller_is_alone(shared):
+async def test_invalid_requests_leave_concurrent_valid_ones_intact(shared):
     """Others ask for rows meanwhile, and none of them notices."""
     expected = LM.next_token_logprobs_sync([1])
     wrong = [5, None, "x", [], [None], [families.VOCAB], VALUES["meta tensor"], [{}], b"x"]

@@ -93,7 +93,7 @@ def lm(model):
         yield lm
 
 
-def test_every_module_and_public_name_imports():
+def test_only_modules_that_need_an_extra_fail_to_import():
     code = f"""
 import importlib, pkgutil, sys
 for name in {OF_EXTRAS}:
@@ -116,7 +116,7 @@ assert set(missing.values()) <= set({OF_EXTRAS}), missing
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_model_loads_and_answers(model, lm):
+def test_rows_without_extras_match_transformers(model, lm):
     assert lm.kv_reuse
     context = [3, 1, 4, 1, 5]
     for length in range(1, 6):
@@ -126,7 +126,7 @@ def test_a_model_loads_and_answers(model, lm):
         torch.testing.assert_close(row, logits.log_softmax(-1), rtol=0, atol=1e-5)
 
 
-def test_a_directory_loads_by_name(model, lm, tmp_path):
+def test_model_directory_loads_by_name_without_extras(model, lm, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     model.save_pretrained(tmp_path)
@@ -159,6 +159,6 @@ def _surprisals():
         ("vllm", lambda lm: load_model_by_name("m", backend="vllm")),
     ],
 )
-def test_what_belongs_to_an_extra_names_it(lm, extra, use):
+def test_function_that_needs_an_extra_raises_an_error_naming_it(lm, extra, use):
     with pytest.raises(MissingExtraError, match=rf"genlm-backend\[{extra}\]"):
         use(lm)

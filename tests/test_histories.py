@@ -42,15 +42,15 @@ def run(*name, code=0):
     return done.stdout.splitlines()
 
 
-def test_a_fork_is_told_and_its_parent_goes_on():
+def test_queries_in_a_fork_raise_forked_error_and_its_parent_goes_on():
     assert run("fork") == [f"{name} ended 0" for name in HOLDERS]
 
 
-def test_what_nobody_has_asked_and_what_is_made_there_work_in_a_fork():
+def test_unused_and_newly_made_objects_work_in_a_fork():
     assert run("fork_fresh") == ["ended 0"]
 
 
-def test_asking_at_exit_is_told_and_the_process_ends():
+def test_queries_at_exit_raise_closed_errors_and_the_process_ends():
     lines = run("exit")
     assert lines[0] == "outliving answered"
     for line, error in CLOSED.items():
@@ -68,7 +68,7 @@ def test_asking_at_exit_is_told_and_the_process_ends():
 
 
 @pytest.mark.parametrize("where", ["here", pytest.param("elsewhere", marks=pytest.mark.slow)])
-def test_daemons_that_wait_are_told_that_the_interpreter_exits(where):
+def test_waiting_daemon_threads_get_errors_if_the_interpreter_exits(where):
     lines = run("wait", where, "daemon")
     children = [int(line.split()[1]) for line in lines if line.startswith("child ")]
     assert len(children) == (3 if where == "elsewhere" else 0)
@@ -81,28 +81,28 @@ def test_daemons_that_wait_are_told_that_the_interpreter_exits(where):
         assert told.pop("trie running") == "returned ndarray"
     for error in told.values():
         assert error.split(": ")[0] in ("QueryDroppedError", "BatcherClosedError")
-        assert error.endswith(": the interpreter exits")
+        assert error.endswith(": the interpreter is exiting")
 
 
 @pytest.mark.parametrize("where", ["here", pytest.param("elsewhere", marks=pytest.mark.slow)])
-def test_other_threads_that_wait_are_answered_before_the_interpreter_exits(where):
+def test_waiting_non_daemon_threads_are_answered_before_the_exit(where):
     lines = run("wait", where, "other")
     told = [line.split(": ", 1)[1] for line in lines if not line.startswith("child ")]
     assert len(told) == (8 if where == "elsewhere" else 17)
     assert {answer.split()[0] for answer in told} == {"returned"}
 
 
-def test_an_interrupted_program_ends_with_the_forward_pass_under_way():
+def test_interrupted_program_ends_after_the_current_forward_pass():
     lines = run("interrupt", code=-signal.SIGINT)
     ways = ("sync", "batch", "await", "pin", "warm-up", "exit")
     assert lines == [f"{way} passes 1" for way in ways]
 
 
-def test_an_interrupted_program_does_not_wait_for_an_engines_request():
+def test_interrupted_program_does_not_wait_for_engine_requests():
     assert run("interrupt_a_request", code=-signal.SIGINT) == ["exit passes 1"]
 
 
-def test_a_lock_is_taken_by_python_itself():
+def test_process_lock_has_no_enter_method_of_its_own():
     """An interrupt within an `__enter__` of one's own would leave it locked for ever."""
     for is_reentrant in (False, True):
         lock = ProcessLock(is_reentrant)

@@ -65,13 +65,13 @@ print(*DRAW_METHODS, asyncio.run(draw_from(numpy.zeros(1))))
 
 
 @pytest.mark.parametrize("depths", [[0] * 6, [0, 1, 2] * 3])
-def test_concurrent_draws_are_one_batch_however_deep_they_are(depths):
+def test_concurrent_draws_form_one_batch_at_any_call_depth(depths):
     gathered(*map(deep, depths))
     assert take_batch_stats() == {("draw", len(depths)): 1}
     assert not take_batch_stats()
 
 
-def test_what_is_asked_is_grouped_by_kind_place_and_width():
+def test_requests_are_grouped_by_kind_and_row_width():
     four = torch.zeros(4)
     draws = [draw_from(row) for row in [four] * 4 + [ROW.numpy()] * 3]
     found = gathered(*draws, logsumexp_from(four), logsumexp_from(four), logp_at(ROW, 2))
@@ -89,11 +89,11 @@ def test_an_importance_draw_is_weighted_by_its_target():
     assert logp == pytest.approx(float(ROW[index]), abs=1e-5)
     assert logw == pytest.approx(float(target[index] - ROW[index]), abs=1e-5)
     assert plain[1:] == pytest.approx((5, float(ROW[plain[0]])), abs=1e-5)
-    with pytest.raises(ValueError, match=r"shape of weights, \(3,\); got \(4,\)"):
+    with pytest.raises(ValueError, match=r"shape of weights, \(3,\), got \(4,\)"):
         asyncio.run(draw_from(ROW, torch.zeros(4)))
 
 
-def test_sums_and_elements_are_those_of_the_row():
+def test_logsumexp_from_and_logp_at_match_the_row():
     rows = [ROW + 2, EMPTY, torch.tensor([1e4, -INF, 1e4])]
     asked = [logsumexp_from(row) for row in rows] + [logp_at(ROW + 2, 1), logp_at(EMPTY, -1)]
     expected = [2, -INF, 1e4 + math.log(2), 2 + math.log(0.3), -INF]
@@ -104,7 +104,7 @@ def test_sums_and_elements_are_those_of_the_row():
         asyncio.run(logp_at(torch.zeros(2, 3), 1))
 
 
-def test_a_row_of_another_shape_fails_its_group_alone():
+def test_row_of_two_dimensions_fails_its_group_alone():
     bad = draw_from(torch.zeros(2, 3))
     first, second, third = gathered(bad, deep(0), deep(1, torch.zeros(4)), return_exceptions=True)
     assert type(first) is RuntimeError
@@ -116,7 +116,7 @@ def test_a_row_of_another_shape_fails_its_group_alone():
 
 
 @pytest.mark.parametrize("method", DRAW_METHODS)
-def test_each_method_draws_by_probability_and_takes_empty_rows(method):
+def test_each_method_draws_by_probability_and_accepts_masked_rows(method):
     set_draw_method(method)
     *found, empty, weighted = gathered(
         *(draw_from(ROW) for _ in range(2000)), draw_from(EMPTY), draw_from(EMPTY, ROW)
@@ -131,7 +131,7 @@ def test_each_method_draws_by_probability_and_takes_empty_rows(method):
 
 
 @pytest.mark.parametrize("method", DRAW_METHODS)
-def test_no_method_draws_what_has_no_weight(method, monkeypatch):
+def test_no_method_draws_an_element_of_zero_probability(method, monkeypatch):
     log_weights = torch.full((2, 5), -INF)
     log_weights[0, 2], log_weights[1, 1] = -1e3, 3
     for uniform, noise in ((0, 0), (1, 700)):  # the least and the largest, once rounded
@@ -145,16 +145,16 @@ def test_no_method_draws_what_has_no_weight(method, monkeypatch):
             assert 0 <= int(DRAW_METHODS[method](EMPTY)) < 3
 
 
-def test_a_method_is_a_name_or_a_function():
+def test_draw_method_is_a_name_or_a_function():
     set_draw_method(lambda rows: torch.full(rows.shape[:1], 1))
     assert gathered(draw_from(ROW), draw_from(ROW))[1][0] == 1
     with pytest.raises(KeyError, match="argmax"):
         set_draw_method("argmax")
-    with pytest.raises(TypeError, match="a name or a function, got 3"):
+    with pytest.raises(TypeError, match="a method name or a function, got 3"):
         set_draw_method(3)
 
 
-def test_the_seed_and_the_draws_alone_decide_what_is_drawn():
+def test_equal_seeds_give_equal_draws_despite_other_requests():
     row, runs = torch.zeros(1000), []
     for others in (0, 1):
         torch.manual_seed(3)
@@ -167,7 +167,7 @@ def test_the_seed_and_the_draws_alone_decide_what_is_drawn():
 
 
 @pytest.mark.parametrize("make", [torch.from_numpy, np.asarray])
-def test_rows_are_computed_in_their_own_precision(make):
+def test_results_are_at_least_as_precise_as_the_row(make):
     exact = np.random.default_rng(0).normal(size=1000)
     total = float(np.logaddexp.reduce(exact))
     row = make(exact.copy())
@@ -188,7 +188,7 @@ def test_rows_are_computed_in_their_own_precision(make):
     take_batch_stats()
 
 
-def test_a_draw_from_a_row_with_nan_is_refused_and_the_others_are_served():
+def test_draw_from_row_with_nan_or_inf_raises_and_others_succeed():
     for bad in (math.nan, INF):
         row = torch.tensor([0.0, bad, 1.0])
         error, found = gathered(draw_from(row), draw_from(ROW), return_exceptions=True)
@@ -197,7 +197,7 @@ def test_a_draw_from_a_row_with_nan_is_refused_and_the_others_are_served():
     take_batch_stats()
 
 
-async def test_when_the_holder_is_cancelled_the_others_are_told():
+async def test_cancelled_batch_holder_raises_batch_abandoned_for_the_others():
     tasks = [asyncio.create_task(deep(0)) for _ in range(3)]
     await asyncio.sleep(0)
     tasks[0].cancel()
@@ -213,7 +213,7 @@ async def test_when_the_holder_is_cancelled_the_others_are_told():
     assert take_batch_stats() == {("draw", 1): 1}
 
 
-async def test_a_caller_that_is_cancelled_leaves_the_batch_as_it_is():
+async def test_cancelled_waiter_leaves_batch_of_others_intact():
     tasks = [asyncio.create_task(deep(0)) for _ in range(3)]
     await asyncio.sleep(0)
     tasks[1].cancel()
@@ -223,7 +223,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_batch_as_it_is():
     take_batch_stats()
 
 
-def test_an_interrupt_in_a_computation_is_raised_and_told():
+def test_interrupt_in_a_draw_is_raised_and_abandons_other_callers():
     def interrupted(rows):
         raise KeyboardInterrupt
 
@@ -258,7 +258,7 @@ def test_two_event_loops_never_share_a_batch():
         second.close()
 
 
-async def test_a_window_is_held_by_its_first_caller(monkeypatch):
+async def test_join_batch_gives_all_entries_to_its_first_caller(monkeypatch):
     sleep, waits = asyncio.sleep, []
     monkeypatch.setattr(asyncio, "sleep", lambda delay: waits.append(delay) or sleep(0))
     store, futures = WeakKeyDictionary(), [asyncio.Future() for _ in range(4)]
@@ -282,7 +282,7 @@ async def test_a_window_is_held_by_its_first_caller(monkeypatch):
     assert not isinstance(error, asyncio.CancelledError)
 
 
-def test_a_row_is_tempered_and_what_is_impossible_stays_so():
+def test_temper_scales_rows_and_keeps_minus_inf():
     rows = torch.tensor([[0.1, -INF, 2.0, -3.0], [-1.0, -2.0, -3.0, -4.0]])
     kept = rows.clone()
     assert temper(rows, 1) is rows
@@ -297,7 +297,7 @@ def test_a_row_is_tempered_and_what_is_impossible_stays_so():
             temper(rows, wrong)
 
 
-async def test_rows_of_a_model_are_on_its_device_and_logits_are_fitted_to_it():
+async def test_model_rows_are_on_its_device_and_have_its_vocabulary_size():
     lm = MockAsyncLM(word_tokenizer(9))
     assert lm.device == torch.device("cpu")
     row = await lm.next_token_logprobs([1])

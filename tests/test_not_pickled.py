@@ -22,7 +22,7 @@ MAKE = {
 
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_what_has_threads_is_not_sent_elsewhere(kind, send):
+def test_objects_with_threads_cannot_be_pickled_or_copied(kind, send):
     made = MAKE[kind]()
     with pytest.raises(NotPicklableError, match=r"worker_init_fn") as raised:
         send(made)
@@ -31,14 +31,14 @@ def test_what_has_threads_is_not_sent_elsewhere(kind, send):
     (made.shutdown if kind in ("glm", "trie") else made.close)()
 
 
-async def test_a_token_in_the_place_of_its_id_is_told_so():
+async def test_token_given_for_its_id_raises_option_type_error():
     async with MockAsyncLM(word_tokenizer()) as lm:
         token = lm.byte_vocab[5]
         with pytest.raises(OptionTypeError, match="pass the token_id of each"):
             await lm.draw_next_token([1], allowed=[token])
 
 
-def test_statistics_and_errors_are_pickled():
+def test_statistics_and_errors_survive_pickling():
     with MockAsyncLM(word_tokenizer()) as lm:
         lm.next_token_logprobs_sync([1])
         found = lm.statistics()

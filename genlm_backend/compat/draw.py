@@ -66,7 +66,7 @@ async def draw_from(
         target = _tensor_of(target)[0]
         if target.shape != row.shape:
             raise OptionError(
-                f"target must have the shape of weights, {tuple(row.shape)}; got "
+                f"target must have the shape of weights, {tuple(row.shape)}, got "
                 f"{tuple(target.shape)}"
             )
     return await _ask(("draw", place, row.shape[-1:]), row, target)
@@ -168,7 +168,7 @@ def _draws(group: Sequence[_Entry]) -> list[tuple[int, float, float] | OptionErr
         index, logp, logw = numbers[i : 3 * len(group) : len(group)]
         of_target = None if entry.target is None else next(of_targets)
         if not logw < math.inf:
-            results.append(OptionError("cannot draw from weights of which one is NaN or +inf"))
+            results.append(OptionError("cannot draw from weights that contain NaN or +inf"))
             continue
         if of_target is not None and logw > -math.inf:
             logw = of_target - logp
@@ -328,7 +328,7 @@ def set_draw_method(method: str | Picker) -> None:
     """
     global _picker
     if isinstance(method, str) and method not in DRAW_METHODS:
-        raise KeyError(f"{method!r} is none of {', '.join(DRAW_METHODS)}")
+        raise KeyError(f"method must be one of {', '.join(DRAW_METHODS)}, got {method!r}")
     if not isinstance(method, str) and not callable(method):
-        raise OptionTypeError(f"method must be a name or a function, got {shown(method)}")
+        raise OptionTypeError(f"method must be a method name or a function, got {shown(method)}")
     _picker = DRAW_METHODS[method] if isinstance(method, str) else method

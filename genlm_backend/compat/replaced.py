@@ -35,7 +35,7 @@ class _Replaced(abc.ABC):
 class Query(_Replaced):
     """An entry of the queue of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
 
-    instead = "`await lm.next_token_logprobs(token_ids)` queues, batches and answers"
+    instead = "`await lm.next_token_logprobs(token_ids)` queues, batches and answers queries"
 
 
 @final
@@ -43,8 +43,8 @@ class TokenTrie(_Replaced):
     """The cache of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
 
     instead = (
-        "every model keeps the keys, values and rows of the prefixes it has seen; "
-        "lm.statistics() tells how many, lm.clear_cache() forgets them"
+        "every model caches the keys, values and rows of the prefixes it has seen; "
+        "lm.statistics() returns how many, lm.clear_cache() removes them"
     )
 
 
@@ -84,7 +84,7 @@ _DECODE_VOCAB = "decode_vocab(tokenizer) reads and checks the bytes of any token
 
 
 def _refuse(name: str, instead: str) -> NoReturn:
-    raise ReplacedNameError(f"{name} is part of genlm-backend 0.3.1 and not needed here: {instead}")
+    raise ReplacedNameError(f"{name} of genlm-backend 0.3.1 has been replaced: {instead}")
 
 
 @final
@@ -94,7 +94,7 @@ class AsyncSGLTransformer:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise MissingExtraError(
             "AsyncSGLTransformer is not available: this release has no SGLang backend. "
-            "AsyncTransformer (backend 'hf') runs the same programs."
+            "Use AsyncTransformer (backend 'hf'), which runs the same programs."
         )
 
     @classmethod

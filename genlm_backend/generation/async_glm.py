@@ -153,7 +153,7 @@ class AsyncGLM(OfOneProcess):
         """
         timeout = check_timeout("timeout", timeout)
         checked(_CHECKS, {"generation_kwargs": generation_kwargs}, GenerationConfigError)
-        # Check first: torch aborts if Python collects a tensor with views at interpreter exit.
+        # Check before making tensors: torch aborts if one with views is collected at exit.
         with self._lock.here:
             self._check_open()
         own = generation_kwargs or {}
@@ -172,7 +172,7 @@ class AsyncGLM(OfOneProcess):
             prompts.append(Prompt.from_prompt(self._lm, ids, config).context)
             if config.num_beams > self._max_running:
                 raise GenerationConfigError(
-                    f"num_beams={config.num_beams} is more than max_running={self._max_running}"
+                    f"num_beams={config.num_beams} exceeds max_running={self._max_running}"
                 )
         ends = listed_ids(configs[0].eos_token_id) or ()
         pads = (kwargs.get("pad_token_id"), self._base.pad_token_id, *ends[:1], 0)
@@ -236,7 +236,7 @@ class AsyncGLM(OfOneProcess):
             pass
         with self._lock.here:
             if self._tasks.pop(task_id, None) is None:
-                raise UnknownTaskError(f"the result of task {task_id} has been collected")
+                raise UnknownTaskError(f"the result of task {task_id} has already been collected")
         if task.result.cancelled():
             raise CancelledError("the task was cancelled by shutdown()")
         return task.result.result()
@@ -245,7 +245,7 @@ class AsyncGLM(OfOneProcess):
         """Return a task whose result has not been collected; called under the lock."""
         task = self._tasks.get(_CHECKS["task_id"]("task_id", task_id))
         if task is None:
-            raise UnknownTaskError(f"no task {task_id}, or its result has been collected")
+            raise UnknownTaskError(f"no task {task_id} exists, or its result has been collected")
         return task
 
     def is_ready(self, task_id: int) -> bool:
@@ -316,12 +316,12 @@ class AsyncGLM(OfOneProcess):
     def _check_started(self, what: str) -> None:
         if self._engine is None:
             raise ModelStateError(
-                f"{what}, since this AsyncGLM has not been started: call start(), or use it in a "
+                f"{what} because this AsyncGLM has not been started: call start(), or use it in a "
                 f"with statement"
             )
 
     def _full(self) -> RequestQueueFullError:
-        return RequestQueueFullError(f"{self._num_waiting()} tasks are waiting already")
+        return RequestQueueFullError(f"the queue is full: {self._num_waiting()} tasks are waiting")
 
 
 _CHECKS = {
@@ -334,9 +334,9 @@ _CHECKS = {
 
 def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
     if not hasattr(model, "get_input_embeddings"):
-        hint = ": load_model_by_name takes a name" if isinstance(model, str) else ""
+        hint = ": load a model by name with load_model_by_name" if isinstance(model, str) else ""
         raise OptionTypeError(
-            "model must be a causal language model of transformers or an AsyncLM, "
+            "model must be a transformers causal language model or an AsyncLM, "
             f"got {shown(model)}{hint}"
         )
     from genlm_backend.llm import AsyncTransformer
@@ -401,8 +401,8 @@ def _config_of_kwargs(
     for name, value in kwargs.items():
         if name not in HONOURED:
             raise GenerationConfigError(
-                f"{name} is not honoured here{near_names(name, HONOURED)}; these are: "
-                f"{', '.join(HONOURED)}"
+                f"{name} is not a supported option{near_names(name, HONOURED)}; the supported ones "
+                f"are: {', '.join(HONOURED)}"
             )
         if name not in _APART:
             setattr(merged, name, _plain(name, value))
@@ -421,8 +421,8 @@ def _config_of_kwargs(
         most = config.max_length - width
         if most < 1:
             raise ContextError(
-                f"the inputs are {width} tokens wide with their padding, and leave no room for "
-                f"another: max_length is {config.max_length}"
+                f"the inputs have {width} tokens with their padding, and leave no room for a new "
+                f"one: max_length is {config.max_length}"
             )
     if config.min_length:
         least = max(config.min_length - width, 0)
@@ -440,7 +440,7 @@ def _plain(name: str, value: Any) -> Any:
     try:
         return value.tolist() if hasattr(value, "tolist") else value
     except (TypeError, RuntimeError) as error:
-        raise GenerationConfigError(f"{name} holds no numbers: {shown(value)}") from error
+        raise GenerationConfigError(f"{name} must hold numbers, got {shown(value)}") from error
 
 
 _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
@@ -457,7 +457,7 @@ def _rows_of(
     unknown = sorted(named.keys() - _KNOWN_INPUTS)
     if unknown and contexts.image_token_id is None:
         raise ContextError(
-            f"a text model cannot read {', '.join(map(repr, unknown))}; the inputs may have "
+            f"a text model cannot read {', '.join(map(repr, unknown))}; it accepts the inputs "
             f"{', '.join(sorted(_KNOWN_INPUTS))}"
         )
     ids = _tensor("input_ids", _listed(named["input_ids"], contexts))
@@ -474,13 +474,13 @@ def _rows_of(
         mask = torch.atleast_2d(_tensor("attention_mask", named["attention_mask"]).cpu().bool())
     if mask.shape != rows.shape:
         raise ContextError(
-            f"attention_mask has shape {list(mask.shape)} and input_ids {list(rows.shape)}"
+            f"attention_mask has shape {list(mask.shape)}, but input_ids has {list(rows.shape)}"
         )
     if not unknown:
         return rows, mask, None
     if len(rows) != 1 or not mask.all():
         raise ContextError(
-            "inputs with pictures are one row without padding: submit a task for each prompt"
+            "inputs with pictures must be one row without padding: submit a task for each prompt"
         )
     left = {"input_ids", "attention_mask", "labels"}
     return rows, mask, {name: value for name, value in named.items() if name not in left}
@@ -491,8 +491,8 @@ def _listed(value: Any, contexts: ContextFactory) -> Any:
     if isinstance(value, Context):
         if value.pictures is not None:
             raise ContextError(
-                "a task takes pictures as their processor returns them, with 'pixel_values'; an "
-                "engine's requests take a Context that begins with them"
+                "a task does not accept a Context with pictures: pass the processor's output, with "
+                "'pixel_values', or pass the Context to a request of an Engine"
             )
         return list(contexts.of(value))
     if isinstance(value, (list, tuple)) and any(isinstance(row, Context) for row in value):
@@ -517,5 +517,5 @@ def _hint(value: Any) -> str:
     while isinstance(first, (list, tuple)) and first and depth < 3:
         first, depth = first[0], depth + 1
     if isinstance(first, (str, bytes, Mapping)):
-        return ": a text or a chat goes through the model's tokenizer first"
-    return ": rows are padded to one length, beside an attention_mask" if depth > 1 else ""
+        return ": encode a text or a chat with the model's tokenizer first"
+    return ": pad the rows to one length, and pass an attention_mask" if depth > 1 else ""

@@ -95,19 +95,19 @@ _BOUNDS = ("top_k", "top_p", "min_p")
 
 _LEFT_OUT = "left out with do_sample=False"
 _ONE_TEXT = (
-    "1, or at most num_beams, unless tokens are drawn, as by a temperature: texts would be equal"
+    "1, or at most num_beams, unless sampling is on (give a temperature): texts would be equal"
 )
 _BEAMS = "unless num_beams > 1"
 _MAX_BEAMS = 1 << 16
 _NO_SEARCH = "1 with a temperature or response_format"
-_EARLY_STOPPING = "what transformers calls so, how a beam search ends, is beam_early_stopping"
+_EARLY_STOPPING = "the early_stopping of transformers, for beam search, is beam_early_stopping here"
 
 
 def _early_stopping(name: str, value: Any) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise OptionError(
-        f"{name} must be True or False, whether an end-of-sequence token ends a text, got "
+        f"{name} must be True or False (whether an end-of-sequence token ends a text), got "
         f"{shown(value)}: {_EARLY_STOPPING}"
     )
 
@@ -139,7 +139,7 @@ def _response_format(name: str, value: Any) -> Mapping[str, Any]:
 
 _MODEL = instance(AsyncLM, "an AsyncLM")
 _ID = integer()
-_IDS = sequence(_ID, "a token id, or several")
+_IDS = sequence(_ID, "a token id or a list of them")
 _TEXTS = sequence(text, "non-empty strings")
 _WORDS = sequence(sequence(_ID, "a list"), "non-empty lists of token ids")
 
@@ -263,7 +263,7 @@ class GenerationConfig(CheckedConfig):
         if is_search and self.early_stopping is not None:
             raise GenerationConfigError(
                 f"early_stopping must be left out with num_beams > 1, got {self.early_stopping}: "
-                f"{_EARLY_STOPPING}, and eos_token_id=() has no token end a text"
+                f"{_EARLY_STOPPING}, and with eos_token_id=() no token ends a text"
             )
 
     @property
@@ -285,7 +285,7 @@ class GenerationConfig(CheckedConfig):
         """
         if not hasattr(config, "to_diff_dict"):
             raise GenerationConfigError(
-                f"config must be a GenerationConfig of transformers, got {shown(config)}"
+                f"config must be a transformers.GenerationConfig, got {shown(config)}"
             )
         return cls(**fields_of_hf(config))
 

@@ -83,7 +83,7 @@ class Constraint:
         self.token_ids: list[int] = []
         self._is_ended = False
 
-    # ---------------------------------------------------------------- making one
+    # ---------------------------------------------------------------- construction
 
     @classmethod
     def from_json_schema(
@@ -152,12 +152,12 @@ class Constraint:
         """
         _check_arguments(lm=lm)
         if isinstance(choices, (str, bytes)) or not isinstance(choices, Iterable):
-            raise ConstraintTypeError(f"choices must be several texts in a list, got {choices!r}")
+            raise ConstraintTypeError(f"choices must be a list of texts, got {choices!r}")
         texts: tuple[str, ...] = _check_arguments(choices=choices)["choices"]
         if not texts:
-            raise ConstraintError("choices must be texts of at least one letter, got none")
-        # One terminal and no rule: in a rule, each text would use an item of the parser's row, and
-        # the number of items in a row is limited.
+            raise ConstraintError("choices must have at least one text, got none")
+        # One terminal instead of a rule: in a rule, each text would be an item in a row of the
+        # Earley parser, and the number of items in a row is limited.
         grammar = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
         return cls._make(lm, grammar + _OPTIONS, eos_token_ids)
 
@@ -221,8 +221,8 @@ class Constraint:
         if kind not in makers or set(asked) != {"type", kind}:
             known = ", ".join(repr(name) for name in ["json_object", *makers])
             raise ConstraintError(
-                f"response_format must have a type of {known}, and an entry of that name; "
-                f"got {shown(dict(asked))}"
+                f"response_format must have a 'type' of {known}, and for all but 'json_object' one "
+                f"entry of that name; got {shown(dict(asked))}"
             )
         given = asked[kind]
         wanted = unwrapped(given) if kind == "json_schema" else given
@@ -242,10 +242,10 @@ class Constraint:
             vocabulary_of(lm), library.LLMatcher.grammar_from_lark(grammar), log_level=0
         )
         if matcher.is_error():
-            raise ConstraintError(f"no such constraint: {fault_of(matcher.get_error())}")
+            raise ConstraintError(f"invalid constraint: {fault_of(matcher.get_error())}")
         return cls(matcher, len(lm.byte_vocab), eos)
 
-    # ---------------------------------------------------------------- using it
+    # ---------------------------------------------------------------- use
 
     def mask(self, *, may_end: bool = True) -> torch.Tensor:
         """Return which tokens may come next: bool ``[vocab]``; the caller may modify it.
@@ -332,16 +332,16 @@ class Constraint:
         _check_tensor("row", row, wanted, torch.is_floating_point, size)
         mask = self.mask() if mask is None else mask
         mask = mask.unpacked() if isinstance(mask, PackedMask) else mask
-        wanted = f"a tensor of which tokens are allowed, bool [{size}]"
+        wanted = f"a tensor of the allowed tokens, bool [{size}]"
         _check_tensor("mask", mask, wanted, lambda tensor: tensor.dtype is torch.bool, size)
         if self._is_ended:
-            raise ConstraintViolation("the text has ended: no token follows that could be weighed")
+            raise ConstraintViolation("the text has ended: no token can follow")
         allowed = row.masked_fill(~mask.to(row.device), -torch.inf)
         total = log_sum(as_scores(allowed))
         if total > _MOST_OF_A_ROW:
             raise OptionError(
-                f"row must be log-probabilities: those of the allowed tokens sum to "
-                f"exp({total:.3g}), where one is the most; of logits, pass logits.log_softmax(-1)"
+                f"row must be log-probabilities, but the allowed tokens have a probability of "
+                f"exp({total:.3g}), more than 1: for logits, pass logits.log_softmax(-1)"
             )
         normalised = allowed if total == -math.inf else allowed - total
         return normalised, log_mass(total, as_scores(row))
@@ -365,7 +365,7 @@ class Constraint:
             raise ConstraintViolation(f"token {token_id} is not allowed here")
         elif not self.can_end:
             raise ConstraintViolation(
-                f"the text cannot end here, as token {token_id} would have it"
+                f"the text cannot end here: token {token_id} would end it incomplete"
             )
         else:
             self._is_ended = True
@@ -386,8 +386,8 @@ class Constraint:
 
     def __reduce__(self) -> NoReturn:
         raise NotPicklableError(
-            "a Constraint cannot be pickled: fork() copies it here; in another process, make it "
-            "anew and advance it by its token_ids"
+            "a Constraint cannot be pickled: copy it with fork(), or in another process build it "
+            "again and advance it by its token_ids"
         )
 
     @property
@@ -412,12 +412,12 @@ class Constraint:
         if self._matcher.is_error():
             error = self._matcher.get_error()
             if error.startswith("NoExtensionBias"):
-                where = f"after {len(self.token_ids)} tokens" if self.token_ids else "to begin with"
+                where = f"after {len(self.token_ids)} tokens" if self.token_ids else "at the start"
                 raise ConstraintError(
-                    f"no token is possible {where}: nothing matches the constraint from here on, "
-                    "or no token of the vocabulary begins what does"
+                    f"no token is possible {where}: no text satisfies the constraint from there, "
+                    "or no token of the vocabulary begins one"
                 )
-            raise ConstraintError(f"the constraint broke down: {error}")
+            raise ConstraintError(f"the constraint failed: {error}")
 
 
 _check_constraint = instance(Constraint, "a Constraint")
@@ -434,7 +434,7 @@ def _eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
     listed = [ends] if isinstance(ends, int) else ends
     ids = frozenset(_check_arguments(eos_token_ids=listed)["eos_token_ids"])
     if not ids:
-        raise ConstraintError("the model names no token that ends a text: pass eos_token_ids")
+        raise ConstraintError("no end-of-sequence token is known: pass some as eos_token_ids")
     check_known_ids("eos_token_ids", ids, len(lm.byte_vocab), ConstraintError)
     return ids
 
@@ -458,7 +458,7 @@ def _writable(check: Check[str]) -> Check[str]:
             found.encode()
         except UnicodeEncodeError as error:
             letter = found[error.start]
-            raise OptionError(f"{name} has {letter!r}, which UTF-8 cannot write") from error
+            raise OptionError(f"{name} has {letter!r}, which UTF-8 cannot encode") from error
         return found
 
     return check_text
@@ -469,7 +469,7 @@ _CHECKS = {
     "whitespace": _writable(instance(str, "a pattern")),
     "pattern": _writable(instance(str, "a regular expression")),
     "grammar": _writable(text),
-    "choices": sequence(_writable(text), "texts of at least one letter that UTF-8 can write"),
+    "choices": sequence(_writable(text), "non-empty texts that UTF-8 can encode"),
     "response_format": instance(Mapping, "a mapping with a 'type'"),
     "eos_token_ids": sequence(_check_token_id, "token ids"),
 }

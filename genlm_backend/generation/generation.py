@@ -142,7 +142,7 @@ async def _generated(
     given, config = _with_length(make_config(config, fields))
     many = is_many(prompt)
     if isinstance(prompt, (list, tuple)) and not prompt:  # no ids, or no prompts
-        raise ContextError("prompt is empty: give at least one token, or a list of some prompts")
+        raise ContextError("prompt is empty: pass at least one token or one prompt")
     prompts = _checked(lm, list(prompt) if many else [prompt], config, many)
     drafts = [make_drafts(lm, own, config, number * config.n) for number, own in enumerate(prompts)]
     with progress_bar(len(prompts) * config.n, is_shown, "generating") as bar:
@@ -210,7 +210,7 @@ def _warning_of_cuts(is_given: bool, ends: Sequence[Generation | GeneratedToken]
 def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> GenerationConfig:
     if config is not None and not isinstance(config, GenerationConfig):
         is_theirs = hasattr(config, "to_diff_dict")
-        hint = " of transformers: GenerationConfig.from_hf takes it" if is_theirs else ""
+        hint = " of transformers: convert it with GenerationConfig.from_hf" if is_theirs else ""
         raise GenerationConfigError(
             f"config must be a GenerationConfig, got {type(config).__name__}{hint}"
         )

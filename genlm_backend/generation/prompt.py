@@ -65,7 +65,7 @@ class Prompt:
 def _context(lm: AsyncLM, prompt: str | Chat | TokenIds, config: GenerationConfig) -> Context:
     info = config.mm_info
     if info is not None and isinstance(prompt, Context) and prompt.pictures is not None:
-        raise PictureError("the context begins with its pictures already: leave mm_info out")
+        raise PictureError("the context already has its pictures: leave mm_info out")
     if is_chat(prompt):
         prompt = _of_chat(lm, prompt, info is not None)
     elif not isinstance(prompt, str):
@@ -92,17 +92,17 @@ def _check_is_one(prompt: Any) -> None:
     """Raise a ``ContextTypeError`` for several prompts, a single message or no prompt."""
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
     if isinstance(prompt, Mapping) and "role" in prompt:
-        hint = ": a chat is a list of messages"
+        hint = ": pass a chat as a list of messages"
     elif isinstance(first, (list, tuple)) and len(prompt) == 1 and not is_chat(first):
-        hint = ": pass prompt[0], which is its one row"
+        hint = ": pass prompt[0], the only row"
     elif isinstance(first, (str, list, tuple)):
-        hint = ": call once for each of several prompts"
+        hint = ": call once for each prompt"
     elif isinstance(prompt, Iterable):
         return
     else:
         hint = ""
     raise ContextTypeError(
-        f"a prompt is a text, a chat's messages or token ids, got {shown(prompt)}{hint}"
+        f"a prompt must be a text, a chat's messages or token ids, got {shown(prompt)}{hint}"
     )
 
 
@@ -111,12 +111,12 @@ def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ContextError(
-                f"a message of a chat must be a mapping with a 'role', got {shown(message)}"
+                f"a chat message must be a mapping with a 'role', got {shown(message)}"
             )
         if not has_images and not isinstance(message.get("content"), str):
             raise ContextError(
-                "the content of a message must be text: images, sounds and other parts are not "
-                "understood here, but for pictures with mm_info=MultiMediaInfo(images=[…]); got "
+                "the content of a message must be text: pass images with "
+                "mm_info=MultiMediaInfo(images=[…]); sounds and other parts are not supported; got "
                 f"{shown(message)}"
             )
     processor = getattr(lm, "processor", None) if has_images else None
@@ -128,7 +128,7 @@ def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
     try:
         return source.apply_chat_template(list(messages), add_generation_prompt=True, **options)
     except Exception as error:  # a template may raise anything
-        raise ContextError(f"the chat template does not take these messages: {error}") from error
+        raise ContextError(f"the chat template does not accept these messages: {error}") from error
 
 
 def is_chat(text: object) -> TypeGuard[Chat]:
@@ -150,7 +150,7 @@ def _is_one(name: str, value: Any) -> Any:
 
 
 check_texts: Final[Check[tuple[Any, ...]]] = sequence(
-    _is_one, "a text, a chat's messages, or several of either (token ids go to start_request_ids)"
+    _is_one, "a text, a chat's messages, or a list of either (for token ids, use start_request_ids)"
 )
 
 
@@ -165,8 +165,8 @@ def check_is_ids(input_ids: Any) -> None:
     """Raise a ``ContextTypeError`` for a text, a chat or a tokenizer's whole output mapping."""
     if isinstance(input_ids, (Mapping, str)) or is_chat(input_ids):
         raise ContextTypeError(
-            f"input_ids must be token ids, got {type(input_ids).__name__}: a text or a chat goes "
-            "to start_request_text, of a tokenizer's mapping pass its 'input_ids'"
+            f"input_ids must be token ids, got {type(input_ids).__name__}: pass a text or a chat "
+            "to start_request_text, and only the 'input_ids' of a tokenizer's output"
         )
 
 
@@ -182,11 +182,11 @@ def _max_length(
     known = [limit for limit in limits if limit is not None]
     if not known:
         raise GenerationConfigError(
-            "max_new_tokens must be given: this model has no maximum of its own"
+            "max_new_tokens must be given: this model has no maximum length"
         )
     if min(known) <= prompt_length:
         raise ContextError(
-            f"the prompt has {prompt_length} tokens and leaves no room for another: "
+            f"the prompt has {prompt_length} tokens and leaves no room for a new one: "
             f"prompt and text may have {min(known)} together"
         )
     return min(known)

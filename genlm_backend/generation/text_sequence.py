@@ -195,8 +195,8 @@ class Sample(TextSequence):
         self._drawn = None
         if drawn.token_id < 0:
             raise ConstraintError(
-                f"no token may follow the {len(context)} that there are: a constraint, "
-                "bad_words_ids, no_repeat_ngram_size, min_length or min_new_tokens forbids each"
+                f"no token may follow the first {len(context)}: a constraint, bad_words_ids, "
+                "no_repeat_ngram_size, min_length or min_new_tokens forbids each"
             )
         token_id = drawn.token_id
         context.append(token_id)

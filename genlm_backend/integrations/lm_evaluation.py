@@ -150,20 +150,19 @@ class HarnessLM(TemplateLM):
     def _checked_prefix(self, given: int | None) -> int:
         if not hasattr(self.tokenizer, "bos_token_id"):
             raise OptionError(
-                "the model must have a tokenizer of transformers, got "
-                f"{type(self.tokenizer).__name__}"
+                f"the model must have a transformers tokenizer, got {type(self.tokenizer).__name__}"
             )
         named = (given, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         known = [token_id for token_id in named if token_id is not None]
         if not known:
-            raise OptionError("prefix_token_id must be given: the tokenizer names no such token")
+            raise OptionError("prefix_token_id must be given: the tokenizer has no BOS or EOS")
         return integer(0, len(self.lm.byte_vocab) - 1)("prefix_token_id", known[0])
 
     def _missing_begin(self) -> list[int]:
         """Return the BOS in a list, or an empty list if the tokenizer adds it itself."""
         begin = self.tokenizer.bos_token_id
         if begin is None:
-            raise OptionError("add_bos_token must be left out: the tokenizer names no such token")
+            raise OptionError("add_bos_token must be left out: the tokenizer has no BOS")
         return [] if adds_bos(self.tokenizer) else [begin]
 
     # ---------------------------------------------------------------- tokens
@@ -216,7 +215,7 @@ class HarnessLM(TemplateLM):
             others = [message for message in chat_history if message["role"] != "system"]
             if len(others) == len(chat_history):
                 raise
-            _log.warning("the chat template takes no system: its messages are left out")
+            _log.warning("the chat template rejects system messages: they are left out")
             return self.tokenizer.apply_chat_template(others, **options)
 
     # ---------------------------------------------------------------- log-likelihoods
@@ -286,7 +285,7 @@ class HarnessLM(TemplateLM):
         # The last token is never evaluated, so there is room for one more.
         most = self.max_length + 1 - len(continuation)
         if len(context) > most:
-            _log.warning("a context of %d tokens is cut to its last %d", len(context), most)
+            _log.warning("a context of %d tokens is truncated to its last %d", len(context), most)
         return context[-most:], continuation
 
     # ---------------------------------------------------------------- texts

@@ -202,14 +202,14 @@ class AsyncLM(Closing):
         """
         if images is not None:
             if isinstance(token_ids, Context) and token_ids.pictures is not None:
-                raise PictureError("the context begins with its pictures already")
+                raise PictureError("omit images: the context already begins with pictures")
             return self._pictured(token_ids, images)
         return self.contexts.of(token_ids)
 
     def _pictured(
         self, prompt: TokenIds | str, images: Sequence[Any] | Mapping[str, Any]
     ) -> Context:
-        raise PictureError(f"{type(self).__name__} takes no pictures: this model reads text alone")
+        raise PictureError(f"{type(self).__name__} accepts no pictures: this model reads only text")
 
     # ---------------------------------------------------------------- rows
 
@@ -819,9 +819,7 @@ class AsyncLM(Closing):
             AdapterError: (``ValueError``) If loading fails, or the model takes no adapters. The
                 old adapter then keeps the name.
         """
-        raise AdapterError(
-            f"{type(self).__name__} takes no LoRA adapters: {lora_name!r} is refused"
-        )
+        raise AdapterError(f"{type(self).__name__} accepts no LoRA adapters, got {lora_name!r}")
 
     def remove_lora(self, lora_name: str) -> None:
         """Remove a LoRA adapter that ``add_new_lora`` has loaded.
@@ -853,15 +851,15 @@ class AsyncLM(Closing):
     def set_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise an ``AdapterError``: each call names its adapter by ``lora_name``."""
         raise AdapterError(
-            "no adapter is active for all callers: load it by add_new_lora(lora_path, lora_name) "
-            "and pass lora_name= to each call"
+            "no adapter can be active for all callers: load it with add_new_lora(lora_path, "
+            "lora_name) and pass lora_name= to each call"
         )
 
     def clear_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise an ``AdapterError``: a call without ``lora_name`` uses the base model."""
         raise AdapterError(
-            "no adapter is active for all callers: a call without lora_name= is for the model "
-            "as it is; remove_lora(lora_name) removes an adapter"
+            "no adapter can be active for all callers: a call without lora_name= uses no adapter, "
+            "and remove_lora(lora_name) removes one"
         )
 
     # ---------------------------------------------------------------- housekeeping

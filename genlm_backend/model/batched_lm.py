@@ -135,7 +135,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         given, _ = self._parted(locals())
         self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
         if "check_cancelled" in vars(evaluator):  # another model has set it, as below
-            raise OptionError("the evaluator is another model's, whose thread calls it")
+            raise OptionError("the evaluator belongs to another model, whose thread calls it")
         self.output_device: torch.device = given["output_device"]
         self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
         self._adapters = AdapterNames()
@@ -389,7 +389,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         query = self._query(prompt_tokens, lora_name)
         if not self._call_for(query, lambda: self._evaluator.pin(query)) and self.kv_reuse:
             budget = self._evaluator.counts().state_bytes_budget
-            states = f", or its recurrent state into what is left of state_cache_bytes={budget}"
+            states = f", or its recurrent state into the rest of state_cache_bytes={budget}"
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
                 f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
@@ -427,7 +427,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         _check_writable(Path(where))
         query = self._query(token_ids, lora_name)
         if query.context.pictures is not None:
-            raise PictureError("a prompt that begins with pictures is not written into files")
+            raise PictureError("a prompt that begins with pictures cannot be saved to a file")
         self._call_for(query, lambda: self._evaluator.save_prefix(query, where))
 
     def load_prefix(self, path: str | Path, lora_name: str | None = None) -> Context:
@@ -475,7 +475,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def processor(self, processor: Any) -> None:
         if self._pictures is None:
             raise PictureError(
-                f"{type(self).__name__} takes no pictures: this model reads text alone"
+                f"{type(self).__name__} accepts no pictures: this model reads only text"
             )
         self._pictures.processor = processor
 
@@ -589,13 +589,13 @@ class BatchedLM(OfOneProcess, AsyncLM):
 def _check_writable(path: Path) -> None:
     """Raise an ``OSError`` if it is clear in advance that the file cannot be written."""
     if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
+        raise FileNotFoundError(errno.ENOENT, "no such directory", str(path.parent))
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "is a device or a pipe, and no file", str(path))
+        raise OSError(errno.EINVAL, "is a device or a pipe, not a file", str(path))
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, "files cannot be made in", str(path.parent))
+        raise PermissionError(errno.EACCES, "no permission to create files in", str(path.parent))
 
 
 class WholeLM(BatchedLM):
@@ -632,5 +632,5 @@ class ProcessLM(WholeLM):
             Exception: Any error of loading; the call can be repeated.
         """
         if not isinstance(self._evaluator, RestartableEvaluator):
-            raise ModelStateError("only a model of a process of its own can be restarted")
+            raise ModelStateError("only a model in a child process can be restarted")
         self._info = self._call(self._evaluator.restart)

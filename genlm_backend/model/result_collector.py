@@ -51,9 +51,9 @@ class AdapterNames:
     def get(self, name: str) -> Adapter:
         named = self._named
         if name not in named:
-            known = ", ".join(map(repr, sorted(named))) or "none are"
+            known = ", ".join(map(repr, sorted(named))) or "none"
             raise UnknownAdapterError(
-                f"{UNKNOWN_ADAPTER.format(name)} ({known}); see add_new_lora()"
+                f"{UNKNOWN_ADAPTER.format(name)} (loaded: {known}); load it with add_new_lora()"
             )
         return named[name]
 
@@ -63,7 +63,7 @@ class AdapterNames:
         if adapter is None or adapter in self._loaded:
             return None
         return UnknownAdapterError(
-            f"the LoRA adapter {adapter.name!r} has been removed or replaced since it was asked for"
+            f"the LoRA adapter {adapter.name!r} was removed or replaced after the query was made"
         )
 
 

@@ -142,8 +142,8 @@ def check_num_pictures(marker: str, num_markers: int, num_pictures: int) -> None
     """Raise a ``PictureError`` unless a prompt has exactly one marker per picture."""
     if num_markers != num_pictures:
         raise PictureError(
-            f"the prompt must hold {marker!r} once for each picture: it has {num_markers} of them, "
-            f"and the number of pictures is {num_pictures}"
+            f"the prompt must contain {marker!r} once per picture, got {num_markers} "
+            f"(number of pictures: {num_pictures})"
         )
 
 
@@ -151,7 +151,7 @@ def check_fits(token_ids: Sequence[int], max_length: int | None) -> None:
     """Raise a ``ContextError`` if a prompt with its pictures is longer than the model's maximum."""
     if max_length is not None and len(token_ids) > max_length:
         raise ContextError(
-            f"the prompt and its pictures are {len(token_ids)} tokens, more than the model's "
+            f"the prompt and its pictures have {len(token_ids)} tokens, more than the model's "
             f"maximum of {max_length}"
         )
 
@@ -159,7 +159,7 @@ def check_fits(token_ids: Sequence[int], max_length: int | None) -> None:
 def read_images(images: Any) -> list[Any]:
     """Return pictures as PIL images in RGB."""
     if getattr(images, "ndim", None) == 3:
-        raise PictureError("images must be a list of pictures, got a single one: pass [image]")
+        raise PictureError("images must be a list of pictures, got a single picture: pass [image]")
     return [read_image(image, number) for number, image in enumerate(listed("images", images))]
 
 
@@ -173,7 +173,9 @@ def read_image(image: Any, number: int) -> Any:
         ) from error
     try:
         if isinstance(image, str) and image.startswith(("http:", "https:", "data:")):
-            raise PictureError(f"picture {number} is a URL, which is not fetched: pass its bytes")
+            raise PictureError(
+                f"picture {number} is a URL, which is not fetched: pass the bytes of the file"
+            )
         if isinstance(image, (str, Path)):
             image = ImageOps.exif_transpose(Image.open(image))
         elif isinstance(image, (bytes, bytearray)):

@@ -60,13 +60,13 @@ def check_budgets(
     """Check that no option gives bytes to a part of a cache that is off."""
     if state_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
-            "kv_cache_bytes=0 keeps nothing, and so no recurrent states: "
-            f"state_cache_bytes={state_cache_bytes} is a part of it"
+            f"state_cache_bytes={state_cache_bytes} is a part of kv_cache_bytes, and "
+            "kv_cache_bytes=0 keeps nothing"
         )
     if host_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
-            "kv_cache_bytes=0 keeps no keys and values, so that none can go to the host: "
-            f"host_cache_bytes={host_cache_bytes} needs slots on the device too"
+            f"host_cache_bytes={host_cache_bytes} needs slots on the device too, and "
+            "kv_cache_bytes=0 keeps no keys and values there"
         )
 
 
@@ -75,22 +75,21 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
     if not size:
         if wanted is not None:
             raise OptionError(
-                f"state_cache_bytes={wanted} is for models with recurrent states, and {name} "
-                "keeps keys and values alone: give the bytes to kv_cache_bytes"
+                f"state_cache_bytes={wanted} needs a model with recurrent states, and {name} has "
+                "only keys and values: add the bytes to kv_cache_bytes"
             )
         return 0
     share = budget // 2 if attends else budget
     num_bytes = share if wanted is None else wanted
     if num_bytes > budget:
         raise OptionError(
-            f"state_cache_bytes={num_bytes} is a part of kv_cache_bytes, which is {budget} and "
-            "no more"
+            f"state_cache_bytes={num_bytes} is more than kv_cache_bytes={budget}, which includes it"
         )
     if num_bytes < size:
         raise OptionError(
-            f"the recurrent state of {name} after one token takes {size} bytes, and there are "
-            f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes, or "
-            "kv_cache_bytes=0 to keep nothing"
+            f"the recurrent state of {name} after one token takes {size} bytes, but only "
+            f"{num_bytes} are available: raise {'kv' if wanted is None else 'state'}_cache_bytes, "
+            "or set kv_cache_bytes=0 to cache nothing"
         )
     return num_bytes
 

@@ -63,7 +63,7 @@ class UInt4(Codec):
     ) -> None:
         super().__init__(width, dim, dtype)
         if dim % 2:
-            raise OptionError(f"uint4 is for heads of an even number of elements, not of {dim}")
+            raise OptionError(f"uint4 needs heads with an even number of elements, got {dim}")
         self._mean = mean
         self._group_size = math.gcd(dim, GROUP_SIZE)
         self._num_groups = width // self._group_size

@@ -194,7 +194,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Unpin and free everything; raises if a slot is allocated but not linked."""
         if self.slots.num_used != self._num_linked:
-            raise CacheError("cleared while slots are being filled")
+            raise CacheError("the cache was cleared while slots were being filled")
         slots = self.nodes.slot[: self.nodes.num_made]
         self.slots.free(slots[slots > 0])
         self.host_slots.free(-slots[slots < 0])

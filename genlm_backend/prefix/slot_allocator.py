@@ -46,7 +46,7 @@ class SlotAllocator:
     def allocate(self, count: int) -> NDArray[np.int64]:
         """Take ``count`` slots, int64; consecutive ones if a free range is long enough."""
         if count > self.num_slots - self.num_used:
-            raise OutOfSlotsError(f"{count} slots asked for, {self.num_free} free")
+            raise OutOfSlotsError(f"{count} slots requested, {self.num_free} free")
         self.num_used += count
         taken, missing = [np.empty(0, np.int64)], count
         while missing:
@@ -98,7 +98,7 @@ class SlotAllocator:
 
     def _add(self, start: int, stop: int) -> None:
         if start in self._stops:
-            raise CacheError("a slot is free twice")
+            raise CacheError("a slot was freed twice")
         self._stops[start], self._starts[stop] = stop, start
         bisect.insort(self._by_size, (stop - start, start))
 

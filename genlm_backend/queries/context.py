@@ -75,7 +75,7 @@ class Context(Sequence[int]):
     pictures: Pictures | None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        raise TypeError("a Context is made by lm.context(token_ids)")
+        raise TypeError("a Context cannot be constructed directly: use lm.context(token_ids)")
 
     @classmethod
     def of(
@@ -119,7 +119,7 @@ class Context(Sequence[int]):
     def __radd__(self, token_ids: Any) -> Context:
         """Return a new context with token ids prepended, after checking them."""
         if self.pictures is not None:
-            raise PictureError("nothing can be put before the pictures that a context begins with")
+            raise PictureError("nothing can be prepended to a context that begins with pictures")
         return self.contexts.of(token_ids).followed_by(self.packed().tobytes())
 
     def followed_by(self, packed: bytes) -> Context:
@@ -145,14 +145,14 @@ class Context(Sequence[int]):
                 return self._first(stop)
             packed = self.packed()[index]
             if self.pictures is not None and len(packed) and min(packed) < 0:
-                raise PictureError("a slice that holds pictures begins with the first token")
+                raise PictureError("a slice that contains pictures must start at the first token")
             return Context.of(self.contexts, packed.tobytes())
         try:
             position = range(len(self))[index]
         except IndexError:
-            raise IndexError(f"index {index} of a context of {len(self)} tokens") from None
+            raise IndexError(f"index {index} is outside a context of {len(self)} tokens") from None
         except TypeError:
-            message = f"a context's indices must be integers or slices, got {index!r}"
+            message = f"context indices must be integers or slices, got {index!r}"
             raise TypeError(message) from None
         block, rest = divmod(position, TOKENS_PER_BLOCK)
         packed = self.blocks[block] if block < len(self.blocks) else self.tail
@@ -166,8 +166,8 @@ class Context(Sequence[int]):
         if self.pictures is not None and count < self.pictures.num_tokens:
             if len(first) and min(first.packed()) < 0:
                 raise PictureError(
-                    f"the first {count} tokens hold a part of the pictures that the context begins "
-                    f"with, which are its first {self.pictures.num_tokens}"
+                    f"the first {count} tokens contain only a part of the pictures, which are the "
+                    f"first {self.pictures.num_tokens} tokens of the context"
                 )
             first.pictures = None
         return first
@@ -248,11 +248,11 @@ class ContextFactory:
             self._check_owner(token_ids)
             if (pictures := token_ids.pictures) is not None:
                 return self._with_pictures(token_ids, pictures)
-        ids = [*_listed(token_ids, name)]  # a copy, so that no other thread changes it
+        ids = [*_listed(token_ids, name)]  # a copy, which no other thread can change
         if self.image_token_id is not None and self.image_token_id in ids:
             raise PictureError(
-                f"{name} holds {self.image_token_id}, which stands for a part of a picture: "
-                "lm.context(prompt, images=[…]) makes a context of it, and context + [token] more"
+                f"{name} contains the image token {self.image_token_id}: make a context with "
+                "lm.context(prompt, images=[…]), and extend it with context + [token]"
             )
         context = Context.of(self, self._packed(ids))
         if context.blocks:  # equal blocks share one object: less memory, faster comparisons
@@ -264,7 +264,7 @@ class ContextFactory:
     def _with_pictures(self, context: Context, pictures: Pictures) -> Context:
         is_known = pictures.image_token_id == self.image_token_id
         if not is_known or pictures.reader != self.image_reader:
-            raise PictureError("the context begins with pictures, and this model sees none like it")
+            raise PictureError("the context begins with pictures that this model cannot read")
         rest = context.packed(pictures.num_tokens)
         self._packed(list(rest))
         return Context.of(self, context.packed().tobytes(), pictures=pictures)
@@ -309,7 +309,7 @@ class ContextFactory:
         """Check token ids, which may include image tokens, and pack them as 32-bit integers."""
         self._check_owner(token_ids)
         if isinstance(token_ids, Context) and token_ids.pictures is not None:
-            raise PictureError(f"{name} begins with pictures, which nothing can come before")
+            raise PictureError(f"{name} begins with pictures, which nothing may precede")
         return self._packed([*_listed(token_ids, name)])
 
     def _packed(self, ids: list[Any]) -> bytes:
@@ -333,8 +333,8 @@ class ContextFactory:
     def _check_owner(self, token_ids: Any) -> None:
         if isinstance(token_ids, Context) and token_ids.contexts not in (self, _NOBODYS):
             raise ContextError(
-                "this Context is of another model, whose ids mean other tokens: "
-                "pass list(context) if they are meant all the same"
+                "the Context was made by another model, whose ids may mean other tokens: "
+                "pass list(context) to use its ids with this model"
             )
 
 
@@ -382,7 +382,7 @@ def _listed(token_ids: Any, name: str) -> list[Any]:
         try:
             token_ids = token_ids.tolist()
         except (RuntimeError, TypeError) as error:  # a tensor on "meta", or a sparse one
-            raise ContextTypeError(f"{name} hold no integers: {shown(token_ids)}") from error
+            raise ContextTypeError(f"{name} must be integers, got {shown(token_ids)}") from error
     elif isinstance(token_ids, Mapping):  # the output of a tokenizer or chat template
         ids = token_ids.get("input_ids")
         hint = _way_out(ids, "its input_ids") or (
@@ -393,7 +393,7 @@ def _listed(token_ids: Any, name: str) -> list[Any]:
         hint = _way_out(token_ids, name)
         raise ContextTypeError(f"{name} must be integers, got {shown(token_ids)}{hint}")
     elif isinstance(token_ids, (set, frozenset)):
-        raise ContextTypeError(f"{name} must be in order, got a {type(token_ids).__name__}")
+        raise ContextTypeError(f"{name} must be ordered, got a {type(token_ids).__name__}")
     elif isinstance(token_ids, (str, bytes, bytearray)):
         raise ContextTypeError(
             f"{name} must be integers, got {type(token_ids).__name__}: encode the text with "
@@ -420,8 +420,8 @@ def _way_out(ids: Any, name: str) -> str:
     """Return a hint to end an error message on two-dimensional token ids; '' for other shapes."""
     num_rows = _num_rows(ids)
     if num_rows == 1:
-        return f": pass {name}[0], which is its one row"
-    return f": pass one of its rows, such as {name}[0], without padding" if num_rows else ""
+        return f": pass {name}[0], the only row"
+    return f": pass a single row, such as {name}[0], without padding" if num_rows else ""
 
 
 _token_id = integer()
@@ -433,5 +433,5 @@ def _to_int(token_id: Any) -> int:
     except OptionTypeError:
         hint = "; pass its token_id" if hasattr(token_id, "token_id") else ""
         if not hint and isinstance(token_id, (list, tuple, Context)):
-            hint = "; a context + several makes a longer one"
+            hint = "; append several with context + token_ids"
         raise ContextTypeError(f"token ids must be integers, got {shown(token_id)}{hint}") from None

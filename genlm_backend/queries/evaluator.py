@@ -235,7 +235,7 @@ class Evaluator(abc.ABC):
             OSError: If the file cannot be written; no partial file stays.
         """
         raise CacheError(
-            f"{type(self).__name__} writes no prefixes into files; cache_kv keeps them"
+            f"{type(self).__name__} cannot save prefixes to files; keep them with cache_kv"
         )
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
@@ -246,7 +246,7 @@ class Evaluator(abc.ABC):
             CacheError: If there is no room for them, or no cache.
             OSError: If the file cannot be read.
         """
-        raise CacheError(f"{type(self).__name__} reads no prefixes from files")
+        raise CacheError(f"{type(self).__name__} cannot load prefixes from files")
 
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
@@ -260,7 +260,7 @@ class Evaluator(abc.ABC):
         Raises:
             PictureError: If the model takes no pictures.
         """
-        raise PictureError(f"{type(self).__name__} sees no pictures")
+        raise PictureError(f"{type(self).__name__} accepts no pictures")
 
     @abc.abstractmethod
     def add_adapter(self, adapter: Adapter, path: str) -> None:
@@ -352,7 +352,7 @@ class StatelessEvaluator(Evaluator):
     @final
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Refuse every adapter."""
-        raise AdapterError(f"{type(self).__name__} takes no adapters: {adapter.name!r} is refused")
+        raise AdapterError(f"{type(self).__name__} accepts no adapters, got {adapter.name!r}")
 
     @final
     def remove_adapter(self, adapter: Adapter) -> None:

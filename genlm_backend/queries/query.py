@@ -98,7 +98,7 @@ class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes], Query):
         return query
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a Query cannot be changed")
+        raise AttributeError("a Query is immutable")
 
     def __reduce__(self) -> tuple[type[RowQuery], tuple[Context, Adapter | None]]:
         return RowQuery, (self.context, self.adapter)

@@ -69,7 +69,7 @@ def draw_token(scores: Floats, temperature: float, uniform: Callable[[], float])
     check_possible(largest, OptionError)
     is_share = 0 < largest <= 1 and len(scores) > 10 and scores.min() >= 0
     if is_share and abs(scores.sum(dtype=np.float64) - 1) < 1e-3:
-        raise OptionError("row has probabilities: pass their logarithms, row.log()")
+        raise OptionError("row contains probabilities: pass their logarithms, row.log()")
     if temperature == 0:
         return int(scores.argmax())
     return Inversion(weights_of(scores, largest, temperature)).index(uniform())
@@ -99,8 +99,8 @@ def check_possible(score: float, error: type[Exception] = EvaluationError) -> No
 # -------------------------------------------------------------------- masks of allowed tokens
 
 _NO_TOKEN: Final = (
-    "{} has no token: nothing can be drawn, as behind the end of a constraint (is_ended); "
-    "impossible='return' returns a draw without a token"
+    "{} contains no token, as after the end of a constraint (is_ended): pass "
+    "impossible='return' to get a draw without a token"
 )
 
 
@@ -125,7 +125,7 @@ class PackedMask:
     def __and__(self, allowed: Allowed) -> PackedMask:
         other = packed_mask(allowed, self.vocab_size, may_be_empty=True)
         if other is None:
-            raise OptionTypeError("a mask cannot be joined with None")
+            raise OptionTypeError("a mask cannot be combined with None")
         both = int.from_bytes(self.bits, "big") & int.from_bytes(other, "big")
         return PackedMask(both.to_bytes(len(self.bits), "big"), self.vocab_size)
 
@@ -155,7 +155,7 @@ def packed_mask(
         return allowed.bits
     if callable(getattr(allowed, "mask", None)) and hasattr(allowed, "fork"):
         raise OptionTypeError(
-            f"{name} is a constraint: pass constraint.mask(), or those of Constraint.masks"
+            f"{name} is a constraint: pass constraint.mask(), or the masks of Constraint.masks"
         )
     if isinstance(allowed, list) and allowed and all(type(own) is bool for own in allowed):
         raise OptionTypeError(f"{name} is a list of bools: pass numpy.array({name})")
@@ -163,8 +163,8 @@ def packed_mask(
     if isinstance(values, np.ndarray) and values.dtype == bool:
         if values.shape != (vocab_size,):
             raise OptionError(
-                f"{name} must be one of {vocab_size} elements, as the vocabulary has; got the "
-                f"shape {values.shape}"
+                f"{name} must have {vocab_size} elements, one per token id; got the shape "
+                f"{values.shape}"
             )
         mask = values
     else:
@@ -203,7 +203,7 @@ def _check_bits(name: str, mask: PackedMask, vocab_size: int) -> None:
         raise OptionTypeError(f"the bits of {name} must be bytes, got {shown(mask.bits)}")
     if mask.vocab_size != vocab_size or len(mask.bits) != -(-vocab_size // 8):
         raise OptionError(
-            f"{name} must be a mask of {vocab_size} tokens, as the vocabulary has; got one of "
+            f"{name} must be a mask of {vocab_size} tokens, one per token id; got one of "
             f"{mask.vocab_size} in {len(mask.bits)} bytes"
         )
 
@@ -235,7 +235,7 @@ def checked_row(row: Any, vocab_size: int) -> Floats:
         raise OptionTypeError(f"row must be a tensor or array of floats, got {shown(row)}{hint}")
     if row.shape != (vocab_size,):
         raise OptionError(
-            f"row must be one of {vocab_size} elements, as the vocabulary has; got the shape "
+            f"row must have {vocab_size} elements, one per token id; got the shape "
             f"{tuple(row.shape)}"
         )
     return as_scores(row)
@@ -261,8 +261,8 @@ def uniform_of(generator: Any) -> Callable[[], float]:
         return generator.random
     if not isinstance(generator, torch.Generator):
         raise OptionTypeError(
-            "generator must be a numpy.random.Generator or torch.Generator, which goes on from "
-            f"draw to draw, such as np.random.default_rng(seed); got {shown(generator)}"
+            "generator must be a numpy.random.Generator or torch.Generator, kept from draw to "
+            f"draw, such as np.random.default_rng(seed); got {shown(generator)}"
         )
     options: dict[str, Any] = {"dtype": torch.float64, "device": generator.device}
     return lambda: float(torch.rand((), generator=generator, **options))

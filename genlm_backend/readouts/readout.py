@@ -196,7 +196,7 @@ def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
     kinds: defaultdict[type[Readout], list[int]] = defaultdict(list)
     for i, (readout, row) in enumerate(zip(readouts, rows, strict=True)):
         if row.is_nan:
-            answers[i] = EvaluationError("the model says NaN of what comes next here")
+            answers[i] = EvaluationError("the model's next-token log-probabilities are NaN")
         else:
             kinds[type(readout)].append(i)
     for kind, of_kind in kinds.items():

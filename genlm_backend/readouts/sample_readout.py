@@ -174,8 +174,8 @@ def _impossible(drawing: SampleReadout, largest: float) -> Draw | EvaluationErro
         return NO_DRAW
     if largest == -math.inf and drawing.allowed is not None:
         return EvaluationError(
-            "no token can be chosen from a row in which no allowed token has a probability; "
-            "impossible='return' answers with a draw of no token"
+            "no token can be chosen from a row in which all allowed tokens have probability 0: "
+            "pass impossible='return' to get a draw without a token"
         )
     try:
         check_possible(largest)
@@ -511,8 +511,8 @@ def drawings_of(
         are_ids = bool(given) and isinstance(given[0], (int, np.integer))
         if len(given) != num_draws or are_ids:
             raise OptionError(
-                f"allowed must be one for each context: got {len(given)} for {num_draws} contexts; "
-                "token ids for all of them are [ids] * len(contexts), and a mask is an array of "
+                f"allowed must have one element per context, got {len(given)} for {num_draws} "
+                "contexts: for all of them, pass [ids] * len(contexts), or a mask as an array of "
                 "bools"
             )
         may_fail = alike["may_fail"]

@@ -229,7 +229,7 @@ class ScoreQuery(Query):
         kind = (
             "float32 [{}]" if self.beside == NO_EXTRAS else f"float64 [{{}}, {self.beside.width}]"
         )
-        return f"a tensor of {kind.format(self.num_targets)} for a scoring of so many tokens"
+        return f"a tensor of {kind.format(self.num_targets)} for a ScoreQuery"
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
         """Return whether ``answer`` is a tensor of the expected dtype and shape."""
@@ -256,9 +256,9 @@ def check_scorings(
         before = [contexts.check_context(prompt, max_length, name="prompt")] * len(behind)
     if len(before) != len(behind):
         raise OptionError(
-            "prompts and continuations belong together one by one, "
-            f"got {len(before)} prompts and {len(behind)} continuations; a continuation that is "
-            "for all prompts is [continuation] * len(prompts)"
+            "prompts and continuations must be equal in number, "
+            f"got {len(before)} prompts and {len(behind)} continuations: to score one after all "
+            "prompts, pass [continuation] * len(prompts)"
         )
     scorings = []
     for prompt, continuation in zip(before, behind, strict=True):

@@ -74,14 +74,16 @@ _QUERY: Final = operator.attrgetter("query")
 
 def _checked(readout: Any, query: RowQuery) -> Readout:
     if not isinstance(readout, Readout):
-        raise OptionTypeError(f"readout must make a Readout of the query, got {shown(readout)}")
+        raise OptionTypeError(f"readout must return a Readout of its query, got {shown(readout)}")
     if getattr(readout, "query", None) is not query:
         name = type(readout).__name__
-        raise OptionTypeError(f"readout must make one of the query, got a {name} of none or others")
+        raise OptionTypeError(
+            f"readout must return a Readout of its query, got a {name} of another or of none"
+        )
     try:
         hash(readout)
     except TypeError as error:
-        raise OptionTypeError(f"readout must make a value that can be hashed: {error}") from error
+        raise OptionTypeError(f"readout must return a hashable Readout: {error}") from error
     return readout
 
 
@@ -210,7 +212,7 @@ def packed_groups(groups: Any, vocab_size: int) -> tuple[bytes, ...]:
     for i, group in enumerate(listed("groups", groups)):
         mask = packed_mask(group, vocab_size, True, f"groups[{i}]")
         if mask is None:
-            raise OptionTypeError(f"groups[{i}] must be some tokens, got None")
+            raise OptionTypeError(f"groups[{i}] must be token ids or a mask, got None")
         packed.append(mask)
     return tuple(packed)
 
@@ -229,7 +231,7 @@ def own_top(found: TopTokens, str_vocab: Sequence[str]) -> TopTokens:
 
 def chosen_of(chosen: Any, vocab_size: int) -> ReadoutOf:
     if isinstance(chosen, Set):
-        raise OptionTypeError(f"chosen must be in an order, got a {type(chosen).__name__}")
+        raise OptionTypeError(f"chosen must be ordered, got a {type(chosen).__name__}")
     values = as_ids_or_bools("chosen", chosen)
     values = values.tolist() if isinstance(values, np.ndarray) else values
     ids = tuple(_IDS("chosen", values))

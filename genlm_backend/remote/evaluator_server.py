@@ -64,13 +64,13 @@ class EvaluatorServer:
 
     def _check_cancelled(self) -> None:
         if self._dropped >= self._current:
-            raise QueryDroppedError("ended before the query was answered")
+            raise QueryDroppedError("the evaluation ended before the query was answered")
 
     def _answer(self, method: str, packed: bytes) -> Any:
         if method == "open":  # the caller starts with a new encoder
             self._receiver = ArgumentDecoder()
         elif self._evaluator is None:  # a restarted actor has lost its evaluator
-            raise EngineDiedError("Ray restarted the actor of a replica, which has lost its model")
+            raise EngineDiedError("Ray restarted the replica's actor, which has lost its model")
         arguments = self._receiver.arguments(packed)
         if arguments is None:
             return UnknownPictures()
@@ -91,7 +91,8 @@ class EvaluatorServer:
         own = version and library_version()
         if own != version:
             raise ModelStateError(
-                f"genlm-backend {own} is installed where the replica is, and {version} here"
+                f"the replica has genlm-backend {own} installed, and the caller has {version}: "
+                "install the same version"
             )
         if self._evaluator is not None:
             self._evaluator.close()
@@ -100,8 +101,8 @@ class EvaluatorServer:
             make = pickle.loads(made_by)
         except Exception as error:
             raise EvaluationError(
-                f"the process of the model cannot import what makes it ({error}); what is defined "
-                "in a script or a notebook has to be in a module of its own"
+                f"the model's process cannot import the code that makes it ({error}): move "
+                "definitions from a script or a notebook into a module"
             ) from error
         evaluator = make()
         if not isinstance(evaluator, Evaluator):

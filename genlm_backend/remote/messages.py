@@ -56,7 +56,7 @@ class PackedError(NamedTuple):
             error = value.error() if isinstance(value, _Parts) else value
         except Exception:  # its class cannot be imported here
             error = EvaluationError(self.said)
-        error.add_note(f"Raised where the model lives:\n{self.where}")
+        error.add_note(f"Raised in the model's process:\n{self.where}")
         return error
 
 

@@ -58,7 +58,7 @@ class ProcessEvaluator(RemoteEvaluator):
     def __init__(self, make: Callable[[], Evaluator]) -> None:
         super().__init__()
         if os.name != "posix":
-            raise OptionError("a process of the model's own needs Linux or macOS")
+            raise OptionError("a model in a child process needs Linux or macOS")
         self._made_by = pickled("make", function("make", make))
         self._child: ChildProcess | None = None
 
@@ -74,7 +74,7 @@ class ProcessEvaluator(RemoteEvaluator):
 
     def _check_alive(self) -> None:
         if self._child is None:
-            raise EngineDiedError("the model has no process; restart() loads it")
+            raise EngineDiedError("the model has no process: load it with restart()")
 
     def _reply(self, method: str, packed: bytes) -> Reply:
         assert self._child is not None
@@ -104,7 +104,7 @@ def pickled(name: str, value: Any) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # pickling an object may raise any type
-        raise OptionTypeError(f"{name} cannot be given to another process: {error}") from error
+        raise OptionTypeError(f"{name} cannot be sent to another process: {error}") from error
 
 
 @final
@@ -175,8 +175,8 @@ class ChildProcess:
         except (EOFError, OSError):
             if not self._finalizer.alive:
                 raise QueryDroppedError(
-                    "the process of the model was ended before the query was answered: the "
-                    "interpreter exits"
+                    "the model's process ended before the query was answered: the interpreter is "
+                    "exiting"
                 ) from None
             raise self.how_it_ended() from None
 
@@ -187,18 +187,18 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self.end(0)
             return EngineDiedError(
-                f"the process {self.process_id} that the model lives in has closed its connection "
-                "and was ended; restart() loads it again"
+                f"the model's process {self.process_id} has closed its connection and was ended: "
+                "reload the model with restart()"
             )
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was killed by {_signal_name(-code)}"
-            how += ", as systems do that run out of memory" if -code == signal.SIGKILL else ""
+            how += ", as happens when memory runs out" if -code == signal.SIGKILL else ""
         self._relay.join(1)
         said = "".join(self._output).strip()
         return EngineDiedError(
-            f"the process {self.process_id} that the model lives in {how}; restart() loads it "
-            "again" + (f". It said last:\n{said}" if said else "")
+            f"the model's process {self.process_id} {how}: reload the model with restart()"
+            + (f". Its last output:\n{said}" if said else "")
         )
 
     def end(self, seconds: float) -> None:

@@ -102,7 +102,7 @@ class RayEvaluator(RemoteEvaluator):
 
     def _check_alive(self) -> None:
         if self._actor is None:
-            raise EngineDiedError("the replica has no actor; restart() starts one")
+            raise EngineDiedError("the replica has no actor: start one with restart()")
         if not self._is_of_this_session():
             raise EngineDiedError("Ray has been shut down, and the replica's actor with it")
 
@@ -121,7 +121,7 @@ class RayEvaluator(RemoteEvaluator):
             raise
         except RayError as error:
             reason = " ".join(str(error).split())
-            raise EngineDiedError(f"the actor of a replica has died: {reason}") from error
+            raise EngineDiedError(f"the actor of the replica has died: {reason}") from error
         self._table = reply.table
         return reply
 
@@ -156,8 +156,8 @@ class RayEvaluator(RemoteEvaluator):
                 is_told = True
                 asked = {n: self._options[n] for n in ("num_cpus", "num_gpus")}
                 logger.warning(
-                    "a replica waits for Ray to place it: it asks for %s, and of the cluster's %s "
-                    "there are free %s",
+                    "a replica is waiting for Ray to place it: it needs %s; the cluster has %s, "
+                    "with %s free",
                     asked,
                     _countable(ray.cluster_resources()),
                     _countable(ray.available_resources()),
@@ -214,7 +214,7 @@ def connect(address: Any = None) -> None:
     try:
         import ray
     except ImportError as error:
-        raise MissingExtraError("Ray is needed: pip install 'genlm-backend[ray]'") from error
+        raise MissingExtraError("Ray is not installed: pip install 'genlm-backend[ray]'") from error
     if ray.is_initialized():
         return
     where = address or os.environ.get("RAY_ADDRESS")
@@ -225,7 +225,7 @@ def connect(address: Any = None) -> None:
         if where is None:
             raise
         said = str(error).strip().split("\n")[0]
-        raise OptionError(f"address: no Ray cluster answers at {where!r}: {said}") from error
+        raise OptionError(f"no Ray cluster answers at the address {where!r}: {said}") from error
 
 
 def _check_answers(address: str | None) -> None:

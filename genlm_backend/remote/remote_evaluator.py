@@ -200,7 +200,7 @@ class RemoteEvaluator(RestartableEvaluator):
                 self._loaded.add(adapter)
             except AdapterError as error:  # its files may be gone
                 self._lost[adapter] = str(error)
-                logger.warning("the adapter %r could not be loaded again: %s", adapter.name, error)
+                logger.warning("the adapter %r could not be reloaded: %s", adapter.name, error)
 
     @final
     def counts(self) -> EvaluatorCounts:

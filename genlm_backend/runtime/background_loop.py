@@ -61,8 +61,8 @@ class BackgroundLoop:
 
     def _error(self) -> BatcherClosedError:
         if self._is_closed:
-            return BatcherClosedError(f"{self._name} has been closed and answers no more")
-        return BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
+            return BatcherClosedError(f"{self._name} has been closed and accepts no more calls")
+        return BatcherClosedError(f"{self._name} cannot answer: the interpreter is exiting")
 
     @property
     def is_closed(self) -> bool:

@@ -71,7 +71,7 @@ def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
             raise error.__cause__ from None
         raise
     coroutine.close()
-    raise RuntimeError("the coroutine waited for an event loop")
+    raise RuntimeError("the coroutine awaited a future, which needs an event loop")
 
 
 @functools.lru_cache(maxsize=1024)  # saves some microseconds per draw

@@ -10,8 +10,8 @@ from typing import Final, NoReturn, final
 from genlm_backend.errors import ForkedError, NotPicklableError
 
 _MAKE_IT_THERE: Final = (
-    "make the model, engine or trie in the process that uses it, after the fork or in one that "
-    "spawn has started (for a DataLoader of torch, in its worker_init_fn)"
+    "make the model, engine or trie in the process that uses it, after the fork or in a spawned "
+    "process (for a torch DataLoader, in its worker_init_fn)"
 )
 
 _process = os.getpid()
@@ -53,8 +53,8 @@ class ProcessLock:
         if self._owner != _process:
             if self._is_claimed:
                 raise ForkedError(
-                    f"used in process {_process}, which was forked from process {self._owner} "
-                    f"where it lives: its threads are not here; {_MAKE_IT_THERE}"
+                    f"used in process {_process}, a fork of process {self._owner} without its "
+                    f"threads: {_MAKE_IT_THERE}"
                 )
             self._owner, self._lock = _process, self._make()  # the old one may stay locked forever
         return self._lock

@@ -121,10 +121,9 @@ class LocalEvaluator(Evaluator):
         rooms = [f"the keys and values of {num_slots} tokens"] if num_slots else []
         rooms += [f"{num_states} recurrent states"] if num_states else []
         said = (
-            f"the cache has room for {' and '.join(rooms)}, and the contexts in use need more: "
+            f"the cache has room for {' and '.join(rooms)}, but the contexts in use need more: "
             f"{num_again} of {num_computed} tokens were computed again, or could not be kept. "
-            f"Raise kv_cache_bytes (now {cache.budgets.kv}), or ask for fewer contexts at "
-            "a time"
+            f"Raise kv_cache_bytes (now {cache.budgets.kv}), or query fewer contexts at a time"
         )
         logger.warning(said)
         # Callers are on other threads: a source line of this thread would not help them.

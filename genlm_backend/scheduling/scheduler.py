@@ -178,10 +178,10 @@ class Scheduler:
             return self.row_alone(RowQuery(query.context, query.adapter))
         limit = int(self.can.max_cacheable_len)
         return ContextError(
-            f"a text of {len(query.context) + 1} tokens is scored at once up to {limit + 1}: "
-            f"beyond {limit} tokens, this model reads all positions otherwise, so that each score "
-            f"is of another pass. Load it with max_length={limit}, and surprisal scores longer "
-            "texts in windows; next_token_logprobs takes any length"
+            f"a text of {len(query.context) + 1} tokens is longer than the {limit + 1} that can "
+            f"be scored at once: beyond {limit} tokens, this model encodes all positions "
+            f"differently, so each score needs a separate pass. Load it with max_length={limit}, "
+            "and surprisal scores longer texts in windows; next_token_logprobs accepts any length"
         )
 
     def run_uncached(self, queries: list[Query], *, pads: bool = True) -> list[Result]:
@@ -284,7 +284,7 @@ class Scheduler:
         if num_tokens > self.can.max_cacheable_len:
             raise CacheError(
                 f"contexts of more than {self.can.max_cacheable_len} tokens are run whole, and "
-                "nothing is kept of them"
+                "not cached"
             )
 
     def computed(self, query: RowQuery) -> int | None:
@@ -298,7 +298,9 @@ class Scheduler:
                 self.evaluate([query.prefix(size - 1)])
         (row,) = self.evaluate([query])
         if self.cache.keeps and row.is_nan:
-            raise CacheError("the model says NaN after this context, so that it is not kept")
+            raise CacheError(
+                "the model's row after this context is NaN, so the context is not cached"
+            )
         node = self.cache.match(query.context, query.adapter, size)
         is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
         if is_kept and tree.states.num_states:  # bring its state to the device

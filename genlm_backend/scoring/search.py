@@ -245,7 +245,7 @@ async def prefix_logprob(
     given = _checked(lm, {"max_rest": _MAX_REST, **options})
     words: Words = given["words"]
     if words != NOT_BLANK and not word_ends:
-        raise OptionError("words is for word_ends=True")
+        raise OptionError("words applies only with word_ends=True")
     data = _bytes_of(text, word_ends and words == NOT_BLANK)
     begin = lm.contexts.check_context(context_ids(lm, context), lm.max_length, name="context")
     log_share = math.log(given["max_rest"]) if given["max_rest"] else -math.inf
@@ -438,11 +438,10 @@ def _bytes_of(text: Any, word_ends: bool) -> bytes:
     try:
         data = text.encode() if isinstance(text, str) else bytes(text)
     except UnicodeEncodeError as error:
-        raise ContextError(f"text must be of characters: {error}") from error
+        raise ContextError(f"text cannot be encoded as UTF-8: {error}") from error
     if word_ends and ends_blank(data):
         raise ContextError(
-            f"text must end with its last word where word_ends=True, and not with a blank: "
-            f"got {shown(text)}"
+            f"text must end with a word if word_ends=True, and not with a blank: got {shown(text)}"
         )
     return data
 
@@ -476,7 +475,7 @@ class _Ways:
         self._alphabet, self._byte_vocab, self._data = lm.alphabet, lm.byte_vocab, data
         self._words, self._word_ends = words, word_ends
         wanted = [data + blank for blank in BLANKS] if word_ends else [data]
-        # With words of the caller's own, the longest blank stands for an unfinished character.
+        # If the caller defines words, the longest blank stands for an unfinished character.
         self.longest = max(map(len, wanted))
         self._is_default = words == NOT_BLANK
         self._wanted = wanted if self._is_default else [data]
@@ -541,11 +540,11 @@ def _spans_to_the_end(data: bytes, words: Words) -> tuple[str, list[Span]]:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise ContextError(f"text must be UTF-8 where words are given: {error}") from error
+        raise ContextError(f"text must be UTF-8 if words is given: {error}") from error
     spans = spans_of(words, text)
     if not spans or spans[-1][1] < len(text):
         raise ContextError(
-            f"text must end with its last word where word_ends=True, got {shown(text)}, "
+            f"text must end with a word if word_ends=True, got {shown(text)}, "
             f"whose words are at {spans}"
         )
     return text, spans

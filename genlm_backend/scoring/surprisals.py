@@ -124,7 +124,7 @@ class Surprisals(list[Surprisal]):
     def __repr__(self) -> str:
         parts = (f"{each.text!r} {each.surprisal:.2f}" for each in itertools.islice(self, 6))
         more = ", …" if len(self) > 6 else ""
-        return f"Surprisals({', '.join(parts)}{more}; {self.unit}, behind {self._behind!r})"
+        return f"Surprisals({', '.join(parts)}{more}; {self.unit}, after {self._behind!r})"
 
     def to_dataframe(self) -> Any:
         """Return a ``pandas.DataFrame`` with a row per surprisal and a column per attribute.
@@ -287,19 +287,21 @@ class _Asked:
         self.lm, self.by, self.progress = lm, given["by"], given["progress"]
         self.words: Words = given["words"]
         if self.by != "word" and "words" in options:
-            raise OptionError("words is for by='word'")
+            raise OptionError("words applies only with by='word'")
         self.unit, self.stride = given["unit"], given["stride"]
         self.lora_name: str | None = given["lora_name"]
         has_blanks = self.by == "word" and self.words == NOT_BLANK
         if given["word_ends"] and not has_blanks:
             raise OptionError(
-                "word_ends=True is for words that blanks separate: leave out by and words"
+                "word_ends=True applies only to words between blanks: leave out by and words"
             )
         self._contexts: Any = given["contexts"]
         if self._contexts is None:
             self._begin = self._begin_of(given["context"], "context")
         elif given["context"] is not None:
-            raise OptionError("context is for all texts, and contexts has one for each: give one")
+            raise OptionError(
+                "context is for all texts, and contexts has one for each: pass only one"
+            )
         has_ends = has_blanks and given["word_ends"] is not False
         groups = [word_begins(lm)] if has_ends else []
         self.begins: NDArray[np.bool_] | None = groups[0].unpacked().numpy() if groups else None
@@ -310,12 +312,14 @@ class _Asked:
     def read(self, texts: Any) -> tuple[bool, list[_Text]]:
         if isinstance(texts, str):
             if self._contexts is not None:
-                raise OptionError("contexts is for texts in a list: give a single text its context")
+                raise OptionError(
+                    "contexts is for a list of texts: for a single text, pass context"
+                )
             return False, [_Text(self, texts, "texts", *self._begin)]
         many = listed("texts", texts)
         for i, text in enumerate(many):
             if not isinstance(text, str):
-                hint = "; lm.score takes token ids" if isinstance(text, (int, list)) else ""
+                hint = "; for token ids, use lm.score" if isinstance(text, (int, list)) else ""
                 raise OptionTypeError(f"texts[{i}] must be a string, got {shown(text)}{hint}")
         begins = [self._begin] * len(many) if self._contexts is None else self._begins(len(many))
         pairs = enumerate(zip(many, begins, strict=True))
@@ -325,7 +329,7 @@ class _Asked:
         contexts = listed("contexts", self._contexts)
         if len(contexts) != num_texts:
             raise OptionError(
-                "contexts belong to texts one by one, "
+                "contexts must have one for each text, "
                 f"got {len(contexts)} contexts for {num_texts} texts"
             )
         return [self._begin_of(own, f"contexts[{i}]") for i, own in enumerate(contexts)]
@@ -363,17 +367,17 @@ class _Text:
         most = len(ids) if max_length is None else max_length - len(begin) + 1
         if most < 1:
             raise ContextError(
-                f"context has {len(begin)} tokens, of the {max_length} that the model takes"
+                f"context has {len(begin)} tokens, but the model accepts at most {max_length}"
             )
         if self._begins is not None and max_length is not None and max_length <= len(begin):
             raise ContextError(
-                f"context has {len(begin)} tokens, of the {max_length} that the model takes, and "
-                "the end of a word comes after the word: leave room, or ask word_ends=False"
+                f"context has {len(begin)} tokens of the {max_length} that the model accepts, "
+                "which leaves no room for the end of a word: shorten it, or pass word_ends=False"
             )
         step = stride or max(1, most // 2)
         if step > most and len(ids) > most:
             raise OptionError(
-                f"stride must be at most {most}, the tokens that a window has room for"
+                f"stride must be at most {most}, the number of tokens that fit in a window"
             )
         start = done = 0
         while done < len(ids):

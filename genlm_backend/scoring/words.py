@@ -51,11 +51,11 @@ class Spelling:
         self.text = text
         encode = getattr(lm.tokenizer, "encode", None)
         if encode is None:
-            raise ContextError(f"{name} cannot be read: the model's tokenizer encodes no text")
+            raise ContextError(f"{name} cannot be encoded: the model's tokenizer has no encode()")
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
-            raise ContextError(f"{name} must be of characters: {error}") from error
+            raise ContextError(f"{name} cannot be encoded as UTF-8: {error}") from error
         encoded = encode(text)
         ids = [*(encoded if isinstance(encoded, list) else encoded.ids)]
         spelt = [lm.byte_vocab[i].byte_string for i in ids]
@@ -66,8 +66,8 @@ class Spelling:
             raise ContextError(f"{name} must have at least one token, got {shown(text)}")
         if not _spells(spelt, data):
             raise ContextError(
-                f"{name}: the tokens of {shown(text)} do not spell it, but "
-                f"{shown(b''.join(spelt))}: the tokenizer normalises texts, or leaves something out"
+                f"{name}: the tokens of {shown(text)} spell {shown(b''.join(spelt))} instead; the "
+                f"tokenizer normalises texts, or drops part of them"
             )
         # Some tokenizers put a blank before every text, which is not one of its characters.
         num_before = sum(map(len, spelt)) - len(data)
@@ -173,18 +173,18 @@ def spans_of(words: Words, text: str) -> list[Span]:
     try:
         spans = [*words(text)]
     except Exception as error:
-        raise OptionError(f"words must find spans in {shown(text)}: {error}") from error
+        raise OptionError(f"words must return spans for {shown(text)}: {error}") from error
     found, end = list[Span](), 0
     for pair in spans:
         try:
             start, stop = map(operator.index, pair)
         except (TypeError, ValueError) as error:
             raise OptionTypeError(
-                f"words must find pairs of integers, got {shown(pair)}"
+                f"words must return pairs of integers, got {shown(pair)}"
             ) from error
         if not end <= start < stop <= len(text):
             raise OptionError(
-                f"words must find spans of characters in order, within {len(text)}; got "
+                f"words must return spans of characters in order, within {len(text)}; got "
                 f"{(start, stop)} after {end}"
             )
         found.append((start, stop))
@@ -220,8 +220,8 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
     if context is None or (has_bos and context == ""):
         if not has_bos:
             raise OptionError(
-                "the tokenizer names no token that texts begin with (bos_token_id): give context=, "
-                "such as [lm.tokenizer.eos_token_id], which stands between texts in training"
+                "the tokenizer has no BOS token (bos_token_id) to begin texts with: pass context=, "
+                "such as [lm.tokenizer.eos_token_id], which separates texts in training"
             )
         return [default_beginning(lm)]
     if isinstance(context, str):
@@ -234,7 +234,7 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
     try:
         return [*lm.contexts.check_context(cast(TokenIds, context), name=name)]
     except ContextTypeError as error:
-        many = "" if name != "context" else "; contexts= has one for each of several texts"
+        many = "" if name != "context" else "; for one context per text, pass contexts="
         raise ContextTypeError(f"{name} must be a text or token ids: {error}{many}") from error
 
 
@@ -248,9 +248,9 @@ def default_beginning(lm: AsyncLM, option: str = "context") -> int:
         _begun.add(lm)
         if begins_turns(lm.tokenizer):
             warn_caller(
-                f"texts are read after {lm.tokenizer.bos_token!r}, the tokenizer's bos_token, "
-                "which the chat template writes before each message: no text may have followed it "
-                f"in training. Give {option}=, the token that separated texts then"
+                f"texts are scored after {lm.tokenizer.bos_token!r}, the tokenizer's bos_token, "
+                "which the chat template writes before each message: plain texts may never have "
+                f"followed it in training. Pass {option}=, the token that separated texts then"
             )
     return int(lm.tokenizer.bos_token_id)
 

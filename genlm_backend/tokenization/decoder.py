@@ -107,8 +107,8 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
         is_of_parts = kind == "Replace" and len(stage["pattern"].get("String", "")) == 1
         if joiner is not None and not (joiner == "Fuse" and is_of_parts):
             raise UnknownDecoderError(
-                f"its decoder has a {kind} stage after {joiner}, where the tokens are one string "
-                "already, so that what a token contributes depends on its neighbours"
+                f"its decoder has a {kind} stage after {joiner}, which joins the tokens to one "
+                "string, so that the bytes of a token depend on its neighbours"
             )
         stages.append(compiled)
         if kind == "ByteLevel":
@@ -199,7 +199,9 @@ def _replace_regex(pattern: str, new: str) -> Stage:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise UnknownDecoderError(f"its decoder replaces by {pattern!r}: {error}") from error
+        raise UnknownDecoderError(
+            f"its decoder has the pattern {pattern!r}, which Python cannot compile: {error}"
+        ) from error
     return lambda piece: compiled.sub(lambda _: new, piece)
 
 

@@ -40,12 +40,12 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
         return _read_slow(tokenizer, name, _alphabet_bytes(byte_decoder))
     if name == "ByT5Tokenizer":
         return _read_slow(tokenizer, name, lambda token: bytes([ord(token)]))
-    hint = ": load_model_by_name takes a name" if isinstance(tokenizer, str) else ""
-    hint = ": a model has its tokens as byte_vocab" if hasattr(tokenizer, "byte_vocab") else hint
+    hint = ": load a model by name with load_model_by_name" if isinstance(tokenizer, str) else ""
+    hint = ": use the model's byte_vocab" if hasattr(tokenizer, "byte_vocab") else hint
     raise TokenizerDecodeError(
         name,
-        "it has no Rust backend, SentencePiece model, tiktoken encoding or byte table "
-        f"that could be asked for the bytes of a token{hint}",
+        "it has no Rust backend, SentencePiece model, tiktoken encoding or byte table to read "
+        f"the bytes of a token from{hint}",
     )
 
 

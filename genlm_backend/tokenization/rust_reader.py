@@ -279,6 +279,6 @@ class _Texts:
         try:
             spelt.decode()
         except UnicodeDecodeError:
-            # If the model writes a byte as "é", no byte string is right for the byte and the text.
+            # If the model spells a byte as "é", no byte string fits both that byte and the text.
             return spelt if is_byte_token(added.content) else added.content.encode()
         return spelt

@@ -36,7 +36,7 @@ def check_byte_vocab(vocab: ByteVocab) -> None:
     if ids and vocab.unknown_ids.isdisjoint(ids) and _comes_back(vocab, together, ids):
         _check_printed(vocab, together, ids)
         return
-    for text in added:  # one by one: skip those that cannot be encoded, name the token at fault
+    for text in added:  # one by one: skip unencodable texts, name the token at fault
         _check(vocab, text)
 
 
@@ -50,9 +50,9 @@ def _check(vocab: ByteVocab, text: str) -> None:
     token_id = _first_difference(vocab, vocab.readings(text, ids)[0], ids)
     raise TokenizerDecodeError(
         vocab.name,
-        f"the probe text {text!r} does not come back: its tokens spell "
+        f"the probe text {text!r} does not round-trip: its tokens spell "
         f"{b''.join(vocab.byte_strings[i] for i in ids)!r}. Pass self_check=False to "
-        "decode the vocabulary all the same",
+        "decode the vocabulary anyway",
         token_id,
         vocab.spellings[token_id],
     )
@@ -70,9 +70,9 @@ def _check_printed(vocab: ByteVocab, text: str, ids: list[int]) -> None:
     end = next(n for n in ends if not _is_printed(vocab, *vocab.prints(kept[:n])))
     raise TokenizerDecodeError(
         vocab.name,
-        f"its decoder prints {printed!r} for tokens of the probe text {text!r}, whose bytes would "
-        f"be {b''.join(vocab.byte_strings[i] for i in kept)!r}. Pass self_check=False to "
-        "decode the vocabulary all the same",
+        f"its decoder prints {printed!r} for tokens of the probe text {text!r}, but their bytes "
+        f"are {b''.join(vocab.byte_strings[i] for i in kept)!r}. Pass self_check=False to "
+        "decode the vocabulary anyway",
         kept[end - 1],
         vocab.spellings[kept[end - 1]],
     )

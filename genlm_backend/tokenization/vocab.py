@@ -74,7 +74,7 @@ class Vocabulary(tuple[list[Token], list[str]]):
         if size < num_ids:
             cut = ", ".join(map(repr, self.byte_vocab[size : size + 8]))
             warnings.warn(
-                f"the tokenizer has {num_ids} ids and the model {size}: ids {size} to "
+                f"the tokenizer has {num_ids} ids, but the model only {size}: ids {size} to "
                 f"{num_ids - 1} are left out ({cut}{', …' if num_ids - size > 8 else ''})",
                 stacklevel=4,
             )

@@ -100,7 +100,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
         checked(_CHECKS, {"batch_size": batch_size, "timeout": timeout})
         if not isinstance(backend, str | None) or backend not in (None, *get_args(Backend)):
             raise UnknownBackendError(
-                f"unknown trie backend {shown(backend)}; there are {', '.join(get_args(Backend))}"
+                f"unknown trie backend {shown(backend)}; known are {', '.join(get_args(Backend))}"
             )
         make: Callable[..., VocabularyTrie] = TokenCharacterTrie
         if backend != "sequential":
@@ -113,7 +113,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
         trie.prepare()
         return cls(trie, batch_size=batch_size, timeout=timeout)
 
-    # ---------------------------------------------------------------- asking
+    # ---------------------------------------------------------------- queries
 
     async def weight_sum(self, ws: Weights) -> Any:
         """Return the sum of the weights of all tokens below each node: ``[num_nodes]``.
@@ -154,7 +154,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
                     raise
                 # shutdown() ran after the lookup: the next iteration starts new batchers.
 
-    # ---------------------------------------------------------------- keeping house
+    # ---------------------------------------------------------------- statistics and threads
 
     def statistics(self) -> TrieStatistics:
         """Return counts of the batches of each operation."""
@@ -208,5 +208,5 @@ _CHECKS = {"batch_size": integer(1), "timeout": number(0, is_finite=False)}
 
 _TRIE = instance(
     VocabularyTrie,
-    "a TokenCharacterTrie or a ParallelTokenCharacterTrie (from_vocab takes a vocabulary)",
+    "a TokenCharacterTrie or a ParallelTokenCharacterTrie (for a vocabulary, use from_vocab)",
 )

@@ -51,7 +51,9 @@ class VocabularyTrie(abc.ABC):
         try:
             self.decode: list[Any] = listed("decode", decode)
         except OptionTypeError:
-            raise VocabularyTypeError(f"decode is a list of tokens, not {shown(decode)}") from None
+            raise VocabularyTypeError(
+                f"decode must be a list of tokens, got {shown(decode)}"
+            ) from None
         self.layout = build_layout(self.decode)
         check_unique(self.decode)
 
@@ -98,7 +100,7 @@ class VocabularyTrie(abc.ABC):
     def idx_to_leaf(self) -> NDArray[np.int32]:
         """Position in ``decode`` and leaf of each token: int32 ``[len(decode), 2]``."""
         pairs = np.stack([np.arange(len(self.decode), dtype=np.int32), self.leaves], axis=1)
-        pairs.flags.writeable = False  # writing into it would change no weight
+        pairs.flags.writeable = False  # read-only: changes would have no effect on the trie
         return pairs
 
     @cached_property
@@ -204,7 +206,7 @@ class VocabularyTrie(abc.ABC):
         if isinstance(prefix, str) and not any(
             isinstance(each, str) for each in self.children[node]
         ):
-            raise OptionTypeError("prefix must be bytes, as the tokens are: prefix.encode()")
+            raise OptionTypeError("prefix must be bytes, as the tokens are: pass prefix.encode()")
         for letter in prefix:
             if letter not in (children := self.children[node]):
                 return None
@@ -230,7 +232,7 @@ class VocabularyTrie(abc.ABC):
         shape = [*getattr(sums, "shape", ())]
         if shape[-1:] != [self.num_nodes]:
             raise WeightsError(
-                f"sums must be an array or tensor [..., {self.num_nodes}], a number for each node; "
+                f"sums must be an array or tensor [..., {self.num_nodes}], one number per node; "
                 f"got the shape {shape}"
             )
         node = self.node(prefix)
@@ -238,8 +240,8 @@ class VocabularyTrie(abc.ABC):
             return sums[..., node][()]
         if (sums < 0).any():
             raise WeightsError(
-                "no token begins with the prefix, and sums has negative numbers, as logarithms "
-                "are, of which 0 would be wrong: trie.node(prefix) is None then"
+                "no token begins with the prefix, and sums has negative numbers, as logarithms do, "
+                "so 0 would be wrong: check whether trie.node(prefix) is None"
             )
         return sums[..., :0].sum(-1)
 

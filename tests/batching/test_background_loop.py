@@ -27,7 +27,7 @@ async def on_which_thread():
     return threading.current_thread().name
 
 
-def test_coroutines_run_on_its_thread(loop):
+def test_coroutines_run_on_the_loops_thread_and_callbacks_in_order(loop):
     assert loop.run(on_which_thread()) == NAME
     assert loop.submit(on_which_thread()).result() == NAME
     said = []
@@ -37,7 +37,7 @@ def test_coroutines_run_on_its_thread(loop):
     assert said == list(range(100))
 
 
-def test_an_error_arrives_as_it_is(loop):
+def test_run_raises_the_exception_of_its_coroutine(loop):
     async def fail():
         raise KeyError("by the test")
 
@@ -65,16 +65,16 @@ def begun(loop, coroutine_function):
     return thread, found
 
 
-def test_who_waits_for_what_never_ends_is_told_when_it_closes(loop):
+def test_caller_of_endless_coroutine_gets_closed_error_on_close(loop):
     thread, found = begun(loop, asyncio.Event().wait)
     loop.close()
     thread.join(30)
     (error,) = found
     assert type(error) is BatcherClosedError
-    assert str(error) == "of tests has been closed and answers no more"
+    assert str(error) == "of tests has been closed and accepts no more calls"
 
 
-def test_what_ends_by_itself_soon_ends_with_its_result():
+def test_short_coroutine_submitted_before_close_still_returns_its_result():
     async def a_few_passes():
         for _ in range(20):
             await asyncio.sleep(0)
@@ -93,7 +93,7 @@ def test_what_ends_by_itself_soon_ends_with_its_result():
         closing.join(30)
 
 
-def test_nothing_is_run_after_it_has_been_closed(loop):
+def test_closed_loop_runs_nothing_and_raises_closed_error(loop):
     loop.close()
     assert loop.is_closed
     for ask in (loop.run, loop.submit):
@@ -103,7 +103,7 @@ def test_nothing_is_run_after_it_has_been_closed(loop):
     loop.close()
 
 
-def test_one_that_nobody_refers_to_ends():
+def test_unreferenced_loop_ends_its_thread():
     one = BackgroundLoop("of tests")
     (thread,) = [thread for thread in threading.enumerate() if thread.name == NAME]
     gone = weakref.ref(one)
@@ -115,7 +115,7 @@ def test_one_that_nobody_refers_to_ends():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_is_refused_and_its_parent_goes_on(loop):
+def test_forked_child_raises_forked_error_and_parent_keeps_working(loop):
     child = os.fork()
     if child == 0:
         try:

@@ -22,7 +22,7 @@ async def passes(count):
         await asyncio.sleep(0)
 
 
-def test_nothing_has_been_done_at_first(recorder):
+def test_new_batcher_has_empty_statistics(recorder):
     batcher = Batcher(recorder)
     assert batcher.statistics() == BatcherStatistics()
     batcher.close()
@@ -64,7 +64,7 @@ async def test_queries_a_few_passes_apart_still_share_a_batch(recorder):
     batcher.close()
 
 
-async def test_what_a_loop_has_waited_before_does_not_count(recorder):
+async def test_idle_time_before_first_query_does_not_count_to_timeout(recorder):
     policy = BatchPolicy(max_batch_size=100, timeout=0.5, quiet_turns=4, max_turns=50)
     batcher = Batcher(recorder, policy)
     assert await batcher.submit(5) == 10
@@ -108,7 +108,7 @@ async def test_the_timeout_counts_from_the_first_query(recorder):
     batcher.close()
 
 
-async def test_queries_gather_while_a_batch_is_evaluated_and_go_when_it_returns(recorder):
+async def test_queries_during_evaluation_form_the_next_batch(recorder):
     batcher = Batcher(recorder, PATIENT)
     recorder.hold()
     first = asyncio.ensure_future(batcher.submit(0))
@@ -123,7 +123,7 @@ async def test_queries_gather_while_a_batch_is_evaluated_and_go_when_it_returns(
     batcher.close()
 
 
-def test_a_coroutine_function_is_no_evaluate():
+def test_coroutine_function_as_evaluate_raises_type_error():
     async def score(queries):
         return queries
 
@@ -136,7 +136,7 @@ def test_a_coroutine_function_is_no_evaluate():
         (functools.partial(score), "partial"),
         (Scorer(), "Scorer"),
     ):
-        with pytest.raises(TypeError, match=f"an ordinary function: write {name} without async"):
+        with pytest.raises(TypeError, match=f"ordinary function, .*: write {name} without async"):
             Batcher(wrong)
 
 
@@ -170,7 +170,7 @@ async def test_equal_keys_share_one_evaluation_even_in_flight(recorder):
     batcher.close()
 
 
-async def test_a_failing_evaluation_fails_its_batch_and_no_one_else(recorder):
+async def test_failing_evaluation_fails_its_own_batch_only(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=2, timeout=1000.0))
     error = ValueError("broken")
 
@@ -199,7 +199,7 @@ async def test_exceptions_that_futures_cannot_carry_are_wrapped(recorder, raised
     batcher.close()
 
 
-async def test_an_exception_in_place_of_a_result_is_one_querys_own():
+async def test_exception_in_results_is_raised_for_its_own_query_only():
     error = ValueError("three")
     batcher = Batcher(lambda queries: [error if q == 3 else q for q in queries])
     asked = (batcher.submit(query) for query in (1, 3, 3, 5))
@@ -208,7 +208,7 @@ async def test_an_exception_in_place_of_a_result_is_one_querys_own():
     batcher.close()
 
 
-async def test_too_few_results_are_an_error_for_the_batch():
+async def test_too_few_results_raise_evaluation_error():
     batcher = Batcher(lambda queries: queries[1:], PATIENT)
     with pytest.raises(EvaluationError, match="0 results for 1 queries"):
         await batcher.submit(1)
@@ -247,7 +247,7 @@ async def test_flush_sends_a_batch_without_waiting(recorder):
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_what_was_hurried_and_left_hurries_nobody_else(recorder, others):
+async def test_flush_does_not_hurry_later_queries_after_a_cancellation(recorder, others):
     batcher = Batcher(
         recorder, BatchPolicy(100, timeout=1000.0, quiet_turns=10**9, max_turns=10**9)
     )
@@ -298,14 +298,14 @@ async def test_close_settles_waiters_waits_for_the_batch_and_refuses_more(record
     assert recorder.batches == [[1]]
 
 
-def test_errors_name_what_has_been_closed():
+def test_closed_error_names_the_batcher():
     batcher = Batcher(list, name="the librarian")
     batcher.close()
     with pytest.raises(BatcherClosedError, match="the librarian has been closed"):
         batcher.submit_sync([3])
 
 
-def test_results_and_queries_are_not_kept(recorder):
+def test_batcher_keeps_no_reference_to_a_returned_result(recorder):
     class Thing:
         pass
 
@@ -325,7 +325,7 @@ def test_results_and_queries_are_not_kept(recorder):
     batcher.close()
 
 
-def test_a_forgotten_batcher_ends_its_thread():
+def test_garbage_collected_batcher_ends_its_thread():
     def names():
         return [thread.name for thread in threading.enumerate()]
 
@@ -339,7 +339,7 @@ def test_a_forgotten_batcher_ends_its_thread():
         assert time.monotonic() < deadline
 
 
-async def test_call_runs_on_the_worker_between_batches(recorder):
+async def test_call_runs_on_worker_thread_and_raises_its_exception(recorder):
     batcher = Batcher(recorder, PATIENT, name="the-worker")
     assert batcher.call(lambda: threading.current_thread().name) == "genlm-the-worker"
     with pytest.raises(ZeroDivisionError):
@@ -365,7 +365,7 @@ async def ask(batcher, query):
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_what_is_asked_after_a_call_is_evaluated_after_it(recorder, is_cancelled):
+async def test_queries_submitted_after_a_call_are_evaluated_after_it(recorder, is_cancelled):
     batcher = Batcher(recorder, PATIENT)
     held, seen = Held(batcher), []
     tasks = [await ask(batcher, 1)]
@@ -387,7 +387,7 @@ async def test_what_is_asked_after_a_call_is_evaluated_after_it(recorder, is_can
     batcher.close()
 
 
-async def test_a_cancelled_call_holds_nothing_up_for_ever(recorder):
+async def test_cancelled_call_does_not_block_later_queries(recorder):
     batcher = Batcher(recorder, PATIENT)
     held = Held(batcher)
     tasks = [await ask(batcher, 1)]
@@ -418,7 +418,7 @@ class Plan:
     st.sets(st.integers(0, 6), max_size=2),
     st.sets(st.integers(0, 6), max_size=1),
 )
-def test_whatever_happens_every_caller_gets_its_own_answer(plans, batch_size, broken, refused):
+def test_every_caller_gets_its_own_answer_under_random_failures(plans, batch_size, broken, refused):
     evaluated = []
 
     def evaluate(queries):
@@ -468,7 +468,7 @@ def test_whatever_happens_every_caller_gets_its_own_answer(plans, batch_size, br
     batcher.close()
 
 
-async def test_what_is_computed_together_counts_once(recorder):
+async def test_queries_with_one_forward_key_count_once_to_the_batch_size(recorder):
     policy = BatchPolicy(max_batch_size=4, timeout=1000.0)
     batcher = Batcher(recorder, policy, forward_key=lambda query: query % 7)
     queries = [*range(60), *range(100, 170, 7)]
@@ -480,7 +480,7 @@ async def test_what_is_computed_together_counts_once(recorder):
     assert max(map(len, recorder.batches)) >= 11  # the last ones are alike
 
 
-async def test_what_weighs_little_goes_together_and_what_weighs_much_alone(recorder):
+async def test_weights_bound_a_batch_and_an_oversized_query_runs_alone(recorder):
     def weight(query):
         return (0.25, 2.0, 9.0)[query // 100]
 

@@ -23,7 +23,7 @@ async def until_held(recorder):
         await asyncio.sleep(0)
 
 
-async def test_a_cancelled_query_that_nobody_else_wants_is_skipped(recorder):
+async def test_cancelled_query_without_other_waiters_is_skipped(recorder):
     batcher = Batcher(recorder, PATIENT)
     tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(4)]
     await passes(1)
@@ -36,7 +36,7 @@ async def test_a_cancelled_query_that_nobody_else_wants_is_skipped(recorder):
     batcher.close()
 
 
-async def test_a_cancelled_query_that_somebody_shares_is_answered(recorder):
+async def test_cancelled_query_shared_with_another_caller_is_still_answered(recorder):
     batcher = Batcher(recorder, PATIENT)
     first = asyncio.ensure_future(batcher.submit(5))
     second = asyncio.ensure_future(batcher.submit(5))
@@ -60,7 +60,7 @@ async def test_cancelling_all_evaluates_nothing(recorder):
     batcher.close()
 
 
-async def test_wait_for_timing_out_in_flight_leaves_the_others(recorder):
+async def test_wait_for_timeout_in_flight_leaves_other_queries_intact(recorder):
     batcher = Batcher(recorder, PATIENT)
     recorder.hold()
     impatient = asyncio.ensure_future(asyncio.wait_for(batcher.submit(1), 0.01))
@@ -73,7 +73,7 @@ async def test_wait_for_timing_out_in_flight_leaves_the_others(recorder):
     batcher.close()
 
 
-async def test_the_first_of_a_batch_is_not_its_leader(recorder):
+async def test_cancelling_first_query_of_a_batch_leaves_the_others_intact(recorder):
     batcher = Batcher(recorder, PATIENT)
     recorder.hold()
     tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(3)]
@@ -87,7 +87,7 @@ async def test_the_first_of_a_batch_is_not_its_leader(recorder):
     batcher.close()
 
 
-async def test_a_coroutine_closed_by_hand_is_forgotten(recorder):
+async def test_query_of_manually_closed_coroutine_is_not_evaluated(recorder):
     batcher = Batcher(recorder, PATIENT)
     coroutine = batcher.submit(7)
     coroutine.send(None)
@@ -97,7 +97,7 @@ async def test_a_coroutine_closed_by_hand_is_forgotten(recorder):
     batcher.close()
 
 
-def test_a_coroutine_closed_by_hand_whose_loop_ends_counts_no_more(recorder):
+def test_closed_coroutine_of_an_ended_loop_is_no_longer_pending(recorder):
     batcher = Batcher(recorder, PATIENT)
 
     async def close_by_hand():
@@ -114,7 +114,7 @@ def test_a_coroutine_closed_by_hand_whose_loop_ends_counts_no_more(recorder):
     batcher.close()
 
 
-def test_a_loop_closed_with_queries_waiting_leaves_a_clean_start(recorder):
+def test_loop_closed_after_cancelling_leaves_batcher_usable(recorder):
     batcher = Batcher(recorder, PATIENT)
     loop = asyncio.new_event_loop()
     abandoned = loop.create_task(batcher.submit(1))
@@ -128,7 +128,7 @@ def test_a_loop_closed_with_queries_waiting_leaves_a_clean_start(recorder):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_loop_closed_without_any_cancelling_leaves_a_clean_start(recorder):
+def test_loop_closed_without_cancelling_leaves_batcher_usable(recorder):
     batcher = Batcher(recorder, PATIENT)
     loop = asyncio.new_event_loop()
     abandoned = loop.create_task(batcher.submit(1))
@@ -140,7 +140,7 @@ def test_a_loop_closed_without_any_cancelling_leaves_a_clean_start(recorder):
     batcher.close()
 
 
-def test_a_loop_closed_during_the_evaluation_leaves_a_clean_start(recorder):
+def test_loop_closed_during_evaluation_leaves_batcher_usable(recorder):
     batcher = Batcher(recorder, PATIENT)
     recorder.hold()
 
@@ -156,7 +156,7 @@ def test_a_loop_closed_during_the_evaluation_leaves_a_clean_start(recorder):
     batcher.close()
 
 
-async def test_whoever_no_longer_waits_for_a_call_leaves_the_worker_alive(recorder):
+async def test_cancelled_call_leaves_the_worker_alive(recorder):
     batcher, called = Batcher(recorder, PATIENT), []
     recorder.hold()
     first = asyncio.ensure_future(batcher.submit(1))
@@ -258,7 +258,7 @@ async def gone(*tasks):
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_an_evaluation_that_nobody_waits_for_ends_at_its_next_step():
+async def test_evaluation_without_waiters_ends_at_its_next_step():
     steps = Steps()
     tasks = [asyncio.ensure_future(steps.batcher.submit(i)) for i in range(3)]
     await steps.until_begun()
@@ -275,7 +275,7 @@ async def test_an_evaluation_that_nobody_waits_for_ends_at_its_next_step():
     steps.batcher.close()
 
 
-async def test_an_evaluation_that_somebody_waits_for_goes_on():
+async def test_evaluation_with_a_remaining_waiter_continues():
     steps = Steps()
     tasks = [asyncio.ensure_future(steps.batcher.submit(i)) for i in range(3)]
     await steps.until_begun()
@@ -309,7 +309,7 @@ async def given_up(steps, monkeypatch):
 
 
 @pytest.mark.parametrize("is_blocking", [False, True])
-async def test_whoever_joins_a_batch_that_is_being_given_up_is_answered(is_blocking, monkeypatch):
+async def test_caller_joining_an_abandoned_batch_is_answered(is_blocking, monkeypatch):
     steps = Steps()
     joined = await given_up(steps, monkeypatch)
     if is_blocking:
@@ -325,7 +325,7 @@ async def test_whoever_joins_a_batch_that_is_being_given_up_is_answered(is_block
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])
-async def test_a_batch_given_up_goes_on_where_others_behind_it_have_gone(is_dropped, monkeypatch):
+async def test_abandoned_query_asked_again_runs_after_pending_ones_leave(is_dropped, monkeypatch):
     steps = Steps()
     joined = await given_up(steps, monkeypatch)
     behind = asyncio.ensure_future(steps.batcher.submit_all([2, 3]))
@@ -369,7 +369,7 @@ async def test_an_evaluation_ends_at_its_next_step_when_the_interpreter_exits():
     while not steps.batcher._worker.is_stopped:
         await asyncio.sleep(0)
     steps.let_go()
-    with pytest.raises(QueryDroppedError, match=r"was answered: the interpreter exits$"):
+    with pytest.raises(QueryDroppedError, match=r"was answered: the interpreter is exiting$"):
         await task
     await ending
     assert steps.num_made == 1
@@ -391,14 +391,14 @@ async def test_a_call_ends_at_its_next_step_when_the_batcher_closes():
         steps.batcher.call(lambda: None)
 
 
-def test_asking_off_the_worker_thread_raises_nothing(recorder):
+def test_check_cancelled_off_the_worker_thread_raises_nothing(recorder):
     batcher = Batcher(recorder, PATIENT)
     batcher.check_cancelled()
     batcher.close()
     batcher.check_cancelled()
 
 
-async def test_drop_with_an_error_of_ones_own(recorder):
+async def test_drop_with_a_given_error_raises_that_error(recorder):
     batcher = Batcher(recorder, PATIENT)
     task = asyncio.ensure_future(batcher.submit(1))
     await passes(1)
@@ -411,7 +411,7 @@ async def test_drop_with_an_error_of_ones_own(recorder):
     batcher.close()
 
 
-async def test_a_query_that_has_no_key_is_refused_and_nothing_is_left_of_it(recorder):
+async def test_query_whose_key_raises_is_not_left_pending(recorder):
     def key(query):
         if query == 2:
             raise LookupError("by the test")
@@ -431,7 +431,7 @@ async def test_a_query_that_has_no_key_is_refused_and_nothing_is_left_of_it(reco
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "beside others"])
-async def test_a_task_that_a_signal_s_handler_cancels_is_told_before_its_result_comes(is_shared):
+async def test_task_cancelled_in_a_signal_handler_ends_before_its_evaluation(is_shared):
     """As a notebook's stop button does it, which does not wake the loop."""
     main, handled, told = threading.main_thread().ident, threading.Event(), threading.Event()
     was_told = []

@@ -38,7 +38,7 @@ lm = AsyncTransformer(families.make("llama"), word_tokenizer())
         (WRAPPED, "", False, True),
     ],
 )
-def test_a_model_loaded_by_name_freezes_what_is_imported(before, refused, is_frozen, is_enabled):
+def test_loading_by_name_freezes_gc_only_if_allowed(before, refused, is_frozen, is_enabled):
     found = subprocess.run(
         [sys.executable, "-c", LOADING.format(before=before)],
         env={**os.environ, "GENLM_BACKEND_FREEZE": refused},
@@ -50,7 +50,7 @@ def test_a_model_loaded_by_name_freezes_what_is_imported(before, refused, is_fro
     assert (int(count) > 100_000, enabled) == (is_frozen, str(is_enabled))
 
 
-def test_a_batch_leaves_nothing_to_collect():
+def test_batch_leaves_nothing_for_the_garbage_collector():
     from genlm_backend import AsyncTransformer
 
     model = families.make("llama")

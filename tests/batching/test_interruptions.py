@@ -83,7 +83,7 @@ def test_an_interrupt_at_any_line_leaves_the_batcher_answering(is_started, how):
     pytest.fail("it never came to its end")
 
 
-def test_an_interrupt_while_the_thread_is_started_makes_no_second_one(monkeypatch):
+def test_interrupt_during_thread_start_starts_no_second_thread(monkeypatch):
     start = threading.Thread.start
 
     def interrupted(thread):
@@ -115,7 +115,7 @@ def test_an_interrupt_while_the_thread_is_started_makes_no_second_one(monkeypatc
     assert not [thread for thread in threading.enumerate() if thread.name == "genlm-started-twice"]
 
 
-def test_a_coroutine_that_is_collected_under_the_lock_waits_for_nothing():
+def test_coroutine_collected_under_the_batchers_lock_does_not_deadlock():
     asked = Batcher(lambda queries: queries, PATIENT)
     loop = asyncio.new_event_loop()
 

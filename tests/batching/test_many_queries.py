@@ -13,7 +13,7 @@ from genlm_backend.errors import EvaluationError, OptionError, QueryDroppedError
 from tests.batching.test_cancellation import PATIENT, passes, until_held
 
 
-async def test_of_many_queries_only_those_that_nobody_else_wants_are_dropped(recorder):
+async def test_cancelled_submit_all_skips_only_unshared_queries(recorder):
     batcher = Batcher(recorder, PATIENT)
     many = asyncio.ensure_future(batcher.submit_all([1, 2, 3, 2]))
     other = asyncio.ensure_future(batcher.submit_all([3, 4]))
@@ -25,7 +25,7 @@ async def test_of_many_queries_only_those_that_nobody_else_wants_are_dropped(rec
     batcher.close()
 
 
-async def test_the_first_error_is_the_callers_and_the_rest_is_not_evaluated(recorder):
+async def test_submit_all_raises_first_error_and_stops_evaluating_the_rest(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=2, timeout=1000.0))
     recorder.error = ArithmeticError("broken")
     other = asyncio.ensure_future(batcher.submit(6))
@@ -45,7 +45,7 @@ async def test_the_first_error_is_the_callers_and_the_rest_is_not_evaluated(reco
     batcher.close()
 
 
-async def test_a_query_that_has_no_key_leaves_none_of_its_company_behind(recorder):
+async def test_submit_all_with_a_failing_key_leaves_no_query_pending(recorder):
     batcher = Batcher(recorder, PATIENT, key=lambda query: 1 // query)
     with pytest.raises(ZeroDivisionError):
         await batcher.submit_all([3, 2, 0, 5])
@@ -58,7 +58,7 @@ async def test_a_query_that_has_no_key_leaves_none_of_its_company_behind(recorde
     batcher.close()
 
 
-async def test_many_are_told_once_that_they_were_dropped(recorder):
+async def test_drop_counts_and_fails_submit_all_as_one_caller(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=2, timeout=1000.0))
     recorder.hold()
     many = asyncio.ensure_future(batcher.submit_all(range(5)))
@@ -72,7 +72,7 @@ async def test_many_are_told_once_that_they_were_dropped(recorder):
     batcher.close()
 
 
-async def test_an_answer_may_be_there_before_its_caller_waits(monkeypatch):
+async def test_answer_ready_before_the_caller_waits_is_returned(monkeypatch):
     batcher = Batcher(lambda queries: [2 * query for query in queries], BatchPolicy(3))
     ask = batcher._ask
 
@@ -88,7 +88,7 @@ async def test_an_answer_may_be_there_before_its_caller_waits(monkeypatch):
     batcher.close()
 
 
-async def test_a_query_that_cannot_be_weighed_is_refused_and_nobody_else_notices(recorder):
+async def test_error_of_the_weight_function_leaves_other_queries_intact(recorder):
     batcher = Batcher(recorder, PATIENT, weight=lambda query: 1 / query)
     other = asyncio.ensure_future(batcher.submit(4))
     await passes(1)
@@ -99,23 +99,23 @@ async def test_a_query_that_cannot_be_weighed_is_refused_and_nobody_else_notices
     batcher.close()
 
 
-async def test_what_evaluate_returns_may_be_an_array():
+async def test_evaluate_may_return_a_numpy_array():
     batcher = Batcher(lambda queries: 2 * np.array(queries), PATIENT)
     assert await batcher.submit_all([1, 2]) == [2, 4]
     batcher.close()
 
 
 @pytest.mark.parametrize("made", [dict.fromkeys, set, iter], ids=["dict", "set", "iterator"])
-async def test_what_evaluate_returns_must_be_a_sequence(made):
+async def test_evaluate_result_that_is_no_sequence_raises_evaluation_error(made):
     results = [made]
     batcher = Batcher(lambda queries: results.pop()(queries) if results else queries)
-    with pytest.raises(EvaluationError, match="no sequence"):
+    with pytest.raises(EvaluationError, match="must return a sequence"):
         await batcher.submit(5)
     assert await batcher.submit(5) == 5
     batcher.close()
 
 
-async def test_queries_may_come_of_what_asks_the_batcher(recorder):
+async def test_queries_may_be_a_generator_that_calls_the_batcher(recorder):
     batcher = Batcher(recorder, PATIENT)
     asked = (batcher.submit_sync([i])[0] + batcher.statistics().num_pending for i in range(3))
     assert batcher.submit_sync(asked) == [0, 4, 8]
@@ -124,7 +124,7 @@ async def test_queries_may_come_of_what_asks_the_batcher(recorder):
 
 
 @pytest.mark.parametrize("weight", [None, "x", [1], -1, float("nan"), 10**400])
-async def test_a_weight_that_is_none_refuses_its_query(recorder, weight):
+async def test_invalid_weight_raises_option_error(recorder, weight):
     batcher = Batcher(recorder, PATIENT, weight=lambda query: weight if query == 1 else 1)
     with pytest.raises(OptionError, match="weight must return"):
         await batcher.submit_all([2, 1])
@@ -139,7 +139,7 @@ def raising(kind, *args):
     return evaluate
 
 
-async def test_a_loop_whose_pass_an_interrupt_has_cost_makes_another(recorder, monkeypatch):
+async def test_loop_pass_lost_to_an_interrupt_is_scheduled_again(recorder, monkeypatch):
     batcher = Batcher(recorder, PATIENT)
     assert await batcher.submit(1) == 2
     loop = asyncio.get_running_loop()
@@ -152,7 +152,7 @@ async def test_a_loop_whose_pass_an_interrupt_has_cost_makes_another(recorder, m
 
 
 @pytest.mark.parametrize("number", range(1, 12))
-def test_a_loop_that_is_interrupted_in_a_pass_and_goes_on_answers_all(number):
+def test_loop_resumed_after_an_interrupt_answers_all_queries(number):
     batcher = Batcher(lambda queries: [2 * query for query in queries], PATIENT)
     loop = asyncio.new_event_loop()
     tasks = [loop.create_task(batcher.submit(i)) for i in range(3)]
@@ -195,7 +195,7 @@ class Interrupting(asyncio.Future):
         return super().done()
 
 
-async def test_an_interrupt_while_callers_are_told_leaves_none_untold():
+async def test_interrupt_while_settling_futures_leaves_none_unsettled():
     loop = asyncio.get_running_loop()
     futures = [loop.create_future() for _ in range(5)]
     futures[2] = Interrupting(loop=loop)
@@ -240,7 +240,7 @@ async def test_callers_leave_nothing_to_the_garbage_collector(evaluate):
     batcher.close()
 
 
-async def test_thousands_who_wait_for_one_query_may_all_go(recorder):
+async def test_thousands_of_waiters_for_one_query_can_be_cancelled(recorder):
     batcher = Batcher(recorder, PATIENT)
     tasks = [asyncio.ensure_future(batcher.submit_all([7, 7])) for _ in range(5000)]
     await passes(1)

@@ -21,7 +21,7 @@ states = st.builds(
 )
 
 
-def test_the_defaults_are_those_that_the_documentation_names():
+def test_default_policy_and_state_have_the_documented_values():
     assert BatchPolicy() == BatchPolicy(
         max_batch_size=20, timeout=0.02, quiet_turns=4, max_turns=1000
     )
@@ -30,7 +30,7 @@ def test_the_defaults_are_those_that_the_documentation_names():
     )
 
 
-def test_a_timeout_may_be_endless():
+def test_infinite_timeout_keeps_waiting():
     assert BatchPolicy(timeout=math.inf).decide(BatchState(1, waited=1e9)) is Decision.YIELD
 
 
@@ -53,12 +53,12 @@ def test_nothing_fires_while_busy_or_empty(state):
         (BatchState(1, waited=0.02), Decision.FIRE),
     ],
 )
-def test_each_reason_to_fire_alone(state, expected):
+def test_policy_fires_for_each_reason_alone(state, expected):
     assert POLICY.decide(state) is expected
 
 
 @given(st.lists(st.booleans(), min_size=60, max_size=60), st.floats(0, 0.001))
-def test_no_pattern_of_arrivals_starves_the_first(arrivals, pass_seconds):
+def test_no_arrival_pattern_starves_the_first_query(arrivals, pass_seconds):
     quiet = 0
     for passes, is_arrival in enumerate(arrivals, 1):
         quiet = 0 if is_arrival else quiet + 1
@@ -85,6 +85,6 @@ def test_impossible_bounds_are_refused(options):
 
 
 @pytest.mark.parametrize("size", [True, 2.0, "20"])
-def test_a_batch_size_is_an_integer(size):
+def test_batch_size_that_is_no_integer_raises_type_error(size):
     with pytest.raises(TypeError, match="batch_size"):
         BatchPolicy(max_batch_size=size)

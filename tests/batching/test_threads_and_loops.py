@@ -12,7 +12,7 @@ from genlm_backend.batching import Batcher, BatchPolicy
 PATIENT = BatchPolicy(max_batch_size=64, timeout=1000.0, max_turns=1_000_000)
 
 
-def test_successive_loops(recorder):
+def test_successive_event_loops_share_one_batcher(recorder):
     batcher = Batcher(recorder, PATIENT)
     for i in range(20):
         assert asyncio.run(batcher.submit(i)) == 2 * i
@@ -20,7 +20,7 @@ def test_successive_loops(recorder):
     batcher.close()
 
 
-def test_simultaneous_loops_in_threads(recorder):
+def test_event_loops_in_threads_share_one_batcher(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=16, timeout=0.02))
 
     async def program(offset):
@@ -60,7 +60,7 @@ def test_a_blocked_loop_does_not_hold_up_another(recorder):
     batcher.close()
 
 
-def test_blocking_calls_from_many_threads(recorder):
+def test_blocking_calls_from_many_threads_get_their_own_results(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=8, timeout=0.02))
     with ThreadPoolExecutor(16) as pool:
         results = list(pool.map(lambda i: batcher.submit_sync([i, i + 1]), range(200)))
@@ -68,7 +68,7 @@ def test_blocking_calls_from_many_threads(recorder):
     batcher.close()
 
 
-def test_blocking_calls_come_in_full_batches(recorder):
+def test_blocking_call_is_split_into_full_batches(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=4, timeout=1000.0))
     assert batcher.submit_sync(range(10)) == [2 * i for i in range(10)]
     assert recorder.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -85,14 +85,14 @@ async def test_a_blocking_call_works_inside_a_running_loop(recorder):
     batcher.close()
 
 
-async def test_an_evaluation_cannot_wait_for_itself():
+async def test_evaluation_that_calls_its_own_batcher_raises_runtime_error():
     batcher = Batcher(lambda queries: batcher.submit_sync(queries), PATIENT)
     with pytest.raises(RuntimeError, match="its own batcher"):
         await batcher.submit(1)
     batcher.close()
 
 
-def test_closing_from_another_thread_while_others_ask(recorder):
+def test_close_from_another_thread_gives_callers_results_or_errors(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=4, timeout=0.01))
     started = threading.Barrier(9)
 
@@ -113,7 +113,7 @@ def test_closing_from_another_thread_while_others_ask(recorder):
         assert all(all(future.result(30)) for future in futures)
 
 
-async def test_a_blocking_call_that_joins_a_batch_under_way_leaves_no_urgency_behind(recorder):
+async def test_blocking_call_joining_a_running_batch_hurries_no_later_query(recorder):
     batcher = Batcher(recorder, PATIENT)
     recorder.hold()
     with ThreadPoolExecutor(2) as pool:
@@ -130,7 +130,7 @@ async def test_a_blocking_call_that_joins_a_batch_under_way_leaves_no_urgency_be
     batcher.close()
 
 
-async def test_a_policy_set_meanwhile_bounds_every_batch_and_is_not_lost(recorder):
+async def test_concurrent_policy_updates_are_not_lost_and_bound_batches(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=5))
     is_over = threading.Event()
     lost = []

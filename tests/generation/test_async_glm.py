@@ -15,18 +15,18 @@ from tests.generation.serving import GREEDY, GatedLM
 from tests.llm.conftest import word_tokenizer
 
 
-def test_a_task_that_does_not_fit_into_memory_says_so(model):
+def test_task_too_long_for_memory_raises_context_error(model):
     with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=10_000) as lm:
         assert lm.kv_capacity is not None
         length = lm.kv_capacity
         with AsyncGLM(lm) as glm:
-            with pytest.raises(ContextError, match=f"there is memory for {length}: give a smaller"):
+            with pytest.raises(ContextError, match=f"it has room for {length}: lower max_new_tok"):
                 glm.submit([1] * 5, {"max_new_tokens": length})
             short = glm.submit([2] * 5, {"max_new_tokens": 3})
             assert glm.get_result(short, 60).shape == (1, 8)
 
 
-def test_contexts_are_token_ids_too_of_the_model_alone(lm, model):
+def test_contexts_are_accepted_as_inputs_of_their_own_model_only(lm, model):
     with (
         AsyncTransformer(model, word_tokenizer()) as other,
         AsyncGLM(lm, generation_kwargs={"max_new_tokens": 2}) as glm,
@@ -36,11 +36,11 @@ def test_contexts_are_token_ids_too_of_the_model_alone(lm, model):
             result = glm.get_result(glm.submit(inputs), 60)
             assert result[0].tolist() == glm.get_result(glm.submit([1, 2, 3]), 60)[0].tolist()
         for inputs in (other.context([1, 2]), [other.context([1, 2])]):
-            with pytest.raises(ContextError, match="of another model"):
+            with pytest.raises(ContextError, match="made by another model"):
                 glm.submit(inputs)
 
 
-def test_a_full_queue_blocks_times_out_and_goes_on():
+def test_submit_to_a_full_queue_blocks_or_times_out():
     lm = GatedLM()
     kwargs = {"max_new_tokens": 2}
     with AsyncGLM(lm, max_queue_size=2, generation_kwargs=kwargs, max_running=1) as glm:
@@ -63,7 +63,7 @@ def test_a_full_queue_blocks_times_out_and_goes_on():
     lm.close()
 
 
-def test_a_failing_task_gives_its_own_exception_and_the_others_their_results():
+def test_failing_task_raises_its_exception_and_others_complete():
     lm = GatedLM()
     lm.let()
     with AsyncGLM(lm, generation_kwargs={"max_new_tokens": 2}) as glm:
@@ -77,7 +77,7 @@ def test_a_failing_task_gives_its_own_exception_and_the_others_their_results():
     lm.close()
 
 
-def test_tasks_may_be_submitted_before_the_start_and_shutdown_completes_them(lm):
+def test_tasks_submitted_before_start_complete_by_shutdown(lm):
     glm = AsyncGLM(lm, generation_kwargs={"max_new_tokens": 3})
     task_id = glm.submit([1, 2])
     assert glm.queue_size() == 1
@@ -91,7 +91,7 @@ def test_tasks_may_be_submitted_before_the_start_and_shutdown_completes_them(lm)
             use()
 
 
-def test_waiting_before_the_start_says_so_at_once_and_the_task_stays(lm):
+def test_waiting_before_start_raises_at_once_and_keeps_the_task(lm):
     glm = AsyncGLM(lm, max_queue_size=1, generation_kwargs=GREEDY)
     task = glm.submit([[5, 6]])
     for wait in (
@@ -111,7 +111,7 @@ def test_waiting_before_the_start_says_so_at_once_and_the_task_stays(lm):
         assert glm.get_result(task)[0].tolist()[2:] == expected[0].token_ids
 
 
-def test_waiting_for_a_task_that_was_never_begun_is_told_by_shutdown(lm):
+def test_get_result_after_shutdown_without_start_raises_cancelled_error(lm):
     glm = AsyncGLM(lm, generation_kwargs=GREEDY)
     task = glm.submit([[5, 6]])
     glm.shutdown()
@@ -119,13 +119,13 @@ def test_waiting_for_a_task_that_was_never_begun_is_told_by_shutdown(lm):
         glm.get_result(task)
 
 
-def test_a_task_waits_as_one_however_many_rows_it_has():
+def test_task_of_several_rows_counts_once_in_the_queue():
     lm = GatedLM()
     kwargs = {"max_new_tokens": 2}
     with AsyncGLM(lm, max_queue_size=2, generation_kwargs=kwargs, max_running=2) as glm:
         ids = [glm.submit([[i], [i + 1], [i + 2]]) for i in (20, 30, 40)]
         assert glm.queue_size() == 2
-        with pytest.raises(queue.Full, match="2 tasks are waiting already"):
+        with pytest.raises(queue.Full, match="the queue is full: 2 tasks are waiting"):
             glm.submit([[1], [2], [3]], timeout=0)
         assert glm.queue_size() == 2
         lm.let()
@@ -134,7 +134,7 @@ def test_a_task_waits_as_one_however_many_rows_it_has():
     lm.close()
 
 
-def test_a_row_that_fails_ends_the_others_of_its_task():
+def test_failing_row_fails_its_own_task_only():
     class Failing(GatedLM):
         def evaluate(self, queries):
             if any(query.token_ids[0] == 7 for query in queries):
@@ -154,7 +154,7 @@ def test_a_row_that_fails_ends_the_others_of_its_task():
     lm.close()
 
 
-def test_whoever_waits_for_room_is_told_by_shutdown_and_the_others_are_completed():
+def test_shutdown_fails_blocked_submit_and_completes_queued_tasks():
     lm = GatedLM()
     glm = AsyncGLM(lm, max_queue_size=1, generation_kwargs={"max_new_tokens": 2}, max_running=1)
     ids, told = [], threading.Event()
@@ -178,7 +178,7 @@ def test_whoever_waits_for_room_is_told_by_shutdown_and_the_others_are_completed
     lm.close()
 
 
-def test_shutdown_without_waiting_cancels_what_is_not_complete():
+def test_shutdown_without_waiting_cancels_incomplete_tasks():
     lm = GatedLM()
     glm = AsyncGLM(lm, generation_kwargs={"max_new_tokens": 2}, max_running=1)
     glm.start()
@@ -213,15 +213,15 @@ def test_shutdown_without_waiting_cancels_what_is_not_complete():
         ({"input_ids": [[1]], "pixel_values": [0.5]}, {}, ContextError, "read 'pixel_values'"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, {}, ContextError, "attention_mask"),
         ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, {}, ContextError, "empty"),
-        ([1], {"penalty_alpha": 0.6}, GenerationConfigError, "penalty_alpha is not honoured"),
+        ([1], {"penalty_alpha": 0.6}, GenerationConfigError, "penalty_alpha is not a supported"),
         ([1], {"num_beams": 2, "do_sample": True}, GenerationConfigError, "num_beams"),
-        ([1], {"num_beams": 21}, GenerationConfigError, "more than max_running=20"),
+        ([1], {"num_beams": 21}, GenerationConfigError, "num_beams=21 exceeds max_running=20"),
         ([1], {"num_return_sequences": 2}, GenerationConfigError, "n must be 1"),
         ([1], {"temperature": -1, "do_sample": True}, GenerationConfigError, "temperature"),
         ([1, 2], {"max_length": 2}, ContextError, "no room"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_queued(lm, inputs, kwargs, kind, message):
+def test_invalid_submission_raises_before_anything_is_queued(lm, inputs, kwargs, kind, message):
     with AsyncGLM(lm, generation_kwargs={"max_new_tokens": 3}) as glm:
         with pytest.raises(kind, match=message):
             glm.submit(inputs, kwargs)

@@ -15,7 +15,7 @@ from tests.llm.conftest import fresh_row, word_tokenizer
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tokenizer", [None, word_tokenizer()], ids=["bare", "tokenizer"])
-def test_results_are_those_of_generate(model, tokenizer):
+def test_greedy_results_equal_those_of_transformers_generate(model, tokenizer):
     batches = [
         torch.tensor([1, 2, 3]),
         torch.tensor([[4, 5, 6], [7, 8, 9]]),
@@ -37,7 +37,7 @@ def test_results_are_those_of_generate(model, tokenizer):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_beams_are_those_of_generate(model):
+def test_beams_equal_those_of_transformers_generate(model):
     kwargs = {
         **GREEDY,
         "pad_token_id": 1,
@@ -51,7 +51,7 @@ def test_beams_are_those_of_generate(model):
     assert torch.equal(result, model.generate(rows, attention_mask=torch.ones_like(rows), **kwargs))
 
 
-def test_rows_padded_on_the_right_lose_their_padding(model):
+def test_right_padded_row_gives_the_same_text_as_unpadded(model):
     inputs = {"input_ids": [[5, 6, 0, 0], [1, 2, 3, 4]], "attention_mask": [[1, 1, 0, 0], [1] * 4]}
     with AsyncGLM(model, generation_kwargs=GREEDY) as glm:
         result = glm.get_result(glm.submit(inputs), timeout=60)
@@ -74,7 +74,7 @@ LENGTHS = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("beams", [1, 2])
-def test_padding_counts_for_lengths_as_in_generate(model, lengths, beams):
+def test_left_padding_counts_to_lengths_as_in_generate(model, lengths, beams):
     """Half of the vocabulary ends a text, so that the least lengths matter too."""
     kwargs = {"eos_token_id": list(range(0, 96, 2)), "pad_token_id": 0, "num_beams": beams}
     rows = torch.tensor([[0, 0, 0, 0, 5], [0, 0, 7, 8, 9], [1, 2, 3, 4, 5], [0, 9, 9, 9, 2]])
@@ -87,7 +87,7 @@ def test_padding_counts_for_lengths_as_in_generate(model, lengths, beams):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_padding_on_the_right_counts_for_lengths_too(model, lengths):
+def test_right_padding_counts_to_lengths_as_in_generate(model, lengths):
     """As many columns as in generate; the ids are those of the row without its padding."""
     rows = torch.tensor([[5, 6, 0, 0], [1, 2, 3, 4]])
     inputs = {"input_ids": rows, "attention_mask": (rows > 0).long()}
@@ -104,13 +104,13 @@ def test_padding_on_the_right_counts_for_lengths_too(model, lengths):
     assert torch.equal(result[0, 4:], expected[0, 2:])
 
 
-def test_a_padded_row_that_fills_the_length_leaves_no_room(model):
+def test_padded_row_that_fills_max_length_raises_context_error(model):
     inputs = {"input_ids": [[0, 0, 0, 5]], "attention_mask": [[0, 0, 0, 1]]}
-    with AsyncGLM(model) as glm, pytest.raises(ContextError, match=r"4 tokens wide .* no room"):
+    with AsyncGLM(model) as glm, pytest.raises(ContextError, match=r"have 4 tokens .* no room"):
         glm.submit(inputs, {"max_length": 4})
 
 
-def test_a_least_length_of_a_task_goes_before_the_constructors_own(model):
+def test_min_length_of_a_task_overrides_the_constructors_minimum(model):
     """The constructor's would be that of new tokens, which goes before the other in generate."""
     eos = list(range(0, 96, 2))
     kwargs = {"eos_token_id": eos, "max_new_tokens": 9, "pad_token_id": 0, "min_new_tokens": 1}
@@ -123,7 +123,7 @@ def test_a_least_length_of_a_task_goes_before_the_constructors_own(model):
 @pytest.mark.parametrize("kwargs", [{}, {"eos_token_id": None}, {"eos_token_id": [7, 30]}], ids=str)
 @pytest.mark.parametrize("own", [None, 9, [*range(9, 96, 7)]], ids=str)
 @pytest.mark.parametrize("pad", [None, 3])
-def test_what_ends_a_text_is_what_ends_it_in_generate(model, kwargs, own, pad):
+def test_end_tokens_and_padding_equal_those_of_transformers_generate(model, kwargs, own, pad):
     """And not what the tokenizer says; as is what stands behind the end."""
     with torch.no_grad():
         whole = model.generate(torch.tensor([[1, 2]]), max_new_tokens=8, eos_token_id=None)
@@ -139,7 +139,7 @@ def test_what_ends_a_text_is_what_ends_it_in_generate(model, kwargs, own, pad):
     assert torch.equal(result, model.generate(rows, attention_mask=torch.ones_like(rows), **kwargs))
 
 
-def test_a_model_that_has_no_configuration_ends_where_its_tokenizer_says():
+def test_model_without_generation_config_ends_at_tokenizers_eos():
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=word_tokenizer(), eos_token="<7>", pad_token="<8>"
     )
@@ -153,7 +153,7 @@ def test_a_model_that_has_no_configuration_ends_where_its_tokenizer_says():
         assert glm.get_result(glm.submit([1], kwargs), timeout=60).shape[1] == 401
 
 
-def test_a_model_whose_checkpoint_has_keys_of_its_own(model):
+def test_checkpoint_with_extra_generation_config_keys_generates(model):
     own = copy.deepcopy(model)
     own.generation_config = transformers.GenerationConfig(
         chat_format="chatml", max_window_size=6144, trust_remote_code=True, typical_p=1.0,
@@ -164,7 +164,7 @@ def test_a_model_whose_checkpoint_has_keys_of_its_own(model):
         assert glm.get_result(glm.submit([1, 2]), timeout=60).shape == (1, 5)
 
 
-def test_samples_are_drawn_from_where_generate_draws_them(model):
+def test_sampling_without_top_k_draws_from_transformers_default_top_50(model):
     """Nobody names top_k: transformers keeps 50 tokens then, of 96."""
     draws = {"do_sample": True, "max_new_tokens": 1, "temperature": 3.0, "eos_token_id": 95}
     kwargs = {**draws, "num_return_sequences": 400, "seed": 0}
@@ -176,7 +176,7 @@ def test_samples_are_drawn_from_where_generate_draws_them(model):
     assert len(seen) > 25
 
 
-def test_the_models_own_defaults_hold_once_it_samples(model):
+def test_generation_config_defaults_of_the_model_apply_to_sampling(model):
     own = copy.deepcopy(model)
     own.generation_config = transformers.GenerationConfig(top_k=1, eos_token_id=95)
     with AsyncGLM(own, generation_kwargs={"do_sample": True, "max_new_tokens": 5}) as glm:
@@ -185,7 +185,7 @@ def test_the_models_own_defaults_hold_once_it_samples(model):
     assert torch.equal(sampled, greedy)
 
 
-def test_several_samples_with_seeds(lm):
+def test_seeded_samples_are_reproducible_and_distinct(lm):
     kwargs = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 5, "seed": 1}
     with AsyncGLM(lm, generation_kwargs=kwargs) as glm:
         first, second = (glm.get_result(glm.submit([[1, 2], [3, 4]]), 60) for _ in range(2))

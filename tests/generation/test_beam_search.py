@@ -38,7 +38,7 @@ def lm(model):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
-async def test_texts_are_those_of_transformers(lm, model, settings):
+async def test_beam_texts_and_scores_equal_those_of_transformers(lm, model, settings):
     generator = random.Random(1)
     prompts = [[generator.randrange(96) for _ in range(n % 6 + 1)] for n in range(10)]
     eos = settings.get("eos_token_id", [7, 30, 31, 55, 60, 61, 62, 63])
@@ -71,7 +71,7 @@ async def test_texts_are_those_of_transformers(lm, model, settings):
     assert "eos" in reasons or settings.get("length_penalty", 1) > 1 or "min_new_tokens" in settings
 
 
-async def test_a_beam_knows_the_log_probabilities_of_its_tokens(lm, model):
+async def test_beam_tokens_carry_their_log_probabilities(lm, model):
     config = GenerationConfig(num_beams=3, n=2, max_new_tokens=5, logprobs=True, top_logprobs=2)
     for text in await generate(lm, [1, 2], config):
         context, total = [1, 2], 0.0
@@ -84,7 +84,7 @@ async def test_a_beam_knows_the_log_probabilities_of_its_tokens(lm, model):
         assert text.score == pytest.approx(total / len(text.tokens), abs=1e-4)
 
 
-async def test_stop_words_and_the_width_of_a_batch(lm):
+async def test_beam_search_honours_stop_words_and_batches_its_beams(lm):
     config = GenerationConfig(num_beams=4, max_new_tokens=10)
     (whole,) = await generate(lm, [5, 6], config)
     word = whole.token_ids[2:4]
@@ -108,12 +108,12 @@ async def test_stop_words_and_the_width_of_a_batch(lm):
         ({"num_beams": 2, "beam_early_stopping": "soon"}, "one of True, False, 'never'"),
     ],
 )
-def test_contradictions_are_named(fields, message):
+def test_contradictory_beam_options_raise_config_error(fields, message):
     with pytest.raises(GenerationConfigError, match=message):
         GenerationConfig(**fields)
 
 
-async def test_a_search_is_not_streamed():
+async def test_streaming_a_beam_search_raises_config_error():
     with (
         MockAsyncLM(word_tokenizer()) as lm,
         pytest.raises(GenerationConfigError, match="num_beams must be 1 to stream"),
@@ -121,7 +121,7 @@ async def test_a_search_is_not_streamed():
         await anext(stream(lm, [1], num_beams=2, max_new_tokens=3))
 
 
-async def test_a_search_among_rows_that_say_nothing_is_an_error():
+async def test_generation_from_nan_rows_raises_evaluation_error():
     with MockAsyncLM(word_tokenizer()) as lm:
         nothing = torch.full((len(lm.byte_vocab),), torch.nan)
         lm._evaluator.evaluate = lambda queries: [Row(nothing, math.nan) for _ in queries]

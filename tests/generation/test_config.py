@@ -47,7 +47,7 @@ SAMPLE = {"do_sample": True}
         ("top_logprobs", -1, {"logprobs": True}),
     ],
 )
-def test_each_wrong_field_is_named(field, value, more):
+def test_invalid_field_raises_config_error_that_names_it(field, value, more):
     with pytest.raises(GenerationConfigError, match=rf"^{field} must be "):
         GenerationConfig(**{field: value, **more})
 
@@ -73,12 +73,12 @@ def test_each_wrong_field_is_named(field, value, more):
     ],
     ids=str,
 )
-def test_a_temperature_or_a_bound_says_that_tokens_are_drawn(fields, is_sampled):
+def test_is_sampled_follows_from_temperature_bounds_and_do_sample(fields, is_sampled):
     assert GenerationConfig(**fields).is_sampled is is_sampled
     assert GenerationConfig().replace(**fields).is_sampled is is_sampled
 
 
-def test_nothing_is_said_by_none_and_numpy_says_integers():
+def test_none_means_unset_and_numpy_numbers_are_converted():
     none = GenerationConfig(stop=None, stop_words_ids=None, bad_words_ids=None)
     assert none == GenerationConfig()
     config = GenerationConfig(
@@ -105,7 +105,7 @@ def test_nothing_is_said_by_none_and_numpy_says_integers():
         ({"stop": 5}, "stop must be non-empty strings, got 5"),
         ({"eos_token_id": 2.5}, "eos_token_id must be an integer, got 2.5"),
         ({"eos_token_id": True}, "eos_token_id must be an integer, got True"),
-        ({"eos_token_id": b"x"}, "eos_token_id must be a token id, or several"),
+        ({"eos_token_id": b"x"}, "eos_token_id must be a token id or a list"),
         ({"max_new_tokens": True}, "max_new_tokens must be an integer of 1 or more, got True"),
         ({"max_new_tokens": 3.0}, "max_new_tokens must be .* got 3.0: write 3"),
         ({"max_new_tokens": np.int64(0)}, "max_new_tokens must be an integer of 1 or more, got 0"),
@@ -113,7 +113,7 @@ def test_nothing_is_said_by_none_and_numpy_says_integers():
         ({"lora_name": 5}, "lora_name must be a string, got 5"),
     ],
 )
-def test_what_is_wrong_is_named(fields, message):
+def test_error_message_describes_the_rejected_field_value(fields, message):
     with pytest.raises(GenerationConfigError, match=f"^{message}"):
         GenerationConfig(**fields)
 
@@ -125,8 +125,8 @@ def test_what_is_wrong_is_named(fields, message):
         ("temprature", "temperature"),
     ],
 )
-async def test_names_that_are_no_fields_are_told_near_ones(lm, name, meant):
-    message = rf"^{name} is no field of GenerationConfig; did you mean {meant}\?$"
+async def test_unknown_field_error_suggests_similar_names(lm, name, meant):
+    message = rf"^{name} is not a field of GenerationConfig; did you mean {meant}\?$"
     with pytest.raises(GenerationConfigError, match=message):
         GenerationConfig(**{name: 2})
     with pytest.raises(GenerationConfigError, match=message):
@@ -136,23 +136,23 @@ async def test_names_that_are_no_fields_are_told_near_ones(lm, name, meant):
 
 
 @pytest.mark.parametrize("value", ["never", 1, 0, "auto"])
-def test_early_stopping_of_a_beam_search_is_told_its_name(value):
-    message = r"early_stopping must be True or False, .*got .*, how a beam search ends, is beam_ear"
+def test_non_boolean_early_stopping_error_names_beam_early_stopping(value):
+    message = r"early_stopping must be True or False .*, for beam search, is beam_early_stopping"
     with pytest.raises(GenerationConfigError, match=message):
         GenerationConfig(early_stopping=value)
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_early_stopping_means_nothing_beside_beams(value):
+def test_early_stopping_with_beams_raises_config_error(value):
     """Neither what it means here, nor what it means in transformers, is guessed."""
-    message = f"left out with num_beams > 1, got {value}: .* is beam_early_stopping, and eos_token_"
+    message = f"left out with num_beams > 1, got {value}: .* is beam_early_stopping here.* eos_"
     with pytest.raises(GenerationConfigError, match=message):
         GenerationConfig(num_beams=2, early_stopping=value)
     with pytest.raises(GenerationConfigError, match=message):
         GenerationConfig(early_stopping=value).replace(num_beams=2)
 
 
-async def test_a_text_that_no_token_ends_may_be_searched_for(lm):
+async def test_empty_eos_token_id_lets_texts_run_to_max_new_tokens(lm):
     """``eos_token_id=()`` is ``early_stopping=False``, for beams too."""
     eos = tuple(range(0, 96, 2))
     for beams in (1, 3):
@@ -163,7 +163,7 @@ async def test_a_text_that_no_token_ends_may_be_searched_for(lm):
 
 
 @pytest.mark.parametrize("value", [True, False, "never"])
-def test_early_stopping_is_carried_over_as_what_it_is(value):
+def test_from_hf_maps_early_stopping_to_beam_early_stopping(value):
     hf = transformers.GenerationConfig(early_stopping=value, num_beams=3, max_new_tokens=4)
     config = GenerationConfig.from_hf(hf)
     assert (config.early_stopping, config.beam_early_stopping) == (None, value)
@@ -176,7 +176,7 @@ def test_a_config_is_copied_and_pickled():
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
 
 
-def test_it_is_frozen_and_replaced():
+def test_config_is_frozen_and_replace_validates():
     config = GenerationConfig(max_new_tokens=5, stop="x")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.n = 3
@@ -189,7 +189,7 @@ def test_it_is_frozen_and_replaced():
     )
     with pytest.raises(GenerationConfigError, match=r"^temperature must be"):
         config.replace(temperature=-0.5)
-    with pytest.raises(GenerationConfigError, match=r"^temprature is no field"):
+    with pytest.raises(GenerationConfigError, match=r"^temprature is not a field"):
         config.replace(temprature=0.5)
     with pytest.raises(GenerationConfigError, match=r"did you mean temperature\?"):
         config.replace(temprature=0.5)
@@ -198,7 +198,7 @@ def test_it_is_frozen_and_replaced():
             make(mm_info={"image": b""})
 
 
-def test_from_transformers():
+def test_from_hf_maps_supported_fields_and_rejects_others():
     hf = transformers.GenerationConfig(
         do_sample=True, temperature=0.7, top_k=5, max_new_tokens=9, eos_token_id=[2, 3]
     )
@@ -224,14 +224,14 @@ def test_from_transformers():
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "smollm2", []])
-def test_the_defaults_of_what_is_no_model_are_refused(wrong):
+def test_from_model_of_a_non_model_raises_type_error(wrong):
     with pytest.raises(TypeError, match="lm must be an AsyncLM, got"):
         GenerationConfig.from_model(wrong)
 
 
-async def test_a_configuration_of_transformers_says_where_it_goes():
+async def test_transformers_config_in_generate_error_points_to_from_hf():
     with (
         MockAsyncLM(word_tokenizer()) as lm,
-        pytest.raises(GenerationConfigError, match=r"of transformers: .*from_hf takes it"),
+        pytest.raises(GenerationConfigError, match=r"of transformers: convert it with .*from_hf"),
     ):
         await generate(lm, [1], transformers.GenerationConfig())

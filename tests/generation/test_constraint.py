@@ -125,7 +125,7 @@ def test_every_text_of_a_well_known_schema_validates(lm, name):
         ['a "quoted" one', "a\\backslash", "a/b"],
     ],
 )
-def test_the_mask_is_every_token_that_some_text_goes_on_with(lm, choices):
+def test_mask_allows_exactly_the_tokens_that_continue_or_end_a_choice(lm, choices):
     wanted = [choice.encode() for choice in choices]
     randomness = random.Random(0)
     special = lm.special_ids | lm.undefined_ids
@@ -157,7 +157,7 @@ def test_texts_of_a_pattern_match_it(lm, pattern):
         assert re.fullmatch(pattern, text)
 
 
-def test_a_grammar_that_counts(lm):
+def test_texts_of_a_recursive_grammar_have_balanced_brackets(lm):
     grammar = 'start: "(" start ")" | "x"'
     for seed in range(20):
         constraint = Constraint.from_grammar(lm, grammar)
@@ -166,7 +166,7 @@ def test_a_grammar_that_counts(lm):
         assert text == b"(" * depth + b"x" + b")" * depth
 
 
-def test_forks_go_their_own_ways(lm):
+def test_forked_constraints_advance_independently(lm):
     first = Constraint.from_choice(lm, ["abc", "abd", "xyz"])
     (a,) = (i for i, t in enumerate(lm.byte_vocab) if t.byte_string == b"ab")
     (x,) = (i for i, t in enumerate(lm.byte_vocab) if t.byte_string == b"x")
@@ -179,7 +179,7 @@ def test_forks_go_their_own_ways(lm):
     assert not (first.mask() & second.mask()).any()
 
 
-def test_a_token_that_is_not_allowed_changes_nothing(lm):
+def test_disallowed_token_raises_violation_and_changes_no_state(lm):
     constraint = Constraint.from_choice(lm, ["yes", "no"])
     before = constraint.mask()
     eos = lm.tokenizer.eos_token_id
@@ -198,7 +198,7 @@ def test_a_token_that_is_not_allowed_changes_nothing(lm):
         constraint.advance(eos)
 
 
-def test_restricting_gives_the_weight_of_the_step(lm):
+def test_restrict_returns_renormalised_row_and_log_mass(lm):
     constraint = Constraint.from_choice(lm, ["yes", "no"])
     row = lm.next_token_logprobs_sync([1, 2, 3])
     before = row.clone()
@@ -210,7 +210,7 @@ def test_restricting_gives_the_weight_of_the_step(lm):
     assert (allowed[~mask] == -torch.inf).all()
 
 
-def test_no_step_weighs_more_than_nothing_and_one_that_leaves_all_weighs_nothing(lm):
+def test_log_mass_is_never_positive_and_zero_for_a_full_mask(lm):
     constraint, everything = Constraint.from_regex(lm, "a*"), torch.ones(len(lm.byte_vocab)).bool()
     weights = []
     for i in range(40):
@@ -232,7 +232,7 @@ def test_no_step_weighs_more_than_nothing_and_one_that_leaves_all_weighs_nothing
     assert min(weights) < 0
 
 
-def test_where_nothing_that_is_allowed_is_possible_the_weight_is_that_of_nothing(lm):
+def test_row_without_mass_on_allowed_tokens_has_log_mass_minus_inf(lm):
     constraint = Constraint.from_choice(lm, ["yes"])
     row = lm.next_token_logprobs_sync([1]).masked_fill(constraint.mask(), -torch.inf)
     allowed, log_mass = constraint.restrict(row.log_softmax(-1))
@@ -244,23 +244,23 @@ def test_where_nothing_that_is_allowed_is_possible_the_weight_is_that_of_nothing
     ("make", "message"),
     [
         (lambda lm: Constraint.from_json_schema(lm, {"type": "objekt"}), "objekt"),
-        (lambda lm: Constraint.from_json_schema(lm, '{"type": '), "no JSON"),
+        (lambda lm: Constraint.from_json_schema(lm, '{"type": '), "is not JSON"),
         (lambda lm: Constraint.from_json_schema(lm, 3), "object or a boolean"),
         (lambda lm: Constraint.from_regex(lm, "(a"), "unclosed group"),
-        (lambda lm: Constraint.from_choice(lm, []), "at least one letter"),
-        (lambda lm: Constraint.from_choice(lm, ["a", ""]), "at least one letter"),
+        (lambda lm: Constraint.from_choice(lm, []), "at least one text"),
+        (lambda lm: Constraint.from_choice(lm, ["a", ""]), "non-empty texts"),
         (lambda lm: Constraint.from_grammar(lm, 'begin: "a"'), "start"),
         (lambda lm: Constraint.from_regex(lm, "a", eos_token_ids=[99_999]), "99999"),
         (lambda lm: Constraint.from_response_format(lm, {"type": "xml"}), "'json_object'"),
         (lambda lm: Constraint.from_response_format(lm, {"type": "regex"}), "'regex'"),
     ],
 )
-def test_what_is_no_constraint_is_told(lm, make, message):
+def test_invalid_constraint_raises_constraint_error(lm, make, message):
     with pytest.raises(ConstraintError, match=message):
         make(lm)
 
 
-def test_response_formats(lm):
+def test_each_response_format_makes_its_constraint(lm):
     for response_format, text in (
         ({"type": "json_object"}, b"{}"),
         ({"type": "json_schema", "json_schema": {"const": 1}}, b"1"),
@@ -274,16 +274,16 @@ def test_response_formats(lm):
         assert constraint.can_end
 
 
-def test_a_tokenizer_without_an_end_and_one_that_cannot_encode():
+def test_tokenizer_without_eos_needs_explicit_eos_token_ids():
     with MockAsyncLM(word_tokenizer()) as lm:
-        with pytest.raises(ConstraintError, match="pass eos_token_ids"):
+        with pytest.raises(ConstraintError, match="pass some as eos_token_ids"):
             Constraint.from_choice(lm, ["<5>"])
         constraint = Constraint.from_choice(lm, ["<5><6>", "<5>"], eos_token_ids=[0, 1])
         constraint.advance(5)
         assert constraint.mask().nonzero().flatten().tolist() == [0, 1, 6]
 
 
-def test_without_its_library_the_error_names_the_extra(lm, monkeypatch):
+def test_missing_llguidance_raises_import_error_that_names_the_extra(lm, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
@@ -291,7 +291,7 @@ def test_without_its_library_the_error_names_the_extra(lm, monkeypatch):
         Constraint.from_choice(lm, ["a"])
 
 
-def test_ten_thousand_choices(lm):
+def test_masks_of_ten_thousand_choices_match_the_choices(lm):
     """Each mask against the choices themselves, along paths to some of them."""
     randomness = random.Random(0)
     words = [t.byte_string.decode() for t in lm.byte_vocab if t.byte_string.isalpha()]
@@ -329,15 +329,15 @@ def test_ten_thousand_choices(lm):
 
 
 @pytest.mark.parametrize("choices", ["yes", b"yes", 5, None], ids=repr)
-def test_a_text_is_no_list_of_choices(lm, choices):
-    with pytest.raises(TypeError, match=r"several texts in a list, got (b?'yes'|5|None)"):
+def test_choices_that_are_no_list_raise_type_error(lm, choices):
+    with pytest.raises(TypeError, match=r"a list of texts, got (b?'yes'|5|None)"):
         Constraint.from_choice(lm, choices)
-    with pytest.raises(GenlmBackendError, match="several texts"):
+    with pytest.raises(GenlmBackendError, match="a list of texts"):
         Constraint.from_response_format(lm, {"type": "choice", "choice": choices})
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, Constraint.fork])
-def test_every_copy_goes_its_own_way(copied):
+def test_copied_constraints_are_independent_and_pickling_is_refused(copied):
     with MockAsyncLM(word_tokenizer()) as lm:
         text = (lm.byte_vocab[5].byte_string * 2).decode()
         first = Constraint.from_choice(lm, [text], eos_token_ids=[0])
@@ -352,7 +352,7 @@ def test_every_copy_goes_its_own_way(copied):
 
 
 @pytest.mark.parametrize("wrong", ["logits", "probabilities"])
-def test_a_row_of_something_else_is_refused(wrong):
+def test_restrict_of_logits_or_probabilities_raises_option_error(wrong):
     with MockAsyncLM(word_tokenizer()) as lm:
         constraint = Constraint.from_regex(lm, "(?s).*", eos_token_ids=[0])
         row = lm.next_token_logprobs_sync([1, 2])
@@ -365,7 +365,7 @@ def test_a_row_of_something_else_is_refused(wrong):
 # ---------------------------------------------------------------- many at once
 
 
-def test_masks_of_many_are_those_of_each(lm):
+def test_masks_of_many_constraints_equal_their_single_masks(lm):
     """Of several vocabularies and grammars, wherever their texts are."""
     generator, small = random.Random(0), MockAsyncLM(word_tokenizer())
     made = [
@@ -394,7 +394,7 @@ def test_masks_of_many_are_those_of_each(lm):
     small.close()
 
 
-async def test_a_draw_by_bits_is_the_one_by_bools(lm):
+async def test_draw_with_a_packed_mask_equals_draw_with_a_bool_mask(lm):
     constraint = Constraint.from_json_schema(lm, WELL_KNOWN["person"])
     (mask,) = Constraint.masks([constraint])
     draws = [
@@ -426,7 +426,7 @@ def _ended(lm):
     return constraint
 
 
-def test_one_of_many_masks_restricts_a_row(lm):
+def test_restrict_with_a_packed_mask_equals_restrict_without(lm):
     constraint = Constraint.from_choice(lm, ["a", "b"])
     (mask,) = Constraint.masks([constraint])
     row = lm.next_token_logprobs_sync([1, 2])
@@ -437,7 +437,7 @@ def test_one_of_many_masks_restricts_a_row(lm):
     assert len(repr(mask)) < 60
 
 
-def test_masks_are_of_constraints(lm):
+def test_wrong_mask_arguments_raise_option_type_error(lm):
     with pytest.raises(OptionTypeError, match="constraints"):
         Constraint.masks(Constraint.from_json_object(lm))
     with pytest.raises(OptionTypeError, match=r"constraints\[1\]"):
@@ -451,6 +451,6 @@ def test_masks_are_of_constraints(lm):
 
 
 @pytest.mark.parametrize("name", ["json_schema", "regex", "choice", "grammar", "response_format"])
-def test_a_model_in_another_place_is_told(lm, name):
+def test_swapped_model_argument_raises_constraint_error(lm, name):
     with pytest.raises(ConstraintError, match="lm must be an AsyncLM, got 'a'"):
         getattr(Constraint, f"from_{name}")("a", lm)

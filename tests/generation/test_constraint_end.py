@@ -33,7 +33,7 @@ LANGUAGES = [
 
 @pytest.mark.parametrize("eos", [[BREAK], [BREAK, END], [END], [0, BREAK]], ids=str)
 @pytest.mark.parametrize("texts", LANGUAGES, ids=repr)
-def test_the_mask_and_advance_are_by_one_rule(lm, texts, eos):
+def test_mask_and_advance_agree_when_eos_tokens_are_ordinary_text(lm, texts, eos):
     """A token is text where the language goes on with it; otherwise it may end a whole text."""
     for seed in range(15):
         randomness = random.Random(seed)
@@ -62,7 +62,7 @@ def test_the_mask_and_advance_are_by_one_rule(lm, texts, eos):
 
 @pytest.mark.parametrize("eos", [[BREAK], [BREAK, END], [0]], ids=str)
 @pytest.mark.parametrize("texts", LANGUAGES, ids=repr)
-async def test_generated_texts_are_whole_and_say_how_they_ended(lm, texts, eos):
+async def test_constrained_texts_are_complete_and_report_finish_reason(lm, texts, eos):
     choice = {"type": "choice", "choice": texts}
     found = await generate(
         lm, [0], do_sample=True, seed=0, n=25, max_new_tokens=9, eos_token_id=eos,
@@ -80,7 +80,7 @@ async def test_generated_texts_are_whole_and_say_how_they_ended(lm, texts, eos):
 
 
 @pytest.mark.parametrize("field", ["min_new_tokens", "min_length"])
-async def test_a_least_length_keeps_a_text_from_ending_and_no_text_from_being_written(lm, field):
+async def test_minimum_length_forbids_ending_but_not_eos_tokens_as_text(lm, field):
     """Lines of "a" and line breaks, which end a text where nothing else is possible."""
     lines = {"type": "regex", "regex": "(a\n){3}b?"}
     least = {field: 8 + (field == "min_length")}
@@ -117,7 +117,7 @@ def test_a_grammar_may_name_the_token_that_ends_texts():
         assert not constraint.is_ended
 
 
-def test_every_division_of_a_text_into_tokens_is_let_through(lm):
+def test_every_tokenization_of_a_choice_is_allowed(lm):
     """Brute force over all sequences of up to four tokens."""
     texts = ["ab\n", "a\nb", "a\n\nb"]
     for tokens in itertools.product(range(len(WORDS)), repeat=4):

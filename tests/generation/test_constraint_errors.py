@@ -45,9 +45,9 @@ def message_of(make, lm, *args, **options):
     ],
     ids=str,
 )
-def test_the_fault_of_a_schema_is_told_without_a_grammar(lm, schema, fault):
+def test_schema_error_names_the_fault_without_internal_grammar(lm, schema, fault):
     message = message_of(Constraint.from_json_schema, lm, schema)
-    assert message.startswith(f"no such constraint: {fault}")
+    assert message.startswith(f"invalid constraint: {fault}")
     assert not any(word in message for word in ("llguidance", "start:", "%json", "x-guidance"))
 
 
@@ -76,7 +76,7 @@ def test_the_fault_of_a_schema_is_told_without_a_grammar(lm, schema, fault):
     ],
     ids=str,
 )  # fmt: skip
-def test_the_place_of_a_fault_is_that_of_the_innermost_schema_that_has_it(lm, schema, place):
+def test_schema_error_points_to_the_innermost_faulty_schema(lm, schema, place):
     message = message_of(Constraint.from_json_schema, lm, schema)
     assert message.endswith(f" (at {place})")
     assert "json-schema:" not in message
@@ -92,9 +92,9 @@ def test_the_place_of_a_fault_is_that_of_the_innermost_schema_that_has_it(lm, sc
         ("a\n(b", r"a\n(b: unclosed group"),
     ],
 )
-def test_the_fault_of_a_pattern_is_told_in_one_line(lm, pattern, fault):
+def test_pattern_error_names_the_pattern_and_its_fault(lm, pattern, fault):
     message = message_of(Constraint.from_regex, lm, pattern)
-    assert message == f"no such constraint: in the regular expression {fault}"
+    assert message == f"invalid constraint: in the regular expression {fault}"
     of_whitespace = message_of(Constraint.from_json_schema, lm, {}, whitespace=pattern)
     assert fault.rpartition(": ")[2] in of_whitespace
     assert "guidance" not in of_whitespace
@@ -122,11 +122,11 @@ def test_the_fault_of_a_pattern_is_told_in_one_line(lm, pattern, fault):
         ),
     ],
 )
-def test_a_grammar_of_ones_own_is_shown_as_it_was_written(lm, grammar, message):
-    assert message_of(Constraint.from_grammar, lm, grammar) == f"no such constraint: {message}"
+def test_grammar_error_shows_the_users_grammar_verbatim(lm, grammar, message):
+    assert message_of(Constraint.from_grammar, lm, grammar) == f"invalid constraint: {message}"
 
 
-def test_a_text_may_be_divided_in_any_way_whoever_wrote_the_grammar(lm):
+def test_choice_regex_and_grammar_give_the_same_masks(lm):
     choices = ["<5><6>", "<5>"]
     made = [
         Constraint.from_choice(lm, choices, eos_token_ids=EOS),
@@ -153,18 +153,18 @@ LONE = "a\ud800"
         (Constraint.from_json_schema, '{"const": "\\ud800"}'),
     ],
 )
-def test_what_utf8_cannot_write_is_refused(lm, make, given):
+def test_lone_surrogate_raises_constraint_error(lm, make, given):
     message = message_of(make, lm, given)
     assert "\\ud800" in message
     assert "utf-8" in message.lower()
 
 
 @pytest.mark.parametrize("name", ["row", "mask"])
-def test_a_row_and_a_mask_are_whole_tensors(lm, name):
+def test_restrict_with_wrong_row_or_mask_raises_option_error(lm, name):
     constraint = Constraint.from_choice(lm, ["<5>"], eos_token_ids=EOS)
     right = {"row": lm.next_token_logprobs_sync([1]), "mask": constraint.mask()}
     other = {"row": right["mask"], "mask": right["row"]}
-    what = {"row": "log-probabilities of all tokens, float", "mask": "tokens are allowed, bool"}
+    what = {"row": "log-probabilities of all tokens, float", "mask": "the allowed tokens, bool"}
     wanted = rf"{name} must be a tensor of .*{what[name]} \[{VOCAB}\], got "
     for wrong, error in [
         ([1, 2], OptionTypeError),

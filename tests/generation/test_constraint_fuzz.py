@@ -60,7 +60,7 @@ def assert_walks_are_right(lm, make, language, seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_patterns_choices_and_grammars_of_one_language(lm, seed):
+def test_masks_of_random_languages_match_brute_force(lm, seed):
     randomness = random.Random(seed)
     while True:
         pattern = random_pattern(randomness)

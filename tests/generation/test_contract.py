@@ -48,7 +48,7 @@ def reference(backend, prompt, settings):  # noqa: F811
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-async def test_texts_are_those_of_transformers_through_generate_and_an_engine(
+async def test_generate_and_engine_texts_equal_those_of_transformers(
     lm,  # noqa: F811
     backend,  # noqa: F811
     settings,
@@ -73,7 +73,7 @@ async def test_texts_are_those_of_transformers_through_generate_and_an_engine(
                 assert set(row[len(text.token_ids) :]) <= {95}
 
 
-async def test_samples_do_not_depend_on_their_company(lm):  # noqa: F811
+async def test_seeded_samples_do_not_depend_on_concurrent_requests(lm):  # noqa: F811
     config = GenerationConfig(do_sample=True, seed=4, n=3, max_new_tokens=8, early_stopping=False)
     alone = await generate(lm, [5, 6], config)
     lm.clear_cache()
@@ -85,7 +85,7 @@ async def test_samples_do_not_depend_on_their_company(lm):  # noqa: F811
     assert streamed == alone[0]
 
 
-async def test_a_constraint_holds(lm):  # noqa: F811
+async def test_constrained_sampling_yields_only_the_choices(lm):  # noqa: F811
     pytest.importorskip("llguidance")
     choices = ["<3><4><5>", "<8><9>", "<3><4><6>"]
     constraint = Constraint.from_choice(lm, choices, eos_token_ids=[2])

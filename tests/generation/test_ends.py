@@ -74,7 +74,7 @@ async def found_by_every_way(lm, engine, prompt):
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(ends=ENDS, prompt=PROMPTS)
-def test_texts_end_where_those_of_transformers_do(wrapped, ends, prompt):
+def test_texts_end_at_the_same_token_as_in_transformers(wrapped, ends, prompt):
     model, lm, engine = wrapped
     model.generation_config.eos_token_id = ends
     text = expected(model, prompt)
@@ -100,7 +100,7 @@ def test_texts_end_where_those_of_transformers_do(wrapped, ends, prompt):
         assert set(allowed.mask().nonzero().flatten().tolist()) == known
 
 
-async def test_a_caller_goes_before_the_model_and_the_model_before_its_tokenizer():
+async def test_eos_of_caller_overrides_model_and_model_overrides_tokenizer():
     model = families.make("llama")
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), eos_token="<9>")
     with AsyncTransformer(model, tokenizer) as lm:
@@ -119,11 +119,11 @@ async def test_a_caller_goes_before_the_model_and_the_model_before_its_tokenizer
         assert await lm.sample([1], 4, temperature=0) == []
 
 
-async def test_where_nobody_names_an_end_a_text_goes_on_and_a_constraint_asks_for_one():
+async def test_without_any_eos_text_continues_and_constraint_raises_error():
     with MockAsyncLM(word_tokenizer()) as lm:
         assert lm.eos_token_ids == frozenset()
         assert len(await lm.sample([1], 5, seed=0)) == 5
-        with pytest.raises(ConstraintError, match="names no token that ends a text: pass eos_tok"):
+        with pytest.raises(ConstraintError, match="no end-of-sequence token is known: pass"):
             Constraint.from_choice(lm, ["<1>"])
 
 
@@ -180,19 +180,19 @@ WHEREVER = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", WHEREVER.values(), ids=WHEREVER)
-def test_the_ends_are_known_wherever_the_model_is(make, saved):
+def test_eos_token_ids_are_known_on_every_backend(make, saved):
     with contextlib.closing(make(saved)) as lm:
         assert lm.eos_token_ids == {0, 7}
 
 
 @pytest.mark.mlx
 @pytest.mark.filterwarnings("ignore")
-def test_what_mlx_loads_ends_where_mlx_ends_it(saved):
+def test_model_loaded_by_mlx_lm_keeps_its_eos_token_ids(saved):
     with contextlib.closing(of_mlx_itself(saved)) as lm:
         assert lm.eos_token_ids == {0, 7, 9}  # it takes the tokenizer's end as one more
 
 
-async def test_a_model_that_only_its_tokenizer_tells_of_ends_there_as_well():
+async def test_model_without_eos_of_its_own_ends_at_tokenizers_eos():
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a")
     with MockAsyncLM(tokenizer) as lm:
@@ -201,7 +201,7 @@ async def test_a_model_that_only_its_tokenizer_tells_of_ends_there_as_well():
 
 
 @pytest.mark.parametrize("wrong", ["abc", 5, [1.5], [True]])
-def test_an_evaluator_that_names_no_ids_is_told(wrong):
+def test_invalid_eos_token_ids_of_evaluator_info_raise_type_error(wrong):
     with pytest.raises(TypeError, match="eos_token_ids must be a collection of token ids"):
         EvaluatorInfo(eos_token_ids=wrong)
 
@@ -209,7 +209,7 @@ def test_an_evaluator_that_names_no_ids_is_told(wrong):
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=15, deadline=None)
 @given(ends=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60), prompt=PROMPTS)
-def test_texts_of_a_model_that_is_no_transformer_end_as_it_says(ends, prompt):
+def test_mock_model_texts_end_at_its_eos_token_ids(ends, prompt):
     with MockAsyncLM(word_tokenizer(), eos_token_ids=ends) as lm, Engine() as engine:
         engine.install_model("m", lm, warm_up=False)
         engine.start_model("m")

@@ -15,7 +15,7 @@ from tests.generation.serving import GatedLM, alone, same, serve
 from tests.llm.conftest import word_tokenizer
 
 
-def test_so_many_at_once_and_the_rest_in_order(engine, gated):
+def test_at_most_max_batch_requests_run_and_others_wait_in_order(engine, gated):
     serve(engine, gated, max_batch=3)
     requests = [engine.start_request_ids("m", [i], max_new_tokens=2 + i % 3) for i in range(9)]
     assert (engine.num_running("m"), engine.num_waiting("m")) == (3, 6)
@@ -27,7 +27,7 @@ def test_so_many_at_once_and_the_rest_in_order(engine, gated):
     assert firsts == sorted(firsts)
 
 
-def test_several_prompts_with_one_submission_wait_as_one_and_are_refused_as_one(engine, gated):
+def test_prompts_of_one_submission_are_queued_or_refused_together(engine, gated):
     serve(engine, gated, max_batch=1, max_queue_size=1)
     config = GenerationConfig(max_new_tokens=2)
     configs = [config.replace(max_new_tokens=1 + i) for i in range(3)]
@@ -37,7 +37,7 @@ def test_several_prompts_with_one_submission_wait_as_one_and_are_refused_as_one(
     with pytest.raises(RequestQueueFullError):
         engine.start_requests("m", [[4], [5]], [config, config], timeout=0)
     for prompts, given in (([[4], [5, 96]], [config] * 2), ([[4], [5]], [config])):
-        with pytest.raises(ValueError, match=r"96|one for each of 2 prompts, got 1"):
+        with pytest.raises(ValueError, match=r"96|one for each of the 2 prompts, got 1"):
             engine.start_requests("m", prompts, given)
     assert engine.num_waiting("m") == 1
     assert engine.start_requests("m", [], []) == engine.start_requests("m", [], config) == []
@@ -49,11 +49,11 @@ def test_several_prompts_with_one_submission_wait_as_one_and_are_refused_as_one(
         assert same(request.result(30), alone(gated, [4 + i], max_new_tokens=2))
 
 
-def test_a_model_that_is_shut_completes_what_it_has_and_refuses_the_rest(engine, gated):
+def test_shut_model_completes_its_requests_and_refuses_new_ones(engine, gated):
     serve(engine, gated, max_batch=1)
     running, waiting = (engine.start_request_ids("m", [i], max_new_tokens=2) for i in (1, 2))
     engine.shut_model("m")
-    with pytest.raises(ModelStateError, match="'m' has been stopped or shut"):
+    with pytest.raises(ModelStateError, match=r"'m' accepts no requests: .*stopped or shut"):
         engine.start_request_ids("m", [3], max_new_tokens=2)
     gated.let()
     for i, request in ((1, running), (2, waiting)):
@@ -68,7 +68,7 @@ async def test_a_full_queue_blocks_times_out_or_refuses(engine, gated):
     serve(engine, gated, max_batch=1, max_queue_size=2)
     requests = [engine.start_request_ids("m", [i], max_new_tokens=2) for i in range(3)]
     for timeout in (0, 0.02):
-        with pytest.raises(RequestQueueFullError, match="2 submissions wait for model 'm'"):
+        with pytest.raises(RequestQueueFullError, match="'m' is full: 2 submissions are waiting"):
             engine.start_request_ids("m", [4], max_new_tokens=2, timeout=timeout)
     assert issubclass(RequestQueueFullError, queue.Full)
     blocked = threading.Thread(
@@ -89,7 +89,7 @@ async def test_a_full_queue_blocks_times_out_or_refuses(engine, gated):
         assert same(request.result(30), await generate(gated, [i], max_new_tokens=2))
 
 
-def test_whoever_waits_for_room_is_told_when_the_model_stops(engine, gated):
+def test_stopping_the_model_raises_for_callers_waiting_for_room(engine, gated):
     serve(engine, gated, max_batch=1, max_queue_size=0)
     engine.start_request_ids("m", [1], max_new_tokens=2)
     errors = []
@@ -112,7 +112,7 @@ def test_whoever_waits_for_room_is_told_when_the_model_stops(engine, gated):
 
 
 @pytest.mark.parametrize("num_slots", [60, 90, 140])
-def test_short_of_memory_texts_wait_and_nothing_is_computed_twice(engine, model, num_slots):
+def test_requests_wait_for_memory_and_compute_no_token_twice(engine, model, num_slots):
     generator = random.Random(3)
     prompts = [[generator.randrange(96) for _ in range(generator.randint(2, 9))] for _ in range(8)]
     with AsyncTransformer(model, word_tokenizer()) as big:
@@ -129,7 +129,7 @@ def test_short_of_memory_texts_wait_and_nothing_is_computed_twice(engine, model,
         assert lm.statistics().tokens_computed <= sum(len(p) + 29 for p in prompts)
 
 
-def test_nobody_overtakes_who_waits_for_memory_and_a_prompt_counts_once(engine):
+def test_requests_wait_for_memory_in_order_and_count_a_prompt_once(engine):
     class Tight(GatedLM):
         kv_capacity = 40
 
@@ -148,7 +148,7 @@ def test_nobody_overtakes_who_waits_for_memory_and_a_prompt_counts_once(engine):
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_beams": 2}], ids=["alone", "beams"])
-def test_a_text_that_memory_has_no_room_for_is_refused_at_once(engine, fields):
+def test_request_too_large_for_memory_raises_context_error(engine, fields):
     class Tight(GatedLM):
         kv_capacity = 40
 
@@ -156,7 +156,7 @@ def test_a_text_that_memory_has_no_room_for_is_refused_at_once(engine, fields):
         serve(engine, lm)
         width = fields.get("num_beams", 1)
         most = 30 // width + 1  # the last token is never asked for
-        with pytest.raises(ContextError, match=r"prompt of 10 tokens .* memory for 40: give a"):
+        with pytest.raises(ContextError, match=r"prompt of 10 tokens .* has room for 40: lower"):
             engine.start_request_ids("m", [1] * 10, max_new_tokens=most + 1, **fields)
         assert engine.num_running("m") == engine.num_waiting("m") == 0
         request = engine.start_request_ids("m", [1] * 10, max_new_tokens=most, **fields)
@@ -165,7 +165,7 @@ def test_a_text_that_memory_has_no_room_for_is_refused_at_once(engine, fields):
         assert request.status() is GenerationStatus.FINISHED
 
 
-def test_a_text_that_ends_where_memory_ends_has_ended(engine, model):
+def test_text_that_fills_memory_exactly_finishes_by_length(engine, model):
     with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=20_000) as lm:
         serve(engine, lm)
         length = lm.kv_capacity + 1 - 10

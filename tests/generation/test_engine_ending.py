@@ -42,7 +42,7 @@ while request.queue.generated_length() < 3:
     ],
     ids=["exit", "interrupt", "dropped"],
 )
-def test_an_engine_that_nobody_closes_ends_in_silence(end, message):
+def test_unclosed_engine_exits_without_warnings(end, message):
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", LEFT.format(end=end)],
         capture_output=True,
@@ -54,7 +54,7 @@ def test_an_engine_that_nobody_closes_ends_in_silence(end, message):
     assert message or not done.stderr
 
 
-def test_an_engine_that_nobody_refers_to_ends_its_thread():
+def test_unreferenced_engine_ends_its_thread():
     engine = Engine()
     (thread,) = (t for t in threading.enumerate() if t.name == "genlm-engine")
     del engine
@@ -63,7 +63,7 @@ def test_an_engine_that_nobody_refers_to_ends_its_thread():
     assert not thread.is_alive()
 
 
-def test_a_stopped_request_keeps_what_it_has(engine, gated):
+def test_stopped_request_keeps_its_partial_text(engine, gated):
     serve(engine, gated)
     expected = None
     request = engine.start_request_ids("m", [1], max_new_tokens=50, stop="<never>")
@@ -87,7 +87,7 @@ def test_a_stopped_request_keeps_what_it_has(engine, gated):
     assert request.queue.get() is None
 
 
-def test_what_was_held_back_is_handed_out_when_a_request_is_stopped(engine, gated):
+def test_stopping_a_request_releases_text_held_for_a_stop_string(engine, gated):
     serve(engine, gated)
     first = GenerationConfig(max_new_tokens=1)
     gated.let()
@@ -136,7 +136,7 @@ def test_an_interrupted_search_hands_out_its_best_texts_so_far(engine, gated, le
     assert request.queue.generated_length() == 6
 
 
-def test_a_stopped_model_keeps_its_weights_and_no_keys_or_values(engine, model):
+def test_stopped_model_frees_its_kv_cache_and_keeps_its_weights(engine, model):
     with AsyncTransformer(model, word_tokenizer()) as lm:
         serve(engine, lm)
         engine.start_request_ids("m", [1, 2], max_new_tokens=4).result()
@@ -161,7 +161,7 @@ def test_stopping_a_model_interrupts_its_requests(engine, gated):
     assert len(engine.start_request_ids("m", [1], max_new_tokens=3).result()[0].token_ids) == 3
 
 
-def test_a_request_is_settled_whatever_its_draft_does(engine, gated, monkeypatch):
+def test_request_is_settled_even_if_cutting_its_draft_fails(engine, gated, monkeypatch):
     serve(engine, gated)
     request = engine.start_request_ids("m", [1], max_new_tokens=9)
     other = engine.start_request_ids("m", [2], max_new_tokens=3)
@@ -176,7 +176,7 @@ def test_a_request_is_settled_whatever_its_draft_does(engine, gated, monkeypatch
     assert engine.num_running("m") == engine.num_waiting("m") == 0
 
 
-async def test_a_failure_is_the_requests_own_and_what_it_had_is_readable(engine, gated):
+async def test_failing_request_raises_for_itself_only(engine, gated):
     serve(engine, gated)
     gated.let()
     (good,) = await generate(gated, [1], max_new_tokens=4)
@@ -193,7 +193,7 @@ async def test_a_failure_is_the_requests_own_and_what_it_had_is_readable(engine,
     assert engine.num_running("m") == 0
 
 
-def test_a_failure_comes_after_the_tokens_before_it(engine):
+def test_queue_yields_earlier_tokens_before_raising_a_failure(engine):
     class Failing(HookedMock):
         def evaluate(self, queries):
             if len(queries[0].token_ids) == 4:
@@ -246,7 +246,7 @@ async def test_leaving_a_stream_interrupts_its_request(engine, lm):
     assert lm.statistics().num_batches < 5000
 
 
-async def test_a_coroutine_that_is_collected_under_a_lock_waits_for_nothing(engine, gated):
+async def test_coroutine_collected_under_the_models_lock_does_not_deadlock(engine, gated):
     served = serve(engine, gated, max_batch=1) or engine._model("m")
     coroutine = engine.generate("m", [1], max_new_tokens=6)
     coroutine.send(None)  # it waits for its text
@@ -258,7 +258,7 @@ async def test_a_coroutine_that_is_collected_under_a_lock_waits_for_nothing(engi
     assert engine.num_running("m") == engine.num_waiting("m") == 0
 
 
-def test_an_engine_shows_its_models_and_that_it_is_closed():
+def test_repr_of_engine_shows_its_models_and_whether_it_is_closed():
     engine = Engine()
     assert repr(engine) == "<Engine: no model>"
     engine.install_model("m", HookedMock(word_tokenizer(20)))

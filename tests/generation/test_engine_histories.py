@@ -79,7 +79,7 @@ async def use(engine, generator, handles):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed):
+def test_random_callers_and_faults_leave_no_request_unfinished(model, seed):
     generator = random.Random(seed)
     handles = []
 

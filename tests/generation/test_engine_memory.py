@@ -36,7 +36,7 @@ def test_a_released_model_gives_its_memory_back():
 
 
 @pytest.mark.real
-def test_requests_come_and_go_and_memory_does_not_grow():
+def test_memory_does_not_grow_with_completed_requests():
     with Engine() as engine:
         engine.install_model("m", "smollm2", backend="hf", max_length=64, kv_cache_bytes=32 << 20)
         engine.start_model("m")

@@ -15,7 +15,7 @@ from tests.llm.hooked import HookedMock
 
 
 @pytest.mark.parametrize("steps", list(itertools.product(["start", "stop", "release"], repeat=4)))
-def test_a_model_goes_from_state_to_state_and_no_other_way(engine, lm, steps):
+def test_model_allows_only_valid_state_transitions(engine, lm, steps):
     allowed = {
         ("installed", "start"): "running",
         ("stopped", "start"): "running",
@@ -37,11 +37,11 @@ def test_a_model_goes_from_state_to_state_and_no_other_way(engine, lm, steps):
         if state == "running":
             assert len(engine.start_request_ids("m", [1], max_new_tokens=2).result()) == 1
         else:
-            with pytest.raises(ModelStateError, match=f"is {state}; to take requests it must be"):
+            with pytest.raises(ModelStateError, match=f"is {state}; to accept requests it must be"):
                 engine.start_request_ids("m", [1], max_new_tokens=2)
 
 
-def test_names_are_taken_until_they_are_released(engine, lm):
+def test_model_name_is_taken_until_it_is_released(engine, lm):
     serve(engine, lm)
     with pytest.raises(ModelStateError, match="to install another of that name"):
         engine.install_model("m", lm)
@@ -54,7 +54,7 @@ def test_names_are_taken_until_they_are_released(engine, lm):
         engine.start_model("smollm")
 
 
-def test_a_given_model_is_its_owners_and_a_loaded_one_is_the_engines(engine, lm):
+def test_engine_closes_only_models_it_loaded_itself(engine, lm):
     serve(engine, lm)
     engine.stop_model("m")
     engine.release_model("m")
@@ -71,7 +71,7 @@ def test_a_given_model_is_its_owners_and_a_loaded_one_is_the_engines(engine, lm)
         own.next_token_logprobs_sync([1])
 
 
-def test_starting_warms_up_with_the_longest_and_the_widest(engine):
+def test_start_warms_up_with_the_longest_context_and_widest_batch(engine):
     asked = []
 
     class Seen(HookedMock):
@@ -92,7 +92,7 @@ def test_starting_warms_up_with_the_longest_and_the_widest(engine):
         assert asked == [[19], [8] * 2]
 
 
-def test_what_does_not_fit_fails_when_the_model_is_started(engine):
+def test_memory_error_of_the_warm_up_fails_the_start_of_a_model(engine):
     class Small(HookedMock):
         def evaluate(self, queries):
             if len(queries[0].token_ids) > 30:
@@ -109,7 +109,7 @@ def test_what_does_not_fit_fails_when_the_model_is_started(engine):
         engine.start_model("m")
 
 
-def test_a_model_that_fails_to_start_is_closed_if_it_is_the_engines(engine, monkeypatch):
+def test_engine_closes_a_loaded_model_that_fails_to_start(engine, monkeypatch):
     def fail(lm, max_batch, max_length):
         loaded.append(lm)
         raise MemoryError("warming up")
@@ -125,7 +125,7 @@ def test_a_model_that_fails_to_start_is_closed_if_it_is_the_engines(engine, monk
     engine.start_model("own")
 
 
-def test_an_engine_that_is_closed_says_so_and_ends_what_runs(gated):
+def test_closed_engine_interrupts_requests_and_raises_state_error(gated):
     with Engine() as engine:
         serve(engine, gated)
         request = engine.start_request_ids("m", [1], max_new_tokens=5)
@@ -140,7 +140,7 @@ def test_an_engine_that_is_closed_says_so_and_ends_what_runs(gated):
             use()
 
 
-def test_closing_from_two_threads_and_while_a_model_starts(lm):
+def test_close_from_two_threads_during_a_model_start_releases_all(lm):
     loading, may_load = threading.Event(), threading.Event()
 
     class Slow(HookedMock):
@@ -172,7 +172,7 @@ def test_closing_from_two_threads_and_while_a_model_starts(lm):
         assert states == {ModelState.RELEASED}
 
 
-def test_a_model_that_does_not_end_keeps_no_other_from_ending(lm):
+def test_model_that_fails_to_stop_does_not_keep_others_from_closing(lm):
     class Broken(MockAsyncLM):
         def clear_cache(self):
             raise ZeroDivisionError("clearing")

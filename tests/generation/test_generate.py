@@ -60,7 +60,7 @@ async def test_greedy_texts_are_those_of_transformers(lm, model, settings):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(12))
-def test_distributions_are_those_of_transformers(model, seed):
+def test_sampling_distributions_equal_those_of_transformers(model, seed):
     generator = random.Random(seed)
     fields = {
         "temperature": generator.choice([0.5, 1.0, 1.7]),
@@ -98,9 +98,7 @@ def check_drawn(config, logits, expected, num_draws=1000):
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0, float("inf")])
-async def test_equal_seeds_draw_alike_by_generate_and_sample_and_where_nothing_is_cut(
-    temperature,
-):
+async def test_equal_seeds_draw_equal_tokens_in_generate_and_sample(temperature):
     with MockAsyncLM(word_tokenizer()) as lm:
         for seed in range(5):
             fields = {"temperature": temperature, "seed": seed, "max_new_tokens": 12}
@@ -111,7 +109,7 @@ async def test_equal_seeds_draw_alike_by_generate_and_sample_and_where_nothing_i
             assert alone.token_ids == cut.token_ids == list(sampled)
 
 
-async def test_a_temperature_is_enough_to_draw(lm):
+async def test_temperature_alone_enables_sampling_and_zero_is_greedy(lm):
     drawn = await generate(lm, [1, 2], max_new_tokens=12, temperature=0.9, seed=3)
     meant = await generate(lm, [1, 2], max_new_tokens=12, temperature=0.9, seed=3, do_sample=True)
     greedy = await generate(lm, [1, 2], max_new_tokens=12)
@@ -122,7 +120,7 @@ async def test_a_temperature_is_enough_to_draw(lm):
     assert len(repr(greedy[0])) < len(greedy[0].text) + 80
 
 
-async def test_texts_without_an_event_loop_of_ones_own(lm):
+async def test_generate_sync_equals_generate_inside_a_running_loop(lm):
     """Inside of a running one, as in a notebook."""
     config = GenerationConfig(max_new_tokens=6, do_sample=True, seed=2, n=2)
     expected = await generate(lm, [1, 2], config)
@@ -145,7 +143,7 @@ def test_penalties_of_presence_and_frequency_count_generated_tokens_only():
     assert found.tolist() == [[1, 1, 1, 1, 0.5, 1]]
 
 
-async def test_samples_are_reproducible_in_any_company_and_differ_among_themselves(lm):
+async def test_seeded_samples_are_reproducible_in_a_crowd_and_distinct(lm):
     config = GenerationConfig(do_sample=True, seed=3, n=4, max_new_tokens=12)
     alone = await generate(lm, [1, 2], config)
     crowd = [generate(lm, [i], config.replace(seed=i)) for i in range(9)]
@@ -157,7 +155,7 @@ async def test_samples_are_reproducible_in_any_company_and_differ_among_themselv
     assert lm.statistics().tokens_computed - before <= 40 + 4 * 11  # the prompt once
 
 
-async def test_logprobs_are_the_models_own(lm, model):
+async def test_logprobs_are_the_models_own_without_penalties(lm, model):
     config = GenerationConfig(
         max_new_tokens=5, logprobs=True, top_logprobs=3, repetition_penalty=1.5
     )
@@ -173,7 +171,7 @@ async def test_logprobs_are_the_models_own(lm, model):
         context.append(token.token_id)
 
 
-async def test_stop_words_of_ids_and_the_end_of_a_text(lm, model):
+async def test_text_ends_at_stop_words_eos_token_or_max_length(lm, model):
     (whole,) = await generate(lm, [1, 2], GenerationConfig(max_new_tokens=12))
     word = whole.token_ids[3:5]
     (cut,) = await generate(lm, [1, 2], GenerationConfig(max_new_tokens=12, stop_words_ids=[word]))
@@ -204,7 +202,7 @@ async def test_stop_words_of_ids_and_the_end_of_a_text(lm, model):
         ([1], {"response_format": {"type": "xml"}}, ValueError, "response_format"),
     ],
 )
-async def test_mistakes_are_told_and_disturb_nobody(lm, prompt, fields, kind, message):
+async def test_invalid_call_raises_and_leaves_others_intact(lm, prompt, fields, kind, message):
     good = asyncio.create_task(generate(lm, [1, 2], GenerationConfig(max_new_tokens=8)))
     with pytest.raises(kind, match=message):
         await generate(lm, prompt, GenerationConfig(**{"max_new_tokens": 3, **fields}))
@@ -221,7 +219,7 @@ def smollm2():
 
 
 @pytest.mark.real
-async def test_streams_are_texts_in_pieces(smollm2):
+async def test_streamed_pieces_join_to_the_generated_text(smollm2):
     config = GenerationConfig(max_new_tokens=24)
     prompt = "List three emoji of animals: 🐶"
     pieces = [token.text async for token in stream(smollm2, prompt, config)]
@@ -252,7 +250,7 @@ async def test_stop_strings_cut_across_tokens(smollm2):
 
 
 @pytest.mark.real
-async def test_a_response_format_is_kept_or_ends_by_length(smollm2):
+async def test_response_format_gives_valid_json_or_ends_by_length(smollm2):
     import json
 
     schema = {
@@ -274,7 +272,7 @@ async def test_a_response_format_is_kept_or_ends_by_length(smollm2):
 
 
 @pytest.mark.real
-def test_the_models_own_defaults(smollm2):
+def test_from_model_takes_the_models_eos_token_id(smollm2):
     config = GenerationConfig.from_model(smollm2)
     assert config.eos_token_id == smollm2.tokenizer.eos_token_id
 
@@ -293,7 +291,7 @@ REAL_SETTINGS = [
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-async def test_sixty_real_texts_are_those_of_transformers(smollm2):
+async def test_sixty_texts_of_smollm2_equal_those_of_transformers(smollm2):
     """Ten prompts with each of six settings, all under way at the same time."""
     text = (
         "The sun was low over the harbour when the last boat came in, and nobody spoke of it. " * 3

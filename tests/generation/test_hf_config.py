@@ -90,7 +90,7 @@ def with_key(name, value, **others):
     return config
 
 
-def test_every_key_is_known():
+def test_every_key_of_transformers_config_is_classified():
     """A new release's key fails here: it belongs into one of these, and a table of the library."""
     assert HONOURED | IGNORED.keys() | REFUSED.keys() >= KEYS
 
@@ -104,7 +104,7 @@ def test_neutral_values_are_ignored(name, ways):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() & KEYS))
-def test_values_that_change_texts_are_refused_by_name(name):
+def test_unsupported_value_that_changes_texts_raises_config_error(name):
     ways = {"do_sample": True} if name in OF_SAMPLING else {}
     ways = {"num_beams": 2} if name in OF_BEAMS else ways
     with pytest.raises(GenerationConfigError, match=rf"^{name}=.* is not supported"):
@@ -114,19 +114,19 @@ def test_values_that_change_texts_are_refused_by_name(name):
         assert GenerationConfig.from_hf(with_key(name, REFUSED[name][1])) == plain
 
 
-def test_quantised_keys_and_values_would_be_other_numbers():
+def test_quantized_cache_implementation_raises_config_error():
     with pytest.raises(GenerationConfigError, match="cache_implementation='quantized'"):
         GenerationConfig.from_hf(with_key("cache_implementation", "quantized"))
 
 
-def test_keys_that_only_a_checkpoint_knows_are_ignored():
+def test_checkpoint_specific_keys_are_ignored():
     config = transformers.GenerationConfig(
         chat_format="chatml", max_window_size=6144, trust_remote_code=True, max_new_tokens=5
     )
     assert GenerationConfig.from_hf(config) == GenerationConfig(max_new_tokens=5)
 
 
-def test_a_key_that_this_library_has_not_heard_of_is_refused(monkeypatch):
+def test_unknown_key_of_a_newer_transformers_raises_config_error(monkeypatch):
     class Newer(transformers.GenerationConfig):
         def __init__(self, **kwargs):
             self.novelty = kwargs.pop("novelty", None)
@@ -152,7 +152,7 @@ LENGTHS = {
 
 
 @pytest.mark.filterwarnings("ignore")
-async def test_lengths_together_are_as_in_transformers(lm, model):
+async def test_combined_length_bounds_act_as_in_transformers(lm, model):
     """All of their combinations; half of the vocabulary ends a text, so that the least matter."""
     prompt = [5, 9, 11, 3]
     ids = torch.tensor([prompt])

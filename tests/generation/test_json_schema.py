@@ -47,13 +47,13 @@ def lm():
     ],
     ids=json.dumps,
 )
-def test_a_misspelt_keyword_is_refused_wherever_it_is(lm, schema):
+def test_misspelt_keyword_raises_constraint_error_at_any_depth(lm, schema):
     for given in (schema, json.dumps(schema)):
         with pytest.raises(ConstraintError, match=r"keyword 'typ'; did you mean 'type'\?"):
             Constraint.from_json_schema(lm, given)
 
 
-def test_every_keyword_of_every_draft_is_kept_to_or_refused(lm):
+def test_every_json_schema_keyword_is_enforced_or_refused(lm):
     """Each keyword beside what it would forbid; the validator knows what it means."""
     cases = {  # a keyword → its value, a value that it forbids, and what it says nothing without
         "type": ("integer", '"a"', {}),
@@ -117,7 +117,7 @@ def test_every_keyword_of_every_draft_is_kept_to_or_refused(lm):
     }  # fmt: skip
 
 
-def test_annotations_and_names_are_no_keywords(lm):
+def test_annotations_and_property_names_are_not_read_as_keywords(lm):
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "http://a/b",
         "$comment": "typ", "title": "A", "description": "B with %llguidance", "default": WRONG,
@@ -143,7 +143,7 @@ def test_annotations_and_names_are_no_keywords(lm):
     ],
     ids=lambda wrapped: ",".join(wrapped),
 )
-async def test_the_shape_of_openais_api_is_understood(lm, wrapped):
+async def test_openai_style_json_schema_format_is_accepted(lm, wrapped):
     config = GenerationConfig(
         do_sample=True, seed=0, n=3, max_new_tokens=60,
         response_format={"type": "json_schema", "json_schema": wrapped},
@@ -160,10 +160,10 @@ async def test_the_shape_of_openais_api_is_understood(lm, wrapped):
         ({"nmae": "o", "schema": OBJECT}, "'nmae'"),
         ({"name": "o", "strict": True}, "no 'schema'"),
         ({"name": "o", "schema": None}, "object or a boolean, got None"),
-        ({"const": {1, 2}}, "no JSON"),
+        ({"const": {1, 2}}, "is not JSON"),
         ([OBJECT], "object or a boolean"),
     ],
 )
-def test_what_is_no_such_shape_is_told(lm, wrapped, message):
+def test_malformed_json_schema_format_raises_constraint_error(lm, wrapped, message):
     with pytest.raises(ConstraintError, match=message):
         Constraint.from_response_format(lm, {"type": "json_schema", "json_schema": wrapped})

@@ -8,24 +8,24 @@ from genlm_backend import AsyncGLM, generate, stream
 from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError
 
 CHAT = [{"role": "user", "content": "x"}]
-SEVERAL = "call once for each of several prompts"
+SEVERAL = "call once for each prompt"
 
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ("hello", "got 'hello': a text or a chat goes through the model's tokenizer first"),
-        (["a", "b"], r"got \['a', 'b'\]: a text or a chat goes"),
-        (CHAT, "a text or a chat goes"),
-        ({"input_ids": "hello"}, "got 'hello': a text or a chat goes"),
-        ({"input_ids": [["a"]]}, "a text or a chat goes"),
-        ([[1, 2], [3]], "rows are padded to one length, beside an attention_mask"),
+        ("hello", "got 'hello': encode a text or a chat with the model's tokenizer first"),
+        (["a", "b"], r"got \['a', 'b'\]: encode a text or a chat"),
+        (CHAT, "encode a text or a chat"),
+        ({"input_ids": "hello"}, "got 'hello': encode a text or a chat"),
+        ({"input_ids": [["a"]]}, "encode a text or a chat"),
+        ([[1, 2], [3]], "pad the rows to one length, and pass an attention_mask"),
         (None, "got None$"),
         ([None], r"got \[None\]$"),
     ],
     ids=str,
 )
-def test_tasks_are_token_ids(lm, inputs, message):
+def test_task_input_that_is_no_token_ids_raises_context_error(lm, inputs, message):
     glm = AsyncGLM(lm)  # not started: whatever were queued would stay in the queue
     wanted = rf"input_ids must be integers of shape \[length\] or \[batch, length\], {message}"
     with pytest.raises(ContextError, match=wanted if message[0] == "g" else message):
@@ -41,18 +41,18 @@ def test_tasks_are_token_ids(lm, inputs, message):
         (("a",), SEVERAL),
         ([CHAT, CHAT], SEVERAL),
         ([[1, 2], [3]], SEVERAL),
-        ([[1, 2]], r"pass prompt\[0\], which is its one row"),
-        (CHAT[0], "a chat is a list of messages"),
+        ([[1, 2]], r"pass prompt\[0\], the only row"),
+        (CHAT[0], "pass a chat as a list of messages"),
         (5, "got 5$"),
         (None, "got None$"),
     ],
     ids=str,
 )
-async def test_a_prompt_is_one_text_or_chat_or_token_ids(lm, engine, prompt, message):
+async def test_prompt_of_wrong_type_raises_context_type_error(lm, engine, prompt, message):
     engine.install_model("m", lm, warm_up=False)
     engine.start_model("m")
     is_list_of_prompts = message == SEVERAL or isinstance(prompt, list | tuple)
-    message = f"a prompt is a text, a chat's messages or token ids, .*{message}"
+    message = f"a prompt must be a text, a chat's messages or token ids, .*{message}"
     if not is_list_of_prompts:  # which generate takes
         with pytest.raises(ContextTypeError, match=message):
             await generate(lm, prompt, max_new_tokens=1)
@@ -68,11 +68,11 @@ async def test_a_prompt_is_one_text_or_chat_or_token_ids(lm, engine, prompt, mes
     [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), 5, None, b"x", CHAT[0], ["a", 1], [None]],
     ids=str,
 )
-def test_texts_are_a_text_or_a_chat_or_several(lm, engine, text):
+def test_start_request_text_of_wrong_type_raises_option_type_error(lm, engine, text):
     engine.install_model("m", lm, warm_up=False)
     engine.start_model("m")
     message = (
-        r"text must be a text, a chat's messages, or several of either \(token ids go to "
+        r"text must be a text, a chat's messages, or a list of either \(for token ids, use "
         r"start_request_ids\), got "
     )
     with pytest.raises(OptionTypeError, match=message):

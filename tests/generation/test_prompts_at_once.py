@@ -27,7 +27,7 @@ def lm(model):
         yield lm
 
 
-async def test_prompts_at_once_have_the_texts_of_each_alone(lm):
+async def test_batch_of_prompts_equals_each_generated_alone(lm):
     fields = {"max_new_tokens": 7, "stop_words_ids": [[9]]}
     found = await generate(lm, PROMPTS, **fields)
     for prompt, texts in zip(PROMPTS, found, strict=True):
@@ -50,7 +50,7 @@ async def test_each_text_has_a_random_stream_of_its_own(lm):
     assert [[token.index for token in text.tokens[:1]] for text in many[1]] == [[0], [1]]
 
 
-async def test_several_prompts_of_a_tokenizer_and_a_template():
+async def test_list_of_text_prompts_honours_the_response_format():
     with byte_model.make() as lm:
         both = await generate(lm, ["ab", "c"], max_new_tokens=5)
         assert [len(texts[0].token_ids) for texts in both] == [5, 5]
@@ -63,14 +63,14 @@ async def test_several_prompts_of_a_tokenizer_and_a_template():
     ("prompts", "error", "said"),
     [
         ([[1], []], ContextError, r"prompt\[1\]: token_ids is empty"),
-        ([[1], 3], ContextTypeError, r"prompt\[1\]: a prompt is a text"),
+        ([[1], 3], ContextTypeError, r"prompt\[1\]: a prompt must be a text"),
         ([[1], [10_000]], ContextError, r"prompt\[1\]: token id 10000"),
-        ([], ContextError, "^prompt is empty: .* a list of some prompts"),
-        ((), ContextError, "^prompt is empty: .* a list of some prompts"),
+        ([], ContextError, "^prompt is empty: .* one prompt"),
+        ((), ContextError, "^prompt is empty: .* one prompt"),
     ],
     ids=str,
 )
-async def test_a_wrong_prompt_is_named_and_nothing_is_asked(lm, prompts, error, said):
+async def test_invalid_prompt_raises_and_nothing_is_evaluated(lm, prompts, error, said):
     with pytest.raises(error, match=said):
         await generate(lm, prompts, max_new_tokens=2)
     with pytest.raises(OptionTypeError, match="progress"):
@@ -78,7 +78,7 @@ async def test_a_wrong_prompt_is_named_and_nothing_is_asked(lm, prompts, error, 
     assert lm.statistics().num_awaits == 0
 
 
-async def test_a_bar_counts_the_texts(lm, monkeypatch, capsys):
+async def test_progress_bar_counts_the_texts(lm, monkeypatch, capsys):
     monkeypatch.setattr(progress, "is_watched", lambda: True)
     await generate(lm, PROMPTS, n=2, temperature=1.0, max_new_tokens=2, progress=True)
     await generate(lm, PROMPTS, n=3, num_beams=3, max_new_tokens=2, progress=True)
@@ -89,7 +89,7 @@ async def test_a_bar_counts_the_texts(lm, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-async def test_a_length_that_nobody_names_is_twenty_and_says_what_it_cuts():
+async def test_default_length_is_twenty_and_warns_of_cut_texts():
     with MockAsyncLM(word_tokenizer()) as lm:
         with pytest.warns(UserWarning, match="the text was cut off after 20 tokens") as told:
             (text,) = await generate(lm, [1])
@@ -103,7 +103,7 @@ async def test_a_length_that_nobody_names_is_twenty_and_says_what_it_cuts():
         assert told[0].filename == __file__
 
 
-async def test_nothing_is_said_of_a_text_that_ends_or_whose_length_is_given():
+async def test_no_warning_if_text_ends_or_its_length_is_given():
     with MockAsyncLM(word_tokenizer()) as lm, warnings.catch_warnings():
         warnings.simplefilter("error")
         ends = range(lm.contexts.vocab_size)
@@ -115,7 +115,7 @@ async def test_nothing_is_said_of_a_text_that_ends_or_whose_length_is_given():
             await generate(lm, [1], min_new_tokens=21)
 
 
-async def test_a_text_of_a_format_goes_on_to_its_end():
+async def test_response_format_without_max_new_tokens_raises_config_error():
     with byte_model.make() as lm:
         long = "a" * 60
         config = GenerationConfig(response_format={"type": "choice", "choice": [long]})
@@ -126,6 +126,6 @@ async def test_a_text_of_a_format_goes_on_to_its_end():
         assert Constraint.from_choice(lm, [long]) is not None
 
 
-def test_types_name_the_fields_of_a_configuration():
+def test_generation_fields_match_the_config_dataclass():
     fields = {field.name: field.type for field in dataclasses.fields(GenerationConfig)}
     assert {n: r.__forward_arg__ for n, r in GenerationFields.__annotations__.items()} == fields

@@ -18,7 +18,7 @@ def make(num_texts=1):
     return ResultQueue(num_texts, 5, with_logprobs=False)
 
 
-def test_threads_and_coroutines_share_a_queue():
+def test_threads_and_coroutines_read_each_token_once():
     results, count = make(), 300
     seen, lock = [], threading.Lock()
 
@@ -45,7 +45,7 @@ def test_threads_and_coroutines_share_a_queue():
     assert sorted(seen) == list(range(count))
 
 
-async def test_a_reader_that_is_cancelled_takes_nothing():
+async def test_cancelled_reader_takes_no_token():
     results = make()
     first, second = asyncio.create_task(results.aget()), asyncio.create_task(results.aget())
     for _ in range(3):
@@ -60,7 +60,7 @@ async def test_a_reader_that_is_cancelled_takes_nothing():
     await results.await_end()
 
 
-async def test_waiters_that_gave_up_are_forgotten():
+async def test_timed_out_waiters_are_not_kept():
     results = make()
     for _ in range(100):
         assert results.get_with_timeout(0) is None

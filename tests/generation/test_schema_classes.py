@@ -57,7 +57,7 @@ KINDS = [City, Trip, Place, Nothing, TypeAdapter(list[City])]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_texts_are_parsed_by_their_class(byte_lm, kind):
+def test_constrained_texts_are_parsed_by_their_class(byte_lm, kind):
     adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     constraint = Constraint.from_json_schema(byte_lm, kind)
     written = {byte_model.write(byte_lm, constraint.fork(), seed) for seed in range(20)}
@@ -91,7 +91,7 @@ def test_objects_have_the_fields_of_their_class(byte_lm, kind, text, is_allowed)
         assert byte_model.allows(byte_lm, constraint, text) == is_allowed
 
 
-async def test_a_text_is_generated_as_a_class(byte_lm):
+async def test_class_as_response_format_generates_a_valid_instance(byte_lm):
     config = GenerationConfig(response_format=City, do_sample=True, seed=3)
     assert config.response_format["json_schema"]["required"] == ["name"]
     (text,) = await generate(byte_lm, "abc", config, max_new_tokens=99)
@@ -117,12 +117,12 @@ class Odd:
     [
         (Unknown, "Unknown has no JSON schema"),
         (Odd, "Odd has no JSON schema"),
-        (City(name="Rome"), "this is an object of City: pass City"),
-        (Trip(City(name="Rome"), 1), "this is an object of Trip: pass Trip"),
-        (Own, "is no JSON"),
+        (City(name="Rome"), "got an instance of City: pass City"),
+        (Trip(City(name="Rome"), 1), "got an instance of Trip: pass Trip"),
+        (Own, "is not JSON"),
     ],
 )
-def test_what_has_no_schema_is_refused(byte_lm, given, said):
+def test_class_or_object_without_schema_raises_constraint_error(byte_lm, given, said):
     with pytest.raises(ConstraintError, match=said):
         Constraint.from_json_schema(byte_lm, given)
 
@@ -156,10 +156,10 @@ _Stripped = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min
         (pydantic.Base64Bytes, "format 'base64'"),
         (annotated_types.IsFinite[float], "a predicate"),
         (Annotated[int, annotated_types.Not(bool)], "a predicate"),
-        (set[int], "'uniqueItems'; take a list in place of a set"),
+        (set[int], "'uniqueItems'; use a list instead of a set"),
     ],
 )  # fmt: skip
-def test_a_type_whose_schema_allows_more_is_refused_by_name_and_place(byte_lm, kind, name):
+def test_type_stricter_than_its_schema_raises_error_with_its_place(byte_lm, kind, name):
     outer = create_model("Outer", inner=(create_model("Inner", field=(list[kind], ...)), ...))
     place = r"at #/\$defs/Inner/properties/field/items\b"
     with pytest.raises(ConstraintError, match=f"{name}.*{place}"):
@@ -173,7 +173,7 @@ def test_a_type_whose_schema_allows_more_is_refused_by_name_and_place(byte_lm, k
         ({"allow_inf_nan": False}, float, "FiniteFloat"),
     ],
 )
-def test_a_config_that_its_schema_does_not_say_is_refused(byte_lm, config, kind, name):
+def test_model_config_missing_from_the_schema_raises_error(byte_lm, config, kind, name):
     model = create_model("Model", __config__=ConfigDict(**config), field=(kind, ...))
     with pytest.raises(ConstraintError, match=rf"{name}.* at #/properties/field"):
         Constraint.from_json_schema(byte_lm, model)
@@ -192,7 +192,7 @@ PARSED = [
 
 
 @pytest.mark.parametrize("kind", PARSED, ids=str)
-def test_texts_of_a_field_are_parsed(byte_lm, kind):
+def test_constrained_texts_of_each_field_type_are_parsed(byte_lm, kind):
     model = create_model("Model", field=(kind, ...))
     constraint = Constraint.from_json_schema(byte_lm, model)
     for seed in range(20):
@@ -200,7 +200,7 @@ def test_texts_of_a_field_are_parsed(byte_lm, kind):
             model.model_validate_json(text)
 
 
-def test_an_object_is_no_response_format(byte_lm):
+def test_instance_as_response_format_raises_error(byte_lm):
     city = City(name="Rome")
     with pytest.raises(ConstraintError, match="pass City"):
         Constraint.from_response_format(byte_lm, city)
@@ -208,7 +208,7 @@ def test_an_object_is_no_response_format(byte_lm):
         GenerationConfig(response_format=city)
 
 
-def test_a_dataclass_needs_pydantic(byte_lm, monkeypatch):
+def test_dataclass_schema_without_pydantic_raises_missing_extra_error(byte_lm, monkeypatch):
     real = builtins.__import__
 
     def without(name, *args):

@@ -187,7 +187,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=SCHEMAS, values=st.lists(VALUES, min_size=20, max_size=20))
-def test_what_fits_a_random_schema_is_let_through_as_json_writes_it(byte_lm, schema, values):
+def test_unescaped_json_values_are_allowed_if_and_only_if_valid(byte_lm, schema, values):
     assume(isinstance(schema, dict))
     schema = {**schema, "$defs": {"a": {"type": ["integer", "array"]}}}
     try:
@@ -205,7 +205,7 @@ def test_what_fits_a_random_schema_is_let_through_as_json_writes_it(byte_lm, sch
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(value=CONSTANTS, name=WORDS, other=CONSTANTS)
-def test_constants_are_let_through_as_json_writes_them(byte_lm, value, name, other):
+def test_constants_are_allowed_as_json_dumps_writes_them(byte_lm, value, name, other):
     """Wherever they stand."""
     assume(is_written_as_json_does(value))
     places = [

@@ -42,7 +42,7 @@ def escaped(name):
 
 @pytest.mark.parametrize("name", WORDS)
 @pytest.mark.parametrize("make", SCHEMAS)
-def test_no_spelling_of_a_key_gets_past_its_schema(byte_lm, make, name):
+def test_escaped_spelling_of_a_key_cannot_evade_its_schema(byte_lm, make, name):
     schema = make(name)
     try:
         constraint = Constraint.from_json_schema(byte_lm, schema)
@@ -59,7 +59,7 @@ def test_no_spelling_of_a_key_gets_past_its_schema(byte_lm, make, name):
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_a_key_is_let_through_as_json_writes_it(byte_lm, name):
+def test_key_is_allowed_as_json_dumps_writes_it(byte_lm, name):
     text = json.dumps({name: 1}, ensure_ascii=False)
     for schema in (
         {"properties": {name: {"type": "integer"}}, "additionalProperties": False},
@@ -95,7 +95,7 @@ def test_keys_that_are_written_twice_count_once(byte_lm, pairs, least, most, req
     assert is_valid or not byte_model.allows(byte_lm, constraint, text)
 
 
-def test_counts_that_cannot_be_kept_to_are_refused_with_the_way_out(byte_lm):
+def test_unenforceable_min_properties_error_suggests_required(byte_lm):
     for schema in ({"minProperties": 2}, {"minProperties": 3, "required": ["a"]}):
         with pytest.raises(ConstraintError, match=r"minProperties .* at #.* twice.*'required'"):
             Constraint.from_json_schema(byte_lm, schema)
@@ -104,7 +104,7 @@ def test_counts_that_cannot_be_kept_to_are_refused_with_the_way_out(byte_lm):
     Constraint.from_json_schema(byte_lm, {"minProperties": 2, "required": ["a"]})
 
 
-def test_a_release_that_does_not_keep_to_keys_is_told_by_what_it_does(byte_lm, monkeypatch):
+def test_llguidance_release_that_misreads_keys_raises_constraint_error(byte_lm, monkeypatch):
     patterns = {"patternProperties": {"^a": {}}, "additionalProperties": False}
     for schema in (patterns, {"properties": {"a": {}}}):
         Constraint.from_json_schema(byte_lm, {"items": schema})

@@ -52,7 +52,7 @@ OBJECTS += [f"{{{one},{other}}}" for one in PARTS for other in PARTS if one[:5] 
 @pytest.mark.parametrize("mode", ["validation", "serialization"])
 @pytest.mark.parametrize("union", [Required, Defaulted, Nested])
 @pytest.mark.parametrize("wrap", ["{}", "[{}]", "null"])
-def test_unions_of_pydantic_with_a_discriminator(byte_lm, union, mode, wrap):
+def test_pydantic_discriminated_unions_allow_only_valid_objects(byte_lm, union, mode, wrap):
     kind = {"{}": union, "[{}]": list[union], "null": union | None}[wrap]
     schema = TypeAdapter(kind).json_schema(mode=mode)
     constraint, num_allowed = Constraint.from_json_schema(byte_lm, schema), 0
@@ -88,7 +88,7 @@ TEXTS += [f'{{"k":{value}}}' for value in (1, 2, 3)]
 
 @settings(max_examples=200, deadline=None)
 @given(options=st.lists(st.sampled_from(OPTIONS), min_size=1, max_size=3))
-def test_what_is_let_through_fits_exactly_one_option(byte_lm, options):
+def test_allowed_text_fits_exactly_one_option_of_one_of(byte_lm, options):
     schema = {"oneOf": options, "$defs": {"text": {"type": "string"}, "one": {"const": 1}}}
     try:
         constraint = Constraint.from_json_schema(byte_lm, schema)
@@ -107,22 +107,22 @@ def test_what_is_let_through_fits_exactly_one_option(byte_lm, options):
         ([OPTIONS[10], OPTIONS[11]], ['{"k":1}', '{"k":2}']),
     ],
 )
-def test_options_that_are_apart_are_let_through(byte_lm, options, texts):
+def test_disjoint_options_of_one_of_are_accepted(byte_lm, options, texts):
     schema = {"oneOf": options, "$defs": {"text": {"type": "string"}, "one": {"const": 1}}}
     constraint = Constraint.from_json_schema(byte_lm, schema)
     assert [text for text in TEXTS if byte_model.allows(byte_lm, constraint, text)] == texts
 
 
-def test_options_that_meet_are_refused_by_place_with_the_way_out(byte_lm):
+def test_overlapping_options_error_names_place_and_suggests_any_of(byte_lm):
     for options in (
         [{"type": "integer"}, {"minimum": 2}], [{"type": "string"}, True], OPTIONS[3:5],
         [OPTIONS[11], OPTIONS[12]],
     ):  # fmt: skip
-        with pytest.raises(ConstraintError, match=r"not known to be apart at #/items: .*anyOf"):
+        with pytest.raises(ConstraintError, match=r"oneOf may overlap at #/items: .*anyOf"):
             Constraint.from_json_schema(byte_lm, {"items": {"oneOf": options}})
 
 
-def test_options_beside_an_any_of_are_kept_to(byte_lm):
+def test_one_of_and_any_of_are_enforced_together(byte_lm):
     schema = {
         "oneOf": [{"type": "integer"}, {"type": "null"}],
         "anyOf": [{"type": "string"}, {"type": "null"}],

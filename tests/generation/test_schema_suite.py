@@ -59,7 +59,7 @@ def made(lm, schema):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_what_is_let_through_is_valid(byte_lm, file):
+def test_allowed_texts_of_the_test_suite_are_valid(byte_lm, file):
     for group in SUITE["groups"]:
         if group["file"] != file or (constraint := made(byte_lm, group["schema"])) is None:
             continue
@@ -71,7 +71,7 @@ def test_what_is_let_through_is_valid(byte_lm, file):
                 assert text in LEFT_OUT[file.rpartition("/")[2]], (group["schema"], text)
 
 
-def test_schemas_are_refused_for_keywords_alone_that_cannot_be_kept_to(byte_lm):
+def test_only_known_test_suite_files_are_refused_entirely(byte_lm):
     """Files none of whose schemas can be kept to."""
     kept = {
         group["file"] for group in SUITE["groups"] if made(byte_lm, group["schema"]) is not None

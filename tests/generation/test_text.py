@@ -9,7 +9,7 @@ alphabet = st.text("abc é日\n", max_size=12)
 
 
 @given(alphabet, st.lists(st.integers(1, 3)), st.lists(st.text("abcé日", min_size=1), max_size=3))
-def test_however_the_bytes_come_the_text_ends_where_a_stop_string_begins(text, sizes, stops):
+def test_text_ends_at_first_stop_string_however_bytes_are_split(text, sizes, stops):
     data, tracked, shown, parts = text.encode(), Text(stops), "", []
     while data:
         size = sizes.pop() if sizes else 1
@@ -30,7 +30,7 @@ def test_however_the_bytes_come_the_text_ends_where_a_stop_string_begins(text, s
     assert shown == (text[: min(complete)] if complete else text)
 
 
-def test_half_a_character_is_never_shown_but_at_the_end():
+def test_incomplete_character_is_held_until_the_end():
     text = Text()
     first, rest = "é".encode()[:1], "é".encode()[1:]
     assert [text.add(first), text.add(rest), text.add(first), text.end()] == ["", "é", "", "\ufffd"]

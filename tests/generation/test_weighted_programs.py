@@ -82,7 +82,7 @@ LANGUAGES = [["a", "ab"], ["ab", "ba", "abab"], ["a", "aa", "aaa", "b"], ["ab"]]
 
 
 @pytest.mark.parametrize("texts", LANGUAGES, ids=str)
-async def test_the_loop_of_the_guide_weighs_texts_as_the_model_does(lm, texts):
+async def test_particle_loop_of_the_guide_matches_exact_probabilities(lm, texts):
     """Some of them can go on where they may end, and some cannot."""
     particles, first = documented("particles"), Constraint.from_choice(lm, texts)
     constraints = [first.fork() for _ in range(3000)]
@@ -115,7 +115,7 @@ def weighed(lm, expected, given):
 
 @pytest.mark.parametrize("given", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("values", [["a", "ab"], ["ab", "aba", "b", ""]], ids=str)
-async def test_the_loop_to_copy_weighs_texts_of_a_schema_as_the_model_does(lm, values, given):
+async def test_smc_example_matches_exact_probabilities_of_a_schema(lm, values, given):
     constraint = Constraint.from_json_schema(lm, {"enum": values})
     texts, expected = {f'"{value}"' for value in values}, {}
 
@@ -138,7 +138,7 @@ async def test_the_loop_to_copy_weighs_texts_of_a_schema_as_the_model_does(lm, v
     assert log_z == pytest.approx(np.log(sum(expected.values())), abs=0.1)
 
 
-async def test_particles_that_can_go_nowhere_die_and_all_of_them_leave_nothing(lm):
+async def test_smc_without_any_finished_particle_gives_log_z_minus_inf(lm):
     smc, constraint = example("smc").smc, Constraint.from_choice(lm, ["ab", "b"])
     options = {"particles": 200, "max_tokens": 5, "constraint": constraint, "seed": 0}
     only_a = [*(i for i, word in enumerate(WORDS) if word == "a"), *ENDS]
@@ -150,7 +150,7 @@ async def test_particles_that_can_go_nowhere_die_and_all_of_them_leave_nothing(l
     assert not any(p.is_done for p in unended)
 
 
-async def test_a_share_of_dead_particles_is_a_share_of_log_z(lm):
+async def test_dead_particles_reduce_log_z_by_their_share(lm):
     """The second token has to be the first one again, which is not allowed behind an "a"."""
     smc = example("smc").smc
 
@@ -166,7 +166,7 @@ async def test_a_share_of_dead_particles_is_a_share_of_log_z(lm):
     assert all(p.ids[0] == allowed[1] for p in particles if p.log_weight > -np.inf)
 
 
-async def test_the_example_of_importance_sampling_weighs_texts_as_the_model_does(lm):
+async def test_importance_sampling_example_matches_exact_probabilities(lm):
     allowed = np.array([not set(word) & set('"<') for word in WORDS])
     expected = defaultdict(float)
     for ids in itertools.product(np.flatnonzero(allowed).tolist(), repeat=2):
@@ -177,7 +177,7 @@ async def test_the_example_of_importance_sampling_weighs_texts_as_the_model_does
     check(expected, [(text, weight) for weight, text in await asyncio.gather(*runs)])
 
 
-async def test_the_example_without_some_letters_weighs_texts_as_the_model_does(lm):
+async def test_lipogram_example_matches_exact_probabilities(lm):
     """Of "a" and blanks alone: up to the first blank behind one letter, wherever tokens end."""
     lipogram, allowed, expected = example("lipogram"), {ord("a"), ord(" ")}, defaultdict(float)
 
@@ -204,7 +204,7 @@ async def test_the_example_without_some_letters_weighs_texts_as_the_model_does(l
 
 
 @pytest.mark.parametrize("bos", ["a", "ab"])
-async def test_the_example_that_scores_begins_as_the_tokenizer_says(bos):
+async def test_scoring_example_begins_with_the_tokenizers_bos(bos):
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a"))
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=words, bos_token=bos, eos_token="<end>")
     with MockAsyncLM(tokenizer) as lm:
@@ -217,7 +217,7 @@ async def test_the_example_that_scores_begins_as_the_tokenizer_says(bos):
 # -------------------------------------------------------------------- the wrong loops
 
 
-async def test_a_loop_that_would_leave_the_end_out_does_not_pass_over_one_that_came(lm):
+async def test_restrict_after_the_end_raises_constraint_violation(lm):
     constraint, row = Constraint.from_choice(lm, ["a", "ab"]), await lm.next_token_logprobs([1])
     constraint.advance(0)
     assert constraint.can_end
@@ -231,5 +231,5 @@ async def test_a_loop_that_would_leave_the_end_out_does_not_pass_over_one_that_c
         one.advance(ENDS[0])
         assert one.is_ended
         assert not one.must_end
-        with pytest.raises(ConstraintViolation, match="the text has ended: no token follows"):
+        with pytest.raises(ConstraintViolation, match="the text has ended: no token can follow"):
             one.restrict(row)

@@ -25,13 +25,13 @@ def lm():
     lm.close()
 
 
-def test_it_knows_the_capital_of_france(lm):
+def test_bundled_model_knows_the_capital_of_france(lm):
     row = lm.next_token_logprobs_sync(lm.tokenizer.encode("The capital of France is"))
     assert lm.byte_vocab[int(row.argmax())].byte_string == b" Paris"
     assert row.shape == (49152,)
 
 
-async def test_sampled_particles_agree_with_the_model_run_whole(lm):
+async def test_rows_of_sampled_particles_match_uncached_rows(lm):
     prompt = lm.tokenizer.encode("Once upon a time, in a village by the sea, there lived")
     particles = await lm.batch_sample([prompt] * 12, 10, [], seed=0)
     assert len(set(map(tuple, particles))) > 6
@@ -47,7 +47,7 @@ async def test_sampled_particles_agree_with_the_model_run_whole(lm):
     check_integrity(lm._evaluator.scheduler.tree)
 
 
-def test_a_text_begins_as_in_training_and_a_chat_as_its_template_writes_it(lm):
+def test_text_begins_with_endoftext_and_chat_as_in_its_template(lm):
     """``<|im_start|>`` begins turns of chats alone, and the tokenizer adds nothing."""
     begin = lm.str_vocab.index("<|endoftext|>")
     (word,) = surprisal_sync(lm, "The")
@@ -104,7 +104,7 @@ def test_quantised_weights_run_on_the_cpu(lm, options, megabytes, tolerance):
         )
 
 
-def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
+def test_missing_extra_raises_an_error_naming_it(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         bundled.importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name)
@@ -116,7 +116,7 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
         load_model_by_name("smollm2", backend="mock")
 
 
-def test_an_interrupted_conversion_leaves_nothing_half_done(tmp_path, monkeypatch):
+def test_interrupted_conversion_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda *a, **k: str(tmp_path))
 
     def interrupted(source, filename, folder):
@@ -129,7 +129,7 @@ def test_an_interrupted_conversion_leaves_nothing_half_done(tmp_path, monkeypatc
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_of_two_conversions_at_once_the_first_wins(tmp_path, monkeypatch):
+def test_first_of_two_concurrent_conversions_wins(tmp_path, monkeypatch):
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda *a, **k: str(tmp_path))
 
     def convert(source, filename, folder):
@@ -144,7 +144,7 @@ def test_of_two_conversions_at_once_the_first_wins(tmp_path, monkeypatch):
     assert [p.name for p in directory.parent.iterdir()] == [directory.name]
 
 
-def test_loading_is_quiet_where_nobody_watches_and_leaves_the_setting(capfd):
+def test_loading_without_a_terminal_is_silent_and_keeps_the_bar_setting(capfd):
     from transformers.utils import logging
 
     before = logging.is_progress_bar_enabled()
@@ -155,7 +155,7 @@ def test_loading_is_quiet_where_nobody_watches_and_leaves_the_setting(capfd):
 
 @pytest.mark.parametrize("is_seen", [True, False])
 @pytest.mark.parametrize("is_wanted", [True, False])
-def test_bars_are_drawn_where_somebody_sees_and_wants_them(capsys, monkeypatch, is_seen, is_wanted):
+def test_bars_need_a_terminal_and_the_transformers_setting(capsys, monkeypatch, is_seen, is_wanted):
     from transformers.utils import logging
 
     monkeypatch.setattr("genlm_backend.runtime.progress.is_watched", lambda: is_seen)
@@ -173,10 +173,10 @@ def test_bars_are_drawn_where_somebody_sees_and_wants_them(capsys, monkeypatch, 
 
 
 @pytest.mark.parametrize("is_seen", [False, True])
-def test_the_stages_of_loading_are_named_where_somebody_sees_them(is_seen, capsys, monkeypatch):
+def test_loading_stages_are_printed_only_to_a_terminal(is_seen, capsys, monkeypatch):
     monkeypatch.setattr("genlm_backend.runtime.progress.is_watched", lambda: is_seen)
     load_model_by_name("smollm2", backend="hf").close()
     said = capsys.readouterr().err
-    stages = ["loading smollm2 …", "packing weights …", "asking the model what it can do …"]
+    stages = ["loading smollm2 …", "packing weights …", "testing how the model can be cached …"]
     assert [stage in said for stage in stages] == [is_seen] * 3
     assert said.endswith("\r") == is_seen

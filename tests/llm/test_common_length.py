@@ -22,7 +22,7 @@ def by_a_loop(first, second):
 
 
 @given(shared=few_letters, first=few_letters, second=few_letters, kind=kinds)
-def test_it_is_what_a_loop_finds(shared, first, second, kind):
+def test_common_length_equals_that_found_by_a_loop(shared, first, second, kind):
     one, other = kind(shared + first), kind(shared + second)
     assert common_length(one, other) == by_a_loop(one, other)
     assert common_length(other, one) == by_a_loop(one, other)
@@ -30,7 +30,7 @@ def test_it_is_what_a_loop_finds(shared, first, second, kind):
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 1000, 1001])
-def test_one_difference_is_found_wherever_it_is(length):
+def test_single_difference_is_found_at_any_position(length):
     ids = list(range(length))
     for place in {0, length // 2, length - 1} & set(range(length)):
         other = [*ids[:place], -1, *ids[place + 1 :]]

@@ -53,13 +53,13 @@ def check_equal(context, ids):
     for index in {0, -1, len(ids) // 2, -len(ids)} if ids else ():
         assert context[index] == ids[index]
     for index in (len(ids), -len(ids) - 1):
-        with pytest.raises(IndexError, match=f"index {index} of a context of {len(ids)} tokens"):
+        with pytest.raises(IndexError, match=f"{index} is outside a context of {len(ids)} tok"):
             context[index]
 
 
 @settings(deadline=None)
 @given(long_ids(), steps, st.data())
-def test_whatever_it_is_grown_and_cut_from_it_is_the_tuple_of_its_ids(ids, steps, data):
+def test_extended_and_sliced_contexts_equal_tuples_of_their_ids(ids, steps, data):
     """Each step goes on from any of the contexts so far, none of which changes by it."""
     made = [(ContextFactory(VOCAB).of(ids), ids)]
     for action, value in steps:
@@ -79,7 +79,7 @@ def test_whatever_it_is_grown_and_cut_from_it_is_the_tuple_of_its_ids(ids, steps
             assert (first == second) == (own == other)
 
 
-def test_it_is_a_value():
+def test_context_is_an_immutable_hashable_value():
     context = ContextFactory(VOCAB).of([3, 4, 5])
     assert context.index(4) == 1
     assert context.count(5) == 1
@@ -112,7 +112,7 @@ def test_many_threads_may_extend_one_context():
     assert tuple(context) == (*range(40), *[1] * 990)
 
 
-def test_what_it_is_extended_by_is_checked():
+def test_extending_a_context_validates_the_new_ids():
     context = ContextFactory(VOCAB).of([1])
     for wrong in (VOCAB, -1, 1 << 40):
         for extend in (context.extend, lambda i: context + [i], lambda i: context + [2, i]):
@@ -130,7 +130,7 @@ def test_what_it_is_extended_by_is_checked():
         assert tuple(ids + context) == (1, 2, 1)
     with pytest.raises(ContextError, match="token id 100"):
         [100] + context
-    with pytest.raises(ContextTypeError, match="a context \\+ several makes a longer one"):
+    with pytest.raises(ContextTypeError, match="append several with context \\+ token_ids"):
         context.extend([5, 6])
     with pytest.raises(ContextTypeError, match="got 5; put it into a list"):
         context + 5
@@ -139,7 +139,7 @@ def test_what_it_is_extended_by_is_checked():
     assert tuple(context.extend(np.int64(5)) + context + torch.tensor([7])) == (1, 5, 1, 7)
 
 
-def test_a_context_of_another_model_is_refused_and_an_unpickled_one_is_checked():
+def test_foreign_context_is_refused_and_an_unpickled_one_validated():
     ours, theirs = ContextFactory(VOCAB), ContextFactory(VOCAB)
     context = theirs.of([1, 2])
     for use in (ours.of, ours.check_context, ours.of([1]).__add__):
@@ -155,7 +155,7 @@ def test_a_context_of_another_model_is_refused_and_an_unpickled_one_is_checked()
 # -------------------------------------------------------------------- lists that begin alike
 
 
-def test_a_list_may_change_once_it_has_been_asked():
+def test_changing_the_input_ids_leaves_earlier_contexts_unchanged():
     contexts, ids = ContextFactory(VOCAB), [5] * 1100
     made = [contexts.of(ids) for _ in range(3)]
     ids[:3] = [6, 6, 6]

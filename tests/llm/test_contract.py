@@ -19,7 +19,7 @@ async def test_a_row_is_a_distribution_over_the_whole_vocabulary(lm):
     assert not row.requires_grad
 
 
-def test_all_four_ways_to_ask_give_the_fresh_answer(lm, backend, close):
+def test_single_batched_async_and_sync_rows_match_fresh_rows(lm, backend, close):
     contexts = random_contexts(7)
     expected = torch.stack([backend.expected(context) for context in contexts])
 
@@ -36,7 +36,7 @@ def test_all_four_ways_to_ask_give_the_fresh_answer(lm, backend, close):
     close(lm.batch_next_token_logprobs_sync(contexts), expected)
 
 
-async def test_logits_are_the_rows_before_they_are_normalised(lm, backend, close):
+async def test_logits_normalise_to_the_row_and_match_the_model(lm, backend, close):
     for context in ([1, 2, 3], [1, 2, 3], [4]):
         logits = await lm.next_token_logits(context)
         assert logits.shape == (VOCAB,)
@@ -66,7 +66,7 @@ async def test_a_batch_keeps_order_and_repetitions_and_may_be_empty(lm, close):
     assert (await lm.batch_next_token_logprobs([])).shape == (0, VOCAB)
 
 
-async def test_a_row_is_the_callers_to_change(lm, backend, close):
+async def test_changing_a_returned_row_affects_no_other(lm, backend, close):
     rows = await asyncio.gather(*(lm.next_token_logprobs([1, 2]) for _ in range(3)))
     rows[0].fill_(7.0)
     rows[1].mul_(0.0)
@@ -77,7 +77,7 @@ async def test_a_row_is_the_callers_to_change(lm, backend, close):
     close(lm.next_token_logprobs_sync([1, 2]), backend.expected([1, 2]))
 
 
-async def test_more_contexts_than_fit_a_batch(backend, close):
+async def test_contexts_beyond_batch_size_are_split_into_batches(backend, close):
     contexts = random_contexts(23)
     with backend.make(batch_size=4) as lm:
         rows = await lm.batch_next_token_logprobs(contexts)
@@ -110,12 +110,12 @@ async def test_equal_contexts_are_computed_once(lm):
     ],
     ids=lambda context: type(context).__name__,
 )
-def test_integers_of_every_kind_are_a_context(context, backend, close):
+def test_integer_sequences_of_every_type_are_contexts(context, backend, close):
     with backend.make() as lm:
         close(lm.next_token_logprobs_sync(context), backend.expected([1, 2, 3]))
 
 
-async def test_tokens_that_are_cached_are_counted(lm):
+async def test_num_cached_tokens_is_the_length_of_the_cached_prefix(lm):
     assert await lm.num_cached_tokens([1, 2, 3, 4, 5]) == 0
     await lm.next_token_logprobs([1, 2, 3, 4])
     found = [await lm.num_cached_tokens(c) for c in ([1, 2, 3, 4, 5], [1, 2, 9, 9], [7])]
@@ -126,7 +126,7 @@ async def test_tokens_that_are_cached_are_counted(lm):
     assert await lm.num_cached_tokens([1, 2, 3, 4, 5]) == 0
 
 
-async def test_batch_evaluate_queries_flushes(backend, close):
+async def test_batch_evaluate_queries_flushes_waiting_queries(backend, close):
     with backend.make(timeout=1000.0) as lm:
         task = asyncio.ensure_future(lm.next_token_logprobs([1, 2]))
         await asyncio.sleep(0)

@@ -11,7 +11,7 @@ from genlm_backend import generate
 from tests.llm.families import VOCAB
 
 
-async def test_every_way_to_ask_takes_a_context(lm, backend, close):
+async def test_every_query_method_accepts_a_context(lm, backend, close):
     context = lm.context([3, 4]).extend(5)
     assert tuple(context) == (3, 4, 5)
     expected = backend.expected([3, 4, 5])
@@ -32,7 +32,7 @@ async def test_every_way_to_ask_takes_a_context(lm, backend, close):
     assert text.token_ids == other.token_ids
 
 
-async def test_every_way_to_score_takes_a_context(lm, backend, close):
+async def test_every_scoring_method_accepts_a_context(lm, backend, close):
     prompt, more = lm.context([3, 4]), lm.context([5, 6])
     ends = [backend.expected([3, 4, 5][:end])[end + 3] for end in (2, 3)]
     expected = torch.stack(ends)
@@ -50,7 +50,7 @@ async def test_every_way_to_score_takes_a_context(lm, backend, close):
         close(await lm.score(pickle.loads(pickle.dumps(other.context([3, 4]))), more), expected)
 
 
-async def test_the_beginning_of_a_context_goes_on_otherwise(lm, backend, close):
+async def test_prefix_of_a_context_extended_otherwise_has_its_fresh_row(lm, backend, close):
     context, more = lm.context([1, 2, 3, 4, 5, 6]), [7, 8, 9]
     await lm.next_token_logprobs(context)
     for start in (0, 3, 5):
@@ -68,7 +68,7 @@ async def test_a_list_and_a_context_with_the_same_ids_are_one_query(lm):
     assert after.num_batches - before.num_batches == 1
 
 
-async def test_what_cannot_be_asked_is_refused(lm, backend):
+async def test_empty_foreign_and_overlong_contexts_are_refused(lm, backend):
     empty = lm.context()
     assert len(empty) == 0
     with backend.make() as other:
@@ -86,7 +86,7 @@ async def test_what_cannot_be_asked_is_refused(lm, backend):
         short.next_token_logprobs_sync(short.context([1, 2, 3, 4]))
 
 
-async def test_particles_that_branch_and_end_have_the_fresh_rows(lm, backend, close):
+async def test_rows_of_branching_and_cancelled_particles_are_fresh(lm, backend, close):
     """A history of particles: copies grow apart, the caches are cleared."""
     generator = random.Random(0)
     particles = [lm.context([7, 8, 9])] * 6

@@ -22,16 +22,16 @@ BAD = [
     (b"text", TypeError, "encode the text"),
     (5, TypeError, "5"),
     (None, TypeError, "None"),
-    (torch.tensor([[1, 2]]), TypeError, r"one dimension.*: pass \w+\[0\], which is its one"),
-    (torch.ones(2, 2, dtype=torch.int64), TypeError, r"one of its rows, such as \w+\[0\]"),
-    ([[1, 2]], TypeError, r"pass \w+\[0\], which is its one row"),
+    (torch.tensor([[1, 2]]), TypeError, r"one dimension.*: pass \w+\[0\], the only row"),
+    (torch.ones(2, 2, dtype=torch.int64), TypeError, r"a single row, such as \w+\[0\]"),
+    ([[1, 2]], TypeError, r"pass \w+\[0\], the only row"),
     ({"input_ids": [1, 2]}, TypeError, "pass its 'input_ids'$"),
     ({1: 2}, TypeError, "got a dict$"),
-    ({1, 2}, TypeError, "must be in order, got a set"),
+    ({1, 2}, TypeError, "must be ordered, got a set"),
     (
         {"input_ids": torch.tensor([[1, 2]])},
         TypeError,
-        r"pass its input_ids\[0\], which is its one",
+        r"pass its input_ids\[0\], the only row",
     ),
     (BatchEncoding({"input_ids": [[1, 2]]}), TypeError, r"BatchEncoding: pass its input_ids\[0\]"),
     (np.array([1.0, 2.0]), TypeError, "1.0"),
@@ -60,7 +60,7 @@ async def test_bad_input_is_refused_before_anything_is_queued(
     close(await good, backend.expected([3, 4]))
 
 
-async def test_one_context_in_place_of_many_is_refused(lm):
+async def test_batch_methods_refuse_a_single_context(lm):
     before = lm.statistics().num_awaits
     for one in ([1, 2], (1,), np.array([1, 2]), torch.tensor([1, 2]), lm.context([1, 2])):
         with pytest.raises(TypeError, match="token_ids_list must be a list of contexts, got one"):
@@ -99,7 +99,7 @@ async def test_an_adapter_that_is_not_loaded_is_refused(lm):
             await ask(context, lora_name="polite")
 
 
-def test_adapters_are_loaded_and_removed_or_refused(lm):
+def test_missing_adapters_and_set_lora_raise_adapter_error(lm):
     with pytest.raises(AdapterError, match="polite"):
         lm.add_new_lora("/nowhere/polite", "polite")
     with pytest.raises(UnknownAdapterError, match="'polite'"):

@@ -40,7 +40,7 @@ def random_texts(count, seed=0, max_length=12):
     return [generator.choice(prompts) for _ in range(count)], continuations
 
 
-def test_all_four_ways_to_score_give_the_fresh_answer(lm, backend, close):
+def test_single_batched_async_and_sync_scores_match_fresh_rows(lm, backend, close):
     prompts, continuations = random_texts(9)
     texts = list(zip(prompts, continuations, strict=True))
     want = [expected(backend, *text) for text in texts]
@@ -96,7 +96,7 @@ def check_told(found, rows, continuation, close, k):
         assert found.log_masses[i].tolist() == pytest.approx(masses, abs=1e-3)
 
 
-def test_what_is_told_of_tokens_is_that_of_their_rows(lm, backend, close):
+def test_entropy_rank_top_and_masses_of_tokens_match_their_rows(lm, backend, close):
     texts = [([5, 3], [4, 4, 9, 7]), ([5, 3, 4], [1]), ([5, 3], [8, 0])]
     told = {"entropy": True, "rank": True, "top": 3, "groups": GROUPS}
     prompts, continuations = zip(*texts, strict=True)
@@ -140,7 +140,7 @@ def test_what_is_told_of_tokens_is_that_of_their_rows(lm, backend, close):
             lm.score_with_sync([5, 3], [4], **wrong)
 
 
-def test_how_probable_were_tokens_that_begin_alike(lm, backend, close):
+def test_log_beginnings_match_the_mass_of_tokens_with_each_byte_prefix(lm, backend, close):
     prompt, own = [5, 3], [4, 4, 9, 7, 1]
     vocab = [bytes(token) for token in lm.byte_vocab]
     left_out = {*lm.special_ids, *lm.eos_token_ids, *lm.undefined_ids}
@@ -164,7 +164,7 @@ def test_how_probable_were_tokens_that_begin_alike(lm, backend, close):
                 close(value, row.double()[alike].logsumexp(0))
 
 
-async def test_scores_are_the_callers_to_change(lm, backend, close):
+async def test_changing_returned_scores_affects_no_other(lm, backend, close):
     want = expected(backend, [1, 2], [3, 4, 5])
     found = await asyncio.gather(*(lm.score([1, 2], [3, 4, 5]) for _ in range(3)))
     found[0].fill_(7.0)
@@ -183,7 +183,7 @@ async def test_scores_and_rows_share_batches(lm, backend, close):
     assert lm.statistics().num_batches <= backend.count
 
 
-async def test_an_empty_continuation_has_no_scores_and_asks_nothing(lm):
+async def test_empty_continuation_has_no_scores_and_sends_no_query(lm):
     for found in (await lm.score([1, 2], []), lm.score_sync([1, 2], range(0))):
         assert (found.shape, found.dtype) == ((0,), torch.float32)
     assert lm.statistics().num_awaits == 0
@@ -213,7 +213,7 @@ async def test_bad_texts_are_refused_before_anything_is_queued(lm, wrong, kind, 
     assert lm.statistics().num_awaits == before
 
 
-async def test_what_belongs_together_has_one_length(lm):
+async def test_prompts_and_continuations_of_unequal_number_are_refused(lm):
     with pytest.raises(ValueError, match="2 prompts and 1 continuations"):
         await lm.batch_score([[1], [2]], [[3]])
     with pytest.raises(ValueError, match="0 prompts and 1 continuations"):
@@ -224,7 +224,7 @@ async def test_what_belongs_together_has_one_length(lm):
         await lm.score([1], [2], lora_name="polite")
 
 
-def test_a_text_may_have_one_token_more_than_a_context(backend, close):
+def test_scored_text_may_be_one_token_longer_than_max_length(backend, close):
     text = random_contexts(1, seed=4)[0][:1] * 7
     with backend.make(max_length=6) as lm:
         for start in (1, 4, 6):
@@ -235,7 +235,7 @@ def test_a_text_may_have_one_token_more_than_a_context(backend, close):
                 lm.score_sync([*text, 1][:start], [*text, 1][start:])
 
 
-async def test_after_close_scoring_says_so(backend):
+async def test_scoring_after_close_raises_batcher_closed_error(backend):
     with backend.make() as lm:
         lm.score_sync([1], [2])
     for continuation in ([2], []):
@@ -245,7 +245,7 @@ async def test_after_close_scoring_says_so(backend):
             lm.batch_score_sync([[1]], [continuation])
 
 
-async def test_a_cancelled_caller_leaves_the_others(lm, backend, close):
+async def test_cancelled_scoring_leaves_other_scores_intact(lm, backend, close):
     texts = [([i, 5], [i, 7, 8]) for i in range(6)]
     tasks = [asyncio.ensure_future(lm.score(*text)) for text in texts]
     await asyncio.sleep(0)
@@ -285,7 +285,7 @@ steps = st.lists(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(steps)
-def test_no_history_of_texts_and_rows_changes_a_score(backend, close, steps):
+def test_scores_are_fresh_after_any_history_of_texts_and_rows(backend, close, steps):
     """Texts of a tree, split anywhere, beside rows of its contexts."""
 
     async def main(lm):

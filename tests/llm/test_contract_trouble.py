@@ -15,7 +15,7 @@ from tests.llm.conftest import random_contexts
 from tests.tree_integrity import check_integrity
 
 
-async def test_cancelled_and_timed_out_callers_leave_the_others(lm, backend, close):
+async def test_cancelled_and_timed_out_callers_leave_others_intact(lm, backend, close):
     tasks = [asyncio.ensure_future(lm.next_token_logprobs([i, i])) for i in range(8)]
     await asyncio.sleep(0)
     tasks[0].cancel()
@@ -55,7 +55,7 @@ async def test_an_exception_reaches_its_batch_and_the_next_call_works(lm, backen
     close(lm.next_token_logprobs_sync([9]), backend.expected([9]))
 
 
-def test_successive_loops_simultaneous_loops_and_threads(lm, backend, close):
+def test_rows_are_fresh_from_several_event_loops_and_threads(lm, backend, close):
     contexts = random_contexts(24, seed=5)
     expected = [backend.expected(context) for context in contexts]
 
@@ -87,7 +87,7 @@ async def test_reset_async_queries_settles_every_waiter(lm, backend, close):
     close(await lm.next_token_logprobs([2]), backend.expected([2]))
 
 
-async def test_after_close_every_method_says_so(backend):
+async def test_row_methods_after_close_raise_batcher_closed_error(backend):
     with backend.make() as lm:
         lm.next_token_logprobs_sync([1, 2])
     lm.close()  # again
@@ -131,7 +131,7 @@ steps = st.lists(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(steps)
-def test_no_history_of_particles_changes_an_answer(backend, close, steps):
+def test_rows_are_fresh_after_any_history_of_particles(backend, close, steps):
     async def main(lm):
         particles = [[1, 2, 3, 4] for _ in range(6)]
         for action, number in steps:

@@ -87,7 +87,7 @@ def test_draws_follow_the_distribution(lm, make, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1, 0.5])
-def test_the_rarest_tokens_at_the_end_are_drawn_as_often_as_they_should(temperature):
+def test_rare_tokens_after_a_frequent_one_keep_their_probability(temperature):
     """Each has 1e-9 of the whole, which a running sum in float32 would lose beside one."""
     row = np.full(SIZE, -np.inf, np.float32)
     row[7] = 0
@@ -100,7 +100,7 @@ def test_the_rarest_tokens_at_the_end_are_drawn_as_often_as_they_should(temperat
     assert draw_token(row, temperature, lambda: 0.0) == 7
 
 
-def test_temperature_zero_takes_the_first_of_the_most_probable_and_no_random_number(lm):
+def test_temperature_zero_draws_the_first_argmax_without_randomness(lm):
     row = torch.tensor([-torch.inf, 1.0, 2.0, 2.0, -5.0, 2.0, 0.0])
     generator = np.random.default_rng(0)
     assert {lm.draw(row, generator=generator, temperature=0) for _ in range(5)} == {2}
@@ -125,7 +125,7 @@ POINTS = st.one_of(st.sampled_from([0.0, 5e-324, 0.5, LAST]), st.floats(0, LAST)
     TEMPERATURES,
     POINTS,
 )
-def test_what_is_masked_is_never_drawn(row, temperature, point):
+def test_masked_tokens_are_never_drawn(row, temperature, point):
     if np.isneginf(row).all():
         row[-1] = 0
     token_id = draw_token(row, temperature, lambda: point)
@@ -137,7 +137,7 @@ def test_what_is_masked_is_never_drawn(row, temperature, point):
 # -------------------------------------------------------------------- arguments
 
 
-def test_whatever_holds_the_row_the_draws_are_the_same(lm):
+def test_draws_do_not_depend_on_type_or_layout_of_the_row(lm):
     row = torch.tensor([-1.0, -torch.inf, 0.5, 2.0, -3.5, 1.0, -0.5])
     wide = torch.zeros(7, 3)
     wide[:, 1] = row
@@ -175,7 +175,7 @@ def test_rows_and_generators_may_be_on_a_gpu(lm):
 @pytest.mark.parametrize(
     "make", [np.random.default_rng, lambda s: torch.Generator().manual_seed(s)]
 )
-def test_equal_generators_give_equal_draws_and_go_on(lm, make):
+def test_equal_generators_give_equal_sequences_of_draws(lm, make):
     row = torch.zeros(7)
     first, second, other = make(1), make(1), make(2)
     draws = [lm.draw(row, generator=first) for _ in range(30)]
@@ -184,7 +184,7 @@ def test_equal_generators_give_equal_draws_and_go_on(lm, make):
     assert len(set(draws)) > 3
 
 
-def test_without_a_generator_no_seed_decides(lm):
+def test_global_seeds_do_not_affect_draws_without_a_generator(lm):
     row, found = torch.zeros(7), []
     for _ in range(2):
         np.random.seed(0)
@@ -197,7 +197,7 @@ def test_without_a_generator_no_seed_decides(lm):
 @pytest.mark.parametrize(
     "row", [[-torch.inf] * 7, [0.0] * 6 + [torch.nan], [torch.inf] + [0.0] * 6]
 )
-def test_a_row_from_which_nothing_can_be_drawn_is_told(lm, row, temperature):
+def test_row_without_a_finite_maximum_raises_option_error(lm, row, temperature):
     with pytest.raises(OptionError, match="no token can be chosen from a row whose largest score"):
         lm.draw(torch.tensor(row), temperature=temperature)
 
@@ -205,7 +205,7 @@ def test_a_row_from_which_nothing_can_be_drawn_is_told(lm, row, temperature):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (torch.zeros(6), r"row must be one of 7 elements.*got the shape \(6,\)"),
+        (torch.zeros(6), r"row must have 7 elements.*got the shape \(6,\)"),
         (torch.zeros(1, 7), r"got the shape \(1, 7\)"),
         (np.zeros((7, 1)), r"got the shape \(7, 1\)"),
         (torch.zeros(()), r"got the shape \(\)"),
@@ -216,10 +216,10 @@ def test_a_row_of_another_shape_is_refused(lm, row, message):
         lm.draw(row)
 
 
-def test_probabilities_are_no_row():
+def test_row_of_probabilities_is_refused():
     with MockAsyncLM(word_tokenizer()) as lm:
         row = lm.next_token_logprobs_sync([1])
-        with pytest.raises(OptionError, match=r"row has probabilities: .* row.log\(\)"):
+        with pytest.raises(OptionError, match=r"row contains probabilities: .* row.log\(\)"):
             lm.draw(row.exp())
 
 
@@ -236,18 +236,18 @@ def test_probabilities_are_no_row():
         torch.zeros(7, device="meta"),
     ],
 )
-def test_what_is_no_row_is_refused(lm, row):
+def test_row_that_is_no_dense_float_tensor_or_array_is_refused(lm, row):
     with pytest.raises(OptionTypeError, match="row must be a tensor or array of floats, got"):
         lm.draw(row)
 
 
 @pytest.mark.parametrize("generator", [7, "x", np.random.RandomState(0), np.random])
-def test_a_seed_is_refused_because_it_would_draw_the_same_again(lm, generator):
-    with pytest.raises(OptionTypeError, match=r"goes on from draw to draw, such as np.random.def"):
+def test_seeds_and_legacy_numpy_generators_are_refused(lm, generator):
+    with pytest.raises(OptionTypeError, match=r"kept from draw to draw, such as np.random.def"):
         lm.draw(torch.zeros(7), generator=generator)
 
 
-def test_an_impossible_temperature_is_refused(lm):
+def test_invalid_temperature_is_refused(lm):
     for temperature in (-1, math.nan):
         with pytest.raises(OptionError, match="temperature must be a number of 0 or more"):
             lm.draw(torch.zeros(7), temperature=temperature)
@@ -299,7 +299,7 @@ def check_proposal(found, drawing, row):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_draws_from_many_rows_at_once_are_those_of_each(data):
+def test_batched_draws_match_draws_from_each_row(data):
     """Rows as they are drawn from on a device; here they are the processor's."""
     vocab_size = data.draw(st.sampled_from([2, 30, 255, 256, 257, 1000, 5000]))
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
@@ -331,7 +331,7 @@ def test_draws_from_many_rows_at_once_are_those_of_each(data):
             check_proposal(one, drawing, row.numpy())
 
 
-def test_many_rows_of_which_none_is_possible():
+def test_batched_draw_without_possible_token_fails_only_for_its_row():
     rows = torch.full((3, 700), -torch.inf, dtype=torch.float32)
     rows[0, 5], rows[2, 699] = 0, 0
     nothing = np.packbits(np.zeros(700, bool)).tobytes()
@@ -351,7 +351,7 @@ def test_many_rows_of_which_none_is_possible():
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_several_draws_are_as_many_single_ones(data):
+def test_several_draws_equal_as_many_single_draws(data):
     size = data.draw(st.sampled_from([1, 2, 30, 511, 512, 513, 3000]))
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     logits = random.normal(0, data.draw(st.sampled_from([0.1, 3, 40])), size)
@@ -398,7 +398,7 @@ def test_several_draws_are_as_many_single_ones(data):
 
 @pytest.mark.parametrize("top_k", [1, 3, 5, 7, 9])
 @pytest.mark.parametrize("temperature", [0.01, 0.05, 1.0, math.inf])
-def test_distinct_draws_within_a_bound_are_as_many_as_there_are_tokens(top_k, temperature):
+def test_distinct_draws_under_top_k_return_every_possible_token(top_k, temperature):
     row = torch.tensor([0.0, -6, -7, -8, -9, -10, -11, -math.inf]).log_softmax(-1)
     uniforms = tuple(np.random.default_rng(0).random(9))
     draws = SampleReadout(
@@ -407,7 +407,7 @@ def test_distinct_draws_within_a_bound_are_as_many_as_there_are_tokens(top_k, te
     assert sorted(draw.token_id for draw in draws) == list(range(min(top_k, 7)))
 
 
-def test_distinct_draws_come_in_the_order_of_gumbel_noise():
+def test_distinct_draws_follow_the_plackett_luce_distribution():
     """The share of each ordered pair is that of Plackett and Luce (chi-square)."""
     probabilities = np.array([0.5, 0.25, 0.0, 0.15, 0.1])
     row = torch.from_numpy(probabilities).log().float()
@@ -426,7 +426,7 @@ def test_distinct_draws_come_in_the_order_of_gumbel_noise():
     assert statistic < 31.3  # of eleven degrees of freedom, one in a thousand
 
 
-def test_distinct_draws_find_what_is_all_but_impossible():
+def test_distinct_draws_find_tokens_of_vanishing_probability():
     """Weights beside the largest one would be zeros."""
     row = torch.tensor([-0.0, -150.0, -math.inf, -400.0])
     for temperature in (1.0, 0.3):
@@ -464,7 +464,7 @@ WAYS = pytest.mark.parametrize(
 
 
 @WAYS
-def test_equally_probable_tokens_at_a_bound_all_count(of_rows):
+def test_tokens_tied_at_top_k_or_top_p_bounds_are_all_kept(of_rows):
     row = torch.tensor([0.4, 0.1, 0.4, 0.1], dtype=torch.float32).log()
     cuts = SamplingFilter(top_k=1, top_p=0.5)
     drawings = [SampleReadout(RowQuery([1]), 1.0, (uniform,), cuts=cuts) for uniform in (0.0, LAST)]
@@ -476,7 +476,7 @@ def test_equally_probable_tokens_at_a_bound_all_count(of_rows):
 @WAYS
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_bounds_leave_what_those_of_generate_do(of_rows, data):
+def test_top_k_top_p_and_min_p_keep_the_tokens_of_transformers(of_rows, data):
     vocab_size = data.draw(st.sampled_from([3, 40, 700, 5000]))
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     logits = random.normal(0, data.draw(st.sampled_from([0.01, 1, 5])), vocab_size)
@@ -516,7 +516,7 @@ def test_bounds_leave_what_those_of_generate_do(of_rows, data):
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_bounds_of_many_rows_at_once(data):
+def test_batched_sampling_bounds_match_row_by_row_draws(data):
     """Each row by its own bounds, as a row at a time has them; a greedy one by none."""
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     vocab_size, number = data.draw(st.sampled_from([3, 40, 5000])), data.draw(st.integers(1, 9))
@@ -546,13 +546,13 @@ def test_bounds_of_many_rows_at_once(data):
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_bounds_are_checked_and_reach_the_row(lm):
+def test_sampling_bounds_are_validated_and_applied(lm):
     for wrong in ({"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": 2}, {"min_p": math.nan}):
         with pytest.raises(OptionError, match=next(iter(wrong))):
             lm.draw_next_token_sync([1], **wrong)
     with pytest.raises(OptionTypeError, match="top_k"):
         lm.draw_next_token_sync([1], top_k=1.5)
-    with pytest.raises(OptionTypeError, match=r"top_q is no option of draws; did you mean"):
+    with pytest.raises(OptionTypeError, match=r"top_q is not an option of draws; did you mean"):
         lm.draw_next_token_sync([1], top_q=1)
     row = lm.next_token_logprobs_sync([1])
     drawn = lm.draw_next_token_sync([1], top_k=1)

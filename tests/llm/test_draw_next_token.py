@@ -50,7 +50,7 @@ def masked(row, allowed):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.5, 1.0, float("inf")])
-async def test_a_token_is_that_of_the_row(lm, temperature):
+async def test_draw_next_token_equals_a_draw_from_the_masked_row(lm, temperature):
     cases = [(allowed, [i, 1 + i, 2]) for allowed in KINDS.values() for i in range(4)]
     streams = [np.random.default_rng(number) for number in range(len(cases))]
     drawn = await asyncio.gather(
@@ -72,7 +72,7 @@ async def test_a_token_is_that_of_the_row(lm, temperature):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 9}], ids=str)
-async def test_draws_of_a_batch_are_those_of_single_ones(lm, options):
+async def test_batched_draws_equal_single_draws(lm, options):
     # No special tokens, after which SmolLM2's rows in float32 are 7e-3 from those in float64.
     contexts = [[20 + i % 7, 31 + i % 5, 42] for i in range(40)]
     masks = [list(KINDS.values())[i % len(KINDS)] for i in range(40)]
@@ -95,20 +95,20 @@ async def test_draws_of_a_batch_are_those_of_single_ones(lm, options):
     assert await lm.batch_draw_next_token([]) == lm.batch_draw_next_token_sync([]) == []
 
 
-async def test_a_batch_of_draws_is_refused_as_a_whole(lm):
+async def test_invalid_option_refuses_the_whole_batch_of_draws(lm):
     asked, generator = lm.statistics().num_awaits, np.random.default_rng(0)
     for wrong, error, message in (
-        ({"allowed": [None]}, OptionError, "one for each context: got 1 for 2 contexts"),
-        ({"allowed": [None, []]}, OptionError, r"allowed\[1\] has no token"),
+        ({"allowed": [None]}, OptionError, "one element per context, got 1 for 2 contexts"),
+        ({"allowed": [None, []]}, OptionError, r"allowed\[1\] contains no token"),
         ({"allowed": [None, [VOCAB]]}, OptionError, r"allowed\[1\] has .*outside"),
         (
             {"allowed": {1, 2, 3}},
             OptionError,
-            r"token ids for all of them are \[ids\] \* len\(contexts\)",
+            r"for all of them, pass \[ids\] \* len\(contexts\)",
         ),
         ({"allowed": [1, 2]}, OptionError, r"\[ids\] \* len\(contexts\)"),
-        ({"allowed": memoryview(b"ab")}, OptionError, "a mask is an array of bools"),
-        ({"allowed": MASK[1:]}, OptionError, "allowed must be one of"),
+        ({"allowed": memoryview(b"ab")}, OptionError, "a mask as an array of bools"),
+        ({"allowed": MASK[1:]}, OptionError, "allowed must have"),
         ({"allowed": 5}, OptionTypeError, "allowed must be"),
         ({"temperature": -1}, OptionError, "temperature"),
         ({"generator": 5}, OptionTypeError, "generator must be"),
@@ -134,7 +134,7 @@ async def test_a_batch_of_draws_is_refused_as_a_whole(lm):
         lambda n: st.tuples(*[st.lists(st.booleans(), min_size=n, max_size=n)] * 2)
     )
 )
-def test_masks_are_joined(pair):
+def test_packed_masks_intersect_with_masks_and_token_ids(pair):
     one, other = (np.array(own) for own in pair)
     size = len(one)
     mask = PackedMask(packed_mask(one, size, True), size)
@@ -149,13 +149,13 @@ def test_masks_are_joined(pair):
             mask & wrong
 
 
-async def test_mistakes_are_told_before_anything_is_asked(lm):
+async def test_invalid_draw_options_are_refused_before_any_query(lm):
     asked = lm.statistics().num_awaits
     for wrong, error, message in (
-        ({"allowed": []}, OptionError, "allowed has no token"),
-        ({"allowed": np.zeros(VOCAB, bool)}, OptionError, "allowed has no token"),
-        ({"allowed": MASK[:-1]}, OptionError, f"allowed must be one of {VOCAB} elements"),
-        ({"allowed": MASK[None]}, OptionError, "allowed must be one of"),
+        ({"allowed": []}, OptionError, "allowed contains no token"),
+        ({"allowed": np.zeros(VOCAB, bool)}, OptionError, "allowed contains no token"),
+        ({"allowed": MASK[:-1]}, OptionError, f"allowed must have {VOCAB} elements"),
+        ({"allowed": MASK[None]}, OptionError, "allowed must have"),
         ({"allowed": [VOCAB]}, OptionError, f"allowed has {VOCAB}, which is outside"),
         ({"allowed": [-1]}, OptionError, "allowed has -1, which is outside"),
         ({"allowed": [True, False]}, OptionTypeError, "allowed"),
@@ -191,7 +191,7 @@ class Impossible(StatelessEvaluator):
         return [Row(row.clone(), 0.0) for row in rows]
 
 
-async def test_where_no_allowed_token_is_possible_only_that_caller_is_told():
+async def test_draw_without_possible_allowed_token_fails_alone():
     with BatchedLM(word_tokenizer(), Impossible()) as lm:
         found = await asyncio.gather(
             lm.draw_next_token([1], allowed=[3, 4]),
@@ -205,7 +205,7 @@ async def test_where_no_allowed_token_is_possible_only_that_caller_is_told():
 
 
 @pytest.mark.parametrize("width", [VOCAB, VOCAB + 7], ids=["as wide", "with undefined ids"])
-async def test_what_was_allowed_weighs_nothing_where_that_was_all_and_less_where_it_was_not(width):
+async def test_log_allowed_is_zero_for_all_tokens_and_negative_for_fewer(width):
     with MockAsyncLM(word_tokenizer(), vocab_size=width) as lm:
         for i in range(60):
             row = (await lm.next_token_logprobs([i, 3])).double()
@@ -223,7 +223,7 @@ async def test_what_was_allowed_weighs_nothing_where_that_was_all_and_less_where
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int64, torch.int32])
-def test_a_mask_of_numbers_is_not_taken_for_token_ids(kind):
+def test_integer_mask_of_vocabulary_length_is_refused(kind):
     mask = torch.from_numpy(MASK).to(kind) if isinstance(kind, torch.dtype) else MASK.astype(kind)
     with pytest.raises(OptionError, match="pass bools"):
         packed_mask(mask, VOCAB)
@@ -233,7 +233,7 @@ def test_a_mask_of_numbers_is_not_taken_for_token_ids(kind):
 # ---------------------------------------------------------------- several from one row
 
 
-async def test_several_draws_are_those_of_as_many_calls(lm):
+async def test_draw_next_tokens_equals_as_many_single_draws(lm):
     options = {"allowed": MASK, "temperature": 0.8}
     one, other = (np.random.default_rng(7) for _ in range(2))
     several = await lm.draw_next_tokens([1, 2], 5, generator=one, **options)
@@ -246,7 +246,7 @@ async def test_several_draws_are_those_of_as_many_calls(lm):
     ]
 
 
-async def test_a_refused_draw_takes_no_number(lm):
+async def test_refused_draw_leaves_the_generator_untouched(lm):
     generator = np.random.default_rng(0)
     wrong = ({"lora_name": "none"}, {"allowed": [VOCAB]}, {"top_k": -1}, {"temperature": -1})
     for options in wrong:
@@ -256,7 +256,7 @@ async def test_a_refused_draw_takes_no_number(lm):
     assert generator.random() == np.random.default_rng(0).random()
 
 
-async def test_distinct_draws_are_each_of_what_is_left(lm):
+async def test_each_distinct_draw_is_from_the_remaining_tokens(lm):
     row = (await lm.next_token_logprobs([1, 2])).double()
     lm.clear_cache()
     found = await lm.draw_next_tokens([1, 2], len(row) + 5, distinct=True)
@@ -272,7 +272,7 @@ async def test_distinct_draws_are_each_of_what_is_left(lm):
     assert [draw.token_id for draw in top] == ids
 
 
-async def test_several_draws_where_none_is_possible(lm):
+async def test_several_draws_with_nothing_allowed_return_minus_one_or_raise(lm):
     for distinct in (False, True):
         options = {"distinct": distinct, "impossible": "return"}
         found = await lm.draw_next_tokens([1], 3, allowed=[], **options)
@@ -282,7 +282,7 @@ async def test_several_draws_where_none_is_possible(lm):
         await lm.draw_next_tokens([1], 3, allowed=[])
 
 
-async def test_mistakes_of_several_draws_are_told_before_anything_is_asked(lm):
+async def test_invalid_options_of_several_draws_are_refused_before_any_query(lm):
     asked = lm.statistics().num_awaits
     for n, options, error, message in (
         (0, {}, OptionError, "n must be"),
@@ -315,7 +315,7 @@ TOO_FAR = f"has {LONG}, which is outside the vocabulary"
     ],
     ids=["text", "list", "far", "below", "bfloat16", "sparse", "meta"],
 )
-async def test_a_mask_that_is_none_disturbs_no_other_draw(allowed, error, said):
+async def test_invalid_mask_fails_alone_and_takes_no_random_number(allowed, error, said):
     generator, untouched = np.random.default_rng(1), np.random.default_rng(1)
     with MockAsyncLM(word_tokenizer()) as lm:
         drawn, refused = await asyncio.gather(
@@ -334,7 +334,7 @@ async def test_a_mask_that_is_none_disturbs_no_other_draw(allowed, error, said):
     assert generator.random() == untouched.random()
 
 
-async def test_a_context_that_is_too_long_takes_no_number():
+async def test_overlong_context_leaves_the_generator_untouched():
     generator, untouched = np.random.default_rng(1), np.random.default_rng(1)
     with MockAsyncLM(word_tokenizer(), max_length=3) as lm:
         for verb in (lm.draw_next_token, partial(lm.draw_next_tokens, n=2)):

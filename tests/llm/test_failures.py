@@ -34,7 +34,7 @@ def transformer():
 
 
 @pytest.mark.parametrize("make", [transformer, replicas])
-async def test_a_failure_leaves_nothing_to_the_garbage_collector(make):
+async def test_failed_queries_leave_no_reference_cycles(make):
     lm = make()
 
     async def ask(i):

@@ -12,7 +12,7 @@ contexts = st.lists(st.integers(0, 95), min_size=1, max_size=8)
 
 
 @given(contexts, contexts)
-def test_rows_are_equal_exactly_where_contexts_are(first, second):
+def test_rows_are_equal_if_and_only_if_contexts_are(first, second):
     one, two = LM.batch_next_token_logprobs_sync([first, second])
     assert torch.equal(one, two) == (first == second)
 
@@ -23,7 +23,7 @@ def test_rows_are_the_same_on_every_machine_and_run():
     assert digest[:16] == "578ce0b21045f3c5"
 
 
-def test_undefined_ids_are_impossible():
+def test_undefined_ids_have_probability_zero():
     from tokenizers import Tokenizer, models
 
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a"))

@@ -50,7 +50,7 @@ class Counting(AsyncLM):
         return row
 
 
-async def test_every_other_method_is_there():
+async def test_model_with_two_methods_inherits_all_others():
     async with Counting(word_tokenizer()) as lm:
         rows = await lm.batch_next_token_logprobs([[1], [1, 2, 3]])
         assert rows.argmax(-1).tolist() == [1, 3]
@@ -67,7 +67,7 @@ async def test_every_other_method_is_there():
             await lm.score([1], [], lora_name="polite")
         assert await lm.batch_sample([[5], [5, 5]], 2, [3]) == [[1, 2], [2]]
         assert int((await lm.next_token_logits([0])).argmax()) == 1
-        with pytest.raises(AdapterError, match="Counting takes no LoRA adapters"):
+        with pytest.raises(AdapterError, match="Counting accepts no LoRA adapters"):
             lm.add_new_lora("somewhere")
         lm.clear_cache()
         assert lm.statistics().num_awaits == 0
@@ -87,7 +87,7 @@ class Handing(AsyncLM):
         return self.other.next_token_logprobs_sync(token_ids)
 
 
-async def test_a_model_may_hand_its_contexts_on_to_another():
+async def test_model_delegating_to_another_gives_its_answers():
     with MockAsyncLM(word_tokenizer()) as other:
         lm = Handing(other)
         for generator in (np.random.default_rng(3), np.random.default_rng(3)):
@@ -108,13 +108,13 @@ async def test_a_model_may_hand_its_contexts_on_to_another():
         assert await lm.next_token_entropy([1]) == await other.next_token_entropy([1])
 
 
-def test_a_complete_backend_is_one_short_file():
+def test_complete_backend_takes_fewer_than_60_lines():
     """The contract tests run on it, as on every other."""
     lines = Path(toy.__file__).read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) < 60
 
 
-async def test_what_a_class_says_of_its_evaluators_counts():
+async def test_max_length_in_class_level_evaluator_info_is_enforced():
     class Short(StatelessEvaluator):
         info = EvaluatorInfo(max_length=3)
 
@@ -128,7 +128,7 @@ async def test_what_a_class_says_of_its_evaluators_counts():
                 await lm.next_token_logprobs([1, 2, 3, 4])
 
 
-async def test_an_evaluator_with_nothing_but_rows_is_a_backend(tmp_path):
+async def test_evaluator_with_only_evaluate_is_a_complete_backend(tmp_path):
     class Successor(StatelessEvaluator):
         def evaluate(self, queries):
             last = torch.tensor([query.token_ids[-1] for query in queries])
@@ -137,21 +137,21 @@ async def test_an_evaluator_with_nothing_but_rows_is_a_backend(tmp_path):
     async with BatchedLM(word_tokenizer(), Successor(), batch_size=3) as lm:
         assert await lm.sample([5], 4, [], temperature=0) == [6, 7, 8, 9]
         assert (await lm.num_cached_tokens([5, 6]), lm.kv_capacity) == (0, None)
-        with pytest.raises(AdapterError, match="takes no LoRA adapters"):
+        with pytest.raises(AdapterError, match="accepts no LoRA adapters"):
             lm.add_new_lora("somewhere")
         lm.cache_kv([5, 6])  # for which there is nothing to do
         lm.clear_kv_cache()
         assert (lm.kv_reuse, lm.processor) == (False, None)
-        with pytest.raises(CacheError, match="Successor writes no prefixes"):
+        with pytest.raises(CacheError, match="Successor cannot save prefixes"):
             lm.save_prefix([5, 6], tmp_path / "prefix")
-        with pytest.raises(CacheError, match="Successor reads no prefixes"):
+        with pytest.raises(CacheError, match="Successor cannot load prefixes"):
             lm.load_prefix(tmp_path / "prefix")
-        with pytest.raises(PictureError, match="takes no pictures"):
+        with pytest.raises(PictureError, match="accepts no pictures"):
             lm.context([5], images=[])
 
 
 @pytest.mark.parametrize("max_length", [None, 100])
-async def test_one_context_has_room_whatever_the_batch(max_length):
+async def test_kv_capacity_fits_one_context_at_any_batch_size(max_length):
     """Unused ends of blocks are not counted, but the last context's place is nobody's end."""
 
     blocks = toy.ToyEvaluator()
@@ -162,7 +162,7 @@ async def test_one_context_has_room_whatever_the_batch(max_length):
         assert lm.kv_capacity == min(145, max_length or 145)
 
 
-def test_an_evaluator_is_one_models():
+def test_evaluator_used_by_two_models_is_refused():
     class Silent(StatelessEvaluator):
         def evaluate(self, queries):
             return rows_of_logits(torch.zeros(len(queries), 96))
@@ -170,12 +170,12 @@ def test_an_evaluator_is_one_models():
     evaluator = Silent()
     with (
         BatchedLM(word_tokenizer(), evaluator),
-        pytest.raises(OptionError, match="another model's"),
+        pytest.raises(OptionError, match="belongs to another model"),
     ):
         BatchedLM(word_tokenizer(), evaluator)
 
 
-async def test_an_exception_in_place_of_a_row_is_its_askers():
+async def test_exception_in_place_of_a_row_reaches_only_its_caller():
     class Picky(StatelessEvaluator):
         def evaluate(self, queries):
             rows = rows_of_logits(torch.zeros(len(queries), 96))
@@ -190,7 +190,7 @@ async def test_an_exception_in_place_of_a_row_is_its_askers():
         assert lm.statistics().num_batches == 1
 
 
-async def test_ids_that_no_token_has_are_excluded_whatever_the_evaluator_says():
+async def test_undefined_ids_get_probability_zero_despite_the_evaluator():
     class Wide(StatelessEvaluator):
         def evaluate(self, queries):
             logits = torch.zeros(len(queries), 100)
@@ -207,7 +207,7 @@ async def test_ids_that_no_token_has_are_excluded_whatever_the_evaluator_says():
 
 
 @pytest.mark.parametrize("omits", [True, False])
-async def test_rows_of_an_evaluator_that_omits_such_ids_are_taken_as_they_are(omits):
+async def test_rows_are_not_masked_again_if_evaluator_omits_undefined_ids(omits):
     class Wide(StatelessEvaluator):
         def __init__(self):
             self.info = EvaluatorInfo(100, omits_undefined=omits)
@@ -228,7 +228,7 @@ async def test_rows_of_an_evaluator_that_omits_such_ids_are_taken_as_they_are(om
     torch.testing.assert_close(row.double(), wanted.log_softmax(-1), rtol=0, atol=2e-5)
 
 
-def test_an_evaluator_that_cannot_open_is_closed_and_leaves_no_thread():
+def test_evaluator_failing_to_open_is_closed_and_leaves_no_thread():
     class Unready(toy.ToyEvaluator):
         info = property(lambda self: None, lambda self, info: None)
 
@@ -247,7 +247,7 @@ def test_an_evaluator_that_cannot_open_is_closed_and_leaves_no_thread():
         BatchedLM(word_tokenizer(), object())
 
 
-def test_everything_that_evaluators_take_and_give_pickles():
+def test_queries_rows_and_errors_of_evaluators_pickle():
     evaluator = toy.ToyEvaluator()
     info = evaluator.open()
     query = RowQuery((1, 2, 3), Adapter("polite", 4))
@@ -289,7 +289,7 @@ def row_of(query, size=96):
     ],
     ids=["too few", "too many", "none", "an iterator", "a tensor"],
 )
-async def test_not_one_answer_for_each_query_is_an_error_and_nothing_is_kept(answers):
+async def test_wrong_number_of_answers_fails_the_batch_and_caches_nothing(answers):
     evaluator = Careless()
     async with BatchedLM(word_tokenizer(), evaluator) as lm:
         evaluator.answers = answers
@@ -310,7 +310,7 @@ def test_a_subclass_may_have_options_of_its_own():
     with Mine(5) as lm:
         assert (len(lm.byte_vocab), lm.batch_size) == (5, 3)
         with pytest.raises(
-            OptionTypeError, match=r"batchsize is no option of MockAsyncLM.*batch_s"
+            OptionTypeError, match=r"batchsize is not an option of MockAsyncLM.*batch_s"
         ):
             MockAsyncLM(word_tokenizer(5), batchsize=3)
 
@@ -328,7 +328,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-async def test_what_is_no_row_is_an_error_of_its_askers_alone(kind):
+async def test_invalid_row_fails_only_its_caller(kind):
     evaluator = Careless()
     evaluator.answers = lambda queries: [
         WRONG[kind](row_of(query)) if query.token_ids == (2,) else row_of(query)
@@ -359,20 +359,20 @@ async def test_what_is_no_row_is_an_error_of_its_askers_alone(kind):
         ({"takes_adapters": "no"}, OptionTypeError),
     ],
 )
-def test_what_an_evaluator_says_of_itself_is_checked(fields, kind):
+def test_invalid_evaluator_info_fields_are_refused(fields, kind):
     (name,) = fields
     with pytest.raises(kind, match=name):
         EvaluatorInfo(**fields)
 
 
-def test_info_that_is_none_is_refused():
+def test_evaluator_info_that_is_a_dict_is_refused():
     evaluator = Careless()
     evaluator.info = {"vocab_size": 96}
     with pytest.raises(OptionTypeError, match="info must be an EvaluatorInfo"):
         BatchedLM(word_tokenizer(), evaluator)
 
 
-async def test_a_model_without_scores_asks_for_few_rows_at_once():
+async def test_scoring_by_rows_batches_at_most_batch_size_rows():
     class Watched(toy.ToyEvaluator):
         sizes: list[int] = []
 
@@ -405,7 +405,7 @@ class Scores(StatelessEvaluator):
         return [row if isinstance(query, RowQuery) else self.answer(query) for query in queries]
 
 
-async def test_an_evaluator_may_answer_scorings_beside_queries():
+async def test_evaluator_may_answer_scores_and_rows_in_one_batch():
     evaluator = Scores(lambda scoring: torch.tensor(scoring.targets).float())
     async with BatchedLM(word_tokenizer(), evaluator) as lm:
         asked = lm.score([1, 2], [3, 4]), lm.next_token_logprobs([5]), lm.score([1, 2], [3, 4])
@@ -433,7 +433,7 @@ async def test_an_evaluator_may_answer_scorings_beside_queries():
         lambda scoring: torch.zeros(2, requires_grad=True),
     ],
 )
-async def test_what_is_no_score_is_an_error_of_its_askers_alone(answer):
+async def test_invalid_scores_fail_only_their_caller(answer):
     async with BatchedLM(word_tokenizer(), Scores(answer)) as lm:
         asked = lm.next_token_logprobs([1]), lm.score([1], [2, 3])
         row, error = await asyncio.gather(*asked, return_exceptions=True)

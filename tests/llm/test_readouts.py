@@ -48,7 +48,7 @@ def entropy_of(row):
     return -math.fsum(math.exp(x) * x for x in values)
 
 
-async def test_readouts_are_those_of_the_row(lm):
+async def test_concurrent_readouts_match_their_rows(lm):
     """At once, and in any order beside rows, draws and scores of the same contexts."""
     contexts = random_contexts(12)
     chosen = [5, 0, 5, VOCAB - 1]
@@ -79,7 +79,7 @@ async def test_readouts_are_those_of_the_row(lm):
         assert float(row[drawn.token_id]) == pytest.approx(float(row.max()), abs=5e-5)
 
 
-async def test_readouts_of_cached_rows_and_sync_ones_are_exact(lm):
+async def test_readouts_of_cached_rows_are_exact_async_and_sync(lm):
     for ids in random_contexts(4, seed=1):
         row = await lm.next_token_logprobs(ids)
         for top in (await lm.next_token_top(ids, 7), lm.next_token_top_sync(ids, 7)):
@@ -111,7 +111,7 @@ async def test_top_tokens_show_their_texts(lm):
     assert repr(bare) == "TopTokens(7: -1.000; log_rest: -0.500)"
 
 
-async def test_masses_are_those_of_the_rows_tokens(lm, backend):
+async def test_log_masses_match_sums_over_the_row(lm, backend):
     """Of groups in any form, and of nodes of a trie."""
     trie = TokenCharacterTrie(lm.byte_vocab)
     nodes = [trie.root, *range(0, trie.num_nodes, 7)]
@@ -139,13 +139,13 @@ async def test_masses_are_those_of_the_rows_tokens(lm, backend):
     assert float(second[0]) < 0
 
 
-async def test_nothing_and_everything(lm):
+async def test_readouts_of_no_tokens_and_of_the_whole_vocabulary(lm):
     row = await lm.next_token_logprobs([1, 2])
     assert (await lm.next_token_logprobs_of([1, 2], [])).shape == (0,)
     check_top(await lm.next_token_top([1, 2], VOCAB), row, VOCAB)
 
 
-async def test_readouts_keep_no_row_and_what_two_have_asked_is_each_ones_own(lm):
+async def test_equal_readouts_are_separate_copies_and_cache_no_row(lm):
     first, second = await asyncio.gather(*(lm.next_token_top([1, 2], 3) for _ in range(2)))
     first.logprobs.zero_()
     row = await lm.next_token_logprobs([1, 2])
@@ -153,7 +153,7 @@ async def test_readouts_keep_no_row_and_what_two_have_asked_is_each_ones_own(lm)
     assert lm.statistics().row_cache_hits == 0
 
 
-async def test_mistakes_are_told_before_anything_is_asked(lm):
+async def test_invalid_readout_arguments_are_refused_before_any_query(lm):
     asked = lm.statistics().num_awaits
     for call, error, message in (
         (lambda: lm.next_token_top([1], 0), OptionError, "k"),
@@ -163,7 +163,7 @@ async def test_mistakes_are_told_before_anything_is_asked(lm):
         (lambda: lm.next_token_logprobs_of([1], [VOCAB]), OptionError, f"chosen has {VOCAB}"),
         (lambda: lm.next_token_logprobs_of([1], [-1]), OptionError, "chosen has -1"),
         (lambda: lm.next_token_logprobs_of([1], 3), OptionTypeError, "chosen"),
-        (lambda: lm.next_token_logprobs_of([1], {2, 3}), OptionTypeError, "in an order"),
+        (lambda: lm.next_token_logprobs_of([1], {2, 3}), OptionTypeError, "must be ordered"),
         (lambda: lm.next_token_logprobs_of([1], ["a"]), OptionTypeError, "chosen"),
         (lambda: lm.next_token_logprobs_of([1], np.ones(3)), OptionTypeError, "chosen"),
         (lambda: lm.next_token_log_masses([1], 3), OptionTypeError, "groups"),
@@ -202,7 +202,7 @@ class OfRows(StatelessEvaluator):
         return [Row(row) for row in table]
 
 
-async def test_a_nan_is_told_to_its_caller_only():
+async def test_nan_row_fails_only_its_callers():
     rows = torch.zeros(3, VOCAB).log_softmax(-1)
     rows[1] = torch.nan
     rows[1, 0] = -torch.inf  # as of an id that was left out afterwards
@@ -217,7 +217,7 @@ async def test_a_nan_is_told_to_its_caller_only():
     assert found[0] == pytest.approx(math.log(VOCAB))
 
 
-async def test_where_no_token_is_possible_a_draw_may_be_of_none():
+async def test_draw_without_possible_token_returns_minus_one_on_request():
     rows = torch.full((2, VOCAB), -torch.inf)
     rows[:, 4] = 0.0
     with BatchedLM(word_tokenizer(), OfRows(rows)) as lm:
@@ -233,7 +233,7 @@ async def test_where_no_token_is_possible_a_draw_may_be_of_none():
             await lm.draw_next_token([1], allowed=[3, 5])
 
 
-async def test_ids_that_no_token_has_are_in_no_readout():
+async def test_undefined_ids_are_excluded_from_readouts():
     rows = torch.randn(4, VOCAB + 3).log_softmax(-1)
     with BatchedLM(word_tokenizer(), OfRows(rows)) as lm:
         row = await lm.next_token_logprobs([1])
@@ -258,7 +258,7 @@ class Largest(Readout):
         return isinstance(answer, float)
 
 
-async def test_a_kind_of_ones_own_is_one_class(lm):
+async def test_custom_readout_class_is_answered(lm):
     row = await lm.next_token_logprobs([3, 4])
     lm.clear_cache()
     assert await lm.read([3, 4], Largest) == pytest.approx(float(row.max()), abs=5e-5)
@@ -308,7 +308,7 @@ class Unruly(Largest):
         ("says nothing", EvaluationError, "Unruly.of_rows returned None for 1 readouts"),
     ],
 )
-async def test_a_readout_disturbs_nobody(lm, way, error, message):
+async def test_failing_or_modifying_readout_leaves_other_queries_intact(lm, way, error, message):
     row = await lm.next_token_logprobs([3, 4])
     for _ in range(2):
         found = await asyncio.gather(
@@ -350,7 +350,7 @@ class Mistaken(Largest):
         raise ZeroDivisionError("of its own")
 
 
-async def test_readouts_that_are_none_are_refused_before_anything_is_asked(lm):
+async def test_invalid_readout_classes_are_refused_before_any_query(lm):
     asked = lm.statistics().num_awaits
     for wrong in (Questionless, Unhashable, lambda query: Largest(RowQuery([9])), lambda query: 5):
         for row_is_there in (False, True):
@@ -370,7 +370,7 @@ async def test_readouts_that_are_none_are_refused_before_anything_is_asked(lm):
     assert all(isinstance(each, float) for each in found[1:])
 
 
-async def test_a_wrong_answer_is_told_of_a_cached_row_too(lm):
+async def test_wrong_readout_answer_raises_for_cached_rows_too(lm):
     for _ in range(2):
         with pytest.raises(EvaluationError, match=r"a float for a Largest.*got"):
             await lm.read([3, 4], Wordy)
@@ -386,7 +386,7 @@ class Wordy(Largest):
         return ["much"] * len(readouts)
 
 
-async def test_many_readouts_of_one_row_take_no_table_of_copies(lm):
+async def test_many_readouts_of_one_context_agree_with_its_row(lm):
     found = await lm.batch_read([[3, 4]] * 1000, Entropy)
     assert len(set(found)) == 1
     draws = await lm.batch_draw_next_token([[3, 4]] * 300, generator=np.random.default_rng(0))
@@ -394,13 +394,13 @@ async def test_many_readouts_of_one_row_take_no_table_of_copies(lm):
     assert {round(draw.logprob, 3) for draw in draws} <= {round(float(x), 3) for x in row}
 
 
-def test_a_readout_leaves_a_row_that_is_cached(lm):
+def test_modifying_readout_leaves_the_cached_row_unchanged(lm):
     row = lm.next_token_logprobs_sync([3, 4])
     assert lm.read_sync([3, 4], Unruly) == 1.0
     assert torch.equal(lm.next_token_logprobs_sync([3, 4]), row)
 
 
-async def test_readouts_of_many_contexts(lm):
+async def test_batch_read_matches_the_entropies_of_the_rows(lm):
     contexts = [[i % 9, 2] for i in range(30)]
     rows = await lm.batch_next_token_logprobs(contexts)
     blocking = lm.batch_read_sync(contexts[:10], Entropy)  # of rows that may be there
@@ -426,7 +426,7 @@ tables = st.integers(1, 12).flatmap(
 
 
 @given(tables, st.data())
-def test_readouts_of_any_rows(table, data):
+def test_mixed_readouts_of_random_rows_match_their_definitions(table, data):
     rows = torch.tensor(table, dtype=torch.float32)
     rows[:, 0] = rows[:, 0].clamp(min=-30)  # something is possible
     rows = rows.log_softmax(-1)
@@ -474,7 +474,7 @@ def test_readouts_of_any_rows(table, data):
     k=st.integers(1, 12),
     is_tiny=st.booleans(),
 )
-def test_of_equal_tokens_the_first_are_taken(levels, k, is_tiny):
+def test_top_tokens_break_ties_by_lowest_id(levels, k, is_tiny):
     """Here, where a large row is looked through in parts, and as on another device."""
     row = torch.tensor(levels, dtype=torch.float32) * (30.0 if is_tiny else 1.0)
     row = row.log_softmax(-1)
@@ -485,7 +485,7 @@ def test_of_equal_tokens_the_first_are_taken(levels, k, is_tiny):
         check_top(top, row, k)
 
 
-def test_the_rest_is_exact_where_it_is_tiny():
+def test_log_rest_is_exact_for_tiny_remainders():
     row = torch.full((1000,), -20.0 - math.log(997), dtype=torch.float64)
     row[[7, 30]] = math.log(0.5)
     row[999] = -math.inf
@@ -494,7 +494,7 @@ def test_the_rest_is_exact_where_it_is_tiny():
     assert top.log_rest == pytest.approx(-20, abs=1e-6)
 
 
-def test_a_maker_that_runs_out_loses_no_answer():
+def test_stop_iteration_in_a_readout_factory_reaches_the_caller():
     lm = MockAsyncLM(word_tokenizer())
     sizes = iter([2, 3])
     with pytest.raises(StopIteration):

@@ -29,7 +29,7 @@ from tests.llm.vllm.fake import FakeEngine
 
 @pytest.mark.parametrize("size", [1, 96, 49_152, 262_144])
 @pytest.mark.parametrize("scale", [1e-3, 3.0, 40.0])
-def test_a_row_sums_to_one_and_tells_its_normaliser(size, scale):
+def test_row_sums_to_one_and_has_the_logsumexp_of_its_logits(size, scale):
     generator = torch.Generator().manual_seed(size)
     logits = scale * torch.randn(3, size, generator=generator) + 17
     logits[1, : size // 2] = -torch.inf
@@ -47,7 +47,7 @@ def test_a_row_sums_to_one_and_tells_its_normaliser(size, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("undefined", [(), (3, 95)])
-def test_scores_are_single_numbers_of_the_rows(dtype, undefined):
+def test_scores_of_logits_equal_entries_of_the_rows(dtype, undefined):
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(4, 96, generator=generator) + 1000).to(dtype)
     logits[1, 7] = torch.nan
@@ -68,7 +68,7 @@ def test_scores_are_single_numbers_of_the_rows(dtype, undefined):
     np.testing.assert_allclose(scores[5], exact[1, 4], rtol=0, atol=1e-5)
 
 
-def test_a_token_that_is_certain_and_a_row_that_is_nothing():
+def test_certain_token_has_logprob_zero_and_invalid_logits_give_nan_rows():
     (certain,) = rows_of_logits(torch.tensor([[-torch.inf, 2.0, -torch.inf]]))
     assert (certain.logprobs.tolist(), certain.logsumexp) == ([-torch.inf, 0.0, -torch.inf], 2.0)
     for wrong in ([-torch.inf] * 3, [0.0, torch.nan], [0.0, torch.inf]):
@@ -83,7 +83,7 @@ def test_a_token_that_is_certain_and_a_row_that_is_nothing():
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-6, 0.01, 0.4, 0.6, 0.999999, 1 - 1e-12])
-def test_a_row_without_some_tokens_is_the_row_given_that_none_of_them_comes(share):
+def test_row_without_tokens_is_the_conditional_distribution(share):
     """However much of the probability they had."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 500, generator=generator).double()
@@ -129,7 +129,7 @@ LAYOUTS = 10
 
 @pytest.mark.parametrize("width", [40, 5000])
 @pytest.mark.parametrize("number", range(LAYOUTS))
-def test_rows_are_restricted_and_copied_wherever_they_lie(number, width):
+def test_rows_in_every_memory_layout_are_copied_and_restricted(number, width):
     table = torch.randn(4, width, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
     layouts = list(in_layouts(table))
     assert len(layouts) == LAYOUTS
@@ -186,7 +186,7 @@ def assert_same_logits(found, logits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_extreme_logits_give_rows_that_sum_to_one_and_are_found_again(dtype):
+def test_extreme_logits_give_normalised_rows_and_are_recovered(dtype):
     logits = extreme_logits(dtype)
     for row, own in zip(rows_of_logits(logits), logits.float(), strict=True):
         assert_row_is_of(row.logprobs, own)
@@ -230,7 +230,7 @@ def extreme_transformer(logits, tokenizer=None, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-async def test_logits_of_every_backend_are_what_the_model_said(dtype):
+async def test_extreme_logits_are_returned_by_own_and_vllm_backends(dtype):
     """Whatever the first of them is, and however many are the lowest that there is."""
     logits = extreme_logits(dtype)
     own = BatchedLM(word_tokenizer(), ExtremeEvaluator(logits))
@@ -248,7 +248,7 @@ async def test_logits_of_every_backend_are_what_the_model_said(dtype):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0, "row_cache_bytes": 0}], ids=str)
 @pytest.mark.parametrize("number", range(12))
-async def test_logits_of_a_transformer_are_what_it_said(number, options):
+async def test_extreme_logits_are_returned_by_transformers(number, options):
     for dtype in DTYPES:
         logits = extreme_logits(dtype)[number]
         with extreme_transformer(logits, **options) as lm:
@@ -261,7 +261,7 @@ async def test_logits_of_a_transformer_are_what_it_said(number, options):
 
 @pytest.mark.filterwarnings("ignore:.*runs every context whole")  # as its logits are no numbers
 @pytest.mark.parametrize("said", [20.0, 1e4, 1e30, torch.inf, torch.nan, -torch.inf])
-async def test_what_a_transformer_says_of_ids_that_no_token_has_is_left_out(said):
+async def test_logits_of_undefined_ids_are_ignored_for_transformers(said):
     logits = extreme_logits(torch.float32)[11]
     logits[[70, 80, 95]] = said
     own = logits.index_fill(0, torch.arange(70, 96), -torch.inf)
@@ -272,7 +272,7 @@ async def test_what_a_transformer_says_of_ids_that_no_token_has_is_left_out(said
             assert_same_logits((await lm.next_token_logits(context))[:70], own[:70])
 
 
-async def test_a_row_that_is_kept_keeps_no_table_alive():
+async def test_returned_and_cached_rows_do_not_keep_their_batch_alive():
     model = families.make("llama")
     for bytes_kept in (0, 1 << 20):
         async with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=bytes_kept) as lm:
@@ -304,7 +304,7 @@ def test_rows_are_views_of_one_table_and_can_be_copied():
 
 @pytest.mark.parametrize("most_bytes", [1, 5 * 28, 1 << 20])
 @pytest.mark.parametrize("by_threads", [False, True])
-def test_large_tables_go_elsewhere_in_parts(most_bytes, by_threads, monkeypatch):
+def test_large_tables_are_moved_between_devices_in_parts(most_bytes, by_threads, monkeypatch):
     """As from a device to the processor; here, nothing is moved."""
     monkeypatch.setattr(row_module, "MAX_PINNED", most_bytes)
     monkeypatch.setattr(row_module, "moved", lambda table, device: table.clone())

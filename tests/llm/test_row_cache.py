@@ -23,7 +23,7 @@ def row(value, size=4):
     st.integers(0, 6),
     st.booleans(),
 )
-def test_it_is_an_lru_cache_of_bytes_or_of_rows(steps, capacity, is_counted):
+def test_row_cache_is_lru_bounded_by_bytes_or_rows(steps, capacity, is_counted):
     cache = RowCache(1 << 20, max_rows=capacity) if is_counted else RowCache(16 * capacity)
     model: list[int] = []  # keys, oldest first
     for is_put, key in steps:
@@ -47,7 +47,7 @@ def test_it_is_an_lru_cache_of_bytes_or_of_rows(steps, capacity, is_counted):
     st.integers(0, 40),
     st.sampled_from([None, 0, 3]),
 )
-def test_rows_stored_at_once_are_as_those_stored_one_after_another(sizes, budget, most):
+def test_put_all_equals_putting_rows_one_by_one(sizes, budget, most):
     pairs = [(key, row(i, size)) for i, (key, size) in enumerate(sizes)]
     once, each = RowCache(4 * budget, most), RowCache(4 * budget, most)
     once.put_all(pairs)
@@ -63,7 +63,7 @@ def test_rows_stored_at_once_are_as_those_stored_one_after_another(sizes, budget
     assert len(once) == len(each)
 
 
-def test_clear_forgets_and_refuses_what_was_being_computed():
+def test_clear_drops_rows_and_refuses_those_computed_before_it():
     cache = RowCache(1000)
     num_clears = cache.num_clears
     cache.put("a", row(1), num_clears)
@@ -82,7 +82,7 @@ def test_a_negative_budget_is_refused():
         RowCache(1, max_rows=-1)
 
 
-def test_threads_keep_the_books_straight():
+def test_concurrent_threads_keep_the_byte_count_consistent():
     cache = RowCache(16 * 50)
 
     def work(offset):
@@ -98,7 +98,7 @@ def test_threads_keep_the_books_straight():
     assert cache.num_bytes == 16 * len(cache) <= cache.budget
 
 
-def test_rows_of_a_batch_that_was_sent_before_clear_cache_are_not_kept():
+def test_rows_of_a_batch_sent_before_clear_cache_are_not_cached():
     """It is evaluated behind the call, and before what the call clears."""
     begun, may_end = threading.Event(), threading.Event()
 

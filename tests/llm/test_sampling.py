@@ -44,12 +44,12 @@ async def test_temperature_zero_is_greedy_and_sampling_ends_before_eos(lm, backe
 @pytest.mark.parametrize(
     "options", [{"temperature": -1}, {"temperature": float("nan")}, {"max_tokens": -1}]
 )
-async def test_impossible_sampling_is_refused(lm, options):
+async def test_invalid_temperature_and_max_tokens_are_refused(lm, options):
     with pytest.raises(ValueError, match=r"must be an? \w+ of 0 or more"):
         await lm.sample([1], **{"max_tokens": 3, "eos_token_ids": [], **options})
 
 
-async def test_one_wrong_prompt_is_told_as_it_is(lm):
+async def test_invalid_prompt_in_a_batch_of_samples_raises_value_error(lm):
     for wrong in ([], [VOCAB]):
         with pytest.raises(ValueError, match="token"):
             await lm.batch_sample([[1], wrong, [2]], 3, [])
@@ -65,7 +65,7 @@ async def test_samples_follow_the_distribution(lm):
     assert float(deviation.max()) < 6
 
 
-async def test_samples_at_the_ends_of_temperature():
+async def test_infinite_temperature_is_uniform_and_tiny_temperature_greedy():
     """Of 96 ids, those beyond 90 are of no token."""
     with MockAsyncLM(word_tokenizer(90), vocab_size=VOCAB) as lm:
         hot = await lm.batch_sample([[1]] * 3000, 1, [], temperature=np.inf, seed=0)
@@ -76,7 +76,7 @@ async def test_samples_at_the_ends_of_temperature():
         assert await lm.sample([1], 6, [], temperature=1e-42, seed=0) == greedy
 
 
-async def test_progress_is_shown_on_request_where_somebody_sees_it(lm, capsys, monkeypatch):
+async def test_progress_is_shown_only_on_request_and_to_a_terminal(lm, capsys, monkeypatch):
     async def shown(progress):
         await lm.batch_sample([[1], [2], [3]], 2, [], seed=0, progress=progress)
         return capsys.readouterr().err
@@ -88,7 +88,7 @@ async def test_progress_is_shown_on_request_where_somebody_sees_it(lm, capsys, m
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB, 10**7])
-async def test_an_end_that_no_token_is_is_refused_before_anything_is_asked(lm, token_id):
+async def test_eos_id_outside_the_vocabulary_is_refused_before_any_query(lm, token_id):
     before = lm.statistics().num_awaits
     message = f"eos_token_ids has {token_id}, which is outside the vocabulary of {VOCAB} ids"
     with pytest.raises(OptionError, match=message):
@@ -106,9 +106,9 @@ async def test_an_end_that_no_token_is_is_refused_before_anything_is_asked(lm, t
         ("sed", "seed?"),
     ],
 )
-async def test_names_that_are_no_options_are_told_near_ones(lm, name, meant):
+async def test_unknown_sampling_option_suggests_a_similar_one(lm, name, meant):
     before = lm.statistics().num_awaits
-    message = re.escape(f"{name} is no option of ") + r"\w+; did you mean " + re.escape(meant)
+    message = re.escape(f"{name} is not an option of ") + r"\w+; did you mean " + re.escape(meant)
     with pytest.raises(OptionTypeError, match=message):
         await lm.sample([1], 3, **{name: 2})
     with pytest.raises(OptionTypeError, match=message):
@@ -116,7 +116,7 @@ async def test_names_that_are_no_options_are_told_near_ones(lm, name, meant):
     assert lm.statistics().num_awaits == before
 
 
-async def test_a_sample_that_fills_the_model_is_what_there_is(backend):
+async def test_sample_reaching_max_length_ends_with_finish_reason_length(backend):
     """Whatever is asked for, it begins with the same ids; and it says why there are no more."""
     with backend.make(max_length=9) as lm:
         whole = await lm.sample([1, 2], 8, [], seed=5)
@@ -137,7 +137,7 @@ async def test_a_sample_that_fills_the_model_is_what_there_is(backend):
             await lm.sample([1] * 10, 3, [])
 
 
-def test_what_is_sampled_is_a_list_and_travels_as_one():
+def test_sampled_is_a_list_that_pickles_and_copies():
     found = Sampled([3, 1], "eos")
     assert isinstance(found, list)
     assert found == [3, 1]

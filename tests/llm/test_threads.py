@@ -21,7 +21,7 @@ def num_threads():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only libgomp, on Linux")
 @pytest.mark.skipif(torch.get_num_threads() < 2, reason="one thread is no team")
-def test_releasing_ends_the_callers_team_and_torch_makes_it_again():
+def test_released_openmp_threads_end_and_are_recreated_by_torch():
     def work():
         release_idle_threads()
         alone = num_threads()
@@ -66,7 +66,7 @@ def test_the_switch_interval_is_short_only_while_a_batch_is_evaluated(tiny_llama
     assert during[0] < before / 10
 
 
-def test_switch_intervals_nest_and_leave_what_somebody_else_has_set():
+def test_frequent_switches_nest_and_keep_an_interval_set_by_others():
     before = sys.getswitchinterval()
     try:
         with frequent_switches():

@@ -7,7 +7,7 @@ import pytest
 from genlm_backend.runtime.together import together
 
 
-async def test_the_first_failure_is_raised_as_it_is_once_the_others_have_ended():
+async def test_first_failure_is_raised_unwrapped_after_the_others_have_ended():
     ended = []
 
     async def fail():
@@ -26,7 +26,7 @@ async def test_the_first_failure_is_raised_as_it_is_once_the_others_have_ended()
         assert ended == [True, True]
 
 
-async def test_whoever_is_cancelled_takes_them_along():
+async def test_cancelling_together_cancels_all_awaitables():
     ended = []
 
     async def wait():

@@ -76,7 +76,7 @@ def saved(model, path):
 
 @pytest.mark.filterwarnings("ignore:.*BertLMHeadModel")
 @pytest.mark.parametrize("kind", WRONG)
-def test_models_that_say_no_next_token_are_refused(kind, tmp_path):
+def test_models_that_are_not_causal_are_refused(kind, tmp_path):
     make, by_name, as_object = WRONG[kind]
     model = make().eval()
     with pytest.raises(UnsupportedModelError, match=by_name) as raised:
@@ -113,7 +113,7 @@ RIGHT = {
 
 @pytest.mark.filterwarnings("ignore:Qwen3NextForCausalLM runs every context whole")
 @pytest.mark.parametrize("kind", RIGHT)
-def test_models_that_say_one_are_taken(kind, tmp_path):
+def test_causal_models_of_unusual_kinds_are_accepted(kind, tmp_path):
     model = RIGHT[kind]().eval()
     path = saved(model, tmp_path)
     whole = tf.AutoModelForCausalLM.from_pretrained(path).eval()
@@ -123,7 +123,7 @@ def test_models_that_say_one_are_taken(kind, tmp_path):
         torch.testing.assert_close(row, fresh_row(whole, [5, 6, 7]), rtol=0, atol=2e-5)
 
 
-def test_every_architecture_of_transformers_for_text_is_taken():
+def test_every_causal_architecture_of_transformers_is_accepted():
     """And none that it has for something else, but those without a head, which may be tied."""
     from transformers.models.auto import modeling_auto as auto
 
@@ -144,7 +144,7 @@ def test_every_architecture_of_transformers_for_text_is_taken():
                 check_architecture("x", {"architectures": [name], "model_type": model_type})
 
 
-def test_a_weight_that_the_checkpoint_lacks_is_named(tmp_path):
+def test_weight_missing_from_the_checkpoint_is_named(tmp_path):
     from safetensors.torch import load_file, save_file
 
     path = saved(families.make("llama"), tmp_path)
@@ -159,7 +159,7 @@ def test_a_misspelt_option_of_loading_is_named(tmp_path):
     path = saved(families.make("llama"), tmp_path)
     for options, message in [
         ({"hf_opts": {"devcie_map": "cpu"}}, "devcie_map is no option of hf_opts.*device_map"),
-        ({"device": "cpu"}, r"^device is no option .*device_map.* go into hf_opts$"),
+        ({"device": "cpu"}, r"^device is not an option .*device_map.* go into hf_opts$"),
     ]:
         with pytest.raises(GenlmBackendError, match=message) as raised:
             AsyncTransformer.from_name(path, **options)
@@ -168,7 +168,7 @@ def test_a_misspelt_option_of_loading_is_named(tmp_path):
         assert lm.model.config.rms_norm_eps == 0.5
 
 
-def test_a_directory_without_a_tokenizer_says_so(tmp_path):
+def test_directory_without_a_tokenizer_raises_model_not_found_error(tmp_path):
     families.make("llama").save_pretrained(tmp_path)
-    with pytest.raises(ModelNotFoundError, match=r"no tokenizer among .*\.save_pretrained"):
+    with pytest.raises(ModelNotFoundError, match=r"no tokenizer files, only .*\.save_pretrained"):
         AsyncTransformer.from_name(str(tmp_path))

@@ -44,12 +44,12 @@ def free(monkeypatch):
         ([], [state(3, CPU), state(7, CUDA)], 3 * GIB // 28 * 40),
     ],
 )
-def test_by_default_the_device_that_has_the_least_room_decides(layers, states, expected):
+def test_default_budget_is_set_by_the_device_with_the_least_room(layers, states, expected):
     layout = KVLayout(tuple(layers), StateLayout(tuple(states)))
     assert budgets.default_kv_budget(layout) == expected
 
 
-def test_four_gibibytes_of_a_machine_are_taken_at_most(monkeypatch):
+def test_default_budget_of_host_memory_is_at_most_4_gib(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda: 100 * GIB)
     assert budgets.default_kv_budget(KVLayout((layer(4, CPU),))) == 4 * GIB
 
@@ -57,7 +57,7 @@ def test_four_gibibytes_of_a_machine_are_taken_at_most(monkeypatch):
 @pytest.mark.parametrize("kv", [None, 0, 1])
 @pytest.mark.parametrize("host", [0, 1])
 @pytest.mark.parametrize("states", [None, 0, 1])
-def test_nothing_is_a_part_of_nothing(kv, host, states):
+def test_zero_kv_budget_refuses_host_and_state_budgets(kv, host, states):
     if kv == 0 and (states or host):
         name = "state_cache_bytes=1" if states else "host_cache_bytes=1"
         with pytest.raises(OptionError, match=name):
@@ -72,22 +72,22 @@ def test_nothing_is_a_part_of_nothing(kv, host, states):
     ("wanted", "budget", "size", "attends", "expected"),
     [
         (None, 101, 0, True, 0),
-        (0, 101, 0, True, "for models with recurrent states"),
-        (7, 101, 0, True, "for models with recurrent states"),
+        (0, 101, 0, True, "needs a model with recurrent states"),
+        (7, 101, 0, True, "needs a model with recurrent states"),
         (None, 101, 10, True, 50),
         (None, 101, 10, False, 101),
         (None, 20, 10, True, 10),
         (None, 10, 10, False, 10),
-        (None, 19, 10, True, "and there are 9: give more to kv_cache_bytes"),
-        (None, 9, 10, False, "and there are 9: give more to kv_cache_bytes"),
+        (None, 19, 10, True, "but only 9 are available: raise kv_cache_bytes"),
+        (None, 9, 10, False, "but only 9 are available: raise kv_cache_bytes"),
         (30, 101, 10, True, 30),
         (101, 101, 10, True, 101),
-        (102, 101, 10, True, "is 101 and no more"),
+        (102, 101, 10, True, "more than kv_cache_bytes=101"),
         (10, 101, 10, True, 10),
-        (9, 101, 10, True, "there are 9: give more to state_cache_bytes"),
+        (9, 101, 10, True, "only 9 are available: raise state_cache_bytes"),
     ],
 )
-def test_states_take_half_of_the_budget_or_what_is_wanted(wanted, budget, size, attends, expected):
+def test_state_budget_is_half_of_the_total_or_as_given(wanted, budget, size, attends, expected):
     if isinstance(expected, int):
         assert budgets.state_budget(wanted, budget, size, "tiny", attends=attends) == expected
         return

@@ -27,7 +27,7 @@ def vectors():
 
 
 @given(vectors())
-def test_int8_is_the_nearest_of_127_multiples_either_way(rows):
+def test_int8_rounds_to_the_nearest_multiple_of_the_heads_scale(rows):
     found = rounded(codec_for("int8", 24, 8, FLOAT32), rows).numpy()
     by_head = rows.numpy().astype(np.float64).reshape(-1, 8)
     scales = np.abs(by_head).max(1, keepdims=True) / 127
@@ -39,7 +39,7 @@ def test_int8_is_the_nearest_of_127_multiples_either_way(rows):
 
 
 @given(vectors())
-def test_uint4_errs_by_half_a_step_of_its_groups_at_most_where_nothing_is_cut(rows):
+def test_uint4_root_mean_square_error_is_at_most_about_one_step(rows):
     """The range that is tried first cuts nothing, and what is chosen has no larger error."""
     codec = codec_for("uint4", 24, 8, FLOAT32)
     found = rounded(codec, rows).numpy().astype(np.float64)
@@ -52,7 +52,7 @@ def test_uint4_errs_by_half_a_step_of_its_groups_at_most_where_nothing_is_cut(ro
     assert (errors <= worst).all()
 
 
-def test_uint4_of_normal_vectors_errs_as_sixteen_levels_do():
+def test_uint4_error_on_normal_vectors_is_that_of_sixteen_levels():
     torch.manual_seed(0)
     rows = torch.randn(2000, 128)
     rows[:, 5] += 40  # a channel apart, as keys have them
@@ -66,7 +66,7 @@ def test_uint4_of_normal_vectors_errs_as_sixteen_levels_do():
     assert errors["with"] < errors["without"] < 0.2
 
 
-def test_uint4_cuts_the_farthest_elements_where_the_others_gain_by_it(monkeypatch):
+def test_uint4_clips_outliers_if_that_lowers_the_mean_error(monkeypatch):
     torch.manual_seed(0)
     rows, codec = torch.randn(2000, 128), codec_for("uint4", 128, 64, FLOAT32)
 
@@ -82,7 +82,7 @@ def test_uint4_cuts_the_farthest_elements_where_the_others_gain_by_it(monkeypatc
     ("kept", "bytes_per_token"),
     [(None, 1024), ("bfloat16", 512), ("float16", 512), ("int8", 272), ("uint4", 152)],
 )
-def test_bytes_of_four_heads_of_64(kept, bytes_per_token):
+def test_bytes_per_token_of_four_heads_of_64_elements(kept, bytes_per_token):
     """uint4: 128 bytes of elements, and for each of 8 groups 2 of a scale and one of a zero."""
     assert codec_for(kept, 256, 64, FLOAT32).bytes_per_token == bytes_per_token
     layer = LayerLayout(2, 64, 2, 64, FLOAT32, torch.device("cpu"))
@@ -92,7 +92,7 @@ def test_bytes_of_four_heads_of_64(kept, bytes_per_token):
 
 @pytest.mark.parametrize("kept", KV_CACHE_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float64, FLOAT32, torch.bfloat16, torch.float16])
-def test_zeros_and_small_and_large_numbers_come_back(kept, dtype):
+def test_numbers_of_any_size_come_back_within_the_formats_error(kept, dtype):
     codec = codec_for(kept, 16, 8, dtype)
     for size in (0.0, 1e-3, 1.0, 6e4):
         rows = (torch.linspace(-size, size, 48, dtype=torch.float64).view(3, 16)).to(dtype)
@@ -102,7 +102,7 @@ def test_zeros_and_small_and_large_numbers_come_back(kept, dtype):
         torch.testing.assert_close(found.double(), rows.double(), rtol=0, atol=bound)
 
 
-def test_what_a_type_cannot_reach_becomes_its_largest_number():
+def test_out_of_range_numbers_become_the_largest_finite_number():
     rows = torch.tensor([[1e6, -1e6, torch.inf, -torch.inf, torch.nan, 1.0, 0.0, 2.0]])
     found = rounded(codec_for("float16", 8, 4, FLOAT32), rows)[0].tolist()
     assert found[:4] == [65504, -65504, np.inf, -np.inf]
@@ -110,7 +110,7 @@ def test_what_a_type_cannot_reach_becomes_its_largest_number():
     assert found[5:] == [1, 0, 2]
 
 
-def test_a_format_that_the_model_computes_in_copies_nothing():
+def test_format_equal_to_the_models_dtype_copies_nothing():
     rows = torch.randn(3, 8, dtype=torch.bfloat16)
     codec = codec_for("bfloat16", 8, 4, torch.bfloat16)
     assert codec.is_exact
@@ -119,7 +119,7 @@ def test_a_format_that_the_model_computes_in_copies_nothing():
 
 def test_uint4_refuses_heads_of_an_odd_number_of_elements():
     layer = LayerLayout(2, 5, 2, 5, FLOAT32, torch.device("cpu"))
-    with pytest.raises(OptionError, match="even number of elements, not of 5"):
+    with pytest.raises(OptionError, match="even number of elements, got 5"):
         KVLayout((layer,)).kept_as("uint4")
     assert KVLayout((layer,)).kept_as("int8").bytes_per_slot == 4 * (5 + 4)
 

@@ -410,7 +410,7 @@ def add(tree, context, num_needed=0):
     return tree.states.give(new[-1:], np.array([num_needed])).tolist()
 
 
-def test_the_oldest_go_and_of_them_the_cheapest_to_compute_again():
+def test_oldest_states_are_evicted_first_and_of_equals_the_cheapest():
     tree = tree_of(3, [1, 2, 3], [4, 5], [6])
     tree.new_step()
     for context in ([1, 2, 3], [4, 5]):  # at one time; the third is older
@@ -424,7 +424,7 @@ def test_the_oldest_go_and_of_them_the_cheapest_to_compute_again():
     assert tree.states.num_evicted == 2
 
 
-def test_what_one_row_alone_went_on_from_goes_for_it():
+def test_state_that_a_single_row_extends_is_evicted_for_its_successor():
     """And what several go on from stays: each step of those that have none begins there."""
     tree = tree_of(2, [1] * 9)
     prompt = ints(tree.nodes.walk(tree.root(None), ints(*[1] * 9)))
@@ -452,7 +452,7 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         new[row] = end[0]
 
 
-def test_a_node_without_a_state_has_none_to_pin():
+def test_pinning_a_node_without_a_state_returns_false():
     tree = tree_of(2, [1, 2])
     (first,) = ints(tree.nodes.walk(tree.root(None), ints(1)))
     assert not tree.states.pin(first)

@@ -32,7 +32,7 @@ def copied(pool):
 @pytest.mark.parametrize("kept", [None, "uint4"])
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
-def test_slots_are_where_they_were_sent_and_nothing_else_changes(kept, data):
+def test_copied_slots_reach_their_targets_and_no_others_change(kept, data):
     device, host = stores(kept)
     mover = TierCopier(device.codes, host.codes)
     for source, target, move in (
@@ -75,7 +75,7 @@ class Called(TorchFunctionMode):
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(("size", "is_copied_in_place"), [(16, True), (15, False)])
-def test_long_stretches_are_copied_where_they_lie(first, size, is_copied_in_place):
+def test_runs_of_16_slots_are_copied_without_gathering(first, size, is_copied_in_place):
     """Rows of stores are slots, or the slots from some number on."""
     device, host = stores()
     old, new = [*range(2, 2 + 2 * size)], [*range(1, 1 + size), *range(40, 40 + size)]

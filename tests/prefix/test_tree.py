@@ -42,7 +42,7 @@ def recalled(cache, hint, token_ids, namespace=None):
     return int(cache.nodes.depth[node]), slots_of(cache, cache.match(token_ids, namespace, hint))
 
 
-def test_a_place_stays_where_it_is_while_the_tree_changes_around_it():
+def test_cache_hint_stays_valid_while_other_contexts_are_added():
     cache = make(40)
     node = fill(cache, [1, 2, 3, 4])
     hint, own = hint_of(cache, node), slots_of(cache, node)
@@ -55,7 +55,7 @@ def test_a_place_stays_where_it_is_while_the_tree_changes_around_it():
     check_integrity(cache)
 
 
-def test_a_place_is_nothing_once_its_token_has_gone():
+def test_cache_hint_is_ignored_after_eviction_and_in_another_tree():
     cache = make(40)
     hint = hint_of(cache, fill(cache, [1, 2, 3, 4]))
     cache.new_step()
@@ -70,7 +70,7 @@ def test_a_place_is_nothing_once_its_token_has_gone():
     assert recalled(cache, hint, [1, 2, 5]) == (0, [])
 
 
-def test_eviction_frees_no_more_than_it_must_and_nothing_in_vain():
+def test_allocation_evicts_only_as_needed_and_nothing_if_it_fails():
     cache = make(10)
     fill(cache, [7, 8, 9])
     fill(cache, [1, 2, 3, 4, 5, 6])
@@ -95,7 +95,7 @@ def test_a_token_that_was_computed_twice_has_one_slot():
     check_integrity(cache)
 
 
-def test_clearing_frees_what_is_pinned():
+def test_clear_frees_pinned_slots_and_is_refused_during_a_fill():
     cache = make(10)
     node = fill(cache, [1, 2, 3])
     fill(cache, [1, 2, 9, 9])
@@ -112,7 +112,7 @@ def test_clearing_frees_what_is_pinned():
     check_integrity(cache)
 
 
-def test_integrity_really_counts():
+def test_integrity_check_finds_corrupted_counts_and_slots():
     cache = make(10)
     node = fill(cache, [1, 2, 3])
     cache.nodes.num_children[node] += 1
@@ -135,7 +135,7 @@ def test_integrity_really_counts():
     check_integrity(cache)
 
 
-def test_a_tree_without_slots_keeps_the_protocol():
+def test_tree_without_slots_allocates_and_caches_nothing():
     cache = make(0)
     node = cache.match([1, 2, 3])
     assert (cache.nodes.depth[node], cache.allocate(1), len(cache.allocate(0))) == (0, None, 0)
@@ -145,7 +145,7 @@ def test_a_tree_without_slots_keeps_the_protocol():
     assert (cache.num_slots, cache.slots.num_used) == (0, 0)
 
 
-def test_a_large_tree_is_what_a_small_one_was():
+def test_contexts_are_found_after_the_trees_arrays_grow():
     """Places in the arrays and in the table of children, as both grow."""
     cache, random = make(5000), np.random.default_rng(0)
     seen = [()]
@@ -164,7 +164,7 @@ PIECES = st.lists(
 
 @given(st.lists(st.tuples(PIECES, st.integers(0, 300), st.integers(0, 150)), max_size=8))
 @settings(max_examples=200, deadline=None)
-def test_long_contexts_are_found_however_their_nodes_are_numbered(history):
+def test_long_contexts_are_found_for_any_numbering_of_nodes(history):
     """Runs of tokens that are compared many at once, beside others, and parted anywhere."""
     nodes, known = Nodes(), {()}
     root = nodes.new_root()

@@ -282,7 +282,7 @@ TestTreeAboveLittle = TreeAboveLittle.TestCase
 
 
 @pytest.mark.parametrize("sizes", [(30, 0), (12, 10), (10, 60)])
-def test_the_least_recently_used_go_first(sizes):
+def test_contexts_in_use_survive_long_histories_of_eviction(sizes):
     """Long histories in which much is evicted, and some of it wanted again."""
     random, num_on_host = Random(0), 0
     for _ in range(5):
@@ -304,7 +304,7 @@ def test_the_least_recently_used_go_first(sizes):
     assert not sizes[1] or num_on_host > 5
 
 
-def test_eviction_is_in_the_order_of_use():
+def test_eviction_takes_the_least_recently_used_tokens_first():
     cache = PrefixTree(SlotAllocator(30))
     for context in ([1, 2, 3], [1, 2, 4], [5, 6, 7]):
         cache.new_step()

@@ -44,7 +44,7 @@ def templated(is_added: bool) -> tuple[Any, list[int], str]:
 
 
 @pytest.mark.parametrize("is_added", [True, False])
-def test_a_prompt_that_spells_its_beginning_has_one(is_added):
+def test_prompt_that_spells_its_bos_token_gets_no_second_one(is_added):
     tokenizer, ids, text = templated(is_added)
     with MockAsyncLM(tokenizer) as lm:
         options = {"max_new_tokens": 3, "logprobs": True}
@@ -54,7 +54,7 @@ def test_a_prompt_that_spells_its_beginning_has_one(is_added):
 
 
 @pytest.mark.parametrize("is_added", [True, False])
-def test_a_context_that_spells_its_beginning_has_one(is_added):
+def test_context_that_spells_its_bos_token_gets_no_second_one(is_added):
     tokenizer, ids, text = templated(is_added)
     with MockAsyncLM(tokenizer) as lm:
         for context in (text, "ab a"):
@@ -66,7 +66,7 @@ def test_a_context_that_spells_its_beginning_has_one(is_added):
         assert surprisal_sync(lm, "b", context="<s>" + text).context == (0, *ids)
 
 
-def test_a_text_that_begins_with_another_special_token_is_read_as_its_tokenizer_has_it():
+def test_context_that_begins_with_eos_gets_bos_only_from_the_tokenizer():
     for tokenizer, begin in ((many_ways(), [1]), (adding(many_ways()), [0, 1])):
         with MockAsyncLM(tokenizer) as lm:
             assert surprisal_sync(lm, "b", context="</s>a").context == (*begin, 2)
@@ -91,7 +91,7 @@ async def awaited(ask, lm):
 
 
 @pytest.mark.parametrize("ask", [*ASKING, *AWAITED])
-def test_a_beginning_of_turns_is_warned_of_once(ask):
+def test_bos_token_that_opens_chat_turns_warns_once(ask):
     with MockAsyncLM(many_ways(chat_template=TURNS)) as lm:
         surprisal_sync(lm, "ab", context=[0])
         surprisal_sync(lm, "ab", context="<s>a")
@@ -103,7 +103,7 @@ def test_a_beginning_of_turns_is_warned_of_once(ask):
 
 
 @pytest.mark.parametrize("template", [None, PLAIN, ENDS, SEPARATED, BROKEN])
-def test_other_beginnings_are_not_warned_of(template):
+def test_bos_token_of_other_chat_templates_gives_no_warning(template):
     with MockAsyncLM(many_ways(chat_template=template)) as lm, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert surprisal_sync(lm, "ab").context == (0,)

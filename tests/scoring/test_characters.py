@@ -96,19 +96,19 @@ def check(lm, text, context, tolerance=1e-5):
         "e\u0301" * 3,
     ],
 )
-def test_characters_are_their_bytes(smollm2, text):
+def test_surprisals_of_characters_are_sums_over_their_bytes(smollm2, text):
     check(smollm2, text, [1], tolerance=1e-3)  # after 0, float32 rounds some rows by 0.01
 
 
 @given(st.text("ab .,<|é日🙂", min_size=1, max_size=12))
 @settings(max_examples=12, deadline=None)
-def test_characters_of_any_text(exact, text):
+def test_surprisals_of_characters_are_correct_for_any_text(exact, text):
     check(exact, text, [0])
 
 
 @given(st.text("ab é", min_size=1, max_size=12), st.sampled_from([None, 3, 5]))
 @settings(max_examples=100, deadline=None)
-def test_characters_of_tokens_that_have_parts_of_them(text, max_length):
+def test_surprisals_are_correct_for_characters_split_between_tokens(text, max_length):
     """A vocabulary with the bytes of a character apart, by windows too."""
     tokens = [*LETTERS, "Ãa"]
     with MockAsyncLM(many_ways(tokens)) as lm:
@@ -120,7 +120,7 @@ def test_characters_of_tokens_that_have_parts_of_them(text, max_length):
         assert found.total == pytest.approx(tokens.total, abs=1e-5)
 
 
-def test_the_first_byte_of_a_token_has_all_that_begin_with_it(tiny):
+def test_log_beginnings_sum_over_all_tokens_with_the_same_first_bytes(tiny):
     row = tiny.next_token_logprobs_sync([0]).double().exp().tolist()
     vocab = [bytes(own) for own in tiny.byte_vocab]
     ids = [vocab.index(own) for own in (b"a b",)]
@@ -140,7 +140,7 @@ def test_the_first_byte_of_a_token_has_all_that_begin_with_it(tiny):
     assert ends.log_beginnings[0, :3].tolist() == pytest.approx([math.log(row[1])] * 3, abs=1e-6)
 
 
-async def test_continuations_are_read_once(tiny):
+async def test_batch_score_with_reads_each_continuation_once(tiny):
     """They may be iterators, checked as in a score."""
     (found,) = await tiny.batch_score_with([[0]], [iter([8])], beginnings=True)
     assert found.log_beginnings.shape == (1, 2)
@@ -150,7 +150,7 @@ async def test_continuations_are_read_once(tiny):
         await tiny.batch_score_with([[0]], [[8]], beginnings=1)
 
 
-async def test_entropies_and_ranks_are_of_the_token(tiny):
+async def test_characters_have_the_entropy_and_rank_of_their_token(tiny):
     text = "ab a b"
     options = {"entropy": True, "rank": True}
     chars = await surprisal(tiny, text, by="character", **options)
@@ -160,11 +160,11 @@ async def test_entropies_and_ranks_are_of_the_token(tiny):
             assert char.token_ids == token.token_ids
             assert (char.rank, char.num_context) == (token.rank, token.num_context)
             assert char.entropy == pytest.approx(token.entropy)
-    with pytest.raises(OptionError, match="words is for by='word'"):
+    with pytest.raises(OptionError, match="words applies only with by='word'"):
         surprisal_sync(tiny, text, by="character", words="a")
 
 
-def test_a_blank_that_a_tokenizer_begins_with_is_of_the_first_character(tiny):
+def test_blank_added_by_the_tokenizer_counts_for_the_first_character(tiny):
     class Blank:
         bos_token_id = 0
 
@@ -182,7 +182,7 @@ def test_a_blank_that_a_tokenizer_begins_with_is_of_the_first_character(tiny):
             assert len(found) == len(text)
 
 
-def test_names_of_the_room_are_functions():
+def test_scoring_functions_are_the_same_objects_in_the_package():
     for name in ("surprisal", "prefix_logprob", "continuations"):
         assert callable(getattr(genlm_backend.scoring, name))
         assert getattr(genlm_backend.scoring, name) is getattr(genlm_backend, name)

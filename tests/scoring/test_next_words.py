@@ -60,7 +60,7 @@ def check(rows, found, context, is_given):
 
 @pytest.mark.parametrize("context", [None, [0], [0, 2], [0, 6, 3], [0, 5], [0, 9, 10], "a b"])
 @pytest.mark.parametrize("max_contexts", [1, 30, 400])
-def test_words_are_within_their_bounds(lm, rows, context, max_contexts):
+def test_word_probabilities_are_within_their_bounds(lm, rows, context, max_contexts):
     found = continuations_sync(lm, context, 50, max_rest=0, max_contexts=max_contexts)
     is_given = context in ([0, 2], [0, 6, 3], [0, 9, 10], "a b")
     words = [own for own in found if "\ufffd" not in own.text]
@@ -84,7 +84,7 @@ def test_words_are_within_their_bounds(lm, rows, context, max_contexts):
     st.sampled_from([r"\S+", r"[ab]+", r"\w", None]),
 )
 @settings(max_examples=100, deadline=None)
-def test_all_words_and_the_end_and_the_rest_come_to_one(context, max_contexts, batch_size, words):
+def test_probabilities_of_words_end_and_rest_sum_to_one(context, max_contexts, batch_size, words):
     options = {} if words is None else {"words": words}
     with mock(batch_size=batch_size) as lm:
         found = continuations_sync(
@@ -97,7 +97,7 @@ def test_all_words_and_the_end_and_the_rest_come_to_one(context, max_contexts, b
     assert awaits <= 2 * max_contexts
 
 
-def test_a_pattern_s_first_word_is_a_prefix_where_nothing_ends_it(lm, rows):
+def test_single_letter_words_have_the_probabilities_of_prefixes(lm, rows):
     """Single letters: what comes behind one is all the same."""
     found = continuations_sync(lm, [0], 10, words=r"\S", max_rest=1e-4, max_contexts=2000)
     rest = math.exp(found.log_rest)
@@ -110,7 +110,7 @@ def test_a_pattern_s_first_word_is_a_prefix_where_nothing_ends_it(lm, rows):
         assert total * (1 - 1e-5) - rest <= math.exp(word.logprob) <= (total + tail) * (1 + 1e-5)
 
 
-def test_an_order_is_proven_where_the_rest_is_smaller_than_the_gaps(lm):
+def test_order_is_proven_if_the_rest_is_smaller_than_every_gap(lm):
     proofs = set()
     for n, max_contexts in itertools.product((1, 2, 5), (1, 10, 100, 1000)):
         found = continuations_sync(lm, [0, 2], n, max_rest=0, max_contexts=max_contexts)
@@ -127,7 +127,7 @@ def test_an_order_is_proven_where_the_rest_is_smaller_than_the_gaps(lm):
     assert proofs == {False, True}
 
 
-def test_what_is_too_long_for_the_model_is_left_to_the_rest():
+def test_words_too_long_for_the_model_are_left_to_the_rest():
     with mock() as lm:
         lm.max_length = 3
         found = continuations_sync(lm, [0, 2], 10**6, max_rest=0, max_contexts=10**6)
@@ -138,7 +138,7 @@ def test_what_is_too_long_for_the_model_is_left_to_the_rest():
             continuations_sync(lm, [0, 2, 2, 2])
 
 
-async def test_awaits_and_what_is_shown(lm):
+async def test_awaited_continuations_equal_blocking_ones_and_have_a_repr(lm):
     awaited, other = await asyncio.gather(continuations(lm, "ab", 3), continuations(lm, "ab", 3))
     found = continuations_sync(lm, "ab", 3)
     assert awaited == other == found
@@ -147,7 +147,7 @@ async def test_awaits_and_what_is_shown(lm):
     assert repr(found).endswith("% explored)")
 
 
-def test_mistakes(lm):
+def test_invalid_arguments_raise_errors_that_name_them(lm):
     for arguments, options, error, message in (
         ((lm, [], 1), {}, ContextError, "context"),
         (("gpt2", None), {}, OptionTypeError, "lm must be an AsyncLM"),
@@ -165,7 +165,7 @@ def test_mistakes(lm):
 
 
 @pytest.mark.real
-def test_a_real_model_s_words_have_the_surprisals_of_their_tokens_and_more():
+def test_word_probabilities_of_smollm2_agree_with_surprisals():
     with load_model_by_name("smollm2") as lm:
         context = [lm.tokenizer.bos_token_id, *lm.tokenizer.encode("The capital of France is")]
         found = continuations_sync(lm, context, 5)
@@ -181,7 +181,7 @@ def test_a_real_model_s_words_have_the_surprisals_of_their_tokens_and_more():
             assert own <= math.exp(prefix.upper) * 1.01
 
 
-def test_ends_of_texts_are_those_that_the_model_names_now():
+def test_changed_eos_token_ids_take_effect_in_all_scoring_functions():
     def asked(lm):
         words = continuations_sync(lm, [0], 20, max_rest=0)
         prefix = prefix_logprob_sync(lm, [0], " a", max_rest=0)

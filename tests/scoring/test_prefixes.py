@@ -36,7 +36,7 @@ def rows(lm):
 
 
 @pytest.mark.parametrize("data", [b"a", b"ab", b"a b", "é".encode(), b"\xc3", b"a ba", b"c", b" c"])
-def test_all_sequences_of_tokens_are_summed(lm, rows, data):
+def test_prefix_logprob_sums_over_all_token_sequences(lm, rows, data):
     """Of all sequences of so many tokens, of which each has one byte at least, or that end."""
     total, sequences = 0.0, [((0,), b"", 1.0)]
     for ids, spelt, own in sequences:
@@ -54,7 +54,7 @@ def test_all_sequences_of_tokens_are_summed(lm, rows, data):
 
 @given(st.sampled_from([[0], [0, 2], [3, 9]]), texts)
 @settings(max_examples=100, deadline=None)
-def test_what_comes_next_sums_to_what_is_there(lm, rows, context, data):
+def test_prefix_probability_is_the_sum_over_next_bytes_and_the_end(lm, rows, context, data):
     options = {"max_rest": 0, "max_contexts": 10**6}
     own = math.exp(prefix_logprob_sync(lm, context, data, **options).logprob)
     further = [prefix_logprob_sync(lm, context, data + bytes([i]), **options) for i in BYTES]
@@ -65,7 +65,7 @@ def test_what_comes_next_sums_to_what_is_there(lm, rows, context, data):
 
 @given(texts, st.sampled_from([0, 1e-3, 0.1, 1]), st.integers(1, 30), st.integers(1, 8))
 @settings(max_examples=200, deadline=None)
-def test_the_right_number_is_within_bounds(rows, data, max_rest, max_contexts, batch_size):
+def test_exact_probability_is_within_the_bounds(rows, data, max_rest, max_contexts, batch_size):
     with mock(batch_size=batch_size) as lm:
         found = prefix_logprob_sync(lm, None, data, max_rest=max_rest, max_contexts=max_contexts)
         assert lm.statistics().num_awaits <= 2 * max_contexts
@@ -89,7 +89,7 @@ def words_of(rows, context, data, is_given):
 
 @pytest.mark.parametrize("context", [[0], [0, 5], [0, 2], [0, 6, 3], [0, 9, 10], [0, 2, 12]])
 @pytest.mark.parametrize("data", [b"", b"a", b" a", b"  ab", b"ab a", b" b\xc3", b"c", b" c"])
-def test_a_word_that_ends_is_summed_up_to_its_blank(context, data):
+def test_ended_word_sums_over_the_end_and_every_following_blank(context, data):
     """Of a vocabulary with a blank of three bytes, as a token, in parts and behind a letter."""
     tokens = [*LETTERS, "âĢĥ", "âĢ", "â", "aâĢĥ", "ĥ"]
     with MockAsyncLM(many_ways(tokens)) as lm:
@@ -108,7 +108,7 @@ def test_a_word_that_ends_is_summed_up_to_its_blank(context, data):
             assert math.exp(loose.log_rest - loose.upper) <= 0.3 + 1e-9
 
 
-def test_words_that_end_are_those_of_continuations(lm):
+def test_ended_words_agree_with_continuations(lm):
     """All but the blanks before a word, of which a single one is asked about."""
     found = continuations_sync(lm, [0, 2], 50, max_rest=0, max_contexts=3000)
     for word in [own for own in found if "\ufffd" not in own.text][:5]:
@@ -123,7 +123,7 @@ def test_words_that_end_are_those_of_continuations(lm):
 @pytest.mark.parametrize("letter", ["a", "é"])
 @pytest.mark.parametrize("before", ["", " ", "b ", "abéb"])
 @pytest.mark.parametrize("is_string", [True, False])
-def test_a_word_of_ones_own_ends_where_other_characters_follow(lm, rows, letter, before, is_string):
+def test_custom_word_ends_unless_its_pattern_matches_further(lm, rows, letter, before, is_string):
     words = f"{letter}+|[^{letter}]+"
     words = words if is_string else re.compile(words)
     options = {"word_ends": True, "words": words, "max_rest": 0, "max_contexts": 10**6}
@@ -135,7 +135,7 @@ def test_a_word_of_ones_own_ends_where_other_characters_follow(lm, rows, letter,
     assert found.log_rest == -math.inf
 
 
-def test_words_of_ones_own_are_those_of_continuations(lm, rows):
+def test_custom_words_agree_with_continuations(lm, rows):
     words = "a+|[^a]+"
     found = continuations_sync(lm, [0, 2], 50, words=words, max_rest=0, max_contexts=3000)
     rest = math.exp(found.log_rest)
@@ -152,7 +152,7 @@ def test_words_of_ones_own_are_those_of_continuations(lm, rows):
             assert exact == pytest.approx(total, rel=1e-5, abs=0)
 
 
-def test_a_search_goes_by_waves(lm):
+def test_search_asks_for_many_contexts_in_few_batches(lm):
     lm.clear_cache()
     before = lm.statistics()
     prefix_logprob_sync(lm, [0, 5], b"ababab", max_rest=0, max_contexts=10**6)
@@ -160,7 +160,7 @@ def test_a_search_goes_by_waves(lm):
     assert after.num_batches - before.num_batches <= 6 < (after.num_awaits - before.num_awaits) / 3
 
 
-async def test_nothing_and_awaits_and_strings(lm):
+async def test_empty_prefix_has_probability_one_and_strings_equal_bytes(lm):
     assert await prefix_logprob(lm, None, b"") == PrefixLogprob(0.0, -math.inf)
     assert prefix_logprob_sync(lm, None, "") == PrefixLogprob(0.0, -math.inf)
     assert prefix_logprob_sync(lm, None, "c") == PrefixLogprob(-math.inf, -math.inf)
@@ -173,7 +173,7 @@ async def test_nothing_and_awaits_and_strings(lm):
     )
 
 
-def test_what_is_too_long_for_the_model_is_left_to_the_rest(rows):
+def test_sequences_too_long_for_the_model_are_left_to_the_rest(rows):
     with mock() as lm:
         lm.max_length = 3
         found = prefix_logprob_sync(lm, [0], b"ababab", max_rest=0)
@@ -182,19 +182,19 @@ def test_what_is_too_long_for_the_model_is_left_to_the_rest(rows):
     assert math.exp(found.logprob) < own <= math.exp(found.upper) * (1 + 1e-5)
 
 
-def test_mistakes(lm):
+def test_invalid_arguments_raise_errors_that_name_them(lm):
     for arguments, options, error, message in (
         ((lm, None, 5), {}, OptionTypeError, "text must be a string or bytes"),
-        ((lm, None, "\ud800"), {}, ContextError, "text must be of characters"),
+        ((lm, None, "\ud800"), {}, ContextError, "text cannot be encoded as UTF-8"),
         ((lm, [], "a"), {}, ContextError, "context"),
         ((lm, 5, "a"), {}, TypeError, "context"),
         (("gpt2", None, "a"), {}, OptionTypeError, "lm must be an AsyncLM"),
         ((lm, None, "a "), {"word_ends": True}, ContextError, "not with a blank"),
         ((lm, None, "a\u3000"), {"word_ends": True}, ContextError, "not with a blank"),
-        ((lm, None, "a"), {"words": "a"}, OptionError, "words is for word_ends=True"),
+        ((lm, None, "a"), {"words": "a"}, OptionError, "words applies only with word_ends=True"),
         ((lm, None, "a"), {"word_ends": True, "words": "("}, OptionError, "words must be"),
-        ((lm, None, "ab"), {"word_ends": True, "words": "a"}, ContextError, "end with its last"),
-        ((lm, None, ""), {"word_ends": True, "words": "a"}, ContextError, "end with its last"),
+        ((lm, None, "ab"), {"word_ends": True, "words": "a"}, ContextError, "end with a word"),
+        ((lm, None, ""), {"word_ends": True, "words": "a"}, ContextError, "end with a word"),
         ((lm, None, b"\xc3"), {"word_ends": True, "words": "a"}, ContextError, "must be UTF-8"),
         ((lm, None, "a"), {"word_ends": 1}, OptionTypeError, "word_ends"),
         ((lm, None, "a"), {"max_rest": -1}, OptionError, "max_rest"),
@@ -209,7 +209,7 @@ def test_mistakes(lm):
 
 
 @pytest.mark.real
-def test_a_real_model():
+def test_prefix_bounds_of_smollm2_cover_its_token_scores():
     with load_model_by_name("smollm2") as lm:
         context = [lm.tokenizer.bos_token_id, *lm.tokenizer.encode("The capital of France is")]
         for text in (" Paris", " Pa", " Llanfair", " the city of Paris"):
@@ -228,7 +228,7 @@ def test_a_real_model():
 
 
 @pytest.mark.real
-def test_a_word_of_a_real_model_is_as_probable_as_its_surprisal_says():
+def test_ended_word_of_smollm2_agrees_with_its_surprisal():
     with load_model_by_name("smollm2") as lm:
         context = [lm.tokenizer.bos_token_id, *lm.tokenizer.encode("The capital of France is")]
         for text in (" Paris.", " Oslo."):
@@ -238,6 +238,6 @@ def test_a_word_of_a_real_model_is_as_probable_as_its_surprisal_says():
             assert found.logprob <= -told + math.log(2)  # other tokenisations are rarer
 
 
-def test_bounds_are_shown():
+def test_repr_shows_the_bounds():
     found = PrefixLogprob(math.log(0.25), math.log(0.25))
     assert repr(found) == "PrefixLogprob(logprob=-1.38629, log_rest=-1.38629, upper=-0.693147)"

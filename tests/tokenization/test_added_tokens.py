@@ -14,7 +14,7 @@ from tests.tokenization.checks import check_strings
 from tests.tokenization.small_tokenizers import SMALL, byte_level, gemma_like, llama_like
 
 
-def test_special_added_and_normalized_tokens():
+def test_normalized_added_tokens_spell_normalized_text_and_others_do_not():
     tokenizer = byte_level()
     tokenizer.normalizer = normalizers.Lowercase()
     size = tokenizer.get_vocab_size()
@@ -32,7 +32,7 @@ def test_special_added_and_normalized_tokens():
     assert vocabulary.special_ids == {tokenizer.token_to_id("<eos>"), size, size + 1}
 
 
-def test_an_added_token_goes_through_a_llama_normalizer():
+def test_normalized_added_token_of_a_llama_tokenizer_joins_to_the_text():
     tokenizer = llama_like()
     tokenizer.add_tokens([AddedToken("abba abba", normalized=True)])
     vocabulary = decode_vocab(tokenizer)
@@ -45,7 +45,7 @@ def test_an_added_token_goes_through_a_llama_normalizer():
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("content", ["  ", "   ", " ", "\n", " x ", "<t> "])
 @pytest.mark.parametrize("name", ["byte-level", "unigram", "llama-like", "word-piece"])
-def test_an_added_token_of_white_space_is_white_space(name, content, normalized):
+def test_added_token_with_white_space_keeps_it(name, content, normalized):
     tokenizer = SMALL[name]()
     tokenizer.add_tokens([AddedToken(content, normalized=normalized)])
     vocabulary = decode_vocab(tokenizer)
@@ -64,7 +64,7 @@ def test_an_added_token_of_white_space_is_white_space(name, content, normalized)
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
 @pytest.mark.parametrize("name", ["byte-level", "unigram", "llama-like"])
-def test_an_added_token_that_takes_white_space_along_does_not_spell_it(name, flag):
+def test_added_token_that_strips_white_space_does_not_spell_it(name, flag):
     tokenizer = SMALL[name]()
     tokenizer.add_tokens(
         [AddedToken(text, normalized=False, **{flag: True}) for text in ("\n", "(brown)")]
@@ -76,7 +76,7 @@ def test_an_added_token_that_takes_white_space_along_does_not_spell_it(name, fla
 
 
 @pytest.mark.parametrize("content", ["é", "ıÃ"])
-def test_an_added_token_that_is_also_other_bytes_of_the_model_is_an_error(content):
+def test_added_token_that_also_spells_other_bytes_raises_decode_error(content):
     vocab = {letter: i for i, letter in enumerate(byte_level_alphabet())}
     merges = [tuple(content)] if len(content) > 1 else []
     tokenizer = Tokenizer(models.BPE({**vocab, content: vocab.get(content, 256)}, merges))
@@ -84,11 +84,11 @@ def test_an_added_token_that_is_also_other_bytes_of_the_model_is_an_error(conten
     tokenizer.decoder = decoders.ByteLevel()
     decode_vocab(tokenizer)
     tokenizer.add_tokens([AddedToken(content, normalized=False)])
-    with pytest.raises(TokenizerDecodeError, match="does not come back"):
+    with pytest.raises(TokenizerDecodeError, match="does not round-trip"):
         decode_vocab(tokenizer)
 
 
-def test_an_added_token_in_a_normalizer_that_writes_bytes():
+def test_added_tokens_are_decoded_with_a_byte_level_normalizer():
     tokenizer = byte_level()
     tokenizer.pre_tokenizer, tokenizer.normalizer = None, normalizers.ByteLevel()
     tokenizer.add_tokens(["日本", "\n\n"])
@@ -99,7 +99,7 @@ def test_an_added_token_in_a_normalizer_that_writes_bytes():
     assert b"".join(vocabulary.byte_vocab[i] for i in ids) == text.encode()
 
 
-def test_an_added_token_of_the_model_is_spelt_as_the_model_spells_it():
+def test_added_token_already_in_the_model_keeps_the_models_bytes():
     tokenizer = byte_level()
     tokenizer.normalizer = normalizers.Lowercase()
     assert tokenizer.token_to_id("Ġl") is not None
@@ -110,17 +110,17 @@ def test_an_added_token_of_the_model_is_spelt_as_the_model_spells_it():
     assert decode_vocab(tokenizer).byte_vocab[token_id].byte_string == right.byte_string == b" l"
 
 
-def test_an_id_that_is_a_word_with_and_without_a_space_is_an_error():
+def test_id_of_a_word_with_and_without_a_space_raises_decode_error():
     tokenizer = llama_like()
     tokenizer.add_tokens([AddedToken("ab", normalized=True)])
     texts = ["c ab", "cab"]  # the normalizer makes the added token "▁ab", and the model has "ab"
     ids = [tokenizer.encode(text, add_special_tokens=False).ids[-1] for text in texts]
     assert ids == [tokenizer.token_to_id("ab")] * 2
-    with pytest.raises(TokenizerDecodeError, match="does not come back"):
+    with pytest.raises(TokenizerDecodeError, match="does not round-trip"):
         decode_vocab(tokenizer)
 
 
-def test_special_tokens_spell_their_names_and_not_what_a_normalizer_makes_of_them():
+def test_special_tokens_spell_their_names_without_normalization():
     tokenizer = byte_level()
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.add_special_tokens([AddedToken("<PAD>", normalized=True)])
@@ -152,7 +152,7 @@ ADDED = st.builds(
     added=st.lists(ADDED, max_size=3),
     texts=st.lists(st.lists(st.sampled_from(WORDS), max_size=8).map("".join), max_size=6),
 )
-def test_whatever_is_added_the_bytes_are_what_the_tokenizer_decodes(name, added, texts):
+def test_bytes_match_the_tokenizers_decoding_for_any_added_tokens(name, added, texts):
     tokenizer = Tokenizer.from_str(serialised(name))
     tokenizer.add_tokens(added)
     vocabulary = decode_vocab(tokenizer)
@@ -173,7 +173,7 @@ def test_whatever_is_added_the_bytes_are_what_the_tokenizer_decodes(name, added,
             assert joined == text
 
 
-def test_an_added_token_that_only_a_normalised_text_gives_is_spelt_normalised():
+def test_normalized_added_token_spells_its_normalized_content():
     words = [*sorted(byte_level_alphabet()), "Hello"]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -187,17 +187,17 @@ def test_an_added_token_that_only_a_normalised_text_gives_is_spelt_normalised():
 
 
 @pytest.mark.parametrize("content", ["é", "Ï"])
-def test_a_whole_word_that_is_also_a_byte_of_the_model_is_an_error(content):
+def test_single_word_token_that_is_also_a_byte_raises_decode_error(content):
     vocab = {letter: i for i, letter in enumerate(byte_level_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(content, normalized=False, single_word=True)])
-    with pytest.raises(TokenizerDecodeError, match="does not come back"):
+    with pytest.raises(TokenizerDecodeError, match="does not round-trip"):
         decode_vocab(tokenizer)
 
 
-def test_a_text_on_which_the_tokenizer_fails_says_nothing():
+def test_tokenizer_that_fails_on_some_texts_is_still_decoded():
     tokenizer = byte_level()
     tokenizer.add_tokens(
         [
@@ -211,7 +211,7 @@ def test_a_text_on_which_the_tokenizer_fails_says_nothing():
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_an_added_token_of_a_word_piece_vocabulary_has_the_space_that_decoding_prints(normalized):
+def test_added_token_of_word_piece_begins_with_the_printed_space(normalized):
     words = ["[UNK]", "the", "fox", "a", ".", "nai", "##ve", "##es"]
     model = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
     tokenizer = Tokenizer(model)
@@ -231,7 +231,7 @@ def test_an_added_token_of_a_word_piece_vocabulary_has_the_space_that_decoding_p
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("content", ["x▁y", "▁new", "▁▁▁▁▁"])
 @pytest.mark.parametrize("name", ["unigram", "llama-like"])
-def test_an_added_token_of_a_metaspace_vocabulary_has_no_block(name, content, normalized):
+def test_added_token_of_metaspace_spells_blocks_as_spaces(name, content, normalized):
     tokenizer = SMALL[name]()
     tokenizer.add_tokens([AddedToken(content, normalized=normalized)])
     vocabulary = decode_vocab(tokenizer)
@@ -244,7 +244,7 @@ def test_an_added_token_of_a_metaspace_vocabulary_has_no_block(name, content, no
 
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("content", ["né", "Ġq", "日本 né"])
-def test_letters_of_an_added_token_are_no_bytes(content, normalized):
+def test_byte_level_letters_in_an_added_token_are_plain_text(content, normalized):
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken(content, normalized=normalized)])
     vocabulary = decode_vocab(tokenizer)

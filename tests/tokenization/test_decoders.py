@@ -14,7 +14,7 @@ from tests.tokenization.small_tokenizers import SMALL, TEXTS, byte_level, byte_p
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_token_is_what_the_rust_decoder_says(name):
+def test_bytes_of_every_token_match_the_rust_decoder(name):
     tokenizer = SMALL[name]()
     special = decode_vocab(tokenizer).special_ids
     anchor = "a" if name != "suffix-bpe" else "a</w>"
@@ -41,7 +41,7 @@ def test_joined_bytes_are_the_text(name, text):
 
 
 @pytest.mark.parametrize("name", ["word-piece", "suffix-bpe", "unigram"])
-def test_words_come_back_whatever_became_of_the_spaces(name):
+def test_joined_bytes_are_the_text_apart_from_spaces(name):
     tokenizer = SMALL[name]()
     vocabulary = decode_vocab(tokenizer)
     for text in LANGUAGES:
@@ -53,10 +53,10 @@ def test_words_come_back_whatever_became_of_the_spaces(name):
         assert "".join(joined.split()) == "".join(expected.split())
 
 
-def test_a_decoder_that_lies_is_found_out_and_the_token_named():
+def test_wrong_decoder_raises_decode_error_that_names_the_token():
     tokenizer = byte_level()
     tokenizer.decoder = decoders.Metaspace()
-    with pytest.raises(TokenizerDecodeError, match="does not come back") as caught:
+    with pytest.raises(TokenizerDecodeError, match="does not round-trip") as caught:
         decode_vocab(tokenizer)
     assert caught.value.token_id is not None
     assert caught.value.token == tokenizer.id_to_token(caught.value.token_id)
@@ -71,7 +71,7 @@ def test_a_byte_level_token_outside_the_alphabet_is_its_utf8():
     assert [bytes(t) for t in vocab] == [b"a", "日本".encode(), b" a", b"\xe9", "a日".encode()]
 
 
-def test_only_whole_byte_tokens_are_bytes():
+def test_only_complete_byte_names_are_decoded_as_bytes():
     names = ["<0x41>", "<0xFF>", "<0xfe>", "x<0x41>", "<0x41>x", "<0x4>", "<0xGG>", "<0x041>"]
     tokenizer = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="x"))
     tokenizer.decoder = decoders.ByteFallback()
@@ -79,7 +79,7 @@ def test_only_whole_byte_tokens_are_bytes():
     assert [bytes(t) for t in vocab] == [b"A", b"\xff", b"\xfe", *(n.encode() for n in names[3:])]
 
 
-def test_regular_expressions_and_strips_in_a_decoder():
+def test_strip_and_regex_stages_of_a_decoder_are_applied():
     tokenizer = Tokenizer(models.WordLevel({"_ab__": 0, "c1d22": 1}, unk_token="?"))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Strip("_", 1, 1), decoders.Replace(Regex("[0-9]+"), "#")]
@@ -88,7 +88,7 @@ def test_regular_expressions_and_strips_in_a_decoder():
     assert [bytes(t) for t in vocab] == [b"ab_", b"c#d#"]
 
 
-def test_nothing_is_loaded_again(monkeypatch):
+def test_decoding_neither_loads_nor_serialises_the_tokenizer(monkeypatch):
     import socket
 
     def refuse(*args, **kwargs):
@@ -107,7 +107,7 @@ def test_nothing_is_loaded_again(monkeypatch):
 
 @pytest.mark.parametrize("decoder", [decoders.Metaspace(), None])
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_bytes_are_bytes_where_the_decoder_does_not_say_so(kind, decoder):
+def test_byte_fallback_is_decoded_without_a_byte_fallback_decoder(kind, decoder):
     pieces = ["▁", "a", "b", "▁a", *byte_pieces()]
     if kind == "unigram":
         scores = [("<unk>", 0.0), *((piece, -1.0) for piece in pieces)]
@@ -127,7 +127,7 @@ def test_bytes_are_bytes_where_the_decoder_does_not_say_so(kind, decoder):
         assert joined.removeprefix(" ") == text.replace("▁", " ").removeprefix(" ")
 
 
-def test_byte_names_are_names_where_there_is_no_byte_fallback():
+def test_byte_names_stay_text_without_byte_fallback():
     tokenizer = Tokenizer(models.WordLevel({"<0x41>": 0, "x": 1}, unk_token="x"))
     tokenizer.decoder = decoders.Fuse()
     assert decode_vocab(tokenizer).byte_vocab[0].byte_string == b"<0x41>"
@@ -143,7 +143,7 @@ RAREST = "\U0002a6d6"
 @pytest.mark.parametrize(
     "pre_tokenizer", [pre_tokenizers.Metaspace(), pre_tokenizers.UnicodeScripts()]
 )
-def test_the_unknown_token_is_found_whatever_characters_are_known(known, pre_tokenizer):
+def test_unknown_token_is_found_even_if_rare_characters_are_known(known, pre_tokenizer):
     scores = [("?", 0.0), ("▁", -1.0), ("a", -1.0), (known, -1.0)]
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizer
@@ -153,7 +153,7 @@ def test_the_unknown_token_is_found_whatever_characters_are_known(known, pre_tok
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_word_ends_of_a_byte_level_vocabulary_are_spaces(declared):
+def test_word_end_suffixes_of_a_byte_level_vocabulary_are_spaces(declared):
     tokenizer = clip_like()
     if not declared:
         data = json.loads(tokenizer.to_str())
@@ -167,7 +167,7 @@ def test_word_ends_of_a_byte_level_vocabulary_are_spaces(declared):
     assert vocabulary.byte_vocab[tokenizer.token_to_id("o</w>")].byte_string == b"o "
 
 
-def test_bytes_that_were_trained_as_special_tokens_are_bytes():
+def test_byte_tokens_trained_as_special_tokens_decode_as_bytes():
     tokenizer = Tokenizer(models.BPE(byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
@@ -198,14 +198,14 @@ FUSE = decoders.Fuse()
         ([decoders.ByteLevel(), decoders.Replace("a", "b")], "Replace stage after ByteLevel"),
     ],
 )
-def test_a_stage_that_sees_all_tokens_as_one_string_is_an_error(stages, part):
+def test_rewriting_stage_after_all_tokens_are_joined_raises_decode_error(stages, part):
     tokenizer = byte_level()
     tokenizer.decoder = decoders.Sequence(stages)
     with pytest.raises(TokenizerDecodeError, match=part):
         decode_vocab(tokenizer, self_check=False)
 
 
-def test_stages_that_see_all_tokens_and_change_single_characters_are_decoded():
+def test_single_character_stages_after_fuse_are_decoded():
     tokenizer = SMALL["unigram"]()
     expected = decode_vocab(tokenizer)
     strip = decoders.Strip(" ", 1, 0)
@@ -217,7 +217,7 @@ def test_stages_that_see_all_tokens_and_change_single_characters_are_decoded():
     assert [*map(bytes, decode_vocab(tokenizer).byte_vocab)] == [*map(bytes, expected.byte_vocab)]
 
 
-def test_a_decoder_that_prints_something_else_is_found_out_and_the_token_named():
+def test_decoder_that_prints_other_text_raises_and_names_the_token():
     characters = sorted({*"".join(PROBES)})
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(characters)}, []))
     tokenizer.decoder = decoders.Fuse()
@@ -230,7 +230,7 @@ def test_a_decoder_that_prints_something_else_is_found_out_and_the_token_named()
     assert decode_vocab(tokenizer, self_check=False).byte_vocab
 
 
-def test_an_added_token_that_is_printed_otherwise_is_found_out():
+def test_added_token_that_is_printed_differently_raises_decode_error():
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate("ab<>")}, []))
     tokenizer.decoder = decoders.Replace(Regex(r"\s"), " ")
     decode_vocab(tokenizer)
@@ -248,12 +248,12 @@ def test_an_added_token_that_is_printed_otherwise_is_found_out():
         pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
     ],
 )
-def test_a_decoder_that_leaves_what_stands_for_a_space_is_found_out(pre_tokenizer):
+def test_decoder_that_keeps_the_space_mark_raises_decode_error(pre_tokenizer):
     tokenizer = SMALL["unigram"]()
     tokenizer.pre_tokenizer = pre_tokenizer
     if "_" in pre_tokenizer.pre_tokenize_str("a b")[-1][0]:
         tokenizer.decoder = decoders.Metaspace(replacement="_")
     decode_vocab(tokenizer)
     tokenizer.decoder = decoders.Fuse()
-    with pytest.raises(TokenizerDecodeError, match="does not come back"):
+    with pytest.raises(TokenizerDecodeError, match="does not round-trip"):
         decode_vocab(tokenizer)

@@ -210,7 +210,7 @@ PIECES = st.sampled_from([" ", " ", "  ", "\n", "\t", "   ", *WORDS, *CONTENTS])
     # The first token of a text is printed by rules of its own.
     texts=st.lists(st.lists(PIECES, max_size=5).map(lambda p: f"a {''.join(p)}"), min_size=3),
 )
-def test_bytes_are_what_decoding_prints_or_the_part_is_named(
+def test_bytes_match_the_decoded_text_or_the_error_names_a_token(
     model, pre_tokenizer, normalizer, decoder, added, texts
 ):
     tokenizer = built(model, pre_tokenizer, normalizer, decoder, added)
@@ -221,13 +221,13 @@ def test_bytes_are_what_decoding_prints_or_the_part_is_named(
     else:
         check(tokenizer, vocabulary, texts, model)
         return
-    assert re.search("decoder|does not come back", str(refusal))
+    assert re.search("decoder|does not round-trip", str(refusal))
     assert refusal.token is not None
 
 
 @pytest.mark.parametrize("normalizer", sorted(NORMALIZERS.keys() - {"llama"}))
 @pytest.mark.parametrize(("model", "pre_tokenizer", "decoder"), PUBLISHED)
-def test_what_is_published_is_decoded(model, pre_tokenizer, decoder, normalizer):
+def test_published_combinations_of_parts_are_decoded(model, pre_tokenizer, decoder, normalizer):
     added = [AddedToken("naive", normalized=False), AddedToken("<t>", normalized=True)]
     tokenizer = built(model, pre_tokenizer, normalizer, decoder, added)
     texts = [*TEXTS[:-1], "a naive fox", "anaive", "naive.", "the <t>fox", "<t> <t>"]

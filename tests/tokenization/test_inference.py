@@ -34,7 +34,7 @@ def test_a_llama_like_decoder_is_inferred_from_its_normalizer():
     assert [t.byte_string for t in bare] == [t.byte_string for t in declared]
 
 
-def test_words_split_at_white_space_stand_behind_a_space():
+def test_words_split_at_white_space_begin_with_a_space():
     tokenizer = Tokenizer(models.WordLevel({"hello": 0, "world": 1, "?": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     assert [bytes(t) for t in decode_vocab(tokenizer).byte_vocab] == [b" hello", b" world", b" ?"]
@@ -69,12 +69,12 @@ def test_continuing_subwords_of_bpe_join_their_word():
     ],
     ids=["word-level", "bpe", "bpe-that-drops", "unigram", "unigram-unknown"],
 )
-def test_a_tokenizer_that_cannot_spell_the_probes_is_decoded_all_the_same(model):
+def test_tokenizer_that_cannot_spell_the_probes_is_still_decoded(model):
     vocabulary = decode_vocab(Tokenizer(model))
     assert [bytes(token) for token in vocabulary.byte_vocab[:2]] == [b"a", b"b"]
 
 
-def test_what_cannot_be_known_is_an_error_that_names_everything():
+def test_unsupported_tokenizer_raises_decode_error_with_a_reason():
     tokenizer = byte_level()
     tokenizer.decoder = decoders.CTC()
     with pytest.raises(TokenizerDecodeError, match=r"Tokenizer.*CTC") as caught:
@@ -110,7 +110,7 @@ class PythonPreTokenizer:
         pre_tokenized.split(lambda _, text: text.split(" ", "merged_with_next"))
 
 
-def test_a_decoder_written_in_python_is_an_error_that_says_so():
+def test_decoder_written_in_python_raises_decode_error():
     tokenizer = byte_level()
     tokenizer.decoder = decoders.Decoder.custom(PythonDecoder())
     with pytest.raises(TokenizerDecodeError, match="serialised") as caught:
@@ -119,7 +119,7 @@ def test_a_decoder_written_in_python_is_an_error_that_says_so():
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_normalizer_and_a_pre_tokenizer_written_in_python_do_not_matter(name):
+def test_normalizer_and_pre_tokenizer_in_python_do_not_change_the_bytes(name):
     tokenizer = SMALL[name]()
     declared = decode_vocab(tokenizer).byte_vocab
     own = tokenizer.normalizer, tokenizer.pre_tokenizer
@@ -132,7 +132,7 @@ def test_a_normalizer_and_a_pre_tokenizer_written_in_python_do_not_matter(name):
 
 
 @pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
-def test_nothing_is_inferred_from_what_is_written_in_python(part):
+def test_python_parts_without_a_declared_decoder_raise_decode_error(part):
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     if part == "normalizer":
         tokenizer.normalizer = normalizers.Normalizer.custom(PythonNormalizer())
@@ -142,7 +142,7 @@ def test_nothing_is_inferred_from_what_is_written_in_python(part):
         decode_vocab(tokenizer)
 
 
-def test_a_unigram_model_whose_unknown_token_is_another_than_the_tokenizer_says_is_decoded():
+def test_unigram_model_with_another_unknown_token_is_decoded():
     from transformers import PreTrainedTokenizerFast
 
     rust = SMALL["unigram"]()

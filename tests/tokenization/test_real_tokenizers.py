@@ -214,7 +214,7 @@ def test_joined_bytes_are_the_text(name, text):
         st.binary(max_size=40).map(lambda data: data.decode("latin-1")),
     )
 )
-def test_joined_bytes_are_any_text(name, text):
+def test_joined_bytes_are_the_generated_text(name, text):
     if name == "byt5" and any(c in text for c in "<"):
         return  # its special tokens swallow the spaces around their names
     check_round_trip(name, text)
@@ -222,7 +222,7 @@ def test_joined_bytes_are_any_text(name, text):
 
 @pytest.mark.parametrize("text", [*LANGUAGES, *ODD], ids=range(len(LANGUAGES) + len(ODD)))
 @pytest.mark.parametrize("name", sorted(REWRITES_TEXT))
-def test_joined_bytes_are_what_the_normalizer_left(name, text):
+def test_joined_bytes_are_the_normalized_text(name, text):
     tokenizer, vocabulary, encode = loaded(name)
     ids = encode(text)
     joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode("utf-8", "replace")
@@ -238,7 +238,7 @@ def test_joined_bytes_are_what_the_normalizer_left(name, text):
 
 
 @pytest.mark.parametrize("name", ["deepseek", "gemma3", "gpt3", "mon", "smollm2"])
-def test_every_token_is_what_the_rust_decoder_says(name):
+def test_bytes_of_every_token_match_the_rust_decoder(name):
     tokenizer, vocabulary, _ = loaded(name)
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
     added, model = tokenizer.get_added_tokens_decoder(), tokenizer.model
@@ -260,7 +260,7 @@ def test_every_token_is_what_the_rust_decoder_says(name):
         "\n\n\n\t\t\t<table>\n  <td>  </td>",
     ],
 )
-def test_tokens_of_several_spaces_are_spaces(text):
+def test_tokens_of_several_spaces_spell_as_many_spaces(text):
     tokenizer, vocabulary, encode = loaded("gemma3")
     ids = encode(text)
     assert b"".join(vocabulary.byte_vocab[i] for i in ids).decode() == text
@@ -271,7 +271,7 @@ def test_tokens_of_several_spaces_are_spaces(text):
 
 
 @pytest.mark.parametrize("name", ["deepseek", "gemma3"])
-def test_a_fault_in_a_token_of_any_class_is_found(name):
+def test_wrong_bytes_of_any_kind_of_token_fail_the_self_check(name):
     tokenizer = loaded(name)[0]
     spoilt = {
         "gemma3": [
@@ -298,7 +298,7 @@ def test_a_fault_in_a_token_of_any_class_is_found(name):
 
 
 @pytest.mark.parametrize("name", sorted(REAL))
-def test_no_text_is_empty(name):
+def test_no_token_has_an_empty_string(name):
     check_strings(loaded(name)[1])
 
 
@@ -307,7 +307,7 @@ def tiktoken_file(path):
     return {int(rank): base64.b64decode(token) for token, rank in map(str.split, lines)}
 
 
-def test_no_byte_differs_from_the_files_that_hold_raw_bytes():
+def test_bytes_equal_those_of_files_that_hold_raw_bytes():
     for name, filename in (
         ("tekken-2407", "tekken_240718.json"),
         ("tekken-2409", "tekken_240911.json"),
@@ -341,7 +341,7 @@ def test_special_tokens_spell_their_names():
         assert all(len(vocabulary.byte_vocab[i]) > 0 for i in vocabulary.special_ids)
 
 
-def test_sentencepiece_bytes_are_asked_of_the_model():
+def test_sentencepiece_vocabulary_has_a_token_for_every_byte():
     vocabulary = loaded("mistral-v1")[1]
     singles = {t.byte_string for t in vocabulary.byte_vocab if len(t) == 1}
     assert singles >= {bytes([b]) for b in range(256)}
@@ -354,7 +354,7 @@ def test_the_alphabet_is_a_bijection_that_avoids_white_space():
     assert not any(character.isspace() for character in alphabet)
 
 
-def test_decoding_leaves_the_collection_of_garbage_as_it_is(monkeypatch):
+def test_decoding_leaves_garbage_collector_settings_unchanged(monkeypatch):
     tokenizer, before = loaded("tekken-2407")[0], (gc.isenabled(), gc.get_threshold())
     during = []
 

@@ -62,9 +62,7 @@ def same_up_to_the_outer_spaces(joined, expected):
 @pytest.mark.parametrize("as_suffix", [True, False])
 @pytest.mark.parametrize("rule", ["nmt_nfkc", "nfkc_cf", "identity"])
 @pytest.mark.parametrize("model_type", ["unigram", "bpe", "char"])
-def test_joined_bytes_are_what_the_normalizer_left(
-    slow, model_type, rule, as_suffix, byte_fallback
-):
+def test_joined_bytes_are_the_normalized_text(slow, model_type, rule, as_suffix, byte_fallback):
     settings = {
         "model_type": model_type,
         "normalization_rule_name": rule,
@@ -93,7 +91,7 @@ def test_joined_bytes_are_what_the_normalizer_left(
 
 
 @pytest.mark.parametrize("content", ["  ", "<tool>", "▁▁", " x ", "\n"])
-def test_an_added_token_cuts_a_text_for_a_slow_tokenizer(slow, content):
+def test_added_token_of_a_slow_tokenizer_splits_the_text(slow, content):
     tokenizer = slow(byte_fallback=True)
     tokenizer.add_tokens([content])
     vocabulary = decode_vocab(tokenizer)
@@ -123,7 +121,7 @@ def check_runs(tokenizer, rust):
 
 
 @pytest.mark.parametrize("family", [GemmaTokenizer, LlamaTokenizer])
-def test_user_defined_runs_of_spaces_after_transformers_conversion(tmp_path, family):
+def test_runs_of_spaces_are_decoded_after_transformers_conversion(tmp_path, family):
     model = trained(
         model_type="bpe",
         normalization_rule_name="identity",
@@ -144,7 +142,7 @@ def test_user_defined_runs_of_spaces_after_transformers_conversion(tmp_path, fam
     assert reached >= {"▁▁", "▁▁▁", "\n\n", "<table>"}
 
 
-def test_user_defined_runs_of_spaces_after_an_older_conversion(tmp_path):
+def test_runs_of_spaces_are_decoded_after_an_older_conversion(tmp_path):
     settings = {"normalization_rule_name": "nmt_nfkc", "user_defined_symbols": USER_DEFINED}
     path = tmp_path / "spiece.model"
     path.write_bytes(trained(model_type="unigram", **settings))
@@ -159,7 +157,7 @@ def test_user_defined_runs_of_spaces_after_an_older_conversion(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [GPTSw3Tokenizer, BertGenerationTokenizer])
-def test_an_added_piece_of_the_model_is_decoded_by_a_slow_tokenizer(tmp_path, kind):
+def test_added_token_already_in_a_slow_model_joins_to_the_text(tmp_path, kind):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the  quick   fox a  b    c", "hello  world"] * 20),
@@ -186,7 +184,7 @@ def test_an_added_piece_of_the_model_is_decoded_by_a_slow_tokenizer(tmp_path, ki
 
 @pytest.mark.parametrize("kind", [GPTSw3Tokenizer, BertGenerationTokenizer])
 @pytest.mark.parametrize("content", ["x▁y", "▁▁", " w ", "neu"])
-def test_an_added_token_is_what_a_slow_tokenizer_prints_for_it(tmp_path, kind, content):
+def test_bytes_of_added_token_are_those_a_slow_tokenizer_prints(tmp_path, kind, content):
     path = tmp_path / "spiece.model"
     path.write_bytes(trained(byte_fallback=True))
     tokenizer = kind(vocab_file=str(path))

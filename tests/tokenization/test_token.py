@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from genlm_backend import Token
 
 
-def test_it_is_bytes_that_know_an_id():
+def test_token_is_bytes_with_a_token_id():
     token = Token(7, b"ab")
     assert isinstance(token, bytes)
     assert (token.token_id, token.byte_string, len(token), token[0]) == (7, b"ab", 2, 97)
@@ -22,7 +22,7 @@ def test_it_is_bytes_that_know_an_id():
     assert Token(np.int64(5), b"").token_id == 5
 
 
-def test_equality_hash_and_order_go_by_id():
+def test_equality_hash_and_order_follow_the_token_id():
     assert Token(1, b"a") == Token(1, b"b")
     assert Token(1, b"a") != Token(2, b"a")
     assert len({Token(1, b"a"), Token(2, b"a"), Token(1, b"z")}) == 2
@@ -44,7 +44,7 @@ COMPARISONS = [
 
 @pytest.mark.parametrize("compare", COMPARISONS)
 @given(token_id=st.integers(0, 300), spelling=st.binary(max_size=2), other=st.binary(max_size=2))
-def test_beside_plain_bytes_the_spelling_is_compared(compare, token_id, spelling, other):
+def test_token_is_compared_with_plain_bytes_by_its_bytes(compare, token_id, spelling, other):
     token = Token(token_id, spelling)
     assert compare(token, other) is compare(spelling, other)
     assert compare(other, token) is compare(other, spelling)
@@ -59,7 +59,7 @@ def test_two_tokens_are_compared_by_their_ids(compare, ids, spellings):
     assert hash(first) == hash(ids[0])
 
 
-def test_what_is_no_bytes_is_unequal_and_has_no_order():
+def test_token_is_unequal_to_non_bytes_and_not_ordered_with_them():
     token = Token(1, b"a")
     for other in ("a", 1, None, (b"a",)):
         assert token != other
@@ -68,7 +68,7 @@ def test_what_is_no_bytes_is_unequal_and_has_no_order():
             token < other  # noqa: B015
 
 
-def test_sets_go_by_the_hash_of_the_id():
+def test_plain_bytes_are_found_in_lists_but_not_in_sets_of_tokens():
     token = Token(1, b"a")
     assert b"a" not in {token}
     assert token not in {b"a": 1}
@@ -77,7 +77,7 @@ def test_sets_go_by_the_hash_of_the_id():
     assert sorted([Token(0, b"b"), b"a", b"c"]) == [b"a", b"b", b"c"]
 
 
-def test_it_pickles_and_copies():
+def test_token_survives_pickling_and_copying():
     token = Token(9, b"\xff\x00")
     for other in (pickle.loads(pickle.dumps(token)), copy.copy(token), copy.deepcopy(token)):
         assert type(other) is Token
@@ -87,12 +87,12 @@ def test_it_pickles_and_copies():
 @pytest.mark.parametrize(
     "arguments", [("1", b"a"), (1.0, b"a"), (True, b"a"), (None, b"a"), (1, "a"), (1, None), (1, 5)]
 )
-def test_wrong_types_are_refused(arguments):
+def test_wrong_argument_types_raise_type_error(arguments):
     with pytest.raises(TypeError, match="must be"):
         Token(*arguments)
 
 
-def test_helpers_for_what_may_be_a_token():
+def test_as_bytes_and_is_plain_bytes_distinguish_tokens_from_bytes():
     assert Token.as_bytes(Token(1, b"a")) == b"a"
     assert type(Token.as_bytes(Token(1, b"a"))) is bytes
     assert Token.as_bytes(b"b") == b"b"

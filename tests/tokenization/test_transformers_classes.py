@@ -115,7 +115,7 @@ def encoded(tokenizer, vocabulary, text):
 
 
 @pytest.mark.parametrize("name", COLLAPSING + OTHERS)
-def test_bytes_are_what_decoding_prints(name):
+def test_joined_bytes_are_the_decoded_text(name):
     tokenizer = build(name)
     vocabulary = decode_vocab(tokenizer)
     for text in (text for text in TEXTS if "</w>" not in text and "[" not in text):
@@ -128,7 +128,7 @@ def test_bytes_are_what_decoding_prints(name):
 
 
 @pytest.mark.parametrize("name", COLLAPSING)
-def test_white_space_that_a_tokenizer_collapses_need_not_come_back(name):
+def test_tokenizers_that_collapse_white_space_are_decoded(name):
     tokenizer = build(name)
     vocabulary = decode_vocab(tokenizer)
     for text in ("the  quick brown", "jumps over\nthe\tlazy", "  dog "):
@@ -139,19 +139,19 @@ def test_white_space_that_a_tokenizer_collapses_need_not_come_back(name):
 
 
 @pytest.mark.parametrize("name", COLLAPSING)
-def test_a_fault_of_a_vocabulary_that_collapses_white_space_is_found(name):
+def test_wrong_bytes_are_found_even_if_white_space_collapses(name):
     vocab = read_byte_vocab(build(name))
     check_byte_vocab(vocab)
     token_id = vocab.encode("the quick (brown) fox's tail_is <b>bold</b>")[0]
     vocab.byte_strings[token_id] = b"?"
-    with pytest.raises(TokenizerDecodeError, match=r"does not come back|prints") as caught:
+    with pytest.raises(TokenizerDecodeError, match=r"does not round-trip|prints") as caught:
         check_byte_vocab(vocab)
     assert caught.value.token_id == token_id
 
 
 @pytest.mark.parametrize("direction", ["left", "right"])
 @pytest.mark.parametrize("stride", [0, 1, 2])
-def test_truncation_and_padding_that_a_call_has_left_do_not_matter(direction, stride):
+def test_truncation_and_padding_of_earlier_calls_have_no_effect(direction, stride):
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=byte_level(), eos_token="<eos>", pad_token="<eos>"
     )
@@ -165,5 +165,5 @@ def test_truncation_and_padding_that_a_call_has_left_do_not_matter(direction, st
         assert b"".join(vocab.byte_strings[i] for i in vocab.encode(text)) == text.encode()
     assert decode_vocab(tokenizer) == expected
     vocab.byte_strings[tokenizer.convert_tokens_to_ids("r")] = b"?"  # beyond the first four
-    with pytest.raises(TokenizerDecodeError, match="does not come back"):
+    with pytest.raises(TokenizerDecodeError, match="does not round-trip"):
         check_byte_vocab(vocab)

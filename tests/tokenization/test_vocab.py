@@ -11,7 +11,7 @@ from tests.tokenization.checks import check_strings
 from tests.tokenization.small_tokenizers import SMALL, byte_level, llama_like
 
 
-def test_holes_are_undefined_and_real_empty_tokens_are_not():
+def test_missing_ids_are_undefined_and_empty_tokens_are_not():
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "": 2, "b": 7}, unk_token="a"))
     vocabulary = decode_vocab(tokenizer, self_check=False)
     assert [bytes(t) for t in vocabulary.byte_vocab] == [b"a", b"", b"", b"", b"", b"", b"", b"b"]
@@ -20,7 +20,7 @@ def test_holes_are_undefined_and_real_empty_tokens_are_not():
 
 
 @pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.Metaspace(), None])
-def test_ids_without_a_token_spell_nothing_and_say_so(decoder):
+def test_undefined_ids_have_no_bytes_and_a_placeholder_string(decoder):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "": 2, "##": 3, "b": 7}, unk_token="a"))
     tokenizer.decoder = decoder
     vocabulary = decode_vocab(tokenizer, self_check=False)
@@ -31,7 +31,7 @@ def test_ids_without_a_token_spell_nothing_and_say_so(decoder):
         assert vocabulary.str_vocab[2] == "<|empty_2|>"
 
 
-def test_strings_of_tokens_that_are_no_text():
+def test_fallback_decides_the_strings_of_tokens_that_are_not_utf8():
     tokenizer = byte_level()
     by_name = {f: decode_vocab(tokenizer, f) for f in ("tokenizer", "latin1", "replace")}
     token_id = next(t.token_id for t in by_name["latin1"].byte_vocab if t.byte_string == b"\xe9")
@@ -46,11 +46,11 @@ def test_strings_of_tokens_that_are_no_text():
 
 @pytest.mark.parametrize("fallback", ["tokenizer", "latin1", "replace"])
 @pytest.mark.parametrize("name", SMALL)
-def test_no_text_is_empty(name, fallback):
+def test_no_token_has_an_empty_string(name, fallback):
     check_strings(decode_vocab(SMALL[name](), fallback))
 
 
-def test_the_result_is_a_pair_that_can_be_resized_and_copied():
+def test_vocabulary_is_a_pair_that_can_be_resized_and_copied():
     vocabulary = decode_vocab(llama_like())
     byte_vocab, str_vocab = vocabulary
     assert byte_vocab is vocabulary.byte_vocab

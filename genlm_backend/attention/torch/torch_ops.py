@@ -120,7 +120,9 @@ def _is_right(
             for shape, mask in blocks
         )
     except Exception as error:  # operators raise various errors for unsupported input
-        logger.debug("an operator of attention does not take %s of %s", dtype, dim, exc_info=error)
+        logger.debug(
+            "an attention operator does not support %s heads of size %s", dtype, dim, exc_info=error
+        )
         return False
 
 

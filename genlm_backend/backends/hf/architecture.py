@@ -20,7 +20,7 @@ _PREDICTING: Final = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 """Tasks of transformers whose models predict the next token."""
 
 _REMEDY: Final = (
-    "load a checkpoint of a causal language model, such as those whose config.json names an "
+    "load a checkpoint of a causal language model, for example one whose config.json names an "
     "architecture …ForCausalLM"
 )
 
@@ -31,7 +31,7 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
 
     saved_by = [*(config.get("architectures") or ())]
     model_type = config.get("model_type")
-    said = " or ".join(map(str, saved_by)) or f"model of the type {model_type!r}"
+    said = " or ".join(map(str, saved_by)) or f"model of type {model_type!r}"
     tables = vars(modeling_auto)
     names = [n for n in tables if n.startswith("MODEL_") and n.endswith("_MAPPING_NAMES")]
     predicting = _architectures(map(_mapping, _PREDICTING))
@@ -41,15 +41,15 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
     others -= predicting | _architectures([_mapping("")])
     if saved_by and not predicting.intersection(saved_by) and others.intersection(saved_by):
         raise UnsupportedModelError(
-            f"{name!r} holds the weights of a {said}, which is no causal language model: {_REMEDY}"
+            f"{name!r} has the weights of a {said}, which is no causal language model: {_REMEDY}"
         )
     auto_map = config.get("auto_map") or {}
     known = {t for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT") for t in _mapping(task)}
     is_known = model_type in known or model_type is None
     if not is_known and not any("AutoModelFor" in key for key in auto_map):
         raise UnsupportedModelError(
-            f"{name!r} holds a {said}, of whose type {model_type!r} transformers has no causal "
-            f"language model: {_REMEDY}"
+            f"{name!r} is a {said}, and transformers has no causal language model of type "
+            f"{model_type!r}: {_REMEDY}"
         )
 
 
@@ -70,9 +70,9 @@ def check_complete(name: str, model: Any, missing: Collection[str]) -> None:
     """Check that a checkpoint had all weights of the model that was loaded from it."""
     if missing:
         raise UnsupportedModelError(
-            f"the checkpoint {name!r} has no weights for {shown(sorted(missing))} of a "
-            f"{type(model).__name__}, which would be made up at random: {_REMEDY}, or load the "
-            "model yourself, see to its weights and wrap the object"
+            f"the checkpoint {name!r} has no weights for {shown(sorted(missing))} of "
+            f"{type(model).__name__}, which would be initialised at random: {_REMEDY}, or load "
+            "the model yourself, set these weights and wrap the object"
         )
 
 
@@ -95,19 +95,19 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
     logits = getattr(output, "logits", None)
     if logits is None:
         raise UnsupportedModelError(
-            f"{name} has no head that says what token comes next: wrap the model that "
+            f"{name} has no head that predicts the next token: wrap a model that "
             "AutoModelForCausalLM.from_pretrained loads"
         )
     if logits.shape[:-1] != ids.shape or logits.shape[-1] < vocab_size:
         raise UnsupportedModelError(
-            f"{name} is no causal language model: for token ids of the shape {tuple(ids.shape)} it "
-            f"returns logits of {tuple(logits.shape)}, where {(*ids.shape, vocab_size)} is wanted"
+            f"{name} is no causal language model: for token ids of shape {tuple(ids.shape)} it "
+            f"returns logits of shape {tuple(logits.shape)} instead of {(*ids.shape, vocab_size)}"
         )
     rows = logits.float().log_softmax(-1)
     distances = (rows[0] - rows[1]).square().mean(-1).sqrt()
     before, after = float(distances[:2].max()), float(distances[3])
     tolerance, share = bounds(model)
-    if not getattr(model, "is_quantized", False):  # equal sums round alike
+    if not getattr(model, "is_quantized", False):  # then equal sums round equally
         tolerance, share = tolerance / 100, share / 100
     if before <= max(tolerance, share * after):
         return
@@ -115,8 +115,8 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
         output = model(input_ids=ids, **runner.caching(True))
     if returned_cache(output) is None:
         raise UnsupportedModelError(
-            f"{name} is an encoder and no causal language model: a later token changes its "
-            f"rows after earlier ones, by {before:.2g}, and it keeps no keys and values to go on "
-            "from (of some, such as BERT, is_decoder=True in the config makes a causal one, if "
-            "they were trained so)"
+            f"{name} is an encoder and no causal language model: a later token changes its rows "
+            f"after earlier tokens by {before:.2g}, and it returns no key-value cache to continue "
+            "from (some encoders, such as BERT, become causal with is_decoder=True in the config, "
+            "if they were trained that way)"
         )

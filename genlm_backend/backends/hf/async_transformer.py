@@ -115,14 +115,18 @@ class AsyncTransformer(ProcessLM):
         processor = given.pop("processor", None)
         if given.pop("process"):
             raise OptionError(
-                "process=True is for a model that is loaded by name, since an object stays in "
-                f"the process that made it: {type(self).__name__}.from_name(name, process=True)"
+                "process=True needs a model that is loaded by name, since a model object stays in "
+                f"the process that made it: use {type(self).__name__}.from_name(name, "
+                "process=True)"
             )
         self._hf: HFEvaluator | ProcessEvaluator
         if isinstance(hf_model, ProcessEvaluator):
             for name, value in given.items():
                 if value not in (None, False, 0):
-                    raise OptionError(f"{name} is for what makes the evaluator over there")
+                    raise OptionError(
+                        f"{name} is an option of the evaluator in the other process: pass it "
+                        "to the function that makes it"
+                    )
             self._hf = hf_model
         else:
             self._hf = HFEvaluator(hf_model, output_device=own["output_device"], **given)

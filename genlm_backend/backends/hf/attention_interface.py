@@ -38,8 +38,8 @@ PREFIX: Final = "genlm_backend-"
 def attends_otherwise(how: str) -> ModelStateError:
     """Return the error for a model that attends in a way that its probe did not show."""
     return ModelStateError(
-        f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed, "
-        "or has its attn_implementation been set while it was asked?"
+        f"the model attends otherwise than when it was wrapped: {how}; was it changed, or was its "
+        "attn_implementation set during a query?"
     )
 
 
@@ -167,7 +167,7 @@ def _mask(former: str, **given: Any) -> Tensor | None:
     if attention is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[former](**given)
     if given.get("use_vmap") or given.get("attention_mask") is not None:
-        raise attends_otherwise("with masks that are not functions of two positions")
+        raise attends_otherwise("a mask is not a function of two positions alone")
     allows, window = given["mask_function"], given.get("local_size")
     # If the mask may not be skipped, something was added to the causal or windowed pattern.
     is_bare = given.get("allow_is_causal_skip", True)

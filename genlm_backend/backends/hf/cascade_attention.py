@@ -63,8 +63,8 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
             }
         if not shared.is_complete(num_layers):
             raise attends_otherwise(
-                f"{shared.num_attended} of {num_layers} layers called the attention function that "
-                "their config names"
+                f"{shared.num_attended} of {num_layers} layers called the attention function "
+                "named in their config"
             )
 
 

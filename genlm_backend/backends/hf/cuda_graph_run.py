@@ -142,7 +142,9 @@ class CudaGraphRun:
     def _take(self, layer: int, keys: Tensor, values: Tensor) -> Pair:
         """Hold a layer's new keys and values, ``[B, key_heads, 1, dim]``, until ``attend``."""
         if self._new is not None:
-            raise NotCapturableError("a layer has attended elsewhere")
+            raise NotCapturableError(
+                "a layer cached keys and values without calling the attention function"
+            )
         self._new = layer, keys, values
         return keys, values
 
@@ -152,12 +154,14 @@ class CudaGraphRun:
         if is_causal:
             return None
         if window is None or not _is_window(allows, window):
-            raise NotCapturableError("a layer attends to a part of its prefix alone")
+            raise NotCapturableError(
+                "a layer has a mask that is neither causal nor a sliding window"
+            )
         if window > self._max_prefix_len:
             self.most_tokens = min(self.most_tokens, window)
             return None
         if window != self._arrays.shape.window:
-            error = NotCapturableError("a layer has a window")
+            error = NotCapturableError("a layer has a sliding window of another size")
             if not self._arrays.shape.window:
                 error.window = window
             raise error
@@ -177,10 +181,12 @@ class CudaGraphRun:
         """Write the new keys and values; return the attention outputs ``[B, heads, 1, dim]``."""
         num_rows, num_heads, num_new, dim = query.shape
         if self._new is None or softcap is not None:
-            raise NotCapturableError("a layer attends in a way of its own")
+            raise NotCapturableError(
+                "a layer caps its scores, or attends without caching keys and values"
+            )
         has_window = mask is not None
         if num_new > 1 or (has_window and not any(mask is own for own in self._windowed)):
-            raise NotCapturableError("a layer has a mask, or several new tokens")
+            raise NotCapturableError("a layer has an unknown mask, or several new tokens per row")
         (layer, *new), self._new = self._new, None
         layout, arrays = self._pool.layout.layers[layer], self._arrays.arrays
         num_key_heads = layout.num_key_heads
@@ -188,7 +194,9 @@ class CudaGraphRun:
         (codes,) = self._pool.codes[layer]
         is_kept_so = new[0].dtype is codes.dtype and layout.width == 2 * num_key_heads * dim
         if ops is None or not is_kept_so:
-            raise NotCapturableError("there are no operators for heads of this kind")
+            raise NotCapturableError(
+                "no operator supports the heads of a layer, or the format of its cache"
+            )
         ops.write(new[0], new[1], arrays["slot_mapping"], codes)
         queries = query.reshape(num_rows, num_heads, dim)
         of_parts, name = None, "recent" if has_window else "slot"

@@ -207,7 +207,7 @@ class CudaGraphRunner:
             num_failed = self._num_failed + 1
             then = " until clear_cache()" if num_failed > MAX_ERRORS else ""
             logger.warning(
-                "a captured decode step has failed, and runs eagerly%s", then, exc_info=error
+                "a captured decode step failed, and runs eagerly%s", then, exc_info=error
             )
             self.forget()
             self._num_failed = num_failed
@@ -238,7 +238,9 @@ class CudaGraphRunner:
         if not distance <= FARTHEST:  # or NaN
             self._pool.put(slot_mapping, codes)
             logger.warning(
-                "decode steps of %s run eagerly: a captured one is %.2g off", shape, distance
+                "decode steps of %s run eagerly: logits of a captured one differ by %.2g",
+                shape,
+                distance,
             )
         else:
             own.failed.discard(shape)
@@ -260,12 +262,13 @@ class CudaGraphRunner:
             self._views[view] = None
         if own.num_errors > MAX_ERRORS:
             logger.warning(
-                "after %d errors, decode steps run operator by operator until clear_cache()",
+                "after %d failed captures, decode steps run operator by operator until "
+                "clear_cache()",
                 own.num_errors,
                 exc_info=error,
             )
         elif _is_for_memory(error):
-            logger.info("no memory is left to capture decode steps of %s", shape)
+            logger.info("not enough memory to capture decode steps of %s", shape)
         else:
             logger.info("decode steps of %s are not captured: %s", shape, error, exc_info=error)
 
@@ -319,7 +322,7 @@ class CudaGraphRunner:
                 logits = view.logits(on_device, step.inputs(on_device))
             if step.num_attended != num_layers:
                 raise NotCapturableError(
-                    "some layers do not attend by the function of their config"
+                    "some layers do not call the attention function named in their config"
                 )
             most_tokens.append(step.most_tokens)
             return logits.contiguous()
@@ -380,7 +383,7 @@ class CudaGraphCapturer:
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that does not own its memory, so that later graphs can reuse it."""
-    # By the interface through which torch takes CUDA memory that other libraries own.
+    # torch imports CUDA memory that other libraries own through this interface.
     data = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False)}
     owner = SimpleNamespace(__cuda_array_interface__={**data, "version": 3})
     memory = torch.as_tensor(owner, device=tensor.device)

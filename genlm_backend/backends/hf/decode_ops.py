@@ -96,9 +96,13 @@ def decode_ops_for(
         own = ops, device, dtype, dim, group_size
         distances = [_distance(*own, has_sinks) for has_sinks in (False, True)]
     except Exception as error:  # operators may raise anything
-        logger.info("decode steps of %s are not captured", dtype, exc_info=error)
+        logger.info(
+            "decode steps in %s are not captured: their operators failed a trial",
+            dtype,
+            exc_info=error,
+        )
         return None
-    logger.debug("operators of decode steps of %s are %s off", dtype, distances)
+    logger.debug("operators for decode steps in %s have errors of %s", dtype, distances)
     return ops if max(distances) <= _ROUNDING else None
 
 

@@ -133,7 +133,7 @@ def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
         following.following = following
         again = following(given, **options)
     except Exception as error:  # third-party code, or the kernel does not compile
-        logger.info("%s computes as it is written", type(layer).__name__, exc_info=error)
+        logger.info("%s is not fused: the trial failed", type(layer).__name__, exc_info=error)
         return None
     finally:
         for part, forward in zip(parts, before, strict=True):

@@ -149,7 +149,7 @@ def _decorated(outer: Any, inner: FunctionType, made: FunctionType) -> FunctionT
 def _holds(cell: CellType, value: Any) -> bool:
     try:
         return cell.cell_contents is value
-    except ValueError:  # it is empty
+    except ValueError:  # an empty cell
         return False
 
 
@@ -189,7 +189,7 @@ def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) ->
             if not _are_same(rotation(*given), original(*given)):
                 return None
     except Exception as error:  # third-party code with other arguments, or no kernel
-        logger.info("%s is called as it is", original, exc_info=error)
+        logger.info("%s is not replaced by a kernel: the trial failed", original, exc_info=error)
         return None
     return rotation
 

@@ -94,10 +94,10 @@ class HFEvaluator(LocalEvaluator):
         layout = layout_of(runner, support, self._options.get("kv_cache_dtype"), width, longest)
         if support.spread_alone:
             warnings.warn(
-                f"rows of this {type(runner.model).__name__} depend on the other rows of "
-                f"their batch, beyond rounding: alone, one has a root mean square difference of "
-                f"{support.spread_alone:.2g} to the same row among others; its quantised weights "
-                "have kernels of several precisions on this processor",
+                f"rows of this {type(runner.model).__name__} depend on the other rows of their "
+                "batch by more than rounding: computed alone, a row differs from the same row "
+                f"among others by a root mean square of {support.spread_alone:.2g}, since kernels "
+                "for its quantised weights have several precisions on this processor",
                 stacklevel=2,
             )
         can = Capabilities(
@@ -134,7 +134,7 @@ class HFEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- rows and scores
 
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
-        self._runner.activate(adapter)  # it stays active afterwards
+        self._runner.activate(adapter)  # and leaves it active afterwards
         return nullcontext()
 
     def picture_rules(
@@ -217,10 +217,10 @@ def layout_of(
         return support.layout
     why = f"runs every context whole: {support.reason}" if support.reason else ""
     if not support.reason and not support.layout.layers:
-        why = "has recurrent states alone, which stay as they are"
+        why = "has only recurrent states, which have a single format"
     if why:
         raise OptionError(
-            f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
+            f"kv_cache_dtype={kept!r} needs a model with cached keys and values, but "
             f"{type(runner.model).__name__} {why}"
         )
     means = mean_keys(runner, support.layout, vocab_size, longest) if needs_mean(kept) else None
@@ -242,9 +242,9 @@ def hf_prefix_cache(
         kind = runner.model.config.get_text_config(decoder=True).model_type
         if kind in CACHED_TYPES and not support.reason.endswith("too short to tell"):
             warnings.warn(
-                f"{name} runs every context whole, which models of its type need not: "
-                f"{support.reason}. Look for what has changed its code, or take another release of "
-                "transformers; kv_cache_bytes=0 has it run so without this warning",
+                f"{name} runs every context whole, although models of its type can be cached: "
+                f"{support.reason}. Check whether its code was changed, or use another release of "
+                "transformers; kv_cache_bytes=0 runs it this way without the warning",
                 stacklevel=2,
             )
         return None
@@ -255,13 +255,14 @@ def hf_prefix_cache(
     num_slots = layout.num_slots(budget - of_states)
     if of_states and not num_slots:
         raise OptionError(
-            f"state_cache_bytes={of_states} leaves no room for keys and values of "
-            f"kv_cache_bytes={budget}: a token takes {layout.bytes_per_slot} bytes"
+            f"state_cache_bytes={of_states} leaves no room in kv_cache_bytes={budget} for keys "
+            f"and values: a token takes {layout.bytes_per_slot} bytes"
         )
     if attends and not num_slots:
         raise OptionError(
             f"kv_cache_bytes={budget} has no room for one token, which takes "
-            f"{layout.bytes_per_slot} bytes and the same again that stays free; 0 keeps nothing"
+            f"{layout.bytes_per_slot} bytes, and the same again for a reserved slot: raise it, or "
+            "set 0 to cache nothing"
         )
     states = host_states = host_pool = None
     if of_states:
@@ -271,8 +272,8 @@ def hf_prefix_cache(
         pool = KVPool(layout, num_slots)
     if host and layout.devices == {"cpu"}:
         warnings.warn(
-            "host_cache_bytes gains nothing here, since all that is kept is in the "
-            "processor's memory anyway: give the bytes to kv_cache_bytes",
+            "host_cache_bytes gains nothing here, since the whole cache is in CPU memory anyway: "
+            "add the bytes to kv_cache_bytes instead",
             stacklevel=2,
         )
     num_host_states = _num_host_states(host, size, name, attends=attends)
@@ -298,13 +299,13 @@ def hf_prefix_cache(
 
 def _check_nothing_wanted(host: int, state_bytes: int | None, name: str, reason: str) -> None:
     for option, value, kind in (
-        ("host_cache_bytes", host or None, "whose keys and values are kept"),
-        ("state_cache_bytes", state_bytes, "with recurrent states that are kept"),
+        ("host_cache_bytes", host or None, "cached keys and values"),
+        ("state_cache_bytes", state_bytes, "cached recurrent states"),
     ):
         if value is not None:
             raise OptionError(
-                f"{option}={value} is for models {kind}, and {name} runs every context whole: "
-                f"{reason}"
+                f"{option}={value} needs a model with {kind}, but {name} runs every context "
+                f"whole: {reason}"
             )
 
 
@@ -313,9 +314,9 @@ def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
     num_bytes = host // 2 if attends else host
     if host and num_bytes < size:
         raise OptionError(
-            f"the recurrent state of {name} after one token takes {size} bytes, and of "
-            f"host_cache_bytes={host} there are {num_bytes} for such"
-            f"{' (half of them)' if attends else ''}: give more to it"
+            f"the recurrent state of {name} after one token takes {size} bytes, but "
+            f"host_cache_bytes={host} has only {num_bytes}{' (half of it)' if attends else ''} "
+            "for states: raise it"
         )
     return num_bytes // size if size else 0
 
@@ -328,4 +329,4 @@ def _fits(name: str, num_bytes: int | None) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if num_bytes is None or not is_out_of_memory(error):
             raise
-        raise OptionError(f"{name}={num_bytes} do not fit into memory") from error
+        raise OptionError(f"{name}={num_bytes} does not fit into memory") from error

@@ -69,10 +69,12 @@ class HFLoader:
         try:
             processor = AutoProcessor.from_pretrained(self.path, **self._shared)
         except (OSError, ValueError, ImportError) as error:
-            raise PictureError(f"{self.name!r} has no processor that loads: {error}") from error
+            raise PictureError(
+                f"the processor of {self.name!r} cannot be loaded: {error}"
+            ) from error
         if not hasattr(processor, "image_processor"):
             raise PictureError(
-                f"{self.name!r} has no processor of pictures, but a {type(processor).__name__}"
+                f"{self.name!r} has no processor for pictures, only a {type(processor).__name__}"
             )
         return processor
 
@@ -119,7 +121,7 @@ class HFLoader:
         evaluator = hf_options({"packs_weights": True, **own})
         options = loading_options(bitsandbytes_opts, hf_opts)
         for name in options.keys() & {*owner.option_checks, *options_of(HFOptions)}:
-            raise OptionTypeError(f"{name} is an option of {owner.__name__}, not one of hf_opts")
+            raise OptionTypeError(f"{name} is an option of {owner.__name__}, not of hf_opts")
         wanted = check_weight_format("weights", weights)
         if wanted is not None:
             options = _on_cpu(wanted, options, hf_opts or {})
@@ -141,7 +143,7 @@ def _on_cpu(
 ) -> dict[str, Any]:
     """Return options that load a model in float32 onto the CPU; refuse conflicting ones."""
     if "quantization_config" in options:
-        raise OptionError(f"weights={weights!r} and another quantization exclude each other")
+        raise OptionError(f"weights={weights!r} cannot be combined with another quantization")
     wanted = {"device_map": "cpu", "dtype": torch.float32}
     asked = {"dtype" if name == "torch_dtype" else name for name in given}
     for name, value in wanted.items():

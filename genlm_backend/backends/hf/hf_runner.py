@@ -104,7 +104,7 @@ class HFRunner(Runner):
         self._dress(view)
         if plain is not None and not _are_alike(self._logits(view, token_ids), plain):
             kind = type(self.model).__name__
-            logger.warning("layers of %s run as they are written: fused, they differ", kind)
+            logger.warning("layers of %s run unfused: fused, they return other logits", kind)
             self._fuses = False
             view.undress()
             self._dress(view)
@@ -161,12 +161,13 @@ class HFRunner(Runner):
         self._check()
         if adapter.name in adapters_of(self.model):
             raise AdapterError(
-                f"there is an adapter named {adapter.name!r} already, of the model's owner"
+                f"the model already has an adapter named {adapter.name!r}, which was added "
+                "without this library"
             )
         if any(layer.merged_adapters for layer in layers_of_peft(self.model)):
             raise AdapterError(
-                "an adapter of the model's owner is merged into its weights, so that no other one "
-                "can be used: unmerge it, and wrap the model again"
+                "an adapter that was added without this library is merged into the model's "
+                "weights, so no other one can be used: unmerge it, and wrap the model again"
             )
         view, bare = (self._views[None].another() for _ in range(2))
         put_adapter(path, view, bare, is_cached)

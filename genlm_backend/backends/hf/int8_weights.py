@@ -33,8 +33,8 @@ def quantize(model: Any) -> None:
     """Replace the float32 linear layers of a model, in place, by layers with int8 weights."""
     if not _is_exact():
         raise OptionError(
-            "weights='int8' needs oneDNN's products of whole numbers of 8 bits, which this "
-            "processor, or this build of torch, has not"
+            "weights='int8' needs oneDNN's exact int8 matrix products, which this processor or "
+            "this build of torch lacks"
         )
     num_bytes, all_bytes = 0, sum(weight.nbytes for weight in model.parameters())
     for parent in list(model.modules()):
@@ -45,11 +45,11 @@ def quantize(model: Any) -> None:
                 setattr(parent, name, Int8Linear(weight, layer.bias))
     if not num_bytes:
         name = type(model).__name__
-        raise OptionError(f"weights='int8' is for linear layers in float32, and {name} has none")
+        raise OptionError(f"weights='int8' needs linear layers in float32, and {name} has none")
     if num_bytes < all_bytes / 2:
         warnings.warn(
-            f"weights='int8' is for linear layers, which are {num_bytes / all_bytes:.0%} of the "
-            f"weights of {type(model).__name__}: the others stay in float32",
+            f"weights='int8' converts only linear layers, which are {num_bytes / all_bytes:.0%} "
+            f"of the weights of {type(model).__name__}: the others stay in float32",
             stacklevel=2,
         )
     try:
@@ -57,8 +57,8 @@ def quantize(model: Any) -> None:
             model(torch.tensor([[0, 0]], dtype=torch.int64))
     except AttributeError as error:
         raise UnsupportedModelError(
-            f"weights='int8' does not go with {type(model).__name__}, which asks for more than the "
-            f"products of its linear layers: {error}"
+            f"weights='int8' does not support {type(model).__name__}, whose code uses its linear "
+            f"layers for more than products: {error}"
         ) from error
 
 
@@ -97,7 +97,7 @@ class Int8Linear(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not keep_vars:  # ``keep_vars=True`` only inspects the weights
             raise ModelStateError(
-                "weights of 8 bits are not saved: save the model as it was, and load it with "
+                "int8 weights cannot be saved: save the original model, and load it with "
                 "weights='int8'"
             )
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -105,7 +105,7 @@ class Int8Linear(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the product of ``[…, in_features]`` and the weight, plus the bias."""
         if input.dtype is not torch.float32:
-            raise TypeError(f"weights of 8 bits are for float32 activations, got {input.dtype}")
+            raise TypeError(f"int8 weights need float32 activations, got {input.dtype}")
         rows = input.detach().reshape(-1, self.in_features).contiguous()
         num_rows = len(rows)
         digits = torch.empty((2 * num_rows, self.in_features), dtype=torch.uint8)
@@ -135,7 +135,7 @@ def _is_exact() -> bool:
     try:
         found = _products(digits, torch.ops.onednn.qlinear_prepack(codes, None), scale, zero)
     except (RuntimeError, AttributeError) as error:  # a build of torch without them
-        logger.debug("products of int8 cannot be computed", exc_info=error)
+        logger.debug("int8 products cannot be computed", exc_info=error)
         return False
     return torch.equal(found.long(), (digits.long() - _ZERO) @ codes.long().t())
 

@@ -17,8 +17,8 @@ from genlm_backend.backends.loading import check_reachable
 from genlm_backend.errors import AdapterError, MissingExtraError
 
 _REFUSED = {
-    "layer_replication": "the model would have other layers",
-    "alora_invocation_tokens": "where it begins to apply depends on the tokens",
+    "layer_replication": "it would add layers to the model",
+    "alora_invocation_tokens": "the position at which it starts to apply depends on the tokens",
 }
 """Options of adapters that do more than replace layers, each with the reason to refuse it."""
 
@@ -43,7 +43,7 @@ def put_adapter(path: str, view: ModelView, bare: ModelView, is_cached: bool) ->
     except Exception as error:  # PEFT and its file readers raise many types
         is_said = isinstance(error, (ValueError, OSError))  # other types need their name
         reason = str(error) if is_said else f"{type(error).__name__}: {error}"
-        raise AdapterError(f"no adapter could be loaded from {path!r}: {reason}") from error
+        raise AdapterError(f"the adapter {path!r} cannot be loaded: {reason}") from error
 
 
 def _read(path: str) -> _Saved:
@@ -54,15 +54,17 @@ def _read(path: str) -> _Saved:
     config.inference_mode = True
     config.base_model_name_or_path = None  # or PEFT warns if the model's name differs
     if config.is_prompt_learning or config.is_adaption_prompt:
-        raise ValueError(f"an adapter of kind {_kind(config)} changes the context, not the layers")
+        raise ValueError(
+            f"an adapter of kind {_kind(config)} changes the context instead of the layers"
+        )
     for option, why in _REFUSED.items():
         if getattr(config, option, None):
             raise ValueError(f"its {option} is not supported: {why}")
     init = getattr(config, "init_lora_weights", None)
     if isinstance(init, str) and init not in _PLAIN_INITIALISATIONS:
         raise ValueError(
-            f"init_lora_weights={init!r} changes the model's own weights, which every other query "
-            "uses; convert it to a plain LoRA (path_initial_model_for_weight_conversion)"
+            f"init_lora_weights={init!r} changes the model's own weights, which all other queries "
+            "use: convert it to a plain LoRA (path_initial_model_for_weight_conversion)"
         )
     # Cloned, since mapped weights change when another adapter is copied over the file.
     return config, {name: w.clone() for name, w in load_peft_weights(path, device="cpu").items()}
@@ -77,27 +79,24 @@ def _put_layers(saved: _Saved, view: ModelView, bare: ModelView, is_cached: bool
     row, difference = _row(model), _inconsistency(model, is_cached)
     if not _are_alike(row, expected):
         kind = _kind(saved[0])
-        raise ValueError(f"an adapter of kind {kind} does more than to replace layers")
+        raise ValueError(f"an adapter of kind {kind} does more than replace layers")
     if row.isnan().any() and not before.isnan().any():
         raise ValueError("its rows are NaN")
     if difference > rounding(before.dtype) + 2 * noise:
         raise ValueError(
-            "its rows depend on how a context is computed, not on its tokens alone: they differ "
-            f"by {difference:.2g}"
+            "its rows depend on how a context is computed, not only on the tokens: they differ by "
+            f"{difference:.2g}"
         )
     if not _are_alike(_row(plain), before):
         raise ValueError(
-            "loading it has changed the rows of the model without it; load the model again"
+            "loading it changed the model's rows without an adapter: load the model again"
         )
 
 
 def _take_out(view: ModelView) -> None:
     """Replace PEFT's layers in a view by the model's own."""
     if not view.copies:
-        raise ValueError(
-            "the parts of this model refer to each other in ways of their own, so that nothing can "
-            "be put in their places"
-        )
+        raise ValueError("this model does not run on copies of its modules, which an adapter needs")
     for module in [*view.module.modules()]:
         for name, child in module._modules.items():
             module._modules[name] = own_layer(child)
@@ -123,7 +122,7 @@ def _injected(saved: _Saved, view: ModelView) -> torch.Tensor:
         if not is_there or not (own.data_ptr() == shared.data_ptr() or torch.equal(own, shared)):
             changed = next((n for n, p in named.items() if p is shared), name)
             raise ValueError(
-                f"it changes the model's own weights ({changed}), which every other query uses"
+                f"it changes the model's own weights ({changed}), which all other queries use"
             )
     view.restore()
     return expected
@@ -167,7 +166,7 @@ def _check_loaded(wrapper: Any, missing: list[str], unexpected: list[str]) -> No
     ]
     for keys, what in (
         (lacking, "lacks the weights"),
-        (unexpected, "has weights that fit nowhere:"),
+        (unexpected, "has weights that match no layer:"),
     ):
         if keys:
             shown = ", ".join(sorted(keys)[:4]) + (", …" if len(keys) > 4 else "")
@@ -196,7 +195,9 @@ def _row(model: Any) -> torch.Tensor:
 def _inconsistency(model: Any, is_cached: bool) -> float:
     """Return how far rows differ with later tokens in the pass, or if computed from a cache."""
     begun = _outputs(model, 1, 4, use_cache=True) if is_cached else None
-    longer = _outputs(model, 1, 6).logits[0]  # before the cache goes on, as other contexts may run
+    longer = _outputs(model, 1, 6).logits[
+        0
+    ]  # before the cache is used again, as other contexts may run in between
     differences = [_difference(_row(model), longer[2])]
     if begun is not None:
         kept = {"use_cache": True, **given_cache(model, returned_cache(begun))}

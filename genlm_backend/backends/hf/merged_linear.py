@@ -51,7 +51,7 @@ def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
             try:
                 products = _MergedLinear(layers)
             except torch.OutOfMemoryError:  # both sets of weights exist for a moment
-                logger.info("no memory is left to merge %s", names)
+                logger.info("not enough memory to merge %s", names)
                 continue
             if names is _GATED:
                 gate = _silu_and_mul_for(own, products)
@@ -195,6 +195,6 @@ def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None
         found = products.gated(module, kernel, given)
         is_same = bool(expected.any()) and is_close(found, expected)
     except Exception as error:  # third-party code, or the kernel does not compile
-        logger.info("%s computes as it is written", type(module).__name__, exc_info=error)
+        logger.info("%s is not fused: the trial failed", type(module).__name__, exc_info=error)
         return None
     return kernel if is_same else None

@@ -93,8 +93,8 @@ def examine_pictures(
         found[rules] = distance(rows, whole)
     if not found:
         raise PictureError(
-            f"{type(runner.model).__name__} does not go on after pictures in a way that is known "
-            f"here: {cause}"
+            f"{type(runner.model).__name__} continues after pictures in no way that is supported: "
+            f"{cause}"
         ) from cause
     near = max(_TIMES_THE_LEAST * min(found.values()), _SHARE_OF_SPREAD * spread)
     return next(rules for rules, apart in found.items() if apart <= near)

@@ -87,9 +87,9 @@ class ModelSnapshot:
                 change = f" from {shown(before)} to {shown(now.get(what))}" if is_shown else ""
                 self._seen = []
                 raise ModelStateError(
-                    f"the model has changed since it was wrapped ({what}{change}): put that back "
-                    "(eval() after training), and clear_cache() if weights have changed, or wrap "
-                    "the model again"
+                    f"the model has changed since it was wrapped ({what}{change}): undo that "
+                    "(call eval() after training), and clear_cache() if weights have changed, or "
+                    "wrap the model again"
                 )
         return True
 

@@ -235,13 +235,13 @@ def view_of(model: Any, token_ids: torch.Tensor, **options: Any) -> ModelView:
             with _left_by(view) as left:
                 found = view.module(input_ids=token_ids, **options)
         except Exception as error:  # third-party model code may raise anything
-            logger.info("%s runs as it is: its view does not", name, exc_info=error)
+            logger.info("%s runs its own modules: copies of them failed", name, exc_info=error)
             return ModelView(model, is_apart=False)
         # Code that finds modules other than by attributes would run the model's own modules.
         if not left and _have_equal_logits(found if own is None else own, found):
             return view
         view.close()
-    logger.info("%s runs as it is: its parts refer to each other in ways of their own", name)
+    logger.info("%s runs its own modules: copies of them do not compute the same", name)
     return ModelView(model, is_apart=False)
 
 

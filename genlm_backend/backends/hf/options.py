@@ -99,11 +99,12 @@ def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
         if found is None or found[1] not in options:
             raise
         near = (
-            near_names(found[1], _FREQUENT) or "; those of bitsandbytes go into bitsandbytes_opts"
+            near_names(found[1], _FREQUENT)
+            or "; options of bitsandbytes belong in bitsandbytes_opts"
         )
         raise OptionTypeError(
-            f"{found[1]} is no option of hf_opts, which neither loading nor the model's config "
-            f"knows{near}"
+            f"{found[1]} is no option of hf_opts: neither from_pretrained nor the model's config "
+            f"accepts it{near}"
         ) from error
 
 
@@ -120,7 +121,7 @@ def _check_dtype(name: str, value: Any) -> None:
         near = near_names(value, _DTYPES, quoted=True)
         kind = OptionError if isinstance(value, (str, torch.dtype)) else OptionTypeError
         raise kind(
-            f"{name} must be 'auto' or a dtype of floating point such as "
+            f"{name} must be 'auto' or a floating-point dtype such as "
             f"{', '.join(map(repr, _DTYPES[:3]))}, got {shown(value)}{near}"
         )
 

@@ -44,8 +44,8 @@ def check_processor(name: str, processor: Any) -> Any:
     """Refuse an object that cannot be called, unlike processors and functions that load them."""
     if processor is not None and not callable(processor):
         raise OptionTypeError(
-            f"{name} must be one of transformers, as AutoProcessor.from_pretrained(…) loads it, "
-            f"got {shown(processor)}"
+            f"{name} must be a processor of transformers, as AutoProcessor.from_pretrained(…) "
+            f"loads it, got {shown(processor)}"
         )
     return processor
 
@@ -75,17 +75,17 @@ class PictureReader:
     def _marker(self) -> str:
         """The text that marks a picture's place; raises ``PictureError`` if none can be read."""
         if self._image_token_id is None:
-            raise PictureError("the model reads text alone, and takes no pictures")
+            raise PictureError("the model is text-only, and accepts no pictures")
         if self.processor is None:
             raise PictureError(
-                "pictures are read by the model's own processor: AsyncTransformer(hf_model, "
-                "hf_tokenizer, processor=AutoProcessor.from_pretrained(…))"
+                "pictures need the model's processor: AsyncTransformer(hf_model, hf_tokenizer, "
+                "processor=AutoProcessor.from_pretrained(…))"
             )
         marker = getattr(self.processor, "image_token", None)
         if not isinstance(marker, str) or not hasattr(self.processor, "image_processor"):
             raise PictureError(
-                f"{type(self.processor).__name__} is no processor of text and pictures: "
-                "AutoProcessor loads the model's own"
+                f"{type(self.processor).__name__} is no processor of text and pictures: load the "
+                "model's with AutoProcessor.from_pretrained"
             )
         return marker
 
@@ -119,8 +119,7 @@ class PictureReader:
         if isinstance(images, Mapping):
             if isinstance(prompt, str):
                 raise PictureError(
-                    "outputs of a processor go with the input_ids that it returned, and not with "
-                    "a text"
+                    "outputs of a processor need the input_ids that it returned, not a text"
                 )
             ids = list(array("i", self._contexts.packed(prompt)))
             return self._of_inputs(ids, images, max_length)
@@ -131,8 +130,8 @@ class PictureReader:
             part = str(self.processor.tokenizer.convert_ids_to_tokens(self._image_token_id))
             if part != marker and part in prompt:
                 raise PictureError(
-                    f"the prompt holds {part!r}, which stands for a part of a picture: the place "
-                    f"of a whole one is marked by {marker!r}"
+                    f"the prompt contains {part!r}, the token for a part of a picture: mark the "
+                    f"place of a whole picture with {marker!r}"
                 )
             if not pictures:
                 return self._contexts.of(self.processor.tokenizer(prompt)["input_ids"])
@@ -140,8 +139,8 @@ class PictureReader:
         else:
             if pictures:
                 raise PictureError(
-                    "pictures go with a text, or with the ids that the processor returned: inputs "
-                    '= lm.processor(text=[text], images=[pictures], return_tensors="pt"); '
+                    "pictures need a text, or the ids that the processor returned: inputs = "
+                    'lm.processor(text=[text], images=[pictures], return_tensors="pt"); '
                     'lm.context(inputs["input_ids"][0], images=inputs)'
                 )
             return self._contexts.of(prompt)
@@ -161,13 +160,13 @@ class PictureReader:
             )
         if self._image_token_id not in ids:
             raise PictureError(
-                f"the token ids hold no part of a picture, which is {self._image_token_id}: pass "
-                "them as the processor returns them"
+                f"the token ids contain no image token {self._image_token_id}: pass them as the "
+                "processor returned them"
             )
         known = self._probes[0].inputs
         if given.keys() != known.keys():
             raise PictureError(
-                f"{type(self.processor).__name__} returns for pictures "
+                f"images must have the outputs of {type(self.processor).__name__} for pictures, "
                 f"{', '.join(map(repr, sorted(known)))}, got "
                 f"{', '.join(map(repr, sorted(given))) or 'nothing'}"
             )
@@ -190,7 +189,7 @@ class PictureReader:
             made = self.processor(text=[text], images=[pictures], return_tensors="pt")
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             raise PictureError(
-                f"{type(self.processor).__name__} does not read these pictures: {error}"
+                f"{type(self.processor).__name__} cannot read these pictures: {error}"
             ) from error
         inputs = {
             name: value

@@ -31,10 +31,10 @@ from genlm_backend.scheduling.scheduler import Scheduler
 FORMAT: Final = "genlm_backend prefix 1"
 
 _DIFFERENT: Final = {
-    "config": "of another model: its config differs",
-    "weights": "of another model: its weights differ",
-    "adapter": "of another adapter, or of none where this is asked with one",
-    "layout": "in another number format, or of keys and values of another shape",
+    "config": "from another model: its config differs",
+    "weights": "from another model: its weights differ",
+    "adapter": "for another adapter: save and load it with the same one, or both without one",
+    "layout": "in another number format, or has keys and values of another shape",
 }
 _MEAN_TOLERANCE: Final = 1e-3
 
@@ -107,17 +107,17 @@ def save(path: Path, prefix: Prefix, fingerprint: Mapping[str, str], layout: KVL
 def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix:
     """Check a file, and return its prefix, mapped into memory."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would wait
-        raise PrefixFileError(f"{path} is a device or a pipe, and no file of a prefix")
+        raise PrefixFileError(f"{path} is a device or a pipe, not a prefix file")
     with path.open("rb"):  # its errors say more than safetensors'
         pass
     try:
         with safe_open(path, "pt") as file:
             said = dict(file.metadata() or {})
             if said.get("format") != FORMAT:
-                raise PrefixFileError(f"{path} holds no prefix that this version knows")
+                raise PrefixFileError(f"{path} is no prefix file that this version can read")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise PrefixFileError(f"{path} is cut short, or no file of a prefix: {error}") from error
+        raise PrefixFileError(f"{path} is truncated, or no prefix file: {error}") from error
     for name, expected in fingerprint.items():
         if said.get(name) != expected:
             kinds = f": {said.get(name)}; this model has {expected}" if name == "layout" else ""
@@ -127,15 +127,15 @@ def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix
     token_ids = tensors.get("token_ids", torch.empty(0, dtype=torch.int64))
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     if found != _kinds(layout, token_ids.numel()):
-        raise PrefixFileError(f"{path} does not hold the tensors that it says")
+        raise PrefixFileError(f"{path} has tensors of other names, dtypes or shapes than it should")
     for number, layer in enumerate(layout.layers):
         mean = layer.mean_key
         if mean is not None and not torch.allclose(
             tensors[f"mean_key.{number}"], mean.cpu(), atol=_MEAN_TOLERANCE, rtol=_MEAN_TOLERANCE
         ):
-            raise PrefixFileError(f"{path} is of another model: the mean of its keys differs")
+            raise PrefixFileError(f"{path} is from another model: the mean of its keys differs")
     if not all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point()):
-        raise PrefixFileError(f"{path} has keys or values that are infinite or no numbers")
+        raise PrefixFileError(f"{path} has keys or values that are infinite or NaN")
     codes = [
         tuple(tensors[f"codes.{number}.{i}"] for i in range(len(layer.codec().columns())))
         for number, layer in enumerate(layout.layers)
@@ -191,16 +191,16 @@ class PrefixFiles:
         """Raise ``CacheError`` unless contexts of ``num_tokens`` tokens can be cached."""
         if not self._scheduler.cache.keeps:
             why = "it runs contexts whole" if self._has_bytes else "kv_cache_bytes is 0"
-            raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
+            raise CacheError(f"the model keeps no keys and values to save or load: {why}")
         self._scheduler.check_cacheable(num_tokens)
 
     def save(self, node: int | None, query: RowQuery, path: Path) -> None:
         """Write a context's keys and values, and its last recurrent state, given its node."""
         if node is None:
             raise CacheError(
-                f"a prompt of {len(query.context)} tokens does not fit into the "
-                f"{self._scheduler.tree.num_slots} tokens of kv_cache_bytes that are not pinned, "
-                "or has keys and values that are not finite in this format"
+                f"a prompt of {len(query.context)} tokens does not fit into the unpinned part of "
+                f"the {self._scheduler.tree.num_slots} tokens of kv_cache_bytes, or has keys and "
+                "values that are not finite in this format"
             )
         cache, nodes = self._scheduler.cache, self._scheduler.tree.nodes
         resumed = cache.resumed(node)
@@ -217,7 +217,9 @@ class PrefixFiles:
         prefix = load(Path(path), self._fingerprint(adapter), cache.pool.layout)
         ids, width = prefix.token_ids, vocab_width(self._scheduler.runner.model)
         if not ids or not 0 <= min(ids) <= max(ids) < width:
-            raise PrefixFileError(f"{path} has no tokens, or such as the model has not")
+            raise PrefixFileError(
+                f"{path} has no tokens, or token ids that the model does not have"
+            )
         self.check_can_keep(len(ids))
         if max_length is not None and len(ids) > max_length:
             raise CacheError(
@@ -225,13 +227,14 @@ class PrefixFiles:
             )
         if not cache.fill(ids, prefix.codes, prefix.states, prefix.num_resumed, adapter):
             of_states = (
-                f" or their recurrent state into state_cache_bytes={cache.budgets.states},"
+                ", or their recurrent state does not fit into "
+                f"state_cache_bytes={cache.budgets.states}"
                 if cache.budgets.states
                 else ""
             )
             raise CacheError(
-                f"the {len(ids)} tokens of {path} do not fit into the "
-                f"{cache.tree.num_slots} of kv_cache_bytes,{of_states} as far as none are pinned"
+                f"the {len(ids)} tokens of {path} do not fit into the unpinned part of the "
+                f"{cache.tree.num_slots} tokens of kv_cache_bytes{of_states}"
             )
         return ids
 

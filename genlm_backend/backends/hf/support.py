@@ -82,39 +82,39 @@ def check_hf_model(model: Any) -> None:
     """
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or not callable(getattr(model, "forward", None)):
-        hint = "; from_name takes a name" if isinstance(model, str) else ""
+        hint = "; pass a name to from_name" if isinstance(model, str) else ""
         raise UnsupportedModelError(
             f"hf_model must be a causal language model of transformers, got {shown(model)}{hint}"
         )
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError(
-            "torch.compile has hidden what the model takes: wrap the model that was compiled, "
-            "model._orig_mod, or compile it in its place by model.compile(); queries compute with "
-            "its own code either way"
+            "torch.compile hides the arguments of the model: wrap the original model, "
+            "model._orig_mod, or compile it in place with model.compile(); queries run its "
+            "uncompiled code either way"
         )
     if getattr(config, "return_dict", True) is False:
         raise ModelStateError(
-            "the model's config has return_dict=False, with which models of transformers do not "
-            "find what their own parts return: set it to True"
+            "the model's config has return_dict=False, with which models of transformers cannot "
+            "read the outputs of their own parts: set it to True"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder model; a next token is only defined "
-            "for decoder-only (causal) language models"
+            f"{type(model).__name__} is an encoder-decoder model: only decoder-only (causal) "
+            "language models define a next token"
         )
     if not hasattr(model, "get_output_embeddings") or "input_ids" not in parameters_of(model):
         raise UnsupportedModelError(f"{type(model).__name__} is not a language model over tokens")
     text_config: Any = model.config.get_text_config(decoder=True)
     if getattr(text_config, "prefix_lm", False) and "token_type_ids" in parameters_of(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has prefix_lm=True in its config: it reads tokens of a prompt "
-            "both ways if token_type_ids mark them, and no query has such marks. If its prompts "
-            "are to be read from left to right, set prefix_lm=False"
+            f"{type(model).__name__} has prefix_lm=True in its config: it attends in both "
+            "directions to prompt tokens that token_type_ids mark, and queries have no such "
+            "marks. To read its prompts from left to right, set prefix_lm=False"
         )
     is_split = getattr(model, "hf_device_map", None) is not None  # parts may be offloaded
     if not is_split and any(p.is_meta for p in getattr(model, "parameters", tuple)()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is on 'meta', in part or all: no weights"
+            f"{type(model).__name__} has no weights: some or all of them are on 'meta'"
         )
 
 
@@ -134,8 +134,8 @@ def check_length(model: Any, max_length: int | None) -> None:
     has_rotary = any(hasattr(module, "rope_type") for module in model.modules())
     if not (has_rotary or getattr(config, "alibi", False)):
         raise OptionError(
-            f"max_length={max_length} is more than the {most} positions that this "
-            f"{type(model).__name__} has"
+            f"max_length={max_length} is more than the {most} positions of this "
+            f"{type(model).__name__}"
         )
 
 
@@ -171,7 +171,7 @@ def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:
             yield module.original_max_seq_len - 1
 
 
-@stage("asking the model what it can do")
+@stage("testing how the model can be cached")
 def hf_probe(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
     """Find by a few tiny passes whether rows from cached tokens equal rows of whole passes."""
     # Two short contexts run whole and then from slots, in two steps and padded to one batch. The
@@ -209,14 +209,14 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
                 break
         else:
             raise UnsupportedModelError(
-                f"{name} gives other rows for token ids that have a mask than for the same ones "
-                "without, told positions or not: its passes could not be padded"
+                f"{name} returns other rows with an attention mask than without one, whether it "
+                "gets position_ids or not: its passes could not be padded"
             ) from failure
         try:
             batch = pack([short, TokenChunk(long, outputs=(length - 1,))])
             padded, _ = row_of(runner.forward(batch, UncachedAttention()))
         except Exception as error:  # it may take only contexts of one length
-            logger.debug("%s takes no padding", name, exc_info=error)
+            logger.debug("%s does not support padding", name, exc_info=error)
             return False
     return distance(alone, padded) <= tolerance
 
@@ -224,13 +224,15 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
 def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
     config = runner.model.config.get_text_config(decoder=True)
     if runner.view.cache_argument is None:
-        return KVSupport(reason="its state is not one of keys and values")
+        return KVSupport(reason="it accepts no cache of keys and values or recurrent states")
     if config.model_type in _COUNTS_COLUMNS:
-        return KVSupport(reason="it cuts masks out of a table by the number of columns of a pass")
+        return KVSupport(
+            reason="it slices its masks from a table by the number of columns in a pass"
+        )
     layers = DynamicCache(config=config).layers
     others = {type(layer).__name__ for layer in layers if not _is_known(layer)}
     if others:
-        reason = f"some layers keep states that belong to no token: {sorted(others)}"
+        reason = f"some layers have caches of unsupported types: {sorted(others)}"
         return KVSupport(reason=reason)
     window = getattr(config, "sliding_window", None) or 0
     length = _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)
@@ -251,16 +253,16 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
         logger.warning(
             "%s runs without key-value reuse", type(runner.model).__name__, exc_info=True
         )
-        return KVSupport(reason=f"it does not run on a foreign cache: {error!r}")
+        return KVSupport(reason=f"it does not run with this library's cache: {error!r}")
     if distance(trial.third_row, bare_row) > trial.tolerance:  # due to positions or later tokens
         chunk = TokenChunk(long[:3], outputs=(2,))
         (alone_row,) = row_of(runner.forward(pack([chunk]), UncachedAttention()))
         if distance(alone_row, bare_row) > trial.tolerance:
-            return KVSupport(reason="it counts positions in a way of its own")
+            return KVSupport(reason="it returns other rows with position_ids than without")
     if factory is None:
         return KVSupport(
-            reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
-            f"and by {trial.spread:.2g} between different contexts"
+            reason=f"rows from cached keys and values differ by {difference:.2g} from rows of "
+            f"whole passes, and by {trial.spread:.2g} between different contexts"
         )
     return KVSupport(
         layout,
@@ -322,7 +324,7 @@ class _SlotTrial:
                 if factory is ATTENTION_FACTORIES[-1]:
                     raise
                 name = type(self._runner.model).__name__
-                logger.debug("%s cannot attend so", name, exc_info=error)
+                logger.debug("%s does not run with this attention backend", name, exc_info=error)
                 continue
             if difference <= self.tolerance:
                 return factory, difference, takes_several

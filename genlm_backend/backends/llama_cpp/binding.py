@@ -23,9 +23,9 @@ def library() -> ModuleType:
     """Return llama-cpp-python's module of C functions, with the backend initialised."""
     if importlib.util.find_spec("llama_cpp") is None:
         raise MissingExtraError(
-            "AsyncLlamaCppLM needs llama-cpp-python, which is compiled as it is installed: "
-            "pip install 'genlm-backend[llama-cpp]'. AsyncTransformer (backend 'hf') runs models "
-            "in transformers' format."
+            "AsyncLlamaCppLM needs llama-cpp-python, which is compiled during installation: pip "
+            "install 'genlm-backend[llama-cpp]'. AsyncTransformer (backend 'hf') runs models in "
+            "transformers' format."
         )
     from llama_cpp import llama_cpp
 

@@ -38,15 +38,15 @@ class GGUFModel:
         lib = self._lib = library()
         if num_gpu_layers and not lib.llama_supports_gpu_offload():
             raise OptionError(
-                f"num_gpu_layers={num_gpu_layers} needs a build of llama-cpp-python for a GPU, and "
-                "this one is for the CPU"
+                f"num_gpu_layers={num_gpu_layers} needs a build of llama-cpp-python for a GPU, "
+                "but this one is for the CPU"
             )
         params = lib.llama_model_default_params()
         params.n_gpu_layers, params.vocab_only = num_gpu_layers, vocab_only
         with log_caught() as errors:
             self.pointer = lib.llama_model_load_from_file(self.path.encode(), params)
         if not self.pointer:
-            raise UnsupportedModelError(f"llama.cpp does not load {self.path!r}: {_said(errors)}")
+            raise UnsupportedModelError(f"llama.cpp cannot load {self.path!r}: {_said(errors)}")
         self._freeing = weakref.finalize(self, _free, self.pointer)
         self._freeing.atexit = False
         try:
@@ -58,15 +58,16 @@ class GGUFModel:
     def _read(self) -> None:
         lib = self._lib
         if not lib.llama_model_has_decoder(self.pointer):
-            raise UnsupportedModelError(f"{self.path!r} holds no language model")
+            raise UnsupportedModelError(f"{self.path!r} contains no language model")
         if lib.llama_model_has_encoder(self.pointer):
             raise UnsupportedModelError(
-                f"{self.path!r} holds an encoder too: a row does not depend on its context alone"
+                f"{self.path!r} also contains an encoder: its rows do not depend on the context "
+                "alone"
             )
         self._vocab = vocab = lib.llama_model_get_vocab(self.pointer)
         self.vocab_size = int(lib.llama_vocab_n_tokens(vocab))
         if self.vocab_size < 1 or lib.llama_vocab_type(vocab) == lib.LLAMA_VOCAB_TYPE_NONE:
-            raise UnsupportedModelError(f"{self.path!r} holds no vocabulary")
+            raise UnsupportedModelError(f"{self.path!r} contains no vocabulary")
         self.num_trained = max(1, int(lib.llama_model_n_ctx_train(self.pointer)))
         self.bos_token_id = self._id(lib.llama_vocab_bos(vocab))
         self.eos_token_id = self._id(lib.llama_vocab_eos(vocab))
@@ -124,7 +125,7 @@ class GGUFModel:
         size = len(data) + 8
         with self._reading:
             if not self.pointer:
-                raise ModelStateError("the model is closed, which divides texts into tokens")
+                raise ModelStateError("the model is closed, and can no longer tokenize texts")
             while True:
                 ids = (ctypes.c_int32 * size)()
                 found = self._lib.llama_tokenize(
@@ -158,7 +159,7 @@ class GGUFModel:
             found = self._lib.llama_adapter_lora_init(self.pointer, path.encode())
         if not found:
             raise AdapterError(
-                f"llama.cpp does not load the LoRA adapter {name!r} from {path!r}: {_said(errors)}"
+                f"llama.cpp cannot load the LoRA adapter {name!r} from {path!r}: {_said(errors)}"
             )
         return found
 
@@ -176,7 +177,7 @@ class GGUFModel:
 def _check_file(path: Path) -> None:
     """Raise a ``ModelNotFoundError`` unless a file begins with ``GGUF``."""
     if not path.is_file():
-        raise ModelNotFoundError(f"there is no file {str(path)!r}")
+        raise ModelNotFoundError(f"no such file: {str(path)!r}")
     with path.open("rb") as file:
         begin = file.read(len(_MAGIC))
     if begin != _MAGIC:
@@ -189,7 +190,7 @@ def _free(pointer: Any) -> None:
 
 
 def _said(errors: list[str]) -> str:
-    return "; ".join(errors) or "it does not say why"
+    return "; ".join(errors) or "it gives no reason"
 
 
 def resolve_file(name: str | Path) -> str:
@@ -204,15 +205,15 @@ def resolve_file(name: str | Path) -> str:
             return str(found[0])
         names = shown([file.name for file in files])
         raise ModelNotFoundError(
-            f"the directory {named!r} holds {len(files)} GGUF files: {names}; name one of them"
+            f"the directory {named!r} has {len(files)} GGUF files: {names}; name one of them"
             if files
-            else f"the directory {named!r} holds no GGUF file"
+            else f"the directory {named!r} has no GGUF file"
         )
     if named in BUNDLED:
         return str(bundled_file(named))
     others = [str(file) for file in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
     raise ModelNotFoundError(
-        f"there is no file {named!r} (what is on the Hugging Face hub is fetched by "
-        "huggingface_hub.hf_hub_download(repository, file))"
-        f"{near_names(named, [*others, *BUNDLED], quoted=True)}"
+        f"no such file: {named!r} (fetch a file of the Hugging Face hub with "
+        "huggingface_hub.hf_hub_download(repository, "
+        f"file)){near_names(named, [*others, *BUNDLED], quoted=True)}"
     )

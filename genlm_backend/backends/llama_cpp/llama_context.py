@@ -62,9 +62,8 @@ class LlamaContext:
             self._pointer = lib.llama_init_from_model(model.pointer, params)
         if not self._pointer:
             raise OptionError(
-                f"llama.cpp makes no room for {size.num_cells} tokens: "
-                f"{'; '.join(errors) or 'it does not say why'}; give less by kv_cache_bytes or "
-                "max_length"
+                f"llama.cpp cannot allocate {size.num_cells} tokens: "
+                f"{'; '.join(errors) or 'it gives no reason'}; lower kv_cache_bytes or max_length"
             )
         # The finalizer keeps the model alive; it does not run at exit, when a thread may still use
         # the context.
@@ -74,7 +73,9 @@ class LlamaContext:
         self._memory = lib.llama_get_memory(self._pointer)
         if not self._memory:
             self.close()
-            raise UnsupportedModelError(f"{model.path!r} holds no language model that goes on")
+            raise UnsupportedModelError(
+                f"{model.path!r} contains no language model that can continue a context"
+            )
 
     def copy(self, source: int, sequence: int, size: int) -> None:
         """Copy the first ``size`` tokens of ``source`` to a sequence, which shares their cells."""
@@ -159,7 +160,7 @@ class LlamaContext:
             code = self._lib.llama_decode(self._pointer, batch)
         if code:
             kind = OutOfCellsError if code == 1 else EvaluationError
-            reason = "there is no room for them" if code == 1 else f"llama_decode returned {code}"
+            reason = "its cache has no room" if code == 1 else f"llama_decode returned {code}"
             text = f"llama.cpp computed no rows of {batch.n_tokens} tokens: {reason}"
             raise kind("; ".join([text, *errors]))
 
@@ -178,7 +179,7 @@ class LlamaContext:
         with log_caught():
             code = self._lib.llama_set_adapters_lora(self._pointer, adapters, len(given), scales)
         if code:
-            raise EvaluationError("llama.cpp does not compute with the adapter")
+            raise EvaluationError("llama.cpp cannot compute with the adapter")
 
     def close(self) -> None:
         """Free the context; a second call has no effect."""

@@ -80,7 +80,7 @@ def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> Llama
         tolerance = max(_ROUNDING, _SHARE_OF_SPREAD * _distance(whole, of_wrong))
         difference = max(_distance(forked, whole), _distance(other, whole))
         is_same = difference <= tolerance
-        reason = "" if is_same else f"rows of forks differ by {difference:.2g}"
+        reason = "" if is_same else f"rows of forked contexts differ by {difference:.2g}"
         return LlamaSupport(of_token, of_state, reason)
     finally:
         context.close()
@@ -212,15 +212,15 @@ class LlamaEvaluator(LocalEvaluator):
             num_tokens = min((self._wanted_bytes - self._state_bytes) // of_token, _MOST_CELLS)
             if num_tokens < 1:
                 raise OptionError(
-                    f"kv_cache_bytes={self._wanted_bytes} has no room for the {of_token} bytes of "
-                    "one token; 0 keeps nothing"
+                    f"kv_cache_bytes={self._wanted_bytes} has no room for one token, which takes "
+                    f"{of_token} bytes: raise it, or set 0 to cache nothing"
                 )
         else:
             num_tokens = min(max(1, cpu_budget() // of_token), max(_DEFAULT_TOKENS, wanted))
         if wanted > num_tokens:
             raise OptionError(
-                f"max_length={wanted} needs {wanted * of_token} bytes for keys and values, and "
-                f"there are {num_tokens * of_token}: "
+                f"max_length={wanted} needs {wanted * of_token} bytes for keys and values, but "
+                f"only {num_tokens * of_token} are available: "
                 f"{'raise kv_cache_bytes, or ' if self._wanted_bytes else ''}lower max_length"
             )
         return num_tokens
@@ -230,8 +230,8 @@ class LlamaEvaluator(LocalEvaluator):
         free = free_memory()
         if num_bytes > free and not library().llama_supports_gpu_offload():
             raise OptionError(
-                f"kv_cache_bytes={self._wanted_bytes} takes {num_bytes} bytes at once, and "
-                f"{free} bytes of memory are free"
+                f"kv_cache_bytes={self._wanted_bytes} allocates {num_bytes} bytes at once, but "
+                f"only {free} bytes of memory are free"
             )
 
     def _sequence_counts(self, *, keeps: bool) -> SequenceCounts:
@@ -249,10 +249,10 @@ class LlamaEvaluator(LocalEvaluator):
         least = counts.total * of_state
         if least > num_bytes:
             raise OptionError(
-                f"the recurrent states of this model take {least} bytes at least, {of_state} for "
-                f"each of {counts.total} sequences of llama.cpp, and there are {num_bytes}"
-                f"{' (half of kv_cache_bytes)' if parts > 1 else ''}: give "
-                f"kv_cache_bytes={parts * least} or more, or 0 to keep nothing"
+                f"the recurrent states of this model take at least {least} bytes, {of_state} for "
+                f"each of {counts.total} sequences of llama.cpp, but only "
+                f"{num_bytes}{' (half of kv_cache_bytes)' if parts > 1 else ''} are available: "
+                f"set kv_cache_bytes={parts * least} or more, or 0 to cache nothing"
             )
         return counts
 
@@ -313,12 +313,12 @@ class LlamaEvaluator(LocalEvaluator):
         if num_tokens + self._length > tree.num_slots:
             raise CacheError(
                 f"{num_tokens} pinned tokens leave no room for the longest context, of "
-                f"{self._length}, among {tree.num_slots}: raise kv_cache_bytes, or load the model "
-                "with a lower max_length"
+                f"{self._length} tokens, in the {tree.num_slots} of the cache: raise "
+                "kv_cache_bytes, or load the model with a lower max_length"
             )
         if num_pins > self._most_rows:
             raise CacheError(
-                f"{self._most_rows} prompts are pinned, and others would leave too few of "
+                f"{self._most_rows} prompts are pinned, and more would leave too few of "
                 "llama.cpp's sequences for a batch"
             )
 

@@ -41,7 +41,7 @@ class MlxAdapters:
         except AdapterError:
             raise
         except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise AdapterError(f"no adapter could be loaded from {path!r}: {error}") from error
+            raise AdapterError(f"the adapter {path!r} cannot be loaded: {error}") from error
         finally:
             changed = _changed(own, dict(self._model.named_modules()))
             self._put({name: own[name] for name in changed})
@@ -97,8 +97,8 @@ def _check_whole(path: str, folder: Path, added: set[str]) -> None:
     moved = {name for name in added if name.rpartition(".")[0].endswith((".linear", ".embedding"))}
     if lacking := sorted(added - moved - weights.keys()):
         raise AdapterError(
-            f"the adapter in {path!r} lacks {len(lacking)} of the weights that its settings speak "
-            f"of: {', '.join(lacking[:3])}, …"
+            f"the adapter {path!r} lacks {len(lacking)} of the weights that its settings require: "
+            f"{', '.join(lacking[:3])}, …"
         )
 
 
@@ -119,19 +119,21 @@ def _folder(path: str) -> Path:
             folder = Path(snapshot_download(path, allow_patterns=_FILES))
         except Exception as error:  # a wrong name or a missing network raises many types
             raise AdapterError(
-                f"there is no directory {path!r}, nor a repository of that name to be had: {error}"
+                f"{path!r} is neither a local directory nor a repository that can be fetched: "
+                f"{error}"
             ) from error
     config = json.loads((folder / "adapter_config.json").read_text())
     if "peft_type" in config:
         raise AdapterError(
-            f"{path!r} is an adapter of PEFT, and AsyncMlxLM reads those of mlx-lm: mlx_lm.lora "
-            "makes one; AsyncTransformer reads this one"
+            f"{path!r} is an adapter of PEFT, but AsyncMlxLM reads mlx-lm's format: make one with "
+            "mlx_lm.lora, or load this one with AsyncTransformer"
         )
     if config.get("fine_tune_type") == "full":
-        raise AdapterError(f"{path!r} is a whole model's weights, and no adapter")
+        raise AdapterError(f"{path!r} contains a whole model's weights, not an adapter")
     if config.get("fine_tune_type", "lora") not in ("lora", "dora"):
         raise AdapterError(
-            f"{path!r} is of the kind {config['fine_tune_type']!r}: mlx-lm knows 'lora' and 'dora'"
+            f"{path!r} has fine_tune_type={config['fine_tune_type']!r}: mlx-lm supports 'lora' "
+            "and 'dora'"
         )
     if lacking := {"num_layers", "lora_parameters"} - config.keys():
         raise AdapterError(f"the adapter_config.json in {path!r} has no {sorted(lacking)}")

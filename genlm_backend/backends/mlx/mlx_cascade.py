@@ -68,7 +68,7 @@ _NAME: Final = "scaled_dot_product_attention"
 def mlx_attends_otherwise(how: str) -> ModelStateError:
     """Return the error for a model whose attention has changed since it was probed."""
     return ModelStateError(
-        f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed?"
+        f"the model attends otherwise than when it was wrapped: {how}; was it changed?"
     )
 
 

@@ -96,8 +96,8 @@ class MlxEvaluator(LocalEvaluator):
         self._schedule(cache or PrefixCache(runner, whole), whole, can)
         if not self._is_metal and is_half(runner.model):
             warnings.warn(
-                "MLX computes in half precision slowly on a CPU: wrap a model in float32 (what "
-                "mlx_lm.load returns has set_dtype(mx.float32))",
+                "MLX is slow in half precision on a CPU: wrap a model in float32 (call "
+                "set_dtype(mx.float32) on the model that mlx_lm.load returns)",
                 stacklevel=2,
             )
         runner.num_forwards = runner.tokens_computed = 0  # do not count the probe
@@ -166,7 +166,7 @@ def mlx_prefix_cache(
     if support.reason:
         if state_bytes is not None:
             raise OptionError(
-                f"state_cache_bytes={state_bytes} is for models with cached recurrent states, and "
+                f"state_cache_bytes={state_bytes} needs a model with cached recurrent states, but "
                 f"{name} runs every context whole: {support.reason}"
             )
         return None

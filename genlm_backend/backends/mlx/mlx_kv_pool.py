@@ -135,7 +135,7 @@ class MlxStatePool:
         for i, (array, new) in enumerate(zip(self._arrays, states, strict=True)):
             if new.shape != (len(numbers), *array.shape):  # MLX would broadcast it
                 raise ModelStateError(
-                    f"the recurrent state of some layer has the shape {new.shape[1:]}, and had "
+                    f"a layer's recurrent state has the shape {new.shape[1:]}, but had "
                     f"{array.shape} after other tokens"
                 )
             self._kept[i][places] = new.astype(array.dtype)

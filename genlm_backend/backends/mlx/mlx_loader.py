@@ -69,8 +69,9 @@ class MlxLoader:
 
         if not [*path.glob("model*.safetensors")]:
             raise ModelNotFoundError(
-                f"{self.name!r} has no weights in safetensors: save it with save_pretrained of "
-                f"transformers, or convert it: mlx_lm.convert --hf-path {self.name} --mlx-path …"
+                f"{self.name!r} has no weights in safetensors format: save it with "
+                "save_pretrained of transformers, or convert it: mlx_lm.convert --hf-path "
+                f"{self.name} --mlx-path …"
             )
         config = json.loads((path / "config.json").read_text())
         if not self.allow_untested:
@@ -93,18 +94,18 @@ class MlxLoader:
             kind, said = config.get("model_type"), str(error)
             said = said if len(said) <= _LONG_MESSAGE else f"{said[:_LONG_MESSAGE]} …"
             raise UnsupportedModelError(
-                f"mlx-lm does not load {self.name!r} (model_type {kind!r}): {said}"
+                f"mlx-lm cannot load {self.name!r} (model_type {kind!r}): {said}"
             ) from error
         if not self.allow_untested and not has_windows(model, config):
-            self._check("mlx-lm has other sliding windows than its config")
+            self._check("mlx-lm uses other sliding windows than its config")
         return model
 
     def _check(self, reason: str) -> None:
         """Raise an ``UnsupportedModelError`` if there is a ``reason`` why rows may differ."""
         if reason:
             raise UnsupportedModelError(
-                f"{self.name!r} is not known to have the rows of transformers in mlx-lm: {reason}. "
-                "backend='hf' has them; allow_untested=True takes those of mlx-lm"
+                f"{self.name!r} may have other rows in mlx-lm than in transformers: {reason}. Use "
+                "backend='hf', or accept mlx-lm's rows with allow_untested=True"
             )
 
 
@@ -112,21 +113,21 @@ def _untested(config: Mapping[str, Any]) -> str:
     """Return why a config is not among those that the tests compare; ``""`` if it is."""
     kind = config.get("model_type")
     if kind not in TESTED:
-        return f"the tests compare no model of model_type {kind!r}"
+        return f"no test compares a model of model_type {kind!r}"
     activation, *rope_types = TESTED[kind]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     ropes = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
     for rope in ropes:
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", *rope_types):
-            return f"the tests compare no {kind!r} with rope_type={rope_type!r}"
+            return f"no test compares {kind!r} with rope_type={rope_type!r}"
     for name in _ACTIVATIONS:
         if config.get(name) not in (None, activation):
-            return f"the tests compare no {kind!r} with {name}={config[name]!r}"
+            return f"no test compares {kind!r} with {name}={config[name]!r}"
     for name, value in _UNREAD.items():
         for entries in (config, *ropes):
             if entries.get(name) not in (None, value):
-                return f"it leaves {name}={entries[name]!r} unread"
+                return f"mlx-lm ignores {name}={entries[name]!r}"
     return ""
 
 

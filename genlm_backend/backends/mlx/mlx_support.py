@@ -61,8 +61,8 @@ def check_mlx_model(model: Any) -> None:
     """Raise an ``UnsupportedModelError`` if a model lacks attributes of mlx-lm's models."""
     if not hasattr(model, "layers") or not hasattr(model, "named_modules"):
         raise UnsupportedModelError(
-            f"{shown(model)} is no language model of mlx-lm: mlx_lm.load returns one, with its "
-            "tokenizer, and from_name takes a name"
+            f"{shown(model)} is no language model of mlx-lm: load one with its tokenizer with "
+            "mlx_lm.load, or pass a name to from_name"
         )
 
 
@@ -113,7 +113,9 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
         difference, reason, several = _difference(runner, kept, factory, (long, short), whole)
         if not reason and difference <= tolerance:
             return MlxSupport(vocab_size, shapes, states, factory, "", pads, several)
-        reason = reason or f"rows from what is kept differ by {difference:.2g} from whole ones"
+        reason = (
+            reason or f"rows from the cache differ by {difference:.2g} from rows of whole passes"
+        )
         logger.debug("%s: %s", type(runner.model).__name__, reason)
     # Without slots, a model with keys and values gets no positions per row and counts columns
     # itself. mlx-lm's "dynamic" rotary positions depend on the columns of a pass once these exceed
@@ -133,16 +135,16 @@ def _kept(model: Any) -> tuple[_Kept | None, str]:
     kinds = {type(cache) for cache in leaves(make_prompt_cache(model))}
     others = {kind for kind in kinds if not issubclass(kind, ArraysCache)}
     if names := sorted(kind.__name__ for kind in others - {KVCache, RotatingKVCache}):
-        return None, f"some layers keep states of kinds that are unknown: {names}"
+        return None, f"some layers have caches of unsupported types: {names}"
     if any(_num_attending(cache) > 1 for cache in make_prompt_cache(model)):
         # The second set may belong to an indexer, which picks keys in long contexts only.
         return None, "some layers keep more than one set of keys and values"
     try:
         kept, of_one = _seen(model, [1, 2, 1, 2, 1]), _seen(model, [1])
     except (TypeError, ValueError, AttributeError, IndexError) as error:
-        return None, f"it does not run on foreign caches: {error!r}"
+        return None, f"it does not run with this library's caches: {error!r}"
     if kept is None:
-        return None, "some caches are not given keys and values of one token each"
+        return None, "some caches do not get keys and values for each token"
     if kept != of_one:
         return None, "some layers keep states whose shapes depend on the number of tokens"
     return kept, ""
@@ -202,8 +204,12 @@ def _difference(
     try:
         found = difference_of(runner, attention, state_pool, contexts, whole[:2], rounding)
     except (TypeError, ValueError, AttributeError, IndexError, ModelStateError) as error:
-        logger.debug("%s runs on nothing kept", type(runner.model).__name__, exc_info=error)
-        return 0.0, f"it does not run on foreign caches: {error!r}", True
+        logger.debug(
+            "%s does not run on cached keys, values or states",
+            type(runner.model).__name__,
+            exc_info=error,
+        )
+        return 0.0, f"it does not run with this library's caches: {error!r}", True
     return found[0], "", found[1]
 
 

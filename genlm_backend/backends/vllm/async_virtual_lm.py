@@ -149,8 +149,8 @@ class AsyncVirtualLM(BatchedLM):
     ) -> list[Sampled]:
         if 0 < options["temperature"] < LEAST_TEMPERATURE:
             raise OptionError(
-                f"temperature={options['temperature']}: vLLM samples at none between 0 and "
-                f"{LEAST_TEMPERATURE}; generate and draw_next_token do"
+                f"temperature={options['temperature']}: vLLM cannot sample between 0 and "
+                f"{LEAST_TEMPERATURE}; use generate or draw_next_token"
             )
         queries = [self._query(prompt, lora_name) for prompt in prompts]
         if options["max_tokens"] == 0:

@@ -286,7 +286,7 @@ class Core:
         answers = self._ask("collective_rpc", method, None, arguments, None)
         found = [answer for answer in answers if answer is not None]
         if len(found) != 1:
-            raise EvaluationError(f"{len(found)} of vLLM's workers have the rows, instead of one")
+            raise EvaluationError(f"{len(found)} of vLLM's workers returned rows, instead of one")
         return found[0]
 
     @staticmethod

@@ -58,8 +58,8 @@ class Completion:
         else:
             self._settle(
                 error=EvaluationError(
-                    f"the engine ended a sample after {len(self.token_ids)} of the "
-                    f"{self.num_possible} tokens that it was to have"
+                    f"the engine ended a sample after {len(self.token_ids)} of its "
+                    f"{self.num_possible} tokens"
                 )
             )
 

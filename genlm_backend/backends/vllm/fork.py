@@ -31,8 +31,8 @@ class ForkConnector(KVConnectorBase_V1):
         num_groups = len(kv_cache_config.kv_cache_groups)
         if num_groups != 1:
             raise UnsupportedModelError(
-                f"this model keeps {num_groups} kinds of state, not one of keys and values: its "
-                "contexts cannot be forked at any token"
+                f"this model has {num_groups} groups of KV-cache layers, instead of one: its "
+                "contexts cannot be forked at every token"
             )
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._manager: Any = None

@@ -40,21 +40,21 @@ def check_release() -> None:
         what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"
         raise MissingExtraError(
             f"AsyncVirtualLM needs vLLM {OLDEST[0]}.{OLDEST[1]} or later, but {what}: pip install "
-            "'genlm-backend[vllm]' on a machine with a CUDA device; the guide to vLLM tells what a "
-            "CPU needs. AsyncTransformer (backend 'hf') runs the same programs."
+            "'genlm-backend[vllm]' on a machine with a CUDA device, or see the guide to vLLM for "
+            "a CPU. AsyncTransformer (backend 'hf') runs the same programs."
         )
     try:
         importlib.import_module("genlm_backend.backends.vllm.vllm_engine")
     except (ImportError, AttributeError) as error:
         raise MissingExtraError(
-            f"AsyncVirtualLM cannot use vLLM {found}, which lacks something: {error}. Releases "
-            f"{_shown(SEEN[0])} to {_shown(SEEN[-1])} have all. AsyncTransformer (backend 'hf') "
-            "runs the same programs."
+            f"AsyncVirtualLM cannot use vLLM {found}, which lacks a part that it needs: {error}. "
+            f"Releases {_shown(SEEN[0])} to {_shown(SEEN[-1])} have all parts. AsyncTransformer "
+            "(backend 'hf') runs the same programs."
         ) from error
     if _minor(found) not in SEEN:
         warnings.warn(
-            f"AsyncVirtualLM is tested with vLLM {_shown(SEEN[0])} to {_shown(SEEN[-1])}, and not "
-            f"with {found}: rows of each model are compared when it is loaded",
+            f"AsyncVirtualLM is tested with vLLM {_shown(SEEN[0])} to {_shown(SEEN[-1])}, not "
+            f"with {found}: each model's rows are compared when it is loaded",
             stacklevel=3,
         )
 

@@ -219,7 +219,7 @@ class SessionPlanner:
     def _compute_prompts(self, completions: Sequence[Completion]) -> None:
         def check_cancelled() -> None:
             if all(completion.future.cancelled() for completion in completions):
-                raise QueryDroppedError("no caller waits for the samples any more")
+                raise QueryDroppedError("no caller is waiting for the samples any more")
 
         prompts = [*dict.fromkeys(completion.prompt for completion in completions)]
         self.evaluate(prompts, check_cancelled, RowQueries([()] * len(prompts)))

@@ -227,12 +227,14 @@ class VLLMEngine:
                     if output.request_id not in waiting:
                         continue
                     if _has_failed(output.finish_reason):
-                        raise EvaluationError(f"vLLM ended a text: {output.finish_reason}")
+                        raise EvaluationError(f"vLLM ended a text to score: {output.finish_reason}")
                     if output.finish_reason is not None:
                         text = waiting.pop(output.request_id)
                         found[output.request_id] = self._scored_text(output, text)
                 if waiting and not self._is_relieved(relieve):
-                    raise EvaluationError(f"vLLM has no room for {len(waiting)} of its texts")
+                    raise EvaluationError(
+                        f"vLLM has no room for {len(waiting)} of the texts to score"
+                    )
         finally:
             self._texts = {}
             if waiting:
@@ -308,14 +310,14 @@ class VLLMEngine:
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         if not self._core.takes_adapters:
             raise AdapterError(
-                f"the model was loaded without places for adapters: {adapter.name!r} needs "
-                "engine_opts={'enable_lora': True}"
+                f"the model was loaded without support for adapters: {adapter.name!r} needs "
+                f"engine_opts={{'enable_lora': True}}"
             )
         num_others = len(self._adapters) - any(a.name == adapter.name for a in self._adapters)
         if self._max_adapters is not None and num_others >= self._max_adapters:
             raise AdapterError(
-                f"vLLM on the CPU holds max_loras={self._max_adapters} adapters; load the model "
-                f"with a larger max_loras to add {adapter.name!r}"
+                f"vLLM on the CPU holds only max_loras={self._max_adapters} adapters: load the "
+                f"model with a larger max_loras to add {adapter.name!r}"
             )
         # vLLM keys cached blocks by name and path, so an adapter's replacement needs a new name.
         request = LoRARequest(f"{adapter.name} {adapter.number}", adapter.number, path)
@@ -324,9 +326,7 @@ class VLLMEngine:
         except EngineDiedError:
             raise
         except Exception as error:
-            raise AdapterError(
-                f"vLLM does not load the adapter {adapter.name!r}: {error}"
-            ) from error
+            raise AdapterError(f"vLLM cannot load the adapter {adapter.name!r}: {error}") from error
         self._adapters[adapter] = request
 
     def remove_adapter(self, adapter: Adapter) -> None:
@@ -430,7 +430,7 @@ class VLLMEngine:
             # Another thread closes a dead core's sockets, so a write to them may raise any error.
             self.has_died = True
             raise EngineDiedError(
-                "vLLM's engine has ended, and what it printed says why; close this model and "
+                "vLLM's engine has died: see its output for the cause, then close this model and "
                 "load it again"
             ) from error.with_traceback(None)
 
@@ -448,8 +448,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if current_platform.is_cpu() and kept not in capture.KV_CACHE_DTYPES_ON_CPU:
         known = ", ".join(map(repr, capture.KV_CACHE_DTYPES_ON_CPU))
         raise UnsupportedModelError(
-            f"kv_cache_dtype={kept!r}: on the CPU vLLM takes it and gives wrong rows; its "
-            f"attention there knows {known}"
+            f"kv_cache_dtype={kept!r}: vLLM accepts it on the CPU, but returns wrong rows; its "
+            f"attention there supports {known}"
         )
 
 
@@ -464,7 +464,7 @@ def _values_explained() -> Iterator[None]:
             name = f"{one['loc'][0]}={shown(one['input'])}: " if one["loc"] else ""
             wrong.setdefault(name, one["msg"].removeprefix("Value error, "))
         told = "; ".join(name + why for name, why in wrong.items())
-        raise OptionError(f"vLLM refuses engine_opts: {told}") from error
+        raise OptionError(f"vLLM rejects engine_opts: {told}") from error
 
 
 def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
@@ -483,7 +483,7 @@ def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
     if config.is_hybrid or config.is_attention_free:
         raise UnsupportedModelError(
             f"{config.architecture} has recurrent states, which vLLM does not keep after each "
-            "token: its contexts cannot be forked. load_model_by_name(…, backend='hf') runs it"
+            "token, so its contexts cannot be forked: use load_model_by_name(…, backend='hf')"
         )
 
 
@@ -523,9 +523,9 @@ _OF_A_ROW: Any = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ign
 """Sampling parameters of requests for rows or scores; their one sampled token is discarded."""
 
 _REFUSED = {
-    "data_parallel_size": "sessions live in one engine; load a model for each replica instead",
-    "speculative_config": "drafted tokens have no rows of their own",
-    "enable_prefix_caching": "sessions share their blocks by it",
+    "data_parallel_size": "sessions need a single engine; load a model for each replica instead",
+    "speculative_config": "drafted tokens get no rows",
+    "enable_prefix_caching": "sessions need it to share blocks",
 }
 
 

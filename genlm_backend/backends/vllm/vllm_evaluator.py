@@ -142,7 +142,7 @@ class VLLMEvaluator(Evaluator):
 
     def pin(self, query: RowQuery) -> bool:
         """Raise a ``CacheError``: any session may be ended to make room."""
-        raise CacheError("vLLM ends the oldest sessions, and keeps no prompt for good")
+        raise CacheError("vLLM cannot pin a prompt: it ends the oldest sessions to make room")
 
     def clear(self) -> None:
         """End all sessions, and forget all blocks; running samples are computed again."""
@@ -239,12 +239,12 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
     for difference, spread in zip(differences, spreads, strict=True):
         if not difference <= max(_ROUNDING, spread / 2):
             raise UnsupportedModelError(
-                f"with vLLM {installed_release()}, rows of this model depend on what is cached: "
-                "log-probabilities of an extended or forked context differ from those of the same "
-                f"one computed whole, by a root mean square of {difference:.2g} (one wrong token "
-                f"makes {spread:.2g}). Take engine_opts={{'enforce_eager': True}} or "
-                "{'dtype': 'float32'}, another release, backend 'hf', or check_rows=False to run "
-                "it all the same"
+                f"with vLLM {installed_release()}, rows of this model depend on the cache: "
+                "log-probabilities of an extended or forked context differ from the same context "
+                f"computed whole by a root mean square of {difference:.2g} (one wrong token "
+                f"changes them by {spread:.2g}). Use engine_opts={{'enforce_eager': True}} or "
+                f"{{'dtype': 'float32'}}, another release or backend 'hf', or run it anyway with "
+                "check_rows=False"
             )
 
 

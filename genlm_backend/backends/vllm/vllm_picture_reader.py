@@ -44,9 +44,9 @@ class VLLMPictureReader:
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
         processor = self.processor
         if processor is None:
-            raise PictureError("the model reads text alone, and takes no pictures")
+            raise PictureError("the model is text-only, and accepts no pictures")
         if isinstance(images, Mapping):
-            raise PictureError("vLLM runs its processor itself: images are a list of pictures")
+            raise PictureError("vLLM runs the processor itself: pass images as a list of pictures")
         pictures, marker = read_images(images), str(processor.image_token)
         if isinstance(prompt, str):
             prompt = without_bos(processor.tokenizer, prompt)  # the processor adds BOS
@@ -62,8 +62,8 @@ class VLLMPictureReader:
             )
         try:
             ids, features = self._engine.read(prompt, pictures)
-        except Exception as error:  # of vLLM, or of a model's processor
-            raise PictureError(f"vLLM does not read these pictures: {error}") from error
+        except Exception as error:  # from vLLM or a model's processor
+            raise PictureError(f"vLLM cannot read these pictures: {error}") from error
         check_fits(ids, max_length)
         return self._context(ids, features)
 
@@ -81,7 +81,7 @@ class VLLMPictureReader:
             (places,) = np.nonzero(own & parts)
             values[places] = codes(feature.identifier.encode(), len(places))
         if not features or (values == image_token_id).any() or not parts.any():
-            raise PictureError("vLLM has given its parts of these pictures no places of their own")
+            raise PictureError("vLLM did not give every image token a place in one of the pictures")
         num_tokens = max(f.mm_position.offset + f.mm_position.length for f in features)
         written = torch.frombuffer(bytearray(pickle.dumps(features)), dtype=torch.uint8)
         made = Pictures.of(ids, {_FEATURES: written}, num_tokens, image_token_id, reader=_READER)

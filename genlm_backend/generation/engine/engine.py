@@ -31,7 +31,7 @@ from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
 
 _CHECKS = {"name": text, "runtime_config": optional(instance(RuntimeConfig, "a RuntimeConfig"))}
 _CONFIGS = sequence(instance(GenerationConfig, "one"), "GenerationConfigs, one for each prompt")
-_PROMPTS = sequence(lambda _, prompt: prompt, "several prompts in a list")
+_PROMPTS = sequence(lambda _, prompt: prompt, "a list of prompts")
 
 
 @final
@@ -159,7 +159,7 @@ class Engine(OfOneProcess, Closing):
 
     def _served(self, name: str) -> ModelEntry:
         model = self._model(name)
-        model.check_state(ModelState.RUNNING, to="take requests")
+        model.check_state(ModelState.RUNNING, to="accept requests")
         return model
 
     def _model(self, name: str) -> ModelEntry:
@@ -238,7 +238,7 @@ class Engine(OfOneProcess, Closing):
         configs = _CONFIGS("configs", configs)
         if len(configs) != len(prompts):
             raise GenerationConfigError(
-                f"configs must be one for each of {len(prompts)} prompts, got {len(configs)}"
+                f"configs must have one for each of the {len(prompts)} prompts, got {len(configs)}"
             )
         served = self._served(model_name)
         prepared = served.prepare(zip(prompts, configs, strict=True))
@@ -345,7 +345,7 @@ class Engine(OfOneProcess, Closing):
 
     def _check_request(self, request: GenerationRequest) -> None:
         if not isinstance(request, GenerationRequest) or request.loop is not self.loop:
-            raise UnknownRequestError(f"{shown(request)} is no request of this engine")
+            raise UnknownRequestError(f"{shown(request)} is not a request of this engine")
 
     # ---------------------------------------------------------------- short forms
 

@@ -89,7 +89,7 @@ class ModelEntry:
         self._lock.claim()  # the engine's thread lives in this process
         self._room = Signal()
         self._is_open = False
-        self._requests: dict[GenerationRequest, list[_Entry]] = {}  # those that have not ended
+        self._requests: dict[GenerationRequest, list[_Entry]] = {}  # requests that have not ended
         self._waiting: deque[_Entry] = deque()  # may contain entries of ended requests
         self._running: list[_Entry] = []
         self._tasks: set[asyncio.Task[None]] = set()  # changed on the loop only
@@ -191,8 +191,7 @@ class ModelEntry:
             checked = Prompt.from_prompt(lm, ids_of(prompt), config, max_length)
             if config.num_beams > self._max_batch(lm):
                 raise GenerationConfigError(
-                    f"num_beams={config.num_beams} does not fit into "
-                    f"max_batch={self._max_batch(lm)}"
+                    f"num_beams={config.num_beams} exceeds max_batch={self._max_batch(lm)}"
                 )
             request = GenerationRequest(self.name, checked.token_ids, config, self._loop)
             drafts = make_drafts(lm, checked, config)
@@ -201,8 +200,8 @@ class ModelEntry:
             if lm.kv_capacity is not None and needed > lm.kv_capacity:
                 raise ContextError(
                     f"the prompt of {len(checked.token_ids)} tokens and the longest text after it "
-                    f"need the keys and values of {needed} tokens, and there is memory for "
-                    f"{lm.kv_capacity}: give a smaller max_new_tokens, or more kv_cache_bytes"
+                    f"need KV cache for {needed} tokens, but it has room for {lm.kv_capacity}: "
+                    "lower max_new_tokens, or raise kv_cache_bytes"
                 )
         return prepared
 
@@ -222,7 +221,8 @@ class ModelEntry:
 
     def _full(self) -> RequestQueueFullError:
         return RequestQueueFullError(
-            f"{self.num_waiting_submissions} submissions wait for model {self.name!r} already"
+            f"the queue of model {self.name!r} is full: "
+            f"{self.num_waiting_submissions} submissions are waiting"
         )
 
     def _try_submit(self, requests: Submission) -> Literal[True] | Future[None]:
@@ -230,7 +230,7 @@ class ModelEntry:
         with self._lock.here:
             if not self._is_open:
                 raise ModelStateError(
-                    f"model {self.name!r} has been stopped or shut: no request is let in"
+                    f"model {self.name!r} accepts no requests: it has been stopped or shut"
                 )
             waiting = [entry for entries in requests.values() for entry in entries]
             limit = self._config.max_queue_size
@@ -283,7 +283,7 @@ class ModelEntry:
         has_memory = lm.kv_capacity is None or _num_tokens(together) <= lm.kv_capacity
         return not self._running or (has_rows and has_memory)
 
-    # ---------------------------------------------------------------- working at a draft
+    # ---------------------------------------------------------------- running a draft
 
     def _start(self, entry: _Entry) -> None:
         """Create a draft's task; called on the loop."""

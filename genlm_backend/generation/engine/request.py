@@ -53,7 +53,7 @@ def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> 
         try:
             found.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            if found.cancel():  # so that Signal drops it
+            if found.cancel():  # a cancelled waiter is dropped by its Signal
                 return None
     return found
 
@@ -73,7 +73,7 @@ class _Text:
     tokens: list[GeneratedToken] = field(default_factory=list)
     held_back: str = ""
     num_read: int = 0
-    is_cut: bool = False  # interrupted or with held-back text, which has not been read
+    is_cut: bool = False  # its interruption or held-back text has not been read
 
 
 @final

@@ -104,21 +104,21 @@ class RuntimeConfig(CheckedConfig):
         for name, is_right in found.items():
             if not is_right:
                 raise RuntimeConfigError(
-                    f"{name} is chosen when a model is loaded: it has {getattr(own, name)!r}, "
-                    f"not {getattr(self, name)!r}"
+                    f"{name}={getattr(self, name)!r} does not fit the loaded model, which has "
+                    f"{getattr(own, name)!r}: {name} is chosen when a model is loaded"
                 )
         for name in ("threads", "backend"):
             if getattr(self, name) is not None:
-                raise RuntimeConfigError(f"{name} is chosen when a model is loaded by its name")
+                raise RuntimeConfigError(f"{name} applies only to a model that is loaded by name")
         if self.llm_opts:
-            raise RuntimeConfigError("llm_opts are for a model that is loaded by its name")
+            raise RuntimeConfigError("llm_opts apply only to a model that is loaded by name")
 
     def check_loaded(self, lm: AsyncLM) -> None:
         """Raise a ``RuntimeConfigError`` if ``max_length`` exceeds the loaded model's limit."""
         longest = None if lm.max_length is None else lm.max_length + 1
         if self.max_length is not None and longest is not None and self.max_length > longest:
             raise RuntimeConfigError(
-                f"max_length={self.max_length} is more than the model's {longest}"
+                f"max_length={self.max_length} exceeds the model's limit of {longest}"
             )
 
 

@@ -51,9 +51,9 @@ _ANNOTATING_FORMATS: Final = {
 """Formats of OpenAPI and pydantic that are only annotations, so no text is checked against them."""
 
 _HINTS: Final = {
-    "propertyNames": "; declare the keys in 'properties', or take one 'patternProperties' and "
+    "propertyNames": "; declare the keys in 'properties', or use one 'patternProperties' and "
     '"additionalProperties": false',
-    "uniqueItems": "; take a list in place of a set, and drop what comes twice afterwards",
+    "uniqueItems": "; use a list instead of a set, and drop duplicates afterwards",
 }
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _ENVELOPE: Final = frozenset({"name", "description", "strict", "schema"})
@@ -62,7 +62,7 @@ _ENVELOPE: Final = frozenset({"name", "description", "strict", "schema"})
 _DEEPEST = 100
 _MOST = 2**53
 _MOST_EXPONENT = 22  # the largest power of ten that a double holds exactly
-_MOST_FACTOR = 100_000  # llguidance builds a state per unit; 531,441 took it 6 s
+_MOST_FACTOR = 100_000  # llguidance builds a state per unit: 6 s for 531,441
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPES = 'nrbtf\\"'  # no "u": an escaped declared key would pass as an undeclared one
 
@@ -79,18 +79,18 @@ def check_schema(schema: Mapping[str, Any] | bool | str | type[Any]) -> SchemaWa
     except (TypeError, ValueError, RecursionError) as error:
         is_type = isinstance(schema, type) or hasattr(schema, "__origin__")
         hint = f"; pass pydantic.TypeAdapter({shown(schema)})" if is_type else ""
-        raise ConstraintError(f"the schema is no JSON: {error}{hint}") from error
+        raise ConstraintError(f"the schema is not JSON: {error}{hint}") from error
     if plain is False:
-        raise ConstraintError("no JSON value fits the schema false")
+        raise ConstraintError("the schema is false, which no JSON value satisfies")
     if plain is not True and not isinstance(plain, dict):
-        raise ConstraintError(f"a JSON schema is an object or a boolean, got {plain!r}")
+        raise ConstraintError(f"a JSON schema must be an object or a boolean, got {plain!r}")
     return SchemaWalk({} if plain is True else plain)
 
 
 def _decimal(text: str) -> Decimal:
     number = Decimal(text)
     if not number.is_finite() or abs(number.adjusted()) > 400:
-        raise ValueError(f"{text} is no number that can be written")
+        raise ValueError(f"{text} is not a finite number, or is out of range")
     return number
 
 
@@ -100,9 +100,9 @@ def unwrapped(schema: Any) -> Any:
         return schema
     for name in schema.keys() - _ENVELOPE:
         known = ", ".join(map(repr, sorted(_ENVELOPE)))
-        raise ConstraintError(f"{name!r} is no entry of json_schema: there are {known}")
+        raise ConstraintError(f"{name!r} is not an entry of json_schema: the entries are {known}")
     if "schema" not in schema:
-        raise ConstraintError(f"json_schema has {', '.join(map(repr, schema))}, and no 'schema'")
+        raise ConstraintError(f"json_schema has no 'schema', only {', '.join(map(repr, schema))}")
     return schema["schema"]
 
 
@@ -148,7 +148,7 @@ class SchemaWalk:
         if not isinstance(schema, dict):
             return schema  # a boolean, or an error that llguidance reports
         if depth > _DEEPEST:
-            raise ConstraintError(f"the schema is nested more than {_DEEPEST} deep")
+            raise ConstraintError(f"the schema is nested more than {_DEEPEST} levels deep")
         written: dict[str, Any] = {}
         self._parts[pointer] = written
         for keyword, value in schema.items():
@@ -183,7 +183,7 @@ class SchemaWalk:
         """Allow annotations; refuse other keywords, and ``$id`` below the root."""
         if keyword == "$id" and pointer != "#":
             raise ConstraintError(
-                f"no constraint keeps to $id at {pointer}: leave it out, and refer to '#/$defs/…'"
+                f"$id at {pointer} is not supported: leave it out, and refer to '#/$defs/…'"
             )
         if keyword == "discriminator" and isinstance(value, dict):
             self._discriminators[pointer] = str(value.get("propertyName"))
@@ -191,9 +191,9 @@ class SchemaWalk:
         if keyword in _ANNOTATIONS or keyword.startswith("x-") or is_idle:
             return
         near = near_names(keyword, [*_KEYWORDS, *_ANNOTATIONS], quoted=True)
-        hint = _HINTS.get(keyword, near or "; annotations of your own begin with 'x-'")
+        hint = _HINTS.get(keyword, near or "; begin annotations of your own with 'x-'")
         raise ConstraintError(
-            f"no constraint keeps to the JSON schema's keyword {keyword!r}{hint} (at {pointer})"
+            f"a constraint cannot enforce the JSON schema keyword {keyword!r}{hint} (at {pointer})"
         )
 
     def _check_neighbours(self, schema: dict[str, Any], pointer: str) -> None:
@@ -201,12 +201,12 @@ class SchemaWalk:
         is_tuple = isinstance(schema.get("items"), list)
         if "prefixItems" in schema and (is_tuple or self._is_old):
             raise ConstraintError(
-                f"prefixItems at {pointer} is of draft 2020-12, with one schema of items: use it "
-                "alone, under the '$schema' of that draft or none"
+                f"prefixItems at {pointer} belongs to draft 2020-12: use it without a list of "
+                "items, and with the '$schema' of that draft or none"
             )
         if "additionalItems" in schema and not is_tuple:
             raise ConstraintError(
-                f"additionalItems at {pointer} needs a list of items: write it as items"
+                f"additionalItems at {pointer} needs a list of items: use items instead"
             )
         least, required = schema.get("minProperties"), _list(schema, "required")
         is_closed = schema.get("additionalProperties") is False and not schema.get(
@@ -215,9 +215,9 @@ class SchemaWalk:
         num_required = len(set(map(str, required)))
         if _is_number(least) and least > num_required + 1 and not is_closed:
             raise ConstraintError(
-                f"no constraint keeps to minProperties {least} at {pointer}, as a key that is not "
-                f"declared may be written twice: at most {num_required + 1} is kept to with "
-                f"{num_required} required; name more keys in 'required', or forbid others by "
+                f"a constraint cannot enforce minProperties {least} at {pointer}, as an undeclared "
+                f"key may occur twice: with {num_required} required keys, the limit is "
+                f"{num_required + 1}; name more keys in 'required', or forbid others with "
                 '"additionalProperties": false'
             )
 
@@ -226,28 +226,28 @@ class SchemaWalk:
         for name in (*_LOWER, *_UPPER):
             if _is_number(bound := schema.get(name)) and not _is_exact(bound):
                 raise ConstraintError(
-                    f"no constraint keeps to {name} {bound} at {pointer} exactly, as it is no "
-                    "double of few digits: take a bound of fewer digits, below 2**53"
+                    f"a constraint cannot enforce {name} {bound} at {pointer} exactly, as "
+                    "llguidance may round it: use a bound of fewer digits, below 2**53"
                 )
         divisor = schema.get("multipleOf")
         if _is_number(divisor) and not _is_factor(divisor):
             raise ConstraintError(
-                f"no constraint keeps to multipleOf {divisor} at {pointer} exactly, or it is too "
-                f"much to build: take an integer from 1 to {_MOST_FACTOR}, or a fraction of few "
-                "digits, such as 0.01; or leave it out, and round the number that comes"
+                f"a constraint cannot enforce multipleOf {divisor} at {pointer} exactly, or would "
+                f"be too large: use an integer from 1 to {_MOST_FACTOR} or a fraction of few "
+                "digits, such as 0.01; or leave it out, and round the generated number"
             )
         for value in [schema.get("const"), *_list(schema, "enum")]:
             for part in _scalars(value):
                 is_short = not isinstance(part, Decimal) or "e" not in repr(float(part))
                 if _is_number(part) and not (_is_exact(part) and is_short):
                     raise ConstraintError(
-                        f"no constraint keeps to the number {part} at {pointer} exactly, as it is "
-                        "no double of few digits: take one of fewer digits, or a string"
+                        f"a constraint cannot enforce the number {part} at {pointer} exactly, as "
+                        "llguidance may round it: use one of fewer digits, or a string"
                     )
                 if isinstance(part, str) and _CONTROL.search(part):
                     raise ConstraintError(
-                        f"the text {part!r} at {pointer} has a control character that no "
-                        "constraint writes: leave it out"
+                        f"the text {part!r} at {pointer} has a control character, which a "
+                        "constraint cannot generate: leave it out"
                     )
 
     def _write_format(self, schema: dict[str, Any], pointer: str) -> None:
@@ -263,8 +263,8 @@ class SchemaWalk:
         if name not in known:
             near = near_names(name, known, quoted=True).removeprefix("; ")
             raise ConstraintError(
-                f"no constraint keeps to format {value!r} at {pointer}: "
-                f"{near or 'there are ' + ', '.join(known)}; or write it as a pattern"
+                f"a constraint cannot enforce format {value!r} at {pointer}: write it as a "
+                f"pattern; {near or 'the known formats are ' + ', '.join(known)}"
             )
         if "pattern" in schema:
             schema["allOf"] = [*_list(schema, "allOf"), {"pattern": known[name]}]
@@ -293,8 +293,8 @@ class SchemaWalk:
         target = self._anchors.get(reference, unquote(reference))
         if target not in self._parts:
             raise ConstraintError(
-                f"$ref {reference!r} at {pointer} does not exist in the schema, and nothing is "
-                "fetched: put the schema that it names into '$defs', and refer to '#/$defs/…'"
+                f"$ref {reference!r} at {pointer} does not exist in the schema, and remote schemas "
+                "are not fetched: put the schema into '$defs', and refer to '#/$defs/…'"
             )
         return target
 
@@ -320,8 +320,8 @@ class SchemaWalk:
                 schema |= {"allOf": [*_list(schema, "allOf"), either]}
                 return
         raise ConstraintError(
-            f"options of oneOf are not known to be apart at {pointer}: give them different types "
-            "or constants, or a property with a constant of its own in each; or write anyOf, if a "
+            f"the options of oneOf may overlap at {pointer}: give them different types or "
+            "constants, or one property with a different constant in each; or use anyOf, if a "
             "value may fit several"
         )
 
@@ -358,8 +358,8 @@ class SchemaWalk:
         }
         if self._is_merging and len(divisors) > 1:
             raise ConstraintError(
-                f"the multipleOf at {', '.join(divisors.values())} may meet in one number: write "
-                "their common multiple in one schema"
+                f"the multipleOf at {', '.join(divisors.values())} may apply to one number: put "
+                "their common multiple into one schema"
             )
         lows = [(at, *own) for at, part in schemas for own in _bounds(part, _LOWER)]
         highs = [(at, *own) for at, part in schemas for own in _bounds(part, _UPPER)]
@@ -367,9 +367,9 @@ class SchemaWalk:
             may_meet = self._is_merging or at == other
             if may_meet and (is_above or is_below) and 0 <= high - low < 1:
                 raise ConstraintError(
-                    f"no constraint keeps to an excluded integer less than 1 from the opposite "
-                    f"bound, as at {at} and {other}: take inclusive bounds, such as a minimum of "
-                    "0.001"
+                    f"a constraint cannot enforce an exclusive integer bound less than 1 from the "
+                    f"opposite bound, as at {at} and {other}: use inclusive bounds, such as a "
+                    "minimum of 0.001"
                 )
 
     def _refuse_escaped_keys(self) -> None:
@@ -378,7 +378,7 @@ class SchemaWalk:
             is_open = part.get("additionalProperties") is not False
             if part.get("patternProperties") or (is_open and part.get("properties")):
                 raise ConstraintError(
-                    f"the installed llguidance does not keep to the keys of the schema at "
+                    f"the installed llguidance does not enforce the keys of the schema at "
                     f"{pointer}: install llguidance 1.8 or later, or declare all keys in "
                     "'properties', with \"additionalProperties\": false"
                 )
@@ -398,8 +398,8 @@ def _written_patterns(
         is_refused = is_odd or others not in (True, False) or "\\n?$" in wide[:-4]
         if narrow != wide and (is_refused or (others is False and len(patterns) > 1)):
             raise ConstraintError(
-                f"the pattern {shown(pattern)} of keys at {pointer} is read in several ways, by "
-                'which other keys may get past it: let it be the only one, with "additional'
+                f"the pattern {shown(pattern)} of keys at {pointer} differs between regex "
+                'dialects, so other keys may pass: make it the only one, with "additional'
                 'Properties": false, or write it without $, dots and classes such as \\d'
             )
         written[wide if others is True else narrow] = part

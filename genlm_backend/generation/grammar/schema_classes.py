@@ -22,8 +22,7 @@ def schema_of_class(value: Any) -> dict[str, Any]:
         import pydantic
     except ImportError as error:
         raise MissingExtraError(
-            f"the schema of {value.__name__} is made by pydantic: "
-            "pip install 'genlm-backend[pydantic]'"
+            f"the schema of {value.__name__} needs pydantic: pip install 'genlm-backend[pydantic]'"
         ) from error
     try:
         if hasattr(value, "model_json_schema"):
@@ -49,9 +48,9 @@ def _close(schema: Any, pointer: str) -> None:
         return
     if _MARK in schema:
         raise ConstraintError(
-            f"no constraint keeps to {schema[_MARK]} at {pointer}, whose JSON "
-            "schema allows texts that do not parse: use another type, such as float or a str "
-            "with a pattern, or give the field a schema by pydantic.WithJsonSchema"
+            f"a constraint cannot enforce {schema[_MARK]} at {pointer}, whose JSON schema allows "
+            "texts that do not parse: use another type, such as float or a str with a pattern, "
+            "or give the field a schema with pydantic.WithJsonSchema"
         )
     for keyword, value in schema.items():
         if keyword in ("properties", "patternProperties", "$defs"):
@@ -68,13 +67,12 @@ def check_is_no_instance(value: Any) -> None:
     kind: Any = type(value)
     if not isinstance(value, Mapping) and _is_of_fields(kind):
         raise ConstraintError(
-            f"a schema is made of a class, and this is an object of {kind.__name__}: "
-            f"pass {kind.__name__}"
+            f"the schema must be a class, got an instance of {kind.__name__}: pass {kind.__name__}"
         )
 
 
 def _is_of_fields(kind: type) -> bool:
-    is_typed_dict = hasattr(kind, "__required_keys__")  # of typing, and of typing_extensions
+    is_typed_dict = hasattr(kind, "__required_keys__")  # from typing or typing_extensions
     return is_typed_dict or dataclasses.is_dataclass(kind) or hasattr(kind, "model_json_schema")
 
 

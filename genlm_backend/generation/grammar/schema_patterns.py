@@ -42,9 +42,9 @@ def portable(pattern: str, pointer: str, *, is_wide: bool = False) -> str:
         letter = part[1:]
         if _is_odd(part, before, is_inside) or (_UNWRITABLE.match(part) and not is_negated):
             raise ConstraintError(
-                f"the pattern {shown(pattern)} at {pointer} has {part!r}, which is not read alike "
-                "by ECMA 262, by Python's re and by Rust's regex: write it another way, such as "
-                "a{1,3} without a space, ^ and $ for the ends, [aA] for a letter of either case, "
+                f"the pattern {shown(pattern)} at {pointer} has {part!r}, which ECMA 262, Python's "
+                "re and Rust's regex do not read alike: write it another way, such as a{1,3} "
+                "without a space, ^ and $ for the ends, [aA] for a letter of either case, "
                 "(?:…) for a group, a backslash before a character that stands for itself, and no "
                 "control characters"
             )

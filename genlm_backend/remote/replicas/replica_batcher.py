@@ -125,7 +125,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
         """Stop routing to a replica that has died, before it refuses any query."""
         with self._lock.here:
             self._router.lost(replica.number)
-            self._last_death = f"no replica is alive; the last one: {error}"
+            self._last_death = f"no replica is alive; the last error: {error}"
 
     def back(self, number: int, info: EvaluatorInfo) -> None:
         with self._lock.here:

@@ -37,9 +37,9 @@ class ReplicaSet(Evaluator):
         if not evaluators:
             raise OptionError("evaluators is empty: at least one replica is needed")
         if len(set(map(id, evaluators))) < len(evaluators):
-            raise OptionError("evaluators has one twice: each replica is an evaluator of its own")
+            raise OptionError("evaluators contains one twice: each replica needs a different one")
         if any("check_cancelled" in vars(evaluator) for evaluator in evaluators):
-            raise OptionError("one of the evaluators is another model's, whose thread calls it")
+            raise OptionError("one evaluator belongs to another model, whose thread calls it")
         self.evaluators = list(evaluators)
         self.replicas: list[Replica] = []
         self.infos: list[EvaluatorInfo] = []
@@ -111,7 +111,7 @@ class ReplicaSet(Evaluator):
                 evaluator = replica.evaluator
                 if not isinstance(evaluator, RestartableEvaluator):
                     raise ModelStateError(
-                        f"replica {replica.number} is of a kind that cannot be restarted"
+                        f"replica {replica.number} cannot restart: it has no RestartableEvaluator"
                     )
                 asked.append(replica.restart(evaluator))
         for future in asked:
@@ -120,7 +120,7 @@ class ReplicaSet(Evaluator):
     # ---------------------------------------------------------------- methods of Evaluator
 
     def evaluate(self, queries: Sequence[Any], /) -> NoReturn:
-        raise NotImplementedError("questions go to replicas one by one")
+        raise NotImplementedError("queries are sent to single replicas")
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         return max(self._of_living(lambda e: e.num_cached(query, tier)), default=0)
@@ -134,7 +134,7 @@ class ReplicaSet(Evaluator):
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
     ) -> PictureRules:
-        return self._of_one("see pictures", lambda e: e.picture_rules(token_ids, inputs))
+        return self._of_one("read pictures", lambda e: e.picture_rules(token_ids, inputs))
 
     def save_prefix(self, query: RowQuery, path: str) -> None:
         self._of_one("save a prefix", lambda e: e.save_prefix(query, path))

@@ -51,7 +51,7 @@ STEPS = st.lists(
 )
 
 
-def test_rows_are_those_of_an_evaluator_here(evaluators):
+def test_rows_of_a_process_equal_those_of_a_local_evaluator(evaluators):
     plain = Told()
 
     def check(evaluator, contexts):

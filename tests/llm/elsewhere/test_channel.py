@@ -24,7 +24,7 @@ def ends():
         yield Channel(here, 0.01), Channel(there, 0.01)
 
 
-def test_what_is_given_up_halfway_goes_before_the_next(ends):
+def test_interrupted_message_is_completed_before_the_next(ends):
     here, there = ends
     large = random.Random(1).randbytes(5 * 10**6)
     with pytest.raises(Enough):

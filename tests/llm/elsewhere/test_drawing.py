@@ -34,7 +34,7 @@ def mock_over_there(**options):
 
 
 @pytest.mark.filterwarnings("ignore:.*ids:UserWarning")
-async def test_samples_are_those_of_rows_without_a_row_on_its_way():
+async def test_samples_in_a_process_equal_local_ones_and_send_no_rows():
     """Of 100 ids, the last four are of no token."""
     with MockAsyncLM(word_tokenizer(), vocab_size=100) as here, mock_over_there() as there:
         for temperature in (0, 0.5, 1.0, float("inf")):
@@ -50,7 +50,7 @@ async def test_samples_are_those_of_rows_without_a_row_on_its_way():
 
 
 @pytest.mark.filterwarnings("ignore:.*ids:UserWarning")
-async def test_a_readout_whose_class_is_nowhere_else_is_read_off_here():
+async def test_readout_class_unknown_to_the_process_is_computed_locally():
     @dataclass(frozen=True)
     class Least(Readout):
         query: RowQuery
@@ -98,7 +98,7 @@ class Drawn(StatelessEvaluator):
         return Row(torch.zeros(VOCAB).log_softmax(-1), 0.0)
 
 
-def test_drawings_of_one_context_take_one_row():
+def test_draws_of_one_context_evaluate_one_row():
     evaluator = Drawn()
     evaluator.undefined_ids = (0, 95)
     drawings = [SampleReadout(RowQuery([5]), 1.0, (i / 20,)) for i in range(20)]
@@ -128,7 +128,7 @@ class DrawsWrong(StatelessEvaluator):
         return [(wrong.get(q.context[-1], Draw(7, -1.0, 0.0, -1.0)),) for q in queries]
 
 
-async def test_an_evaluator_of_ones_own_may_draw():
+async def test_custom_evaluator_may_draw_and_wrong_draws_raise_error():
     with BatchedLM(word_tokenizer(), DrawsWrong()) as lm:
         assert await lm.sample([1], 3, []) == [7, 7, 7]
         for wrong in (3, 4, 5, 6):
@@ -138,7 +138,7 @@ async def test_an_evaluator_of_ones_own_may_draw():
             await lm.next_token_logprobs([1])
 
 
-async def test_samples_end_with_their_process():
+async def test_cancelled_sampling_in_a_process_leaves_the_model_usable():
     with mock_over_there() as lm:
         sampled = asyncio.ensure_future(lm.batch_sample([[1], [2]], 10**6, []))
         await asyncio.sleep(0.3)

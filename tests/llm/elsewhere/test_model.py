@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")
-def test_keys_and_values_are_kept_there_as_they_are_here(folder, tmp_path, monkeypatch):
+def test_cache_tiers_and_prefix_files_work_in_a_process(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kept = {"kv_cache_dtype": "int8", "self_check": False, "packs_weights": False}
     with AsyncTransformer.from_name(folder, **kept) as plain:
@@ -64,7 +64,7 @@ def test_keys_and_values_are_kept_there_as_they_are_here(folder, tmp_path, monke
             plain.save_prefix([1, 2, 3], "prompt")
             assert lm.load_prefix("prompt") == lm.context([1, 2, 3])
             (tmp_path / "prompt").write_text("no prefix")
-            with pytest.raises(PrefixFileError, match="no file of a prefix"):
+            with pytest.raises(PrefixFileError, match="no prefix file"):
                 lm.load_prefix("prompt")
             with pytest.raises(FileNotFoundError):
                 lm.load_prefix("none")
@@ -76,7 +76,7 @@ def test_keys_and_values_are_kept_there_as_they_are_here(folder, tmp_path, monke
             assert list(plain.load_prefix("prompt")) == [3, 4]
 
 
-def test_a_model_of_transformers_lives_in_a_process(folder, tmp_path):
+def test_model_in_a_process_gives_local_results_and_survives_restart(folder, tmp_path):
     plain = AsyncTransformer.from_name(folder, self_check=False)
     options = {"process": True, "num_threads": 1, "self_check": False, "packs_weights": False}
     with load_model_by_name(folder, backend="hf", llm_opts=options) as lm:
@@ -112,7 +112,7 @@ def test_a_model_of_transformers_lives_in_a_process(folder, tmp_path):
         check(lm.next_token_logprobs_sync(context, lora_name="one"), tuned)
         first = lm.process_id
         os.kill(first, signal.SIGKILL)
-        with pytest.raises(EngineDiedError, match=r"restart\(\) loads it again"):
+        with pytest.raises(EngineDiedError, match=r"reload the model with restart\(\)"):
             lm.next_token_logprobs_sync([7])
         lm.restart()
         assert lm.process_id != first
@@ -122,27 +122,27 @@ def test_a_model_of_transformers_lives_in_a_process(folder, tmp_path):
         shutil.rmtree(path)
         lm.restart()
         lm._rows.clear()
-        with pytest.raises(AdapterError, match="no adapter could be loaded"):
+        with pytest.raises(AdapterError, match=r"the adapter .* cannot be loaded"):
             lm.next_token_logprobs_sync(context, lora_name="one")
         check(lm.next_token_logprobs_sync(context))
         lm.remove_lora("one")
         lm.restart()
         check(lm.next_token_logprobs_sync([9]), plain.next_token_logprobs_sync([9]))
     assert lm.process_id is None
-    with pytest.raises(ModelStateError, match="of a process of its own"):
+    with pytest.raises(ModelStateError, match="a model in a child process"):
         plain.restart()
     plain.close()
 
 
-def test_mistakes_are_told_before_a_process_is_started(folder, tiny_llama):
+def test_invalid_process_options_raise_option_error(folder, tiny_llama):
     with pytest.raises(OptionError, match=r"loaded by name.*from_name\(name, process=True\)"):
         AsyncTransformer(tiny_llama, word_tokenizer(), process=True)
     hf_opts = {"key_mapping": threading.Lock()}
-    with pytest.raises(OptionTypeError, match=r"hf_opts\['key_mapping'\] cannot be given to"):
+    with pytest.raises(OptionTypeError, match=r"hf_opts\['key_mapping'\] cannot be sent to"):
         AsyncTransformer.from_name(folder, process=True, hf_opts=hf_opts)
     with pytest.raises(OptionTypeError, match="process"):
         AsyncTransformer.from_name(folder, process="yes")
-    with pytest.raises(OptionError, match="num_threads is for what makes the evaluator"):
+    with pytest.raises(OptionError, match="num_threads is an option of the evaluator"):
         AsyncTransformer(
             ProcessEvaluator(partial(toy.ToyEvaluator)), word_tokenizer(), num_threads=1
         )

@@ -41,12 +41,12 @@ async def beside_others(lm, readout):
     return found[1], row
 
 
-async def test_one_that_cannot_be_pickled_is_read_off_all_the_same(lm):
+async def test_unpicklable_readout_is_still_answered(lm):
     found, row = await beside_others(lm, partial(unruly.Last, extra=lambda: 0))
     assert found == pytest.approx(float(row[-1]), abs=1e-6)
 
 
-async def test_a_row_that_a_kind_answers_with_is_not_kept():
+async def test_row_returned_by_a_readout_is_not_cached():
     with BatchedLM(word_tokenizer(), MockEvaluator(VOCAB)) as lm:
         assert isinstance(await lm.read([5, 6], unruly.WholeRow), Row)
         row = await lm.next_token_logprobs([5, 6])
@@ -62,7 +62,7 @@ async def test_a_row_that_a_kind_answers_with_is_not_kept():
         (unruly.Unsayable, ZeroDivisionError, "no repr"),
     ],
 )
-async def test_faults_of_a_kind_are_told_to_whoever_asks_it(lm, kind, error, said):
+async def test_faulty_readout_raises_for_its_caller_only(lm, kind, error, said):
     found, _ = await beside_others(lm, kind)
     with pytest.raises(error, match=said):
         raise found

@@ -129,7 +129,7 @@ class ArrayOps(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_many_rows_take_no_more_operators_here_than_a_few():
+def test_number_of_torch_operators_does_not_grow_with_rows():
     counts = []
     with contextlib.closing(ProcessEvaluator(Told)) as evaluator:
         evaluator.open()
@@ -144,7 +144,7 @@ def test_many_rows_take_no_more_operators_here_than_a_few():
     assert counts[0] == counts[1]
 
 
-async def test_a_row_that_a_caller_has_keeps_no_other_alive(lm):
+async def test_returned_row_does_not_keep_other_rows_in_memory(lm):
     rows = await asyncio.gather(*(lm.next_token_logprobs([1, i % 4]) for i in range(8)))
     assert {row.untyped_storage().nbytes() for row in rows} == {rows[0].nbytes}
     for i, row in enumerate(rows):
@@ -152,7 +152,7 @@ async def test_a_row_that_a_caller_has_keeps_no_other_alive(lm):
         row.fill_(0)
 
 
-def test_rows_that_do_not_fit_into_the_table_come_in_parts():
+def test_rows_larger_than_shared_memory_arrive_in_parts():
     from genlm_backend.remote.channel import MAX_SHARED_BYTES
 
     assert over_there.Wide.WIDTH * 4 * 4 > MAX_SHARED_BYTES
@@ -173,7 +173,7 @@ def toy_query(token_ids):
     return RowQuery(token_ids)
 
 
-def test_errors_arrive_as_what_they_are(lm):
+def test_errors_of_the_process_are_raised_in_the_caller(lm):
     with pytest.raises(TokenizerDecodeError, match=r"token 5 \('five'\): by the test") as caught:
         lm.next_token_logprobs_sync([94])
     assert "over_there.py" in caught.value.__notes__[0]
@@ -186,7 +186,7 @@ def test_errors_arrive_as_what_they_are(lm):
     close_to(lm.next_token_logprobs_sync([1]), [1])
 
 
-async def test_an_error_of_one_query_disturbs_no_other(lm):
+async def test_error_of_one_query_leaves_others_of_the_batch_intact(lm):
     asked = [[1], [89], [2], [88], [95], [3]]
     found = await asyncio.gather(*map(lm.next_token_logprobs, asked), return_exceptions=True)
     for answer, context in zip(found, asked, strict=True):
@@ -195,18 +195,18 @@ async def test_an_error_of_one_query_disturbs_no_other(lm):
     assert [type(found[i]) for i in (1, 3, 4)] == [KeyError, EvaluationError, EvaluationError]
 
 
-def test_what_it_prints_appears_here(lm, capfd):
+def test_output_of_the_process_is_captured(lm, capfd):
     lm.next_token_logprobs_sync([86])
     until(lambda: "said over there" in "".join(lm._evaluator._child._output))
 
 
-def test_a_process_that_makes_no_evaluator_is_told():
+def test_factory_that_makes_no_evaluator_raises_error():
     with pytest.raises(EvaluationError, match="must return an Evaluator, got <class 'int'>"):
         make(over_there.make_number)
     with pytest.raises(OSError, match="by the test") as caught:
         make(over_there.make_nothing)
     assert caught.value.errno == 28
-    with pytest.raises(OptionTypeError, match="make cannot be given to another process"):
+    with pytest.raises(OptionTypeError, match="make cannot be sent to another process"):
         ProcessEvaluator(lambda: None)
     with pytest.raises(OptionTypeError, match="make"):
         ProcessEvaluator(5)
@@ -215,7 +215,7 @@ def test_a_process_that_makes_no_evaluator_is_told():
 # ---------------------------------------------------------------- callers that go
 
 
-async def test_a_batch_that_nobody_wants_ends_over_there(lm):
+async def test_cancelled_batch_ends_in_the_process_too(lm):
     await lm.next_token_logprobs([1])
     task = asyncio.ensure_future(lm.next_token_logprobs([90]))
     await asyncio.sleep(0.3)
@@ -243,7 +243,7 @@ def test_close_does_not_wait_for_a_long_batch():
     ("last", "how"),
     [(91, "was killed by SIGKILL"), (92, "exit code 3"), (93, "(?s)SIGABRT.*the last words")],
 )
-async def test_its_death_reaches_every_waiter_and_restart_helps(lm, last, how):
+async def test_death_of_the_process_fails_every_waiter_until_restart(lm, last, how):
     close_to(await lm.next_token_logprobs([5]), [5])
     process_id = lm._evaluator.process_id
     asked = [[1], [last], [2]]
@@ -265,7 +265,7 @@ async def test_its_death_reaches_every_waiter_and_restart_helps(lm, last, how):
     assert "died" not in repr(lm)
 
 
-def test_one_that_is_killed_while_idle_is_noticed_at_once(lm):
+def test_process_killed_while_idle_raises_engine_died_error(lm):
     os.kill(lm._evaluator.process_id, signal.SIGKILL)
     for _ in range(3):
         with pytest.raises(EngineDiedError, match="SIGKILL"):
@@ -273,7 +273,7 @@ def test_one_that_is_killed_while_idle_is_noticed_at_once(lm):
     lm.close()
 
 
-def test_one_that_is_stopped_and_killed_is_noticed():
+def test_process_stopped_and_killed_raises_engine_died_error():
     with make() as lm:
         os.kill(lm._evaluator.process_id, signal.SIGSTOP)
         with asking(lm, [1]) as errors:
@@ -292,13 +292,13 @@ def test_close_does_not_wait_for_a_stopped_process(size):
         assert time.monotonic() - start < 3
 
 
-def test_a_signal_without_a_name_is_a_death_too(lm):
+def test_process_killed_by_unnamed_signal_raises_engine_died_error(lm):
     os.kill(lm._evaluator.process_id, 40)
     with pytest.raises(EngineDiedError, match="killed by signal 40"):
         lm.next_token_logprobs_sync([1])
 
 
-def test_what_cannot_be_read_over_there_is_told():
+def test_argument_the_process_cannot_unpickle_raises_attribute_error():
     class Name(str):
         """Which the other process cannot import."""
 
@@ -309,14 +309,14 @@ def test_what_cannot_be_read_over_there_is_told():
         close_to(lm.next_token_logprobs_sync([1]), [1])
 
 
-def test_an_error_that_is_unknown_here_keeps_its_message():
+def test_error_that_cannot_be_unpickled_keeps_its_message():
     packed = PackedError(b"no pickle", "Hidden: the reason", "there")
     error = packed.error()
     assert isinstance(error, EvaluationError)
     assert str(error) == "Hidden: the reason"
 
 
-def test_a_start_that_fails_leaves_nothing(monkeypatch):
+def test_failed_start_leaves_no_open_file_descriptors(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
@@ -326,7 +326,7 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_model_that_nobody_refers_to_ends_its_process():
+def test_unreferenced_model_ends_its_process():
     lm = make()
     process_id = lm._evaluator.process_id
     close_to(lm.next_token_logprobs_sync([1]), [1])
@@ -362,7 +362,7 @@ BUSY = "threading.Thread(target=lm.next_token_logprobs_sync, args=([90],), daemo
 
 @pytest.mark.parametrize("busy", ["", BUSY], ids=["idle", "busy"])
 @pytest.mark.parametrize("fork", ["", "os.fork() or time.sleep(60)\n"], ids=["alone", "forked"])
-def test_it_ends_when_this_process_is_killed(busy, fork):
+def test_child_ends_when_its_parent_is_killed(busy, fork):
     code = busy + fork + "print('ready', flush=True)\ntime.sleep(60)\n"
     with script(code, start_new_session=True) as here:
         child = int(here.stdout.readline())
@@ -377,7 +377,7 @@ def test_it_ends_when_this_process_is_killed(busy, fork):
 @pytest.mark.parametrize(
     "end", ["", "lm.close()\n", "raise SystemExit(5)\n", "os._exit(0)\n", "del lm\n"]
 )
-def test_it_ends_when_this_process_ends(end):
+def test_child_ends_when_its_parent_exits(end):
     with script("lm.next_token_logprobs_sync([1])\n" + end) as here:
         child = int(here.stdout.readline())
         _, errors = here.communicate(timeout=60)
@@ -385,7 +385,7 @@ def test_it_ends_when_this_process_ends(end):
         until(lambda: not is_running(child))
 
 
-def test_an_interrupt_ends_the_cell_and_not_the_process():
+def test_interrupt_ends_the_call_and_not_the_child_process():
     code = """
     try:
         lm.next_token_logprobs_sync([90])

@@ -83,7 +83,7 @@ def assert_same_contents(model, before):
     ["qwen2", pytest.param("tied", marks=pytest.mark.slow)],
     indirect=True,
 )
-def test_an_adapter_of_each_kind(world, kind):
+def test_adapter_of_any_kind_is_refused_or_matches_peft(world, kind):
     path = world.path(kind)
     with world.lm() as lm:
         before = contents(lm.model)
@@ -149,12 +149,12 @@ async def play(world, seed, num_steps):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("world", ["qwen2"], indirect=True)
-async def test_histories_of_adapters_and_queries(world, seed):
+async def test_random_adapter_histories_match_fresh_peft_models(world, seed):
     await play(world, seed, num_steps=20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 110))
 @pytest.mark.parametrize("world", ["qwen2", "tied", "llama"], indirect=True)
-async def test_long_histories_of_adapters_and_queries(world, seed):
+async def test_long_adapter_histories_match_fresh_peft_models(world, seed):
     await play(world, seed, num_steps=80)

@@ -69,7 +69,7 @@ def opened(name, **options):
 
 
 @pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.FEW_RUNNING, *FEW_WHOLE])
-async def test_rows_of_every_family_are_the_bare_models(name, counts):
+async def test_decode_steps_of_every_family_match_bare_model(name, counts):
     generator = random.Random(name)
     with opened(name) as lm:
         atol = 2e-4 if name in families.RUNNING else 5e-5  # where scans add up otherwise
@@ -85,7 +85,7 @@ async def test_rows_of_every_family_are_the_bare_models(name, counts):
 
 @pytest.mark.parametrize("num_slots", [20, 45])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "llama4-tuned", "bloom", "opt"])
-async def test_rows_where_little_is_kept(name, num_slots, counts):
+async def test_decode_steps_with_small_cache_match_bare_model(name, num_slots, counts):
     generator = random.Random(f"{name} {num_slots}")
     with opened(name, kv_cache_bytes=(num_slots + 1) * slot_bytes(name)) as lm:
         history = History(lm, generator, lambda context, _: expected(name, context), 3e-5)
@@ -104,7 +104,7 @@ def adapters(tmp_path_factory):
 
 
 @with_and_without
-async def test_rows_of_several_adapters(adapters, counts):
+async def test_decode_steps_with_several_adapters_match_adapted_models(adapters, counts):
     path, models = adapters
     generator = random.Random(0)
 
@@ -136,7 +136,7 @@ async def check(lm, contexts, name="llama"):
 
 
 @with_and_without
-async def test_what_is_done_between_steps_changes_no_row(lm, tmp_path):
+async def test_cache_operations_between_steps_change_no_row(lm, tmp_path):
     generator = random.Random(0)
     prompt = lm.context(tokens(generator, 20))
     contexts = [prompt + tokens(generator, 1) for _ in range(4)]
@@ -160,7 +160,7 @@ async def test_what_is_done_between_steps_changes_no_row(lm, tmp_path):
         await check(lm, contexts)
 
 
-async def test_a_slice_of_a_context_goes_on_otherwise(lm):
+async def test_extended_slices_of_context_match_bare_model(lm):
     generator = random.Random(0)
     context = lm.context(tokens(generator, 20))
     await check(lm, [context, context[:7], context[:19]])
@@ -171,7 +171,7 @@ async def test_a_slice_of_a_context_goes_on_otherwise(lm):
         await check(lm, [one.extend(8), other.extend(9), context.extend(size + 5)])
 
 
-async def test_a_context_of_two_models():
+async def test_cache_hint_of_another_model_changes_no_row():
     generator = random.Random(0)
     with opened("llama") as lm, opened("qwen2") as other:
         contexts = [lm.context(tokens(generator, 6)) for _ in range(4)]
@@ -185,7 +185,7 @@ async def test_a_context_of_two_models():
                 its.cache_hint = mine.cache_hint  # as of one that another model has found
 
 
-async def test_nobody_sees_the_changes_of_another_to_a_row(counts):
+async def test_writing_to_one_row_leaves_other_rows_intact(counts):
     model, generator = model_of("llama"), random.Random(0)
     for row_cache_bytes in (0, 1 << 20):
         with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=row_cache_bytes) as lm:
@@ -205,7 +205,7 @@ async def test_nobody_sees_the_changes_of_another_to_a_row(counts):
 
 
 @with_and_without
-async def test_those_who_leave_take_nobodys_row_along(lm):
+async def test_cancelled_steps_leave_rows_of_others_intact(lm):
     generator = random.Random(0)
     contexts = [lm.context(tokens(generator, 10)) for _ in range(3)]
     for number in range(12):
@@ -227,7 +227,7 @@ async def test_those_who_leave_take_nobodys_row_along(lm):
         lm._call(lambda: check_integrity(lm._evaluator.scheduler.tree))
 
 
-async def test_a_loop_that_has_gone_takes_nobodys_row_along(lm):
+async def test_closed_event_loop_leaves_rows_of_others_intact(lm):
     generator = random.Random(0)
     contexts = [lm.context(tokens(generator, 10)) for _ in range(4)]
     await check(lm, contexts)

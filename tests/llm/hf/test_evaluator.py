@@ -40,7 +40,7 @@ def check(lm, contexts):
         torch.testing.assert_close(row, fresh_row(lm.model, context), rtol=0, atol=2e-5)
 
 
-async def test_a_step_computes_one_token_a_particle(make):
+async def test_step_computes_one_token_per_particle(make):
     lm = make()
     await lm.batch_next_token_logprobs([PROMPT] * 20)
     assert lm.statistics().tokens_computed == 51
@@ -70,7 +70,7 @@ async def test_smc_with_resampling_computes_exactly_the_distinct_new_tokens(make
     assert set(lm.statistics().batch_sizes) <= set(range(1, 21))
 
 
-def test_a_long_prefill_goes_in_chunks(make):
+def test_long_prefill_is_computed_in_chunks(make):
     from dataclasses import replace
 
     lm = make()
@@ -81,7 +81,7 @@ def test_a_long_prefill_goes_in_chunks(make):
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 5, 52, 60, 75, 300])
-def test_whatever_fits_the_answers_are_right(make, capacity):
+def test_rows_are_right_at_any_cache_capacity(make, capacity):
     lm = make(kv_cache_bytes=(capacity + 1) * SLOT if capacity else 0, row_cache_bytes=0)
     generator = random.Random(capacity)
     particles = [[*PROMPT, i] for i in range(8)]
@@ -117,7 +117,7 @@ def test_a_pinned_prompt_is_never_evicted_until_cleared(make):
     assert lm.statistics().kv_bytes_used == lm.statistics().row_bytes_used == 0
 
 
-def test_clearing_while_a_batch_is_evaluated_comes_after_it(make):
+def test_clear_during_batch_takes_effect_after_it(make):
     lm = make()
     forward, clearing = lm._evaluator.scheduler.runner.forward, []
 
@@ -149,7 +149,7 @@ OUT_OF_MEMORY = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
-def test_out_of_memory_halves_the_batch_before_it_fails_anyone(make, error):
+def test_out_of_memory_halves_batch_before_failing_any_query(make, error):
     lm = make()
     forward, sizes = lm._evaluator.scheduler.runner.forward, []
 
@@ -174,7 +174,7 @@ def test_out_of_memory_halves_the_batch_before_it_fails_anyone(make, error):
     check(lm, [[1, 2, 3, 4]])
 
 
-async def test_a_context_for_which_memory_never_suffices_fails_alone(make):
+async def test_context_that_always_runs_out_of_memory_fails_alone(make):
     lm = make(row_cache_bytes=0)
     runner, contexts = lm._evaluator.scheduler.runner, [[i, 5, 6] for i in range(8)]
     forward = runner.forward
@@ -193,7 +193,7 @@ async def test_a_context_for_which_memory_never_suffices_fails_alone(make):
     check_integrity(lm._evaluator.scheduler.tree)
 
 
-def test_another_error_is_not_tried_again_and_loses_no_slot(make):
+def test_other_errors_are_not_retried_and_leak_no_slot(make):
     lm = make()
     check(lm, [PROMPT[:20]])
     used, calls = lm.statistics().kv_bytes_used, []
@@ -212,7 +212,7 @@ def test_another_error_is_not_tried_again_and_loses_no_slot(make):
     check(lm, [PROMPT, PROMPT[:40]])
 
 
-def test_clearing_from_another_thread_at_any_moment_changes_no_answer(make):
+def test_clearing_cache_from_another_thread_changes_no_row(make):
     lm = make(row_cache_bytes=0, batch_size=4)
     contexts = [[*PROMPT[: 5 + i % 20], i % 96] for i in range(60)]
     expected = torch.stack([fresh_row(lm.model, context) for context in contexts])
@@ -252,7 +252,7 @@ def chunked(make):
     hook.remove()
 
 
-async def test_a_context_that_nobody_waits_for_ends_between_two_passes(chunked):
+async def test_cancelled_context_stops_between_two_passes(chunked):
     task = asyncio.ensure_future(chunked.next_token_logprobs(PROMPT))
     await asyncio.to_thread(chunked.is_held.wait, 30)
     task.cancel()
@@ -266,7 +266,7 @@ async def test_a_context_that_nobody_waits_for_ends_between_two_passes(chunked):
     check_integrity(chunked._evaluator.scheduler.tree)
 
 
-async def test_a_context_that_others_wait_for_goes_on(chunked):
+async def test_context_with_remaining_waiter_continues_after_cancellation(chunked):
     tasks = [asyncio.ensure_future(chunked.next_token_logprobs(PROMPT)) for _ in range(2)]
     await asyncio.to_thread(chunked.is_held.wait, 30)
     tasks[0].cancel()
@@ -277,7 +277,7 @@ async def test_a_context_that_others_wait_for_goes_on(chunked):
     assert chunked.statistics().num_forwards == 13
 
 
-async def test_closing_waits_for_one_pass_and_not_for_the_context(chunked):
+async def test_close_waits_for_current_pass_and_not_for_whole_context(chunked):
     task = asyncio.ensure_future(chunked.next_token_logprobs(PROMPT))
     await asyncio.to_thread(chunked.is_held.wait, 30)
     closing = asyncio.ensure_future(asyncio.to_thread(chunked.close))
@@ -288,7 +288,7 @@ async def test_closing_waits_for_one_pass_and_not_for_the_context(chunked):
     assert chunked.statistics().num_forwards == 1
 
 
-async def test_keys_that_have_overflown_are_not_kept_of_a_context_given_up(chunked):
+async def test_overflowed_keys_of_cancelled_context_are_not_cached(chunked):
     def overflow(*_):
         chunked._evaluator.scheduler.cache.pool.codes[0][0].fill_(torch.inf)
 

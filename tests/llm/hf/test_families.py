@@ -71,7 +71,7 @@ UNTOLD = {
 @pytest.mark.parametrize("few_tokens", [2, 40])
 @pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.FEW_RUNNING, *families.WHOLE])
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
-def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
+def test_rows_match_bare_model(name, few_tokens, monkeypatch):
     monkeypatch.setattr(sharing, "FEW_TOKENS", few_tokens)
     model = families.make(name)
     generator = random.Random(name)
@@ -101,7 +101,7 @@ def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("num_threads", [None, 3])
-def test_asking_a_model_takes_seven_passes_on_one_thread(name, num_threads):
+def test_probe_takes_seven_passes_on_one_thread(name, num_threads):
     model, before = families.make(name), torch.get_num_threads()
     during = []
     hook = model.register_forward_pre_hook(lambda *_: during.append(torch.get_num_threads()))
@@ -115,7 +115,7 @@ def test_asking_a_model_takes_seven_passes_on_one_thread(name, num_threads):
         assert pool.submit(torch.get_num_threads).result() == before
 
 
-def test_models_made_at_once_leave_every_thread_its_number():
+def test_models_opened_concurrently_keep_thread_counts():
     before = torch.get_num_threads()
 
     def make(_):
@@ -127,13 +127,13 @@ def test_models_made_at_once_leave_every_thread_its_number():
 
 
 @pytest.mark.parametrize("name", ["gpt-neo-local", "mpt"])
-def test_models_that_cut_masks_out_of_a_table_are_uncached_and_say_why(name, caplog):
+def test_models_slicing_masks_from_table_run_uncached_and_log_why(name, caplog):
     with caplog.at_level("INFO"), AsyncTransformer(families.make(name), word_tokenizer()) as lm:
         assert not lm.kv_reuse
-    assert "cuts masks out of a table" in caplog.text
+    assert "slices its masks from a table" in caplog.text
 
 
-def test_what_only_a_long_past_shows_is_scaled_by_each_rows_own_length():
+def test_attention_scaling_of_long_contexts_follows_each_rows_length():
     """Scaling begins far behind the contexts of the trial."""
     config = families.PER_TOKEN["llama4-tuned"]()
     config.floor_scale = 100
@@ -192,7 +192,7 @@ def check_whole(model, contexts):
 CONTEXTS = [[1, 2, 3], [1, 2, 3, 4], [9, 9, 9, 9, 9]]
 
 
-def test_a_model_whose_rows_from_slots_are_wrong_runs_whole():
+def test_model_with_wrong_cached_rows_runs_uncached():
     model = families.make("llama")
     forward = model.forward
 
@@ -205,7 +205,7 @@ def test_a_model_whose_rows_from_slots_are_wrong_runs_whole():
     check_whole(model, CONTEXTS)
 
 
-def test_a_model_that_fails_on_a_foreign_cache_runs_whole(caplog):
+def test_model_failing_on_foreign_cache_runs_uncached(caplog):
     model = families.make("llama")
     forward = model.forward
 
@@ -238,7 +238,7 @@ def check_whole_batches(model):
 
 @pytest.mark.parametrize("config", UNTOLD.values(), ids=UNTOLD.keys())
 @pytest.mark.filterwarnings("ignore:.*position")
-def test_models_that_have_positions_or_heads_of_their_own_give_their_own_rows(config):
+def test_uncached_models_with_own_positions_or_heads_match_bare_model(config):
     check_whole_batches(families.of(config()))
 
 
@@ -251,7 +251,7 @@ class TimeFirst(LlamaForCausalLM):
         return CausalLMOutputWithPast(logits=self.lm_head(states.transpose(0, 1)).transpose(0, 1))
 
 
-def test_a_family_that_is_known_to_be_cached_and_is_not_is_a_warning():
+def test_uncached_model_of_cached_family_warns():
     model = TimeFirst(families.PER_TOKEN["llama"]()).eval()
     with pytest.warns(UserWarning, match="TimeFirst runs every context whole, .* kv_cache_bytes=0"):
         check_whole_batches(model)
@@ -260,13 +260,13 @@ def test_a_family_that_is_known_to_be_cached_and_is_not_is_a_warning():
     check_whole_batches(model)
 
 
-def test_families_that_are_cached_are_known_to_be():
+def test_cached_families_are_listed_in_cached_types():
     tokens = [make() for make in families.PER_TOKEN.values()]
     configs = [*tokens, *(families.RUNNING[name]() for name in KEPT)]
     assert {config.get_text_config(decoder=True).model_type for config in configs} <= CACHED_TYPES
 
 
-def test_a_model_that_reads_marked_tokens_both_ways_is_refused():
+def test_model_with_prefix_lm_attention_is_refused():
     if not hasattr(tf, "HrmTextConfig"):
         pytest.skip("this release of transformers has none")
     config = {**families.COMMON, "num_hidden_layers": 1, "head_dim": 8}
@@ -290,7 +290,7 @@ class OtherwiseAlone(torch.nn.Linear):
         return half.to(rows.dtype)
 
 
-def test_kernels_that_compute_a_single_row_otherwise_are_found_out_and_told():
+def test_quantized_kernels_with_batch_dependent_rows_warn():
     model = families.make("llama")
     model.is_quantized = True
     AsyncTransformer(model, word_tokenizer()).close()  # where there are none, nothing is said

@@ -42,14 +42,14 @@ def fused_layers(lm):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding", "mixtral"])
-def test_usual_decoder_layers_add_and_norm_at_once(name):
+def test_usual_decoder_layers_fuse_residual_add_and_norm(name):
     model = families.make(name)
     with AsyncTransformer(model, word_tokenizer()) as lm:
         assert fused_layers(lm) == model.config.num_hidden_layers
         torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
 
 
-def test_residuals_of_another_size_are_added_as_it_is_written():
+def test_scaled_residuals_are_not_fused():
     model = families.make("granite")
     for layer in model.model.layers:
         layer.residual_multiplier = 0.5
@@ -60,7 +60,7 @@ def test_residuals_of_another_size_are_added_as_it_is_written():
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "gpt2", "phi"])
 @pytest.mark.filterwarnings("ignore")
-def test_others_compute_as_they_are_written(name):
+def test_unusual_decoder_layers_are_not_fused(name):
     model = families.make(name)
     with AsyncTransformer(model, word_tokenizer()) as lm:
         assert not fused_layers(lm)
@@ -77,7 +77,7 @@ def rows_of_model(model):
 
 @pytest.mark.parametrize("name", families.PER_TOKEN)
 @pytest.mark.filterwarnings("ignore")
-def test_rows_are_the_models_whose_weights_stay(name):
+def test_rows_match_bare_model_and_weights_stay_unchanged(name):
     model = families.make(name)
     expected, parameters = rows_of_model(model), dict(model.named_parameters())
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -90,7 +90,7 @@ def test_rows_are_the_models_whose_weights_stay(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma"])
-def test_weights_changed_in_place_count_and_so_do_moved_ones(name):
+def test_weights_changed_in_place_or_moved_are_used_after_clear_cache(name):
     model = families.make(name)
     layer = model.model.layers[0]
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
@@ -109,7 +109,7 @@ def test_weights_changed_in_place_count_and_so_do_moved_ones(name):
                 torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
 
 
-def test_parameters_in_a_flat_buffer_stay_there():
+def test_parameters_in_flat_buffer_stay_in_it():
     model = families.make("qwen2")
     parameters = [*model.parameters()]
     buffer = torch.cat([parameter.detach().flatten() for parameter in parameters])
@@ -127,7 +127,7 @@ def test_parameters_in_a_flat_buffer_stay_there():
         torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
 
 
-def test_layers_with_two_models_one_after_another_and_gradients():
+def test_rows_match_model_after_rewrapping_and_optimizer_step():
     model = families.make("llama")
     for _ in range(2):
         with AsyncTransformer(model, word_tokenizer()) as lm:
@@ -139,7 +139,7 @@ def test_layers_with_two_models_one_after_another_and_gradients():
         torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
 
 
-def test_a_layer_that_is_gated_otherwise_computes_as_it_is_written():
+def test_layer_gated_by_gelu_is_not_fused():
     model = families.make("gemma")  # by GELU
     with AsyncTransformer(model, word_tokenizer()) as lm:
         view = lm._hf._runner.view
@@ -166,7 +166,7 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("what", IN_PLACE)
-def test_hooks_that_change_tensors_in_place_count(what, is_before):
+def test_hooks_changing_tensors_in_place_take_effect(what, is_before):
     model = families.make("llama")
     if is_before:
         IN_PLACE[what](model.model)
@@ -180,7 +180,7 @@ def test_hooks_that_change_tensors_in_place_count(what, is_before):
 
 
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "act_fn", "down_proj"])
-def test_hooks_of_gated_layers_run_for_batches_alone(name):
+def test_hooks_of_gated_layers_run_once_per_pass_and_not_in_trials(name):
     model, seen = families.make("llama"), []
     layer = getattr(model.model.layers[0].mlp, name)
     layer.register_forward_hook(lambda _, given, found: seen.append(found.shape))
@@ -192,7 +192,7 @@ def test_hooks_of_gated_layers_run_for_batches_alone(name):
 
 
 @pytest.mark.parametrize("limit", [2.0, 10.0, 25.0])
-def test_gated_layers_with_a_limit_keep_it(limit, caplog):
+def test_clamped_gated_layers_match_model_and_log_nothing(limit, caplog):
     model = families.make("llama")
 
     class LimitedMLP(type(model.model.layers[0].mlp)):
@@ -209,7 +209,7 @@ def test_gated_layers_with_a_limit_keep_it(limit, caplog):
 
 
 @pytest.mark.parametrize("limit", [10.0, 25.0])
-def test_layers_with_a_limit_are_not_fused(limit):
+def test_clamped_decoder_layers_are_not_fused(limit):
     model = families.make("llama")
 
     class LimitedLayer(type(model.model.layers[0])):
@@ -223,7 +223,7 @@ def test_layers_with_a_limit_are_not_fused(limit):
         assert not fused_layers(lm)
 
 
-def test_a_model_that_changes_states_between_its_layers_runs_as_it_is_written(caplog):
+def test_model_changing_states_between_layers_runs_unfused(caplog):
     model = families.make("llama")
     kind = type(model.model.layers[1])
 
@@ -234,4 +234,4 @@ def test_a_model_that_changes_states_between_its_layers_runs_as_it_is_written(ca
     model.model.layers[1].__class__ = Shifted
     with AsyncTransformer(model, word_tokenizer()) as lm:
         torch.testing.assert_close(rows_of(lm), rows_of_model(model), rtol=0, atol=1e-4)
-    assert "run as they are written" in caplog.text
+    assert "run unfused" in caplog.text

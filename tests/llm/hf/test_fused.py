@@ -21,7 +21,7 @@ DEVICE = torch.device("cpu")
 
 @pytest.mark.parametrize("dim", [8, 20, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_that_of_the_processor_is_right(dtype, dim):
+def test_cpu_attention_operator_passes_check(dtype, dim):
     blocks = *torch_ops._BLOCKS, *torch_ops._MASKED
     assert torch_ops._is_right(FUSED_OPERATORS["cpu"][0], blocks, DEVICE, dtype, dim)
 
@@ -75,12 +75,12 @@ WRONG = (
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_that_is_wrong_is_not_used(wrong, dtype):
+def test_wrong_operator_fails_check(wrong, dtype):
     assert not torch_ops._is_right(FusedOperator(wrong), torch_ops._BLOCKS, DEVICE, dtype, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_that_has_no_masks_or_wrong_ones_is_not_given_any(dtype, monkeypatch):
+def test_operator_with_missing_or_wrong_masks_fails_mask_check(dtype, monkeypatch):
     def ignoring(query, keys, values, scale, mask):
         return RIGHT(query, keys, values, scale, False)
 
@@ -89,7 +89,7 @@ def test_one_that_has_no_masks_or_wrong_ones_is_not_given_any(dtype, monkeypatch
         assert not torch_ops._is_right(operator, torch_ops._MASKED, DEVICE, dtype, 64)
 
 
-def test_the_first_that_is_right_is_taken_and_none_is_where_all_are_wrong(monkeypatch):
+def test_first_right_operator_is_chosen_and_none_if_all_are_wrong(monkeypatch):
     elsewhere = torch.device("meta")
 
     def is_right(operator, blocks, *_):
@@ -109,7 +109,7 @@ def test_the_first_that_is_right_is_taken_and_none_is_where_all_are_wrong(monkey
     fused_operator.cache_clear()
 
 
-def test_a_block_without_masks_and_one_with_agree_with_the_formula(monkeypatch):
+def test_masked_and_unmasked_blocks_match_formula(monkeypatch):
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(2, 3, 5, 8, generator=generator)
     keys, values = torch.randn(2, 2, 3, 40, 8, generator=generator)
@@ -124,7 +124,7 @@ def test_a_block_without_masks_and_one_with_agree_with_the_formula(monkeypatch):
         torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=0, atol=1e-5)
 
 
-def test_a_query_that_attends_to_nothing_in_two_blocks_merges_with_a_third():
+def test_query_with_two_empty_blocks_merges_with_third():
     generator = torch.Generator().manual_seed(2)
     query = torch.randn(1, 2, 3, 8, generator=generator)
     keys, values = torch.randn(2, 1, 2, 30, 8, generator=generator)
@@ -147,7 +147,7 @@ def test_a_query_that_attends_to_nothing_in_two_blocks_merges_with_a_third():
 
 
 @pytest.mark.parametrize("most", [1, 6 * 11 * 3, 10**6])
-def test_queries_that_go_part_by_part_have_the_results_of_all(monkeypatch, most):
+def test_attention_in_parts_of_queries_matches_softmax(monkeypatch, most):
     monkeypatch.setattr(softmax_attention, "MAX_SCORES", most)
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (

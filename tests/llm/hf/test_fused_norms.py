@@ -17,7 +17,7 @@ def fused_of(model):
 
 @pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.FEW_RUNNING, *families.WHOLE])
 @pytest.mark.filterwarnings("ignore")
-def test_rows_are_the_models(name):
+def test_logits_with_fused_norms_match_model(name):
     model = families.make(name)
     view, fused = fused_of(model)
     ids = torch.tensor([[5, 6, 7, 8, 9, 3]], dtype=torch.int64)
@@ -58,7 +58,7 @@ def rms(x, weight, eps):
         (lambda x, w, e: x * 0, False),
     ],
 )
-def test_modules_that_look_like_one(function, is_one):
+def test_only_true_rms_norms_are_fused(function, is_one):
     module = Other(function)
     own = Other(function)
     fuse_norms({module: own})
@@ -74,13 +74,13 @@ class Gated(Other):
         return rms(x if gate is None else x * gate, self.weight, self.eps)
 
 
-def test_norms_that_take_more_than_states_are_left_alone():
+def test_norms_with_extra_inputs_are_not_fused():
     own = Gated(rms)
     fuse_norms({Gated(rms): own})
     assert "forward" not in vars(own)
 
 
-def test_states_of_another_type_are_normed_as_ever():
+def test_fused_norm_of_other_dtype_returns_dtype_of_module():
     module, own = Other(rms), Other(rms)
     fuse_norms({module: own})
     x = torch.randn(3, 16, dtype=torch.float32).bfloat16()

@@ -79,7 +79,7 @@ def rows_of(model, monkeypatch, is_fused):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.filterwarnings("ignore")
-def test_rows_are_those_without(name, calls, monkeypatch):
+def test_rows_with_kernel_equal_rows_without(name, calls, monkeypatch):
     model = families.make(name)
     expected = rows_of(model, monkeypatch, False)
     assert not calls
@@ -200,13 +200,13 @@ def numbers(dtype=torch.float32, dim=16):
         (max, torch.float32, False),
     ],
 )
-def test_functions_that_look_like_it(function, dtype, is_one):
+def test_only_functions_equal_to_kernel_are_fused(function, dtype, is_one):
     _, own, _ = module_around(function, dtype)
     assert ("forward" in vars(own)) == is_one
 
 
 @torch.no_grad()
-def test_the_code_is_the_modules_own(calls):
+def test_fused_module_runs_its_own_forward_code(calls):
     module, own, _ = module_around(formula)
     calls.clear()
     for options in ({}, {"times": 3}, {"unsqueeze_dim": 1}):
@@ -216,7 +216,7 @@ def test_the_code_is_the_modules_own(calls):
 
 
 @torch.no_grad()
-def test_globals_that_somebody_patches_count(calls):
+def test_patched_module_globals_take_effect(calls):
     module, own, space = module_around(formula)
     calls.clear()
     space[NAME] = lambda q, k, cos, sin: (q + 1, k)
@@ -249,7 +249,7 @@ def given_otherwise():
     [pytest.param(given, options, id=name) for name, given, options in given_otherwise()],
 )
 @torch.no_grad()
-def test_what_the_kernel_does_not_take(given, options, calls):
+def test_inputs_unfit_for_kernel_go_through_own_function(given, options, calls):
     module, own, _ = module_around(of_narrow_angles)
     calls.clear()
     try:
@@ -271,7 +271,7 @@ def test_gradients_go_through_the_modules_own_function(calls):
     assert not calls
 
 
-def test_without_a_kernel_nothing_happens(monkeypatch):
+def test_module_is_not_fused_without_kernel(monkeypatch):
     def missing():
         raise ImportError("no module named triton")
 
@@ -280,7 +280,7 @@ def test_without_a_kernel_nothing_happens(monkeypatch):
     assert "forward" not in vars(own)
 
 
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
+def test_wrong_kernel_is_not_used(monkeypatch):
     def wrong(q, k, cos, sin):
         found = rotate(q, k, cos, sin)
         found[1][-1, -1, -1, -1] *= 1 + 1e-6
@@ -306,7 +306,7 @@ def patched_inside(monkeypatch):
 
 
 @pytest.mark.parametrize("patch", [patched_class, patched_inside])
-def test_code_that_is_patched_counts_after_clear_cache(patch, monkeypatch, calls):
+def test_patched_attention_code_takes_effect_after_clear_cache(patch, monkeypatch, calls):
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer()) as lm:
         lm.next_token_logprobs_sync([1, 2, 3])
@@ -348,7 +348,7 @@ def of_a_table(forward):
         ([halved, of_a_table], False),
     ],
 )
-def test_what_decorates_code_stays_around_it(decorators, is_fused, monkeypatch, calls):
+def test_decorators_of_attention_forward_still_apply(decorators, is_fused, monkeypatch, calls):
     for decorator in decorators:
         forward = decorator(llama.LlamaAttention.forward)
         monkeypatch.setattr(llama.LlamaAttention, "forward", forward)

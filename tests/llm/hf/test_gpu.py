@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", families.PER_TOKEN)
 @pytest.mark.filterwarnings("ignore")
-async def test_rows_are_the_cpu_models(name):
+async def test_rows_match_cpu_model(name):
     model = families.make(name)
     contexts = [list(range(n)) for n in (1, 3, 9, 24)] + [[5, 6, n] for n in range(4)]
     expected = torch.stack([fresh_row(model, context) for context in contexts])
@@ -34,7 +34,7 @@ async def test_rows_are_the_cpu_models(name):
             lm.clear_cache()
 
 
-def test_rows_may_stay_on_the_device():
+def test_rows_stay_on_device_with_output_device_cuda():
     model = families.make("llama").cuda()
     with AsyncTransformer(model, word_tokenizer(), output_device="cuda") as lm:
         row = lm.next_token_logprobs_sync([1, 2, 3])
@@ -43,7 +43,7 @@ def test_rows_may_stay_on_the_device():
         assert lm.next_token_logprobs_sync([1, 2, 3]).exp().sum().item() == pytest.approx(1)
 
 
-def test_the_budget_is_taken_from_the_free_memory_and_given_back():
+def test_kv_budget_is_share_of_free_memory_and_freed_on_close():
     import gc
 
     free = torch.cuda.mem_get_info()[0]
@@ -59,7 +59,7 @@ def test_the_budget_is_taken_from_the_free_memory_and_given_back():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_torch_has_an_operator_that_is_right(dtype, dim):
+def test_fused_operator_with_masks_exists_on_cuda(dtype, dim):
     operator = fused_operator(torch.device("cuda:0"), dtype, dim)
     assert operator is not None
     assert operator.attend_with is not None
@@ -68,7 +68,7 @@ def test_torch_has_an_operator_that_is_right(dtype, dim):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [8, 64, 80, 128, 256])
 @torch.inference_mode()
-def test_rotary_positions_are_those_of_transformers(dtype, dim):
+def test_rotary_kernel_equals_transformers(dtype, dim):
     rotary_kernel = pytest.importorskip("genlm_backend.backends.hf.layer_kernels")
     for num_rows, num_tokens, cos_rows in ((64, 1, 64), (3, 7, 1), (1, 70_000 // dim, 1)):
         made = [
@@ -82,7 +82,7 @@ def test_rotary_positions_are_those_of_transformers(dtype, dim):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mixtral"])
-def test_rotary_positions_go_through_the_kernel(name, dtype):
+def test_attention_modules_use_rotary_kernel(name, dtype):
     pytest.importorskip("triton")
     view = ModelView(families.make(name).to("cuda", dtype))
     fuse_rotary(view.copies)
@@ -90,7 +90,7 @@ def test_rotary_positions_go_through_the_kernel(name, dtype):
     assert len(fused) == sum(type(m).__name__.endswith("Attention") for m in view.copies)
 
 
-async def test_many_rows_behind_what_they_share(monkeypatch):
+async def test_many_rows_with_shared_prefix_match_cpu_model(monkeypatch):
     monkeypatch.setattr(sharing, "FEW_TOKENS", 64)
     model = families.make("llama")
     prefix = [(7 * i) % 23 for i in range(100)]
@@ -110,7 +110,7 @@ WITH_EXPERTS = ["mixtral", "gpt-oss"]
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.filterwarnings("ignore")
-async def test_captured_steps(name, dtype, monkeypatch):
+async def test_captured_steps_match_float32_model_within_rounding(name, dtype, monkeypatch):
     """Steps of particles are those of the model in float32, as near as the type is."""
     monkeypatch.setattr(sharing, "FEW_TOKENS", 64)
     model = families.make(name)
@@ -141,7 +141,7 @@ async def test_captured_steps(name, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [96, 2048, 5120])
 @torch.inference_mode()
-def test_fused_kernels_are_torchs(dtype, width):
+def test_fused_norm_and_silu_kernels_match_torch(dtype, width):
     layernorm_kernel = pytest.importorskip("genlm_backend.backends.hf.layer_kernels")
     from genlm_backend.backends.hf.layer_kernels import silu_and_mul
 
@@ -161,8 +161,7 @@ def test_fused_kernels_are_torchs(dtype, width):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("undefined", [(), (3, 700)])
-def test_rows_of_logits(dtype, undefined):
-    """Rows and scores of logits on the device are those of the processor's."""
+def test_rows_and_scores_of_device_logits_match_cpu(dtype, undefined):
     from genlm_backend.queries.row import rows_of_logits, scores_of_logits
 
     generator = torch.Generator().manual_seed(0)

@@ -41,7 +41,7 @@ def random_rows(count=200, seed=0):
 
 
 @pytest.mark.parametrize("kind", ["top", "chosen", "entropy", "masses"])
-def test_what_is_read_off_rows_on_the_device(kind):
+def test_readouts_of_device_rows_match_cpu(kind):
     rows, query = random_rows(), RowQuery([1])
     rows[3, 10:20] = rows[3].max()  # of equal ones the first
     rows[4, 5:] = -torch.inf
@@ -79,7 +79,7 @@ def check_draws(drawings, rows, most_moved, near):
         assert one == pytest.approx(other, abs=near)
 
 
-def test_draws_within_bounds_on_the_device():
+def test_draws_with_sampling_filters_match_cpu():
     rows, generator = random_rows(), np.random.default_rng(1)
     drawings = []
     for _ in rows:
@@ -94,7 +94,7 @@ def test_draws_within_bounds_on_the_device():
     check_draws(drawings, rows, 3, 1e-4)
 
 
-def test_draws_with_masks_and_temperatures_on_the_device():
+def test_draws_with_masks_and_temperatures_match_cpu():
     rows, generator = random_rows(), np.random.default_rng(0)
     masks = [np.packbits(generator.random(SIZE) < 0.5).tobytes() for _ in range(100)]
     drawings = [
@@ -107,7 +107,7 @@ def test_draws_with_masks_and_temperatures_on_the_device():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
-def test_scores_and_what_is_told_beside_them(name):
+def test_scores_entropies_and_ranks_match_cpu(name):
     model = families.make(name)
     texts = random_contexts(20, seed=2, max_length=40)
     options = {"entropy": True, "rank": True, "top": 5}
@@ -125,7 +125,7 @@ def test_scores_and_what_is_told_beside_them(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_texts_are_those_of_the_model(dtype):
+def test_greedy_texts_match_model_and_seeded_draws_repeat(dtype):
     model = families.make("llama").to("cuda", dtype)
     prompts = random_contexts(8, seed=3, max_length=30)
     with AsyncTransformer(model, word_tokenizer()) as lm:
@@ -150,7 +150,7 @@ def test_greedy_texts_are_those_of_the_model(dtype):
 
 
 @pytest.mark.parametrize("name", families.RUNNING)
-def test_running_states(name):
+def test_rows_of_recurrent_models_match_cpu_model(name):
     """Trees of contexts, with ample room, with few states, and with some on the host."""
     try:
         model, generator = families.make(name), random.Random(0)
@@ -177,7 +177,7 @@ def test_running_states(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_and_values_go_to_the_host_and_come_back(dtype):
+def test_rows_after_host_round_trip_match_cpu_model(dtype):
     model, generator = families.make("llama"), random.Random(0)
     prompts = [[generator.randrange(families.VOCAB) for _ in range(30)] for _ in range(6)]
     expected = torch.stack([fresh_row(model, prompt) for prompt in prompts])
@@ -195,7 +195,7 @@ def test_keys_and_values_go_to_the_host_and_come_back(dtype):
 
 
 @pytest.mark.parametrize("kept", ["float16", "bfloat16", "int8"])
-async def test_other_number_formats_of_keys_and_values(kept):
+async def test_rows_with_kv_cache_dtype_match_cpu(kept):
     model = families.make("llama")
     contexts = random_contexts(12, max_length=30)
     options = {"kv_cache_dtype": kept, "kv_cache_bytes": 1 << 20, "row_cache_bytes": 0}
@@ -210,7 +210,7 @@ async def test_other_number_formats_of_keys_and_values(kept):
 
 
 @pytest.mark.parametrize("most", [1, 64])
-def test_adapters_beside_captured_steps(tmp_path, monkeypatch, most):
+def test_captured_steps_with_adapters_match_adapted_models(tmp_path, monkeypatch, most):
     """Adapters whose captured passes make way for each other's."""
     pytest.importorskip("peft")
     monkeypatch.setattr(cuda_graph_runner, "MAX_GRAPHS", most)
@@ -234,7 +234,7 @@ def test_adapters_beside_captured_steps(tmp_path, monkeypatch, most):
                 assert (found - expected).square().mean().sqrt() < 3 * noise
 
 
-def test_a_prefix_goes_to_a_file_and_comes_back(tmp_path):
+def test_saved_prefix_is_loaded_and_reused(tmp_path):
     model, prompt = families.make("llama"), [5] * 40
     expected = fresh_row(model, [*prompt, 7])
     own = model.cuda()
@@ -250,7 +250,7 @@ def test_a_prefix_goes_to_a_file_and_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_contexts_that_begin_with_pictures(name):
+def test_picture_contexts_match_plain_model(name):
     model, processor = family(name)
     text, images = prompt_of(name, [1])
     own = copy.deepcopy(model).cuda()
@@ -264,7 +264,7 @@ def test_contexts_that_begin_with_pictures(name):
             torch.testing.assert_close(row, expected, rtol=0, atol=2e-3)
 
 
-def test_a_long_pass_that_nobody_wants_any_more():
+def test_cancelled_long_pass_leaves_next_row_intact():
     """A pass ends between layers, and what others ask comes next."""
     model = families.make("llama").cuda()
 

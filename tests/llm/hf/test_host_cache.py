@@ -50,7 +50,7 @@ def check_rows(rows, contexts, model=MODEL):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_prompt_that_had_to_leave_comes_back_without_being_computed(name):
+def test_prompt_moved_to_host_returns_without_recomputation(name):
     model = families.make(name)
     generator = random.Random(name)
     prompts = [[generator.randrange(families.VOCAB) for _ in range(30)] for _ in range(4)]
@@ -78,7 +78,7 @@ async def count(lm, context):
     return [await lm.num_cached_tokens(context, tier=t) for t in (None, "device", "host")]
 
 
-async def test_tiers_are_told_apart():
+async def test_cached_tokens_are_counted_per_tier():
     with tiered(32, 64) as lm:
         assert lm.has_host_tier
         first, second = list(range(1, 25)), list(range(30, 50))
@@ -92,7 +92,7 @@ async def test_tiers_are_told_apart():
         check(lm)
 
 
-async def test_what_is_pinned_is_on_the_device():
+async def test_pinned_prompt_is_moved_to_device():
     with tiered(40, 64) as lm:
         prompt, other = list(range(1, 25)), list(range(30, 60))
         await lm.next_token_logprobs(prompt)
@@ -114,7 +114,7 @@ async def test_what_is_pinned_is_on_the_device():
     num_slots=st.integers(8, 40),
     num_host_slots=st.sampled_from([3, 12, 40, 300]),
 )
-def test_no_history_changes_a_row(kept, data, num_slots, num_host_slots):
+def test_rows_do_not_depend_on_history_of_batches(kept, data, num_slots, num_host_slots):
     """Rows are those of a fresh model, or where numbers are rounded of one with room for all."""
     per_slot = bytes_per_slot(kv_cache_dtype=kept)
     plain = AsyncTransformer(MODEL, word_tokenizer(), kv_cache_dtype=kept, row_cache_bytes=0)
@@ -138,7 +138,7 @@ def test_no_history_changes_a_row(kept, data, num_slots, num_host_slots):
 
 
 @pytest.mark.parametrize("direction", ["to_host", "to_device"])
-def test_a_copy_that_fails_is_raised_and_nothing_wrong_is_found(monkeypatch, direction):
+def test_failed_copy_between_tiers_raises_and_corrupts_no_row(monkeypatch, direction):
     def fail(*args):
         raise RuntimeError("no such luck")
 
@@ -157,7 +157,7 @@ def test_a_copy_that_fails_is_raised_and_nothing_wrong_is_found(monkeypatch, dir
             check(lm)
 
 
-def test_the_engine_tells_where_a_prompt_was():
+def test_engine_reports_prefix_lengths_per_tier():
     with tiered(40, 200) as lm, Engine() as engine:
         serve(engine, lm)
         found = []
@@ -172,7 +172,7 @@ def test_the_engine_tells_where_a_prompt_was():
         assert cpu > 0
 
 
-def test_options_that_make_no_sense():
+def test_unusable_host_cache_bytes_raises_or_warns():
     for wrong, error in ((-1, OptionError), (1.5, TypeError)):
         with pytest.raises(error, match="host_cache_bytes"):
             AsyncTransformer(MODEL, word_tokenizer(), host_cache_bytes=wrong)

@@ -46,7 +46,7 @@ def rounded(weight):
     has_bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_products_are_those_of_rounded_weights(
+def test_int8_products_match_rounded_weights(
     num_rows, width, height, magnitude, outlier, has_bias, seed
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +68,7 @@ def test_products_are_those_of_rounded_weights(
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_disturbs_its_own_row_only(wrong):
+def test_nan_or_infinity_affects_its_own_row_only(wrong):
     layer = Int8Linear(torch.randn(5, 64), None)
     rows = torch.randn(3, 64)
     expected = layer(rows)
@@ -78,12 +78,12 @@ def test_what_is_no_number_disturbs_its_own_row_only(wrong):
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
 
 
-def test_what_it_cannot_do_is_refused():
+def test_int8_layer_refuses_other_dtypes_and_saving():
     layer = Int8Linear(torch.randn(5, 64), None)
     for wrong in (torch.float64, torch.bfloat16, torch.int64):
         with pytest.raises(TypeError, match="float32 activations"):
             layer(torch.ones(2, 64).to(wrong))
-    with pytest.raises(ModelStateError, match="are not saved"):
+    with pytest.raises(ModelStateError, match="cannot be saved"):
         layer.state_dict()
     spoilt = torch.randn(3, 64)
     spoilt[1, 2] = torch.nan
@@ -91,7 +91,7 @@ def test_what_it_cannot_do_is_refused():
 
 
 @pytest.mark.parametrize("width", [512, 4096, 20_000])
-def test_rows_of_large_sums_depend_on_no_other_but_for_rounding(width):
+def test_rows_of_large_sums_match_single_rows_within_rounding(width):
     generator = torch.Generator().manual_seed(0)
     layer = Int8Linear(torch.rand(16, width, generator=generator), None)
     rows = torch.rand(24, width, generator=generator)
@@ -119,8 +119,8 @@ def logprobs(model, context):
     "name",
     ["llama", "qwen2", "gemma2", "gemma3", "mistral-sliding", "gpt2", "bloom", "opt", "phi", "mpt"],
 )
-@pytest.mark.filterwarnings("ignore:weights='int8' is for linear layers")
-def test_rows_are_those_of_a_model_with_rounded_weights(name):
+@pytest.mark.filterwarnings("ignore:weights='int8' converts only linear layers")
+def test_rows_match_model_with_rounded_weights(name):
     model, exact = families.make(name), with_rounded_weights(families.make(name))
     plain = families.make(name)
     quantize(model)
@@ -149,7 +149,7 @@ def directory(tmp_path):
 OPTIONS = {"weights": "int8", "row_cache_bytes": 0, "self_check": False}
 
 
-def test_a_model_is_loaded_with_them_here_and_elsewhere(directory, tmp_path):
+def test_int8_model_in_process_or_replicas_gives_same_rows(directory, tmp_path):
     with AsyncTransformer.from_name(directory, **OPTIONS) as lm:
         expected = lm.batch_next_token_logprobs_sync(CONTEXTS)
         assert isinstance(lm.model.lm_head, Int8Linear)
@@ -178,51 +178,51 @@ def test_a_model_is_loaded_with_them_here_and_elsewhere(directory, tmp_path):
         ({"weights": "int8", "hf_opts": {"device_map": {"": 0}}}, "leave out device_map={'': 0}"),
     ],
 )
-def test_what_does_not_go_with_them_is_refused_before_anything_is_loaded(options, reason):
+def test_options_incompatible_with_int8_are_refused_before_loading(options, reason):
     for cls in (AsyncTransformer, AsyncReplicas):
         with pytest.raises((OptionError, DeviceError), match=reason):
             cls.from_name("/no/such/model", **options)
 
 
-def test_they_exclude_other_quantisations():
+def test_int8_weights_exclude_bitsandbytes():
     pytest.importorskip("bitsandbytes")
-    with pytest.raises(OptionError, match="exclude each other"):
+    with pytest.raises(OptionError, match="cannot be combined with another quantization"):
         AsyncTransformer.from_name(
             "/no/such/model", bitsandbytes_opts={"load_in_8bit": True}, weights="int8"
         )
 
 
 @pytest.mark.parametrize("asked", ["auto", torch.float32, "float32"])
-def test_what_they_are_anyway_may_be_said(directory, asked):
+def test_options_equal_to_int8_defaults_are_accepted(directory, asked):
     options = {"hf_opts": {"dtype": asked, "device_map": "cpu"}, **OPTIONS}
     with AsyncTransformer.from_name(directory, **options) as lm:
         assert lm.next_token_logprobs_sync([1]).isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_models_that_cannot_have_them_are_refused():
-    with pytest.raises(UnsupportedModelError, match="asks for more than the products"):
+def test_models_unfit_for_int8_weights_are_refused():
+    with pytest.raises(UnsupportedModelError, match="for more than products"):
         quantize(families.make("mamba"))
     with pytest.raises(OptionError, match="has none"):
         quantize(families.make("llama").double())
 
 
-def test_a_model_that_is_linear_in_part_says_so():
+def test_partly_linear_model_warns():
     with pytest.warns(UserWarning, match="which are .*% of the weights of MixtralForCausalLM"):
         quantize(families.make("mixtral"))
 
 
-def test_a_processor_that_cuts_products_off_is_refused(monkeypatch):
+def test_cpu_with_saturating_or_missing_products_is_refused(monkeypatch):
     products = int8_weights._products
     monkeypatch.setattr(int8_weights, "_products", lambda *args: products(*args).clamp(max=32767))
-    with pytest.raises(OptionError, match="8 bits, which this processor"):
+    with pytest.raises(OptionError, match="int8 matrix products, which this processor"):
         quantize(families.make("llama"))
 
     def absent(*args):
         raise RuntimeError("no such operator")
 
     monkeypatch.setattr(int8_weights, "_products", absent)
-    with pytest.raises(OptionError, match="8 bits, which this processor"):
+    with pytest.raises(OptionError, match="int8 matrix products, which this processor"):
         quantize(families.make("llama"))
 
 

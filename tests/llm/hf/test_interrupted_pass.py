@@ -33,7 +33,7 @@ def check(lm, context):
     torch.testing.assert_close(row, fresh_row(lm.model, context), rtol=0, atol=5e-5)
 
 
-def test_a_pass_may_end_before_any_of_its_layers(lm):
+def test_pass_interrupted_at_any_layer_corrupts_no_row(lm):
     evaluator, calls = lm._evaluator, []
     real = evaluator.check_cancelled
     try:
@@ -60,7 +60,7 @@ def test_a_pass_may_end_before_any_of_its_layers(lm):
         evaluator.check_cancelled = real
 
 
-def test_a_short_pass_asks_nobody_between_its_layers(lm):
+def test_short_pass_skips_cancellation_checks_between_layers(lm):
     evaluator, calls = lm._evaluator, []
     real = evaluator.check_cancelled
     lm.next_token_logprobs_sync(LONG)

@@ -68,7 +68,7 @@ def tree(generator, lengths=(1, 3, 9, 24)):
 @pytest.mark.parametrize("kept", list(ROUNDS))
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
-def test_rows_are_those_of_a_model_that_rounds_its_keys_and_values(name, kept):
+def test_rows_match_model_with_rounded_keys_and_values(name, kept):
     model = families.make(name).double()
     generator = random.Random(name)
     contexts = list(tree(generator))
@@ -86,7 +86,7 @@ def test_rows_are_those_of_a_model_that_rounds_its_keys_and_values(name, kept):
 
 @pytest.mark.parametrize("name", sorted(families.PER_TOKEN))
 @pytest.mark.filterwarnings("ignore")
-def test_a_row_is_the_same_whole_step_by_step_and_reused(name):
+def test_stepwise_rows_match_uncached_rows(name):
     model = families.make(name)
     generator = random.Random(name)
     contexts = list(tree(generator, lengths=(3, 24)))
@@ -109,7 +109,7 @@ def test_a_row_is_the_same_whole_step_by_step_and_reused(name):
     ),
     st.integers(1, 40),
 )
-def test_no_history_changes_a_row(kept, batches, num_slots):
+def test_rows_do_not_depend_on_history_of_batches(kept, batches, num_slots):
     """Contexts that come together or after each other, with room for all, for some or for none."""
     model = _DOUBLE
     layers = model.config.num_hidden_layers
@@ -133,7 +133,7 @@ def test_no_history_changes_a_row(kept, batches, num_slots):
 _DOUBLE = families.make("llama").double()
 
 
-def test_a_context_without_room_is_rounded_all_the_same():
+def test_context_without_room_is_rounded_like_cached_one():
     context = list(range(30))
     rows = []
     for kv_cache_bytes in (0, 2000, None):
@@ -147,7 +147,7 @@ def test_a_context_without_room_is_rounded_all_the_same():
     assert float((rows[2] - fresh_row(_DOUBLE, context)).abs().max()) > 1e-3
 
 
-def test_long_shared_stretches_are_decoded_in_pieces(monkeypatch):
+def test_long_shared_prefix_decoded_in_pieces_gives_same_rows(monkeypatch):
     from genlm_backend.attention import cascade_run
 
     monkeypatch.setattr(cascade_run, "LONG_COPY", 5)
@@ -162,7 +162,7 @@ def test_long_shared_stretches_are_decoded_in_pieces(monkeypatch):
             torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
 
 
-def test_a_budget_holds_more_tokens():
+def test_smaller_formats_hold_more_tokens():
     model = families.make("llama")
     options = {"kv_cache_bytes": 1 << 20}
     capacity = {}
@@ -178,13 +178,13 @@ def test_a_budget_holds_more_tokens():
 
 
 @pytest.mark.parametrize("kept", ["int4", "INT8", 8, torch.int8, "", True])
-def test_unknown_formats(kept):
+def test_unknown_kv_cache_dtype_is_refused(kept):
     with pytest.raises(OptionError, match="kv_cache_dtype must be one of None, 'bfloat16'"):
         AsyncTransformer(families.make("llama"), word_tokenizer(), kv_cache_dtype=kept)
 
 
 @pytest.mark.parametrize("kept", KV_CACHE_DTYPES)
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_runs_whole_has_no_format(kept):
+def test_uncached_model_refuses_kv_cache_dtype(kept):
     with pytest.raises(OptionError, match=r"RecurrentGemmaForCausalLM runs every context whole: ."):
         AsyncTransformer(families.make("recurrent-gemma"), word_tokenizer(), kv_cache_dtype=kept)

@@ -35,7 +35,7 @@ def make(num_slots):
     num_slots=st.integers(6, 14),
     contexts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=40),
 )
-def test_tokens_that_are_computed_again_are_counted(num_slots, contexts):
+def test_recomputed_tokens_are_counted(num_slots, contexts):
     known, num_again, num_whole = set(), 0, 0
     with make(num_slots) as lm:
         tree = lm._evaluator.scheduler.tree
@@ -57,7 +57,7 @@ def test_tokens_that_are_computed_again_are_counted(num_slots, contexts):
         assert lm.statistics().num_recomputed_tokens == counted
 
 
-def test_tokens_that_are_there_are_not_counted_again():
+def test_cached_tokens_of_scored_text_are_not_counted_as_recomputed():
     """As those of a text that is scored, which go through the model whatever is kept."""
     with make(9) as lm:
         for text in ([1, 2, 3], [4, 5, 6], [11, 12, 13], [21, 22, 23], [1, 2, 3]):
@@ -77,7 +77,7 @@ def ask_growing(lm, num_rounds=2):
 
 
 @pytest.mark.parametrize("num_slots", [8, 40])
-def test_it_is_said_once_that_there_is_too_little(num_slots, caplog):
+def test_too_small_cache_warns_once(num_slots, caplog):
     with make(num_slots) as lm, caplog.at_level(logging.WARNING, "genlm_backend"):
         with pytest.warns(RuntimeWarning, match=SAID) as told:
             ask_growing(lm, 12 if num_slots == 40 else 2)
@@ -92,13 +92,13 @@ def test_it_is_said_once_that_there_is_too_little(num_slots, caplog):
         assert f"hit_rate={hits.hit_rate}" in repr(hits) or "hit_rate" in repr(hits)
 
 
-def test_a_filter_that_makes_it_an_error_loses_no_row():
+def test_warning_turned_into_error_loses_no_row():
     with make(8) as lm, warnings.catch_warnings():
         warnings.simplefilter("error")
         ask_growing(lm)
 
 
-def test_it_is_left_out_by_the_name_of_its_module():
+def test_warning_is_filtered_by_module_name():
     with make(8) as lm, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", module=r"genlm_backend\.")
@@ -106,7 +106,7 @@ def test_it_is_left_out_by_the_name_of_its_module():
     assert not [each for each in told if SAID in str(each.message)]
 
 
-def test_nothing_is_said_where_there_is_room_or_nothing_comes_again():
+def test_no_warning_with_enough_room_without_reuse_or_without_cache():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with make(400) as lm:

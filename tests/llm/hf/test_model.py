@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-def test_a_local_directory_is_a_name(folder):
+def test_local_directory_is_accepted_as_model_name(folder):
     with load_model_by_name(folder) as lm:
         assert isinstance(lm, AsyncTransformer)
         assert lm.model.dtype == torch.float32
@@ -50,7 +50,7 @@ def test_options_reach_transformers(folder, name):
         assert lm.next_token_logprobs_sync([1]).dtype == torch.float32
 
 
-def test_an_option_of_ours_among_those_of_transformers_is_told(folder):
+def test_own_option_in_hf_opts_raises_type_error(folder):
     with pytest.raises(TypeError, match="kv_cache_bytes is an option of AsyncTransformer, not"):
         load_model_by_name(folder, "hf", {"hf_opts": {"kv_cache_bytes": 1 << 20}})
 
@@ -79,7 +79,7 @@ def test_the_mock_needs_only_the_tokenizer(folder):
         assert lm.next_token_logprobs_sync([1]).shape == (96,)
 
 
-def test_an_unknown_backend_lists_the_known_ones(folder):
+def test_unknown_backend_error_lists_known_backends(folder):
     with pytest.raises(
         UnknownBackendError, match=r"'tensorrt'.*'hf', 'vllm', 'mlx', 'llama-cpp', 'mock'"
     ):
@@ -88,7 +88,7 @@ def test_an_unknown_backend_lists_the_known_ones(folder):
         load_model_by_name(folder, backend="transformers")
 
 
-def test_an_absent_model_says_what_was_looked_for(monkeypatch):
+def test_absent_model_raises_model_not_found_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for backend in ("hf", "mock"):
         with pytest.raises(ModelNotFoundError, match=r"(?s)'no-such-model'.*smollm2.*path"):
@@ -116,7 +116,7 @@ def test_impossible_options_are_refused(tiny_llama, options, error):
 
 
 @pytest.mark.parametrize("kv_cache_bytes", [0, 1 << 16])
-def test_a_model_that_is_converted_afterwards_is_noticed_at_the_next_batch(kv_cache_bytes):
+def test_model_converted_after_wrapping_is_refused_at_next_batch(kv_cache_bytes):
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=kv_cache_bytes) as lm:
         expected = fresh_row(model, [1, 2])
@@ -143,26 +143,26 @@ def test_a_model_that_is_converted_afterwards_is_noticed_at_the_next_batch(kv_ca
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("smollm2", "hf_model must be a causal .* got 'smollm2'; from_name takes a name"),
+        ("smollm2", "hf_model must be a causal .* got 'smollm2'; pass a name to from_name"),
         (None, "hf_model must be"),
         (LlamaForCausalLM, "hf_model must be"),
         (torch.nn.Linear(2, 2), "hf_model must be"),
     ],
     ids=str,
 )
-def test_what_is_no_model_is_refused(model, message):
+def test_object_other_than_causal_lm_is_refused(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
         AsyncTransformer(model, word_tokenizer())
 
 
-def test_a_model_without_weights_is_refused():
+def test_model_on_meta_device_is_refused():
     with torch.device("meta"):
         model = LlamaForCausalLM(families.make("llama").config)
     with pytest.raises(UnsupportedModelError, match="on 'meta'"):
         AsyncTransformer(model, word_tokenizer())
 
 
-def test_a_refused_constructor_leaves_no_thread(tiny_llama, monkeypatch):
+def test_failed_constructor_leaves_no_thread(tiny_llama, monkeypatch):
     def refuse(*_):
         raise UnsupportedModelError("refused while it is examined")
 
@@ -174,7 +174,7 @@ def test_a_refused_constructor_leaves_no_thread(tiny_llama, monkeypatch):
     del kept
 
 
-def test_the_models_own_maximum_bounds_the_context(tiny_llama):
+def test_default_max_length_is_that_of_model(tiny_llama):
     with AsyncTransformer(tiny_llama, word_tokenizer()) as lm:
         assert lm.max_length == 256
         assert lm.next_token_logprobs_sync([1] * 256).shape == (96,)
@@ -182,7 +182,7 @@ def test_the_models_own_maximum_bounds_the_context(tiny_llama):
             lm.next_token_logprobs_sync([1] * 257)
 
 
-def test_a_context_is_no_longer_than_the_positions_that_a_model_has(tiny_llama):
+def test_max_length_beyond_learned_positions_is_refused(tiny_llama):
     gpt2 = families.make("gpt2")
     most = gpt2.config.max_position_embeddings
     with pytest.raises(OptionError, match=f"more than the {most} positions"):
@@ -191,7 +191,7 @@ def test_a_context_is_no_longer_than_the_positions_that_a_model_has(tiny_llama):
         assert lm.next_token_logprobs_sync([1] * 300).isfinite().all()
 
 
-def test_ids_that_only_the_model_has_are_impossible(tiny_llama):
+def test_ids_beyond_tokenizer_get_minus_inf(tiny_llama):
     with AsyncTransformer(tiny_llama, word_tokenizer(90)) as lm:
         assert len(lm.byte_vocab) == len(lm.str_vocab) == 96
         assert lm.undefined_ids == set(range(90, 96))
@@ -204,7 +204,7 @@ def test_ids_that_only_the_model_has_are_impossible(tiny_llama):
         torch.testing.assert_close(row[:90], whole, rtol=0, atol=2e-5)
 
 
-def test_holes_in_the_tokenizer_are_impossible(tiny_llama):
+def test_ids_missing_in_tokenizer_get_minus_inf(tiny_llama):
     vocab = {f"<{i}>": i for i in range(96) if i not in (5, 50)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<0>"))
     with AsyncTransformer(tiny_llama, tokenizer) as lm:
@@ -213,8 +213,8 @@ def test_holes_in_the_tokenizer_are_impossible(tiny_llama):
         assert float(row.exp().sum()) == pytest.approx(1, abs=1e-5)
 
 
-def test_a_tokenizer_wider_than_the_model_is_cut_with_a_warning(tiny_llama):
-    with pytest.warns(UserWarning, match=r"100 ids and the model 96: ids 96 to 99.*<97>"):
+def test_tokenizer_larger_than_model_is_truncated_with_warning(tiny_llama):
+    with pytest.warns(UserWarning, match=r"100 ids, but the model only 96: ids 96 to 99.*<97>"):
         lm = AsyncTransformer(tiny_llama, word_tokenizer(100))
     assert len(lm.byte_vocab) == 96
     assert lm.next_token_logprobs_sync([1]).shape == (96,)
@@ -223,7 +223,7 @@ def test_a_tokenizer_wider_than_the_model_is_cut_with_a_warning(tiny_llama):
     lm.close()
 
 
-def test_closing_lets_go_of_the_model():
+def test_close_releases_the_model():
     import gc
     import weakref
 
@@ -237,7 +237,7 @@ def test_closing_lets_go_of_the_model():
     assert reference() is None
 
 
-def test_two_models_do_not_share_anything(tiny_llama):
+def test_two_models_share_no_rows(tiny_llama):
     with (
         AsyncTransformer(tiny_llama, word_tokenizer()) as one,
         AsyncTransformer(families.make("llama", seed=1), word_tokenizer()) as two,
@@ -248,7 +248,7 @@ def test_two_models_do_not_share_anything(tiny_llama):
     assert not torch.allclose(rows[0], rows[1])
 
 
-def test_what_has_been_done_is_told_in_the_middle_of_a_batch_and_after_the_end(tiny_llama):
+def test_statistics_are_available_during_batch_and_after_close(tiny_llama):
     told = []
     with AsyncTransformer(tiny_llama, word_tokenizer(), row_cache_bytes=0) as lm:
         lm.next_token_logprobs_sync([5, 6, 7, 8])
@@ -263,7 +263,7 @@ def test_what_has_been_done_is_told_in_the_middle_of_a_batch_and_after_the_end(t
     assert lm.statistics() == last
 
 
-def test_a_number_of_threads_is_the_models_own(tiny_llama):
+def test_num_threads_applies_only_to_own_model(tiny_llama):
     before = torch.get_num_threads()
     with AsyncTransformer(tiny_llama, word_tokenizer(), num_threads=1) as lm:
         assert lm._batcher.call(torch.get_num_threads) == 1
@@ -273,7 +273,7 @@ def test_a_number_of_threads_is_the_models_own(tiny_llama):
         AsyncTransformer(tiny_llama, word_tokenizer(), num_threads=0)
 
 
-def test_a_close_that_is_interrupted_can_be_done_again(tiny_llama, monkeypatch):
+def test_interrupted_close_can_be_repeated(tiny_llama, monkeypatch):
     before = set(threading.enumerate())
     lm = AsyncTransformer(tiny_llama, word_tokenizer())
     lm.next_token_logprobs_sync([1, 2])

@@ -57,7 +57,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_changed_model_says_so_until_it_is_as_it_was(lm, model, change):
+def test_changed_model_is_refused_until_change_is_undone(lm, model, change):
     do, undo, said = change(model)
     expected = fresh_row(model, [1, 2, 3])
     do()
@@ -76,7 +76,7 @@ def checkpoint_gradients(model):
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
 
-def test_what_owners_set_and_no_row_depends_on_disturbs_nobody(lm, model):
+def test_config_changes_without_effect_on_rows_are_accepted(lm, model):
     checkpoint_gradients(model)
     model.config.use_cache = False
     model.config.pad_token_id = model.config.eos_token_id
@@ -87,7 +87,7 @@ def test_what_owners_set_and_no_row_depends_on_disturbs_nobody(lm, model):
     torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
 
 
-def test_dropout_of_a_model_that_is_trained_reaches_no_row(model):
+def test_dropout_of_training_model_affects_no_row(model):
     """Its default configuration drops a tenth of what passes through each layer."""
     gpt2 = families.make("gpt2")
     assert gpt2.config.resid_pdrop == 0.1
@@ -101,13 +101,13 @@ def test_dropout_of_a_model_that_is_trained_reaches_no_row(model):
             lm.next_token_logprobs_sync([1, 2, 4])
 
 
-def test_a_model_that_returns_tuples_is_refused_by_the_name_of_the_option(model):
+def test_model_with_return_dict_false_is_refused(model):
     model.config.return_dict = False
     with pytest.raises(ModelStateError, match="return_dict=False"):
         AsyncTransformer(model, word_tokenizer())
 
 
-def test_a_model_that_is_hidden_by_compilation_says_what_to_do(model):
+def test_result_of_torch_compile_is_refused(model):
     with pytest.raises(UnsupportedModelError, match=r"model.compile\(\)"):
         AsyncTransformer(torch.compile(model, backend="eager"), word_tokenizer())
 
@@ -144,7 +144,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("compiles", COMPILED.values(), ids=COMPILED.keys())
 @pytest.mark.parametrize("is_wrapped_first", [True, False])
-def test_a_compiled_model_gives_the_rows_of_its_own_code(model, compiles, is_wrapped_first):
+def test_compiled_model_gives_rows_of_uncompiled_code(model, compiles, is_wrapped_first):
     backend, plain = Counting(), copy.deepcopy(model)
     if not is_wrapped_first:
         compiles(model, backend)
@@ -168,7 +168,7 @@ def test_a_compiled_model_gives_the_rows_of_its_own_code(model, compiles, is_wra
         assert backend.num_runs
 
 
-def test_a_model_of_peft_keeps_its_keys_and_values(model):
+def test_peft_model_reuses_keys_and_values(model):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
@@ -198,7 +198,7 @@ def _replace_a_part(model):
 
 
 @pytest.mark.parametrize("change", [_delete, _add_again, _replace_a_part])
-def test_an_adapter_that_its_owner_replaces_is_refused_by_its_name(model, change):
+def test_adapter_replaced_by_owner_raises_model_state_error(model, change):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(model, config).eval()
@@ -211,7 +211,7 @@ def test_an_adapter_that_its_owner_replaces_is_refused_by_its_name(model, change
         lm._batcher.call(lambda: None)  # the worker lives
 
 
-def test_frequencies_that_a_model_replaces_itself_are_no_change():
+def test_rotary_frequencies_replaced_by_generate_are_accepted():
     config = families._config(
         "LlamaConfig",
         max_position_embeddings=32,

@@ -55,7 +55,7 @@ def assert_untouched(model, before):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
-def test_a_view_has_the_models_bits_and_memory(name):
+def test_view_gives_same_logits_and_shares_parameters(name):
     model = families.make(name)
     config, expected = model.config.to_dict(), logits(model)
     view = view_of(model, IDS)
@@ -81,7 +81,7 @@ def test_a_view_has_the_models_bits_and_memory(name):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mamba", "falcon-rotary", "mixtral"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_is_wrapped_is_not_touched_before_or_during_or_after_a_pass(name):
+def test_wrapped_model_is_untouched_before_during_and_after_pass(name):
     model = families.make(name)
     during = []
     hook = model.get_output_embeddings().register_forward_hook(
@@ -122,7 +122,7 @@ class Part(nn.Module):
         return sum(found) + self.by_name["inner"](states)
 
 
-def test_what_refers_to_modules_refers_to_their_views():
+def test_references_to_modules_become_references_to_views():
     model = families.make("llama")
     model.model.norm = Part(model)
     view = view_of(model, IDS)
@@ -137,7 +137,7 @@ def test_what_refers_to_modules_refers_to_their_views():
     assert torch.equal(logits(model), logits(view_of(model, IDS).module))
 
 
-def test_a_method_that_replaces_a_forward_is_the_views():
+def test_replaced_forward_is_bound_to_view():
     model = families.make("llama")
     forward = type(model.model.norm).forward
     model.model.norm.forward = types.MethodType(
@@ -149,7 +149,7 @@ def test_a_method_that_replaces_a_forward_is_the_views():
         check_row(lm, model)
 
 
-def test_hooks_of_accelerate_are_the_views(tmp_path):
+def test_accelerate_hooks_work_in_view(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model = families.make("llama")
     expected = fresh_row(model, [1, 2, 3])
@@ -172,7 +172,7 @@ def _closed_over(model):
     model.model.layers[1].forward = lambda *args, **options: forward(*args, **options)
 
 
-def test_a_model_whose_code_runs_its_own_modules_has_no_view_and_its_rows(tmp_path):
+def test_model_with_closure_over_forward_runs_without_view(tmp_path):
     peft = pytest.importorskip("peft")
     model = families.make("llama")
     expected = [fresh_row(model, context) for context in ([1, 2, 3], [1, 2, 3, 4])]
@@ -185,7 +185,7 @@ def test_a_model_whose_code_runs_its_own_modules_has_no_view_and_its_rows(tmp_pa
         for context, row in zip(([1, 2, 3], [1, 2, 3, 4]), expected, strict=True):
             found = lm.next_token_logprobs_sync(context)
             torch.testing.assert_close(found, row, rtol=0, atol=3e-5)
-        with pytest.raises(AdapterError, match="refer to each other"):
+        with pytest.raises(AdapterError, match="does not run on copies of its modules"):
             lm.add_new_lora(str(tmp_path), "mine")
         model.train()
         with pytest.raises(RuntimeError, match="training mode"):
@@ -194,7 +194,7 @@ def test_a_model_whose_code_runs_its_own_modules_has_no_view_and_its_rows(tmp_pa
         assert_untouched(model, before)
 
 
-def test_a_closed_model_keeps_no_parameter_until_garbage_is_collected():
+def test_closed_model_frees_parameters_without_garbage_collection():
     model = families.make("llama")
     weights = [weakref.ref(parameter) for parameter in model.parameters()]
     gc.collect()
@@ -208,7 +208,7 @@ def test_a_closed_model_keeps_no_parameter_until_garbage_is_collected():
         gc.enable()
 
 
-def test_hooks_of_the_model_run_in_its_view_whenever_they_are_registered():
+def test_hooks_registered_later_run_in_view():
     model, called = families.make("llama"), []
     layer = model.model.layers[0]
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
@@ -223,7 +223,7 @@ def test_hooks_of_the_model_run_in_its_view_whenever_they_are_registered():
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_hidden_states_are_captured_once_in_a_model_and_in_its_view(is_first):
+def test_hidden_states_are_captured_once_in_model_and_view(is_first):
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         view = lm._evaluator._runner.view.module
@@ -303,7 +303,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_a_change_that_is_not_followed_is_refused_by_its_place(change):
+def test_unsupported_change_of_model_raises_model_state_error(change):
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         check_row(lm, model)
@@ -315,7 +315,7 @@ def test_a_change_that_is_not_followed_is_refused_by_its_place(change):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_weights_that_its_owner_changes_are_in_the_next_batch(seed, monkeypatch):
+def test_changed_weights_and_hooks_are_used_in_next_batch(seed, monkeypatch):
     """Rows after a change are those of the model as it is now, hooks included."""
     from genlm_backend.backends.hf import packed_weights
 
@@ -336,7 +336,7 @@ def test_weights_that_its_owner_changes_are_in_the_next_batch(seed, monkeypatch)
                 check_row(one, model, [*context, 7])
 
 
-def test_two_wrappers_of_one_model_and_its_owner_take_no_turns():
+def test_wrappers_and_owner_run_one_model_concurrently():
     """Each is held within a pass until the others have made theirs."""
     import threading
 
@@ -366,7 +366,7 @@ def test_two_wrappers_of_one_model_and_its_owner_take_no_turns():
     assert len(held) == 3
 
 
-def test_a_change_during_a_pass_waits_for_the_next():
+def test_change_during_pass_is_detected_by_next_pass():
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         expected = fresh_row(model, [1, 2, 3])

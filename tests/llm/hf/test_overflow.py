@@ -91,7 +91,7 @@ overflowing = st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=9).ma
     st.sampled_from([1, 3, 1000]),
     st.sampled_from([1, 2, 1000]),
 )
-def test_a_context_that_overflows_costs_no_other_its_answer_or_its_slots(
+def test_overflowing_context_corrupts_no_other_row_or_slot(
     batches, num_slots, per_forward, max_chunk, max_outputs
 ):
     cost = {"per_forward": per_forward, "max_chunk": max_chunk, "max_outputs": max_outputs}
@@ -100,7 +100,7 @@ def test_a_context_that_overflows_costs_no_other_its_answer_or_its_slots(
         check(passes, asked)
 
 
-def test_one_particle_that_overflows_is_alone_computed_again():
+def test_only_overflowing_particle_is_recomputed():
     passes = make(10_000, OverflowingRunner())
     prompt = tuple(i % 3 for i in range(1000))
     particles = [(*prompt, i % 3, i // 3 % 3, i // 9 % 3, i // 27) for i in range(63)]
@@ -116,7 +116,7 @@ def test_one_particle_that_overflows_is_alone_computed_again():
 
 @pytest.mark.parametrize("num_slots", [None, 10_000])
 @pytest.mark.parametrize("first", [1, 2, 100, 190, 199])
-def test_a_text_that_overflows_is_run_uncached_once(num_slots, first):
+def test_overflowing_text_is_run_uncached_once(num_slots, first):
     passes = make(num_slots, OverflowingRunner())
     text = tuple(4 if i == first else i % 3 for i in range(200))
     check(passes, [Split(text, 1)])
@@ -124,14 +124,14 @@ def test_a_text_that_overflows_is_run_uncached_once(num_slots, first):
     assert passes.runner.tokens_computed <= whole * 200
 
 
-def test_a_model_of_nothing_but_nan_is_asked_little():
+def test_all_nan_text_is_computed_at_most_twice():
     passes = make(10_000, OverflowingRunner())
     (scores,) = passes.evaluate([question(Split((4,) * 200, 1))])
     assert scores.isnan().all()
     assert passes.runner.tokens_computed <= 2 * 200
 
 
-def test_what_overflows_beside_longer_ones_is_run_whole_once():
+def test_batch_of_overflowing_contexts_is_run_uncached_once():
     passes = make(10_000, OverflowingRunner())
     contexts = [(4, *(0,) * size) for size in range(10, 20)]
     check(passes, contexts)
@@ -148,7 +148,7 @@ def half():
 
 
 @pytest.mark.parametrize("kv_cache_bytes", [0, None])
-def test_padding_that_overflows_spoils_no_row_and_no_score(half, kv_cache_bytes):
+def test_overflowing_padding_token_spoils_no_row_or_score(half, kv_cache_bytes):
     sound = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [8, 9, 10, 11]]
     spoilt = [[5, 6, 7, 8, 0], [8, 9, 10, 11, 12, 13, 0]]
     options = {"row_cache_bytes": 0, "kv_cache_bytes": kv_cache_bytes}
@@ -163,7 +163,7 @@ def test_padding_that_overflows_spoils_no_row_and_no_score(half, kv_cache_bytes)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
-def test_a_prompt_that_says_nan_is_not_pinned(options):
+def test_prompt_with_nan_row_is_not_pinned(options):
     model = families.make("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[13] = torch.nan
@@ -172,7 +172,7 @@ def test_a_prompt_that_says_nan_is_not_pinned(options):
         lm.cache_kv([1, 13, 2])
 
 
-def test_a_token_that_overflows_is_no_part_of_mean_keys():
+def test_nan_token_is_excluded_from_mean_keys():
     model = families.make("llama")
     expected = [fresh_row(model, context) for context in ([5, 6, 7], [20, 21, 22], [23, 24])]
     with torch.no_grad():

@@ -52,7 +52,7 @@ def check_rows(lm, model, contexts=([1, 2, 3], [4, 5], [1, 2, 7, 8])):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt-oss"])
 @pytest.mark.usefixtures("faster")
-async def test_rows_are_the_bare_models(name, used):
+async def test_rows_with_packed_weights_match_bare_model(name, used):
     model = families.make(name)
     expected = {
         tuple(context): fresh_row(model, context) for context in random_contexts(20, max_length=30)
@@ -70,7 +70,7 @@ async def test_rows_are_the_bare_models(name, used):
 
 
 @pytest.mark.usefixtures("faster")
-def test_a_model_of_ones_own_is_left_alone_and_one_that_is_loaded_may_opt_out(tmp_path):
+def test_only_loaded_models_are_packed_unless_opted_out(tmp_path):
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer()) as lm:
         assert lm.packed_weight_bytes == 0
@@ -134,7 +134,7 @@ def _at_an_odd_place(model):
 
 @pytest.mark.parametrize("change", [_through_data, _permuted, _fused, _at_an_odd_place])
 @pytest.mark.usefixtures("faster")
-def test_a_weight_that_torch_says_nothing_of_is_found_by_another_look(change):
+def test_untracked_weight_changes_are_found_by_pack_again(change):
     model, rows = layer_and_rows()
     packed = packed_of(model)
     view = view_with(packed, model)
@@ -144,7 +144,7 @@ def test_a_weight_that_torch_says_nothing_of_is_found_by_another_look(change):
 
 
 @pytest.mark.usefixtures("faster")
-def test_who_uses_a_model_beside_and_after_one_that_packs_it():
+def test_packing_leaves_other_users_of_the_model_intact():
     model = families.make("llama")
     expected = fresh_row(model, [1, 2, 3])
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as beside:
@@ -172,7 +172,7 @@ def test_who_uses_a_model_beside_and_after_one_that_packs_it():
         assert (fresh_row(changed, [1, 2, 3]) - expected).abs().max() > 0.01
 
 
-def test_only_what_is_faster_is_packed_and_what_fits(monkeypatch):
+def test_weights_are_packed_only_if_faster_and_within_budget(monkeypatch):
     model, _ = layer_and_rows()
     monkeypatch.setattr(packed_weights, "_found", {})
     monkeypatch.setattr(packed_weights, "_is_faster", lambda packed, layers: False)
@@ -185,7 +185,7 @@ def test_only_what_is_faster_is_packed_and_what_fits(monkeypatch):
 
 
 @pytest.mark.usefixtures("faster")
-def test_what_is_no_plain_weight_is_left_alone():
+def test_layers_other_than_plain_linear_are_not_packed():
     class Own(nn.Linear):
         pass
 
@@ -202,7 +202,7 @@ def test_what_is_no_plain_weight_is_left_alone():
 
 
 @pytest.mark.usefixtures("faster")
-def test_a_build_that_packs_otherwise_or_not_at_all(monkeypatch):
+def test_nothing_is_packed_if_operator_is_wrong_or_missing(monkeypatch):
     model, _ = layer_and_rows()
     with monkeypatch.context() as patch:
         patch.setattr(PackedLinear, "forward", lambda self, input: input.new_zeros(20, 40))

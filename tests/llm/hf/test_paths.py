@@ -27,7 +27,7 @@ def test_every_token_is_read_once_for_each_row(rows, few_tokens):
 
 
 @given(rows_in_trees(), st.integers(0, 3))
-def test_columns_are_the_slots_of_each_row_behind_padding(rows, wider):
+def test_columns_are_left_padded_slots_of_each_row(rows, wider):
     tree, nodes, _ = rows
     past = tree.paths(nodes)
     own = [[tree.slot[node] for node in tree.path(node)] for node in nodes]
@@ -36,7 +36,7 @@ def test_columns_are_the_slots_of_each_row_behind_padding(rows, wider):
     assert past.columns(width).tolist() == [[0] * (width - len(slots)) + slots for slots in own]
 
 
-def test_rows_below_roots_of_their_own_share_nothing():
+def test_rows_under_different_roots_share_nothing():
     tree = Tree()
     other = tree.add(0, 9)
     tree.depth[other] = 0  # another root
@@ -45,7 +45,7 @@ def test_rows_below_roots_of_their_own_share_nothing():
     assert parts_of(plan) == [([0], [4], [0]), ([0], [5], [1])]
 
 
-def test_a_lineage_that_is_forked_at_each_token_is_one_part_as_an_unforked_one():
+def test_shared_lineage_with_dead_branches_is_one_part():
     tree, node = Tree(), 0
     for i in range(2000):
         node = tree.add(node, 2 * i + 1)
@@ -72,7 +72,7 @@ def test_rows_without_anything_cached_have_no_columns():
     st.sampled_from([0, 1, 4, 20, 10**6]),
     st.integers(0, 99),
 )
-def test_a_reading_that_advances_reads_what_one_made_anew_does(rows, picks, few_tokens, seed):
+def test_advanced_plan_reads_same_tokens_as_new_plan(rows, picks, few_tokens, seed):
     tree, nodes, _ = rows
     plan = plan_of(tree, nodes, few_tokens=few_tokens)
     slots = iter(random.Random(seed).sample(range(1000, 2000), 1000))
@@ -95,7 +95,7 @@ def test_a_reading_that_advances_reads_what_one_made_anew_does(rows, picks, few_
         assert plan.num_repeated == repeated
 
 
-def test_a_part_of_all_rows_stays_one_and_others_lose_theirs():
+def test_advancing_keeps_shared_prefix_and_drops_unused_ones():
     tree, node = Tree(), 0
     for i in range(10):
         node = tree.add(node, i + 1)
@@ -111,7 +111,7 @@ def test_a_part_of_all_rows_stays_one_and_others_lose_theirs():
     assert part.rows.tolist() == [0, 1]
 
 
-def test_a_reading_is_worn_once_its_rest_has_grown_or_rows_have_become_one():
+def test_plan_becomes_stale_as_suffix_grows_or_rows_repeat():
     tree = Tree()
     ends = [0, 0, 0, 0]
     for i in range(100):

@@ -17,20 +17,20 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_behind_a_prompt_is_asked_in_any_precision(dtype):
+def test_picture_suffix_is_detected_in_any_precision(dtype):
     model, processor = make("paligemma")
     with AsyncTransformer(model.to(dtype), processor.tokenizer, processor=processor) as lm:
         pictures = lm.context(*prompt_of("paligemma", [1], before="")[:1], images=[picture(1)])
         assert (pictures.pictures.suffix, pictures.pictures.keeps) == (1, False)
 
 
-def test_a_processor_that_is_none():
+def test_processor_of_wrong_type_raises_option_type_error():
     model, processor = make("paligemma")
-    with pytest.raises(OptionTypeError, match="processor must be one of transformers"):
+    with pytest.raises(OptionTypeError, match="processor must be a processor of transformers"):
         AsyncTransformer(model, processor.tokenizer, processor=3)
 
 
-def test_a_context_that_the_model_refuses_concerns_nobody_else():
+def test_context_refused_by_model_fails_alone():
     name = "qwen2-vl"
     made = inputs(*family(name), *prompt_of(name, [1]))
     ids, rest = made["input_ids"][0], {n: v for n, v in made.items() if n in NAMES}
@@ -55,7 +55,7 @@ NAMES = {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("budget", [0, 1 << 22])
-def test_a_token_of_pictures_may_come_as_text(name, budget):
+def test_picture_token_may_appear_as_text(name, budget):
     """As a sampler draws it: the model reads it as its own cache would."""
     prompt = prompt_of(name, [1], before="" if name == "paligemma" else "ab ")
     with over(name, kv_cache_bytes=budget) as lm:
@@ -72,7 +72,7 @@ def test_a_token_of_pictures_may_come_as_text(name, budget):
         assert lm.score_sync(context, []).shape == (0,)
 
 
-def test_pictures_that_see_each_other_are_shared_together():
+def test_mutually_attending_pictures_are_shared_together():
     name = "gemma3"
     model, processor = family(name)
     with over(name) as lm:
@@ -93,7 +93,7 @@ def test_pictures_that_see_each_other_are_shared_together():
                 close(row, out.logits[0, -1].log_softmax(-1))
 
 
-def test_a_few_tokens_are_not_taken_for_shapes():
+def test_short_prompt_is_not_mistaken_for_picture_shapes():
     """A prompt of three tokens, and a tensor of three numbers for each picture."""
     model, processor = make("qwen2-vl")
     processor.image_processor.size = {"shortest_edge": 196, "longest_edge": 3136}
@@ -108,7 +108,7 @@ def test_a_few_tokens_are_not_taken_for_shapes():
             close(lm.next_token_logprobs_sync(context), row)
 
 
-def test_photographs_are_turned_as_they_say(tmp_path):
+def test_pictures_are_rotated_by_exif_orientation(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     picture(3, (41, 23)).save(tmp_path / "turned.png", exif=exif)
@@ -118,7 +118,7 @@ def test_photographs_are_turned_as_they_say(tmp_path):
         assert contexts[0] == contexts[1]
 
 
-def test_pictures_are_not_lost_on_the_way():
+def test_operations_that_would_lose_pictures_are_refused():
     with over("gemma3") as lm:
         context = lm.context(marker("gemma3"), images=[picture(1)])
         for use in (
@@ -134,7 +134,7 @@ def test_pictures_are_not_lost_on_the_way():
                 use()
 
 
-def test_rows_that_are_kept_hold_no_pictures():
+def test_cached_rows_hold_no_pictures():
     import gc
     import weakref
 
@@ -161,7 +161,7 @@ def test_an_engine_warms_up_a_model_that_reads_pictures(name):
         assert request.result(60)[0].finish_reason
 
 
-def test_a_chat_about_pictures():
+def test_chat_with_pictures_matches_its_prompt_text():
     """By the processor's own template, with pictures among the parts of a message."""
     name, image = "smolvlm", picture(1)
     template = (
@@ -190,7 +190,7 @@ def test_a_chat_about_pictures():
             lm.processor.chat_template = None
 
 
-def test_a_model_without_a_processor_has_none():
+def test_model_without_picture_processor_refuses_pictures():
     model, processor = family("gemma3")
     with AsyncTransformer(model, processor.tokenizer, self_check=False) as lm:
         assert lm.processor is None
@@ -206,11 +206,11 @@ def test_pictures_read_by_another_library_are_refused():
     with over("gemma3") as lm:
         context = pickle.loads(pickle.dumps(lm.context(marker("gemma3"), images=[picture(1)])))
         lm.contexts.image_reader = "vLLM"
-        with pytest.raises(PictureError, match="none like it"):
+        with pytest.raises(PictureError, match="this model cannot read"):
             lm.next_token_logprobs_sync(context)
 
 
-def test_a_chat_has_one_token_that_begins_it():
+def test_chat_begins_with_one_bos_token():
     """Written by the template, and again by the processor."""
     name, info = "llava-next", MultiMediaInfo(images=[picture(1)])
     chat = [{"role": "user", "content": "<image>what?"}]

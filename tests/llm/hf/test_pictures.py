@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_are_the_plain_models(name):
+def test_rows_with_pictures_match_plain_model(name):
     numbers = [1, 2] if name in MANY else [1]
     prompt = prompt_of(name, numbers, before="ab " if name in MANY else "")
     with over(name) as lm:
@@ -46,7 +46,7 @@ def test_rows_are_the_plain_models(name):
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_forks_beside_texts_and_other_pictures(name):
+def test_forks_batched_with_texts_and_other_pictures_match_plain_model(name):
     """Contexts of several prompts, with and without pictures, ragged, in the same batches."""
     generator = random.Random(0)
     prompts = [prompt_of(name, numbers) for numbers in ([1], [2], [1, 2], [2, 1])]
@@ -68,7 +68,7 @@ def test_forks_beside_texts_and_other_pictures(name):
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "gemma3"])
-def test_a_step_costs_its_new_tokens(name):
+def test_step_computes_only_its_new_tokens(name):
     text, images = prompt_of(name, [1])
     with over(name) as lm:
         context = lm.context(text, images=images)
@@ -79,7 +79,7 @@ def test_a_step_costs_its_new_tokens(name):
         assert asyncio.run(lm.num_cached_tokens(context + [5, 6])) == len(context) + 1
 
 
-def test_equal_pictures_share_all_and_others_what_is_before_them():
+def test_equal_pictures_share_all_and_others_only_preceding_tokens():
     with over("qwen2-vl") as lm:
         contexts = [
             lm.context(*prompt_of("qwen2-vl", numbers)[:1], images=map(picture, numbers))
@@ -99,7 +99,7 @@ def test_equal_pictures_share_all_and_others_what_is_before_them():
         assert end == places[-1] + 1
 
 
-def test_touching_pictures_are_shared_as_one():
+def test_adjacent_pictures_are_shared_only_as_one():
     with over("llava-next") as lm:
         for between, is_shared in (("", False), (" cd ", True)):
             text = "ab " + between.join([marker("llava-next")] * 2) + " ef"
@@ -109,7 +109,7 @@ def test_touching_pictures_are_shared_as_one():
             assert is_far == is_shared
 
 
-def test_what_has_to_go_is_computed_again():
+def test_evicted_pictures_are_recomputed():
     """A budget that holds one context with pictures and little more."""
     name, generator = "smolvlm", random.Random(1)
     prompts = [prompt_of(name, [i]) for i in range(4)]
@@ -131,7 +131,7 @@ def test_what_has_to_go_is_computed_again():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_rows_do_not_depend_on_what_is_kept_in_codes(dtype):
+def test_rows_with_kv_cache_dtype_match_uncached_rows(dtype):
     text, images = prompt_of("llava-next", [1, 2])
     with over("llava-next", kv_cache_dtype=dtype) as lm:
         context = lm.context(text, images=images)
@@ -140,7 +140,7 @@ def test_rows_do_not_depend_on_what_is_kept_in_codes(dtype):
             close(row, lm.next_token_logprobs_uncached(context + more))
 
 
-def test_contexts_that_end_within_their_pictures():
+def test_context_ending_with_picture_matches_plain_model():
     text = f"ab {marker('smolvlm')}"
     with over("smolvlm") as lm:
         context = lm.context(text, images=[picture(1)])
@@ -153,7 +153,7 @@ def test_contexts_that_end_within_their_pictures():
 # -------------------------------------------------------------------- everything else
 
 
-def test_scores_samples_and_texts():
+def test_scores_samples_and_generation_match_plain_model():
     name, text, images = "qwen2-vl", *prompt_of("qwen2-vl", [1, 2])
     with over(name) as lm:
         context = lm.context(text, images=images)
@@ -179,14 +179,14 @@ def test_scores_samples_and_texts():
             requests = [engine.start_request_text("m", text, config) for _ in range(3)]
             for request in requests:
                 assert list(request.result(60)[0].token_ids) == expected
-        with pytest.raises(PictureError, match="2 of them"):
+        with pytest.raises(PictureError, match="got 2 "):
             asyncio.run(generate(lm, text, config, mm_info=MultiMediaInfo(images[:1])))
     with pytest.raises(GenerationConfigError, match="images"):
         MultiMediaInfo(images=3)
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_prompts_of_token_ids(name):
+def test_token_ids_with_processor_inputs_match_text_prompt(name):
     """What the processor returns, with its inputs."""
     text, images = prompt_of(name, [1, 2])
     made = inputs(*family(name), text, images)
@@ -194,11 +194,11 @@ def test_prompts_of_token_ids(name):
         context = lm.context(made["input_ids"][0], images=made)
         assert list(context) == list(lm.context(text, images=images))
         close(lm.next_token_logprobs_sync(context), plain_row(name, text, images))
-        with pytest.raises(PictureError, match="go with a text"):
+        with pytest.raises(PictureError, match="pictures need a text"):
             lm.context(made["input_ids"][0], images=images)
 
 
-def test_tasks_and_contexts_of_what_a_processor_returns():
+def test_processor_output_is_accepted_by_context_and_glm_task():
     name, (text, images) = "gemma3", prompt_of("gemma3", [1, 2])
     made = inputs(*family(name), text, images)
     with over(name) as lm:
@@ -212,7 +212,7 @@ def test_tasks_and_contexts_of_what_a_processor_returns():
             twice = {name: torch.cat([value, value]) for name, value in made.items()}
             with pytest.raises(ContextError, match="one row without padding"):
                 glm.submit(twice)
-        with pytest.raises(PictureError, match="no part of a picture"):
+        with pytest.raises(PictureError, match="contain no image token"):
             lm.context([5, 6], images=given)
         with pytest.raises(PictureError, match="must be tensors"):
             lm.context(made["input_ids"][0], images={"pixel_values": "x"})
@@ -234,7 +234,7 @@ def test_replicas_read_pictures():
             close(row, plain_row("llava-next", *prompts[i], [j + 5]))
 
 
-def test_pictures_of_any_kind(tmp_path):
+def test_pictures_in_any_input_form_give_equal_contexts(tmp_path):
     image = picture(1)
     image.save(tmp_path / "one.png")
     raw = io.BytesIO()
@@ -247,7 +247,7 @@ def test_pictures_of_any_kind(tmp_path):
         assert lm.context(text, images=[image.convert("RGBA")]) == contexts[0]
 
 
-def test_a_context_is_a_sequence_with_a_place_for_each_part():
+def test_picture_context_supports_indexing_slicing_and_pickling():
     with over("qwen2-vl") as lm:
         text, images = prompt_of("qwen2-vl", [1])
         context = lm.context(text, images=images)
@@ -259,19 +259,19 @@ def test_a_context_is_a_sequence_with_a_place_for_each_part():
         assert context[:2] == lm.context(list(context[:2]))
         assert context[end:] == lm.context(list(context)[end:])
         assert "pictures" in repr(context)
-        with pytest.raises(PictureError, match="hold a part"):
+        with pytest.raises(PictureError, match="contain only a part"):
             context[: end - 1]
         with pytest.raises(PictureError, match="first token"):
             context[1:]
-        with pytest.raises(PictureError, match="before the pictures"):
+        with pytest.raises(PictureError, match="nothing can be prepended"):
             [5] + context
         again = pickle.loads(pickle.dumps(context + [5]))
         close(lm.next_token_logprobs_sync(again), lm.next_token_logprobs_sync(context + [5]))
-    with over("gemma3") as other, pytest.raises(PictureError, match="none like it"):
+    with over("gemma3") as other, pytest.raises(PictureError, match="this model cannot read"):
         other.next_token_logprobs_sync(again)
 
 
-def test_a_process_is_given_pictures_once(tmp_path):
+def test_pictures_are_sent_to_process_once(tmp_path):
     from genlm_backend import load_model_by_name
     from genlm_backend.remote import arguments
 
@@ -307,16 +307,16 @@ def test_a_process_is_given_pictures_once(tmp_path):
 # -------------------------------------------------------------------- refusals
 
 
-def test_what_cannot_be_read_is_said(tmp_path):
+def test_unreadable_pictures_and_prompts_raise_picture_error(tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40))
     text, image = f"a {marker('qwen2-vl')}", picture(1)
     with over("qwen2-vl", max_length=40) as lm:
         placeholder = lm.contexts.image_token_id
         for prompt, images, reason in (
-            (text, [], "1 of them.* is 0"),
-            (text, [image, image], "1 of them.* is 2"),
-            ("plain", [image], "0 of them.* is 1"),
+            (text, [], "got 1 .*pictures: 0"),
+            (text, [image, image], "got 1 .*pictures: 2"),
+            ("plain", [image], "got 0 .*pictures: 1"),
             (text, [broken], "picture 0 cannot be read"),
             (text, [b"no picture"], "picture 0 cannot be read"),
             (text, ["/no/such/file.png"], "picture 0 cannot be read"),
@@ -328,7 +328,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
         with pytest.raises(ContextError, match="more than the model's maximum of 40"):
             lm.context(text * 9, images=[image] * 9)
         for ask in (lm.context, lm.next_token_logprobs_sync, lm.score_sync):
-            with pytest.raises(PictureError, match="stands for a part of a picture"):
+            with pytest.raises(PictureError, match=f"image token {placeholder}"):
                 ask(*[[5, placeholder]] * (2 if ask == lm.score_sync else 1))
         assert lm.statistics().num_awaits == 0
         with pytest.raises(TypeError):
@@ -343,17 +343,17 @@ def test_what_cannot_be_read_is_said(tmp_path):
         blind.context(text, images=[image])
     with (
         AsyncTransformer(families.make("llama"), word_tokenizer()) as lm,
-        pytest.raises(PictureError, match="reads text alone"),
+        pytest.raises(PictureError, match="model is text-only"),
     ):
         lm.context(text, images=[image])
     with (
         MockAsyncLM(word_tokenizer()) as lm,
-        pytest.raises(PictureError, match="takes no pictures"),
+        pytest.raises(PictureError, match="accepts no pictures"),
     ):
         lm.context([1], images=[image])
 
 
-def test_pillow_is_asked_for_by_name(monkeypatch):
+def test_missing_pillow_error_names_the_extra(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "PIL", None)

@@ -22,7 +22,7 @@ from genlm_backend.scheduling.prefill_plan import (
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
 
 
-def test_a_pass_costs_itself_its_tokens_and_a_share_of_what_is_cached():
+def test_cost_of_pass_is_sum_of_overhead_tokens_and_attention():
     cost = CostModel(per_forward=8, per_past_token=1 / 4)
     assert cost.of(0, 5, 7) == 8
     assert cost.of(3, 5, 7) == 8 + 3 * 5 + 3 * (5 + 7) / 4
@@ -86,7 +86,7 @@ def check_answered(chunks, jobs):
     st.integers(1, 5),
     st.integers(1, 5),
 )
-def test_segments_answer_every_job_from_what_comes_before(
+def test_chunks_answer_every_job_and_follow_their_parents(
     wanted, cached, per_forward, size, max_outputs
 ):
     cost = CostModel(per_forward=per_forward, max_chunk=size, max_outputs=max_outputs)
@@ -121,7 +121,7 @@ long_contexts = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
     st.integers(1, 5),
     st.sampled_from([0.0, 5.0, 30.0]),
 )
-def test_what_goes_on_goes_on_from_the_end_of_a_segment(
+def test_chunks_of_recurrent_models_continue_at_end_of_parent(
     wanted, cached, states, size, max_outputs, per_forward
 ):
     """A state is at the end of what was before alone."""
@@ -144,7 +144,7 @@ def test_what_goes_on_goes_on_from_the_end_of_a_segment(
 
 
 @given(wanted, st.integers(1, 5))
-def test_whole_segments_begin_with_the_first_token_and_end_with_an_output(wanted, size):
+def test_uncached_chunks_start_at_first_token_and_end_with_output(wanted, size):
     jobs = [ScheduledQuery(job.context, targets=job.targets) for job in mixed_jobs(wanted)]
     chunks = plan_uncached([(job, part) for job in jobs for part in job.parts(size)])
     for chunk in chunks:
@@ -157,7 +157,7 @@ def test_whole_segments_begin_with_the_first_token_and_end_with_an_output(wanted
     check_answered(chunks, jobs)
 
 
-def test_a_position_that_several_want_is_one_output():
+def test_position_wanted_by_several_jobs_is_one_output():
     prompt = tuple(range(20))
     jobs = mixed_jobs([(prompt, 1)] * 5 + [(prompt, 0), ((*prompt, 5), 2), (prompt[:10], 3)])
     chunks = plan_chunks(jobs, CostModel())
@@ -168,7 +168,7 @@ def test_a_position_that_several_want_is_one_output():
 
 
 @given(st.lists(contexts, min_size=1, max_size=40, unique=True), st.booleans())
-def test_the_most_wanted_branch_goes_on_and_few_passes_follow(contexts, is_mirrored):
+def test_number_of_waves_is_logarithmic_in_contexts(contexts, is_mirrored):
     """Who waits for another branch is in one of at most half as many contexts."""
     if is_mirrored:  # so that neither the first nor the last branch is the right one by chance
         contexts = [tuple(1 - token for token in context) for context in contexts]
@@ -177,14 +177,14 @@ def test_the_most_wanted_branch_goes_on_and_few_passes_follow(contexts, is_mirro
 
 
 @given(st.lists(contexts, min_size=1, max_size=12, unique=True), st.lists(contexts, max_size=4))
-def test_where_passes_are_free_every_missing_token_is_computed_once(contexts, cached):
+def test_free_passes_compute_each_missing_token_once(contexts, cached):
     jobs = jobs_of(contexts, cached)
     chunks = plan_chunks(jobs, FREE_PASSES)
     missing = {job.context[:n] for job in jobs for n in range(job.start + 1, len(job.context) + 1)}
     assert sum(chunk.num_tokens for chunk in chunks) == len(missing)
 
 
-def test_a_long_shared_prompt_is_computed_once_and_a_short_one_is_not_waited_for():
+def test_only_long_shared_prompt_is_computed_in_pass_of_its_own():
     long = jobs_of([(*range(100), 200 + i) for i in range(5)])
     chunks = plan_chunks(long, CostModel())
     assert sum(chunk.num_tokens for chunk in chunks) == 105
@@ -199,7 +199,7 @@ def test_a_long_shared_prompt_is_computed_once_and_a_short_one_is_not_waited_for
     st.lists(contexts, max_size=4),
     st.integers(1, 5),
 )
-def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
+def test_nodes_before_chunk_hold_preceding_tokens_in_order(contexts, cached, size):
     """The nodes before a chunk are those of its context's tokens, in order."""
     tree = tree_of(cached)
     jobs = [job_of(tree, context, len(context) - 1) for context in contexts]
@@ -234,7 +234,7 @@ def test_deep_nesting_does_not_recurse():
     st.booleans(),
     st.booleans(),
 )
-def test_groups_part_the_rows_within_bounds(sizes, max_tokens, max_outputs, pads, equal):
+def test_groups_partition_rows_within_bounds(sizes, max_tokens, max_outputs, pads, equal):
     cost = CostModel(max_tokens=max_tokens, max_outputs=max_outputs)
     groups = plan_groups(sizes, cost, pads=pads, needs_equal_lengths=equal)
     assert sorted(i for group in groups for i in group) == list(range(len(sizes)))
@@ -246,7 +246,7 @@ def test_groups_part_the_rows_within_bounds(sizes, max_tokens, max_outputs, pads
         assert not equal or len({sizes[i].prefix_len for i in group}) == 1
 
 
-def test_rows_are_not_parted_for_their_outputs():
+def test_rows_with_single_outputs_are_not_split_by_max_outputs():
     sizes = [Size(1, 60)] * 700
     assert list(map(len, plan_groups(sizes, CostModel(max_outputs=512)))) == [700]
     sizes = [Size(1, 60)] * 700 + [Size(20, 60, 20)] * 30
@@ -269,19 +269,19 @@ def total(sizes, groups, cost):
         max_size=25,
     )
 )
-def test_groups_cost_no_more_than_one_pass_or_one_pass_each(sizes):
+def test_groups_cost_no_more_than_one_common_pass(sizes):
     cost = CostModel(max_tokens=10**9)
     groups = plan_groups(sizes, cost)
     together = [list(range(len(sizes)))]
     assert total(sizes, groups, cost) <= total(sizes, together, cost) + 1e-6
 
 
-def test_steps_do_not_pay_for_a_prefills_padding():
+def test_decode_steps_are_grouped_apart_from_prefill():
     sizes = [Size(1, 60)] * 19 + [Size(512, 0)]
     assert sorted(map(len, plan_groups(sizes, CostModel()))) == [1, 19]
 
 
-def test_steps_of_about_one_length_go_together():
+def test_steps_of_similar_length_share_one_group():
     sizes = [Size(1, 50 + i) for i in range(20)]
     assert len(plan_groups(sizes, CostModel())) == 1
 
@@ -307,9 +307,7 @@ SEVERAL, BY_ONE = StatePlan(takes_several_tokens=True), StatePlan(takes_several_
         (BY_ONE, 1, 32, False),
     ],
 )
-def test_a_context_is_cut_where_it_leaves_what_is_known_of_others(
-    states, num_before, num_known, is_cut
-):
+def test_context_is_cut_at_end_of_known_part_if_it_pays(states, num_before, num_known, is_cut):
     context = tuple(range(100))
     job = job_of(tree_of([context[:num_before]]), context, num_before)
     job.num_known = num_known

@@ -48,7 +48,7 @@ def saved(path):
 @pytest.mark.parametrize("kept", [None, "int8", "uint4"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_loaded_is_not_computed_and_gives_the_same_rows(name, kept, path):
+def test_loaded_prefix_is_not_recomputed_and_gives_same_rows(name, kept, path):
     model = families.make(name)
     contexts = [[*PROMPT, 7, 3], [*PROMPT, 9], PROMPT, [*PROMPT[:20], 3, 4], [5]]
     with over(model, kv_cache_dtype=kept) as lm:
@@ -70,7 +70,7 @@ def test_what_is_loaded_is_not_computed_and_gives_the_same_rows(name, kept, path
         check_integrity(lm._evaluator.scheduler.tree)
 
 
-def test_what_is_there_already_stays(saved):
+def test_loading_prefix_keeps_tokens_already_cached(saved):
     model = model_of()
     with over(model) as lm:
         lm.next_token_logprobs_sync([*PROMPT[:20], 3])
@@ -84,7 +84,7 @@ def test_what_is_there_already_stays(saved):
 
 
 @pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")
-def test_room_is_made_as_for_any_other(saved):
+def test_loading_prefix_evicts_others_or_raises_cache_error(saved):
     with over(model_of()) as lm:
         per_slot = lm._evaluator.scheduler.cache.pool.bytes_per_slot
     with over(model_of(), kv_cache_bytes=61 * per_slot, host_cache_bytes=90 * per_slot) as lm:
@@ -120,7 +120,7 @@ def test_a_file_of_another_model_is_refused(saved, other, reason):
         assert lm.statistics().kv_bytes_used == 0
 
 
-def test_one_weight_is_enough(saved):
+def test_changing_one_weight_invalidates_prefix_file(saved):
     model = model_of()
     with over(model) as lm:
         lm.load_prefix(saved)
@@ -132,7 +132,7 @@ def test_one_weight_is_enough(saved):
             lm.load_prefix(saved)
 
 
-def test_adapters(tmp_path, path):
+def test_prefix_file_is_bound_to_its_adapter(tmp_path, path):
     pytest.importorskip("peft")
     from tests.llm.hf import adapter_kinds
 
@@ -161,7 +161,7 @@ def test_adapters(tmp_path, path):
         torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_an_adapter_of_another_scaling_is_another_one(tmp_path, path):
+def test_prefix_of_adapter_with_other_scaling_is_refused(tmp_path, path):
     pytest.importorskip("peft")
     from tests.llm.hf import adapter_kinds
 
@@ -180,7 +180,7 @@ def test_an_adapter_of_another_scaling_is_another_one(tmp_path, path):
             lm.load_prefix(path, "b")
 
 
-def test_adapters_of_the_owner_count_as_they_are_set(tmp_path, path):
+def test_prefix_file_depends_on_active_adapter_of_owner(tmp_path, path):
     peft = pytest.importorskip("peft")
     from tests.llm.hf import adapter_kinds
 
@@ -212,7 +212,7 @@ def test_adapters_of_the_owner_count_as_they_are_set(tmp_path, path):
         assert not is_taken()
 
 
-def test_an_adapter_that_is_removed_meanwhile(tmp_path, path):
+def test_loading_prefix_for_removed_adapter_raises_unknown_adapter_error(tmp_path, path):
     pytest.importorskip("peft")
     from tests.llm.hf import adapter_kinds
 
@@ -256,7 +256,7 @@ def test_a_file_that_was_changed_or_cut_short_is_refused(saved, data):
         assert lm.statistics().kv_bytes_used == 0
 
 
-def test_tokens_that_were_exchanged_are_refused(saved):
+def test_prefix_file_with_changed_tokens_is_refused(saved):
     tensors = load_file(saved)
     with safe_open(saved, "pt") as file:
         said = file.metadata()
@@ -284,14 +284,14 @@ def test_tokens_that_were_exchanged_are_refused(saved):
         lambda tensors: tensors.update({"mean_key.0": torch.zeros(3)}),
     ],
 )
-def test_tensors_of_another_shape_are_refused_whatever_the_digest_says(kept, change, path):
+def test_wrong_tensors_with_matching_digest_are_refused(kept, change, path):
     with over(model_of(), kv_cache_dtype=kept) as lm:
         lm.save_prefix(PROMPT, path)
         lm.clear_cache()
         tensors = load_file(path)
         change(tensors)
         recrafted(path, tensors)
-        with pytest.raises(PrefixFileError, match="does not hold the tensors"):
+        with pytest.raises(PrefixFileError, match="has tensors of other names, dtypes or shapes"):
             lm.load_prefix(path)
         assert lm.statistics().kv_bytes_used == 0
 
@@ -306,18 +306,18 @@ def recrafted(path, tensors):
 
 
 @pytest.mark.parametrize("wrong", [-1, families.VOCAB, 2**31 - 1])
-def test_tokens_that_the_model_has_not_are_refused(saved, wrong):
+def test_token_ids_outside_vocabulary_are_refused(saved, wrong):
     ids = load_file(saved)["token_ids"]
     ids[7] = wrong
     recrafted(saved, {**load_file(saved), "token_ids": ids})
     with over(model_of()) as lm:
-        with pytest.raises(PrefixFileError, match="no tokens, or such"):
+        with pytest.raises(PrefixFileError, match="no tokens, or token ids"):
             lm.load_prefix(saved)
         assert lm.statistics().kv_bytes_used == 0
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_values_that_are_no_numbers_are_refused(saved, wrong):
+def test_nan_or_infinite_values_are_refused(saved, wrong):
     codes = load_file(saved)["codes.1.0"]
     codes[9, 3] = wrong
     recrafted(saved, {**load_file(saved), "codes.1.0": codes})
@@ -327,7 +327,7 @@ def test_values_that_are_no_numbers_are_refused(saved, wrong):
         assert lm.statistics().kv_bytes_used == 0
 
 
-def test_a_prefix_that_is_longer_than_the_model_takes(saved):
+def test_prefix_longer_than_max_length_is_refused(saved):
     with over(model_of(), max_length=20) as lm:
         lm.next_token_logprobs_sync([3, 4, 5])
         with pytest.raises(CacheError, match=r"50 tokens of .* more than max_length=20"):
@@ -335,7 +335,7 @@ def test_a_prefix_that_is_longer_than_the_model_takes(saved):
         assert asyncio.run(lm.num_cached_tokens([3, 4, 5, 6])) == 3
 
 
-def test_weights_changed_past_torch_are_seen_once_caches_are_cleared(saved):
+def test_weights_changed_through_data_are_noticed_after_clear_cache(saved):
     model = model_of()
     with over(model) as lm:
         lm.load_prefix(saved)
@@ -345,14 +345,14 @@ def test_weights_changed_past_torch_are_seen_once_caches_are_cleared(saved):
             lm.load_prefix(saved)
 
 
-def test_a_format_that_is_the_models_own_is_none(path):
+def test_kv_cache_dtype_equal_to_model_dtype_loads_same_file(path):
     with over(model_of().bfloat16()) as lm:
         lm.save_prefix(PROMPT, path)
     with over(model_of().bfloat16(), kv_cache_dtype="bfloat16") as lm:
         assert list(lm.load_prefix(path)) == PROMPT
 
 
-def test_rows_and_files_of_uint4_do_not_depend_on_the_longest_context(path):
+def test_uint4_rows_and_files_do_not_depend_on_max_length(path):
     with over(model_of(), kv_cache_dtype="uint4") as lm:
         lm.save_prefix(PROMPT, path)
         expected = lm.next_token_logprobs_sync([*PROMPT, 1])
@@ -364,7 +364,7 @@ def test_rows_and_files_of_uint4_do_not_depend_on_the_longest_context(path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_keeps_nothing_says_so(saved):
+def test_uncached_model_refuses_to_save_or_load_prefixes(saved):
     for lm in (over(families.make("recurrent-gemma")), over(model_of(), kv_cache_bytes=0)):
         with lm:
             with pytest.raises(CacheError, match="keeps no keys and values"):

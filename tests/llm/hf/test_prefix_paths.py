@@ -11,7 +11,7 @@ from tests.llm import families
 from tests.llm.hf.test_prefix_file import PROMPT, model_of, over
 
 
-def test_what_is_no_file_is_left_alone(tmp_path):
+def test_pipes_devices_and_directories_are_not_overwritten(tmp_path):
     pipe, link, folder = tmp_path / "pipe", tmp_path / "link", tmp_path / "folder"
     os.mkfifo(pipe)
     folder.mkdir()
@@ -32,7 +32,7 @@ def test_what_is_no_file_is_left_alone(tmp_path):
         assert sorted(os.listdir(folder)) == ["file", name]
 
 
-def test_a_home_directory_is_found(tmp_path, monkeypatch):
+def test_home_directory_in_path_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with over(model_of()) as lm:
         lm.save_prefix(PROMPT, "~/prompt")
@@ -40,7 +40,7 @@ def test_a_home_directory_is_found(tmp_path, monkeypatch):
         assert list(lm.load_prefix("~/prompt")) == PROMPT
 
 
-def test_paths(tmp_path, monkeypatch):
+def test_invalid_paths_raise_and_saving_replaces_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with over(model_of()) as lm:
         with pytest.raises(FileNotFoundError, match="no such directory"):

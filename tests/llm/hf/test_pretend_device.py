@@ -38,7 +38,7 @@ def lines():
 @pytest.mark.skipif(not HAS_DEVICE, reason="needs a torch that lets Python make a device")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
-def test_everything_is_where_it_belongs(name):
+def test_rows_on_pretend_device_are_right_with_few_waits(name):
     line = lines()[name]
     assert "error" not in line, line["error"]
     assert line["difference"] < (0.25 if name == "in bfloat16" else 2e-5)
@@ -65,7 +65,7 @@ def test_everything_is_where_it_belongs(name):
 
 @pytest.mark.skipif(not HAS_DEVICE, reason="needs a torch that lets Python make a device")
 @pytest.mark.timeout(300)
-def test_the_first_operator_is_taken_that_takes_the_type():
+def test_first_operator_supporting_dtype_is_used():
     flash, efficient = lines()["in bfloat16"]["ops"]
     assert flash > 20
     assert not efficient

@@ -65,7 +65,7 @@ def angles(draw, shape, dtype):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_it_rounds_as_the_formula(rotate, data):
+def test_rotary_kernel_equals_transformers_formula(rotate, data):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     draw = data.draw

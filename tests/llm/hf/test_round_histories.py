@@ -315,7 +315,7 @@ TestHistories = Histories.TestCase
 TestManyHistories = pytest.mark.slow(pytest.mark.timeout(600)(ManyHistories.TestCase))
 
 
-def test_a_step_does_not_read_where_tokens_were_before_they_were_computed_anew():
+def test_step_does_not_read_old_slots_of_recomputed_tokens():
     """They went to the host, and a text that was scored had them computed into other slots."""
     passes = passes_of(40, 60, few_tokens=10**6)
     context = of_no_model([0, 1, 2, 0, 1])
@@ -342,7 +342,7 @@ def started(num_contexts, **options):
     return passes, contexts
 
 
-def test_rows_that_are_nan_beside_others_and_sound_alone_are_those_of_alone():
+def test_rows_that_are_nan_only_in_batches_are_recomputed_alone():
     class SpoiltBeside(Spoiling):
         def forward(self, batch, attend):
             is_whole = isinstance(attend, UncachedAttention)
@@ -363,7 +363,7 @@ def test_rows_that_are_nan_beside_others_and_sound_alone_are_those_of_alone():
     assert [passes.tree.num_cached(c) - len(c) for c in longer] == [-1, 0, -1]
 
 
-def test_a_child_that_is_asked_twice_is_kept_once():
+def test_context_asked_twice_in_batch_is_cached_once():
     """Whoever evaluates asks no context twice; a batch that does is right all the same."""
     passes, contexts = started(3)
     used = passes.tree.slots.num_used
@@ -377,7 +377,7 @@ def test_a_child_that_is_asked_twice_is_kept_once():
 
 
 @pytest.mark.parametrize("num_contexts", [1, 6])
-def test_no_slot_is_lost_where_there_is_no_memory_for_nodes(num_contexts, monkeypatch):
+def test_no_slot_leaks_if_memory_for_nodes_runs_out(num_contexts, monkeypatch):
     passes, contexts = started(num_contexts)
     nodes, size, zeros = passes.tree.nodes, len(passes.tree.nodes.parent), np.zeros
     while nodes.num_made < size:  # the free ones are used first
@@ -403,7 +403,7 @@ def test_no_slot_is_lost_where_there_is_no_memory_for_nodes(num_contexts, monkey
     ask(passes, longer)
 
 
-def test_a_context_of_two_models_is_found_in_neither_by_the_others_place():
+def test_cache_hint_of_another_model_is_ignored():
     first, second = passes_of(100), passes_of(100)
     ask(second, [of_no_model([2, 2, 2, 2, 2, 2])])
     context = of_no_model([0, 1, 2])

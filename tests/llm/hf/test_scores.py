@@ -52,7 +52,7 @@ def projected(model):
 
 @pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.FEW_RUNNING, *families.WHOLE])
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
-async def test_scores_are_the_bare_models(name):
+async def test_scores_match_bare_model(name):
     model, generator = families.make(name), random.Random(name)
     trunk = random_text(24)
     with AsyncTransformer(model, word_tokenizer()) as lm:
@@ -73,7 +73,7 @@ async def test_scores_are_the_bare_models(name):
             assert lm.statistics().tokens_reused == 0
 
 
-async def test_a_text_is_one_pass_over_its_tokens_and_stays_cached(tiny_llama):
+async def test_scoring_text_takes_one_pass_and_caches_its_tokens(tiny_llama):
     text = random_text(60)
     with AsyncTransformer(tiny_llama, word_tokenizer()) as lm:
         check(await lm.score(text[:5], text[5:]), fresh_scores(tiny_llama, text, 5))
@@ -91,7 +91,7 @@ async def test_a_text_is_one_pass_over_its_tokens_and_stays_cached(tiny_llama):
         assert lm.statistics().kv_bytes_used == 60 * SLOT
 
 
-async def test_a_prompt_under_many_continuations_is_computed_once(tiny_llama):
+async def test_prompt_shared_by_many_continuations_is_computed_once(tiny_llama):
     prompt = random_text(80)
     continuations = [[i, 7 * i % 96, 5][: 1 + i % 3] for i in range(96)]
     with AsyncTransformer(tiny_llama, word_tokenizer(), batch_size=100) as lm:
@@ -114,7 +114,7 @@ def long_model():
 
 
 @pytest.mark.parametrize("num_slots", [None, 700, 0])
-async def test_however_long_a_text_few_positions_are_projected_at_once(long_model, num_slots):
+async def test_scoring_long_texts_projects_at_most_512_positions_per_pass(long_model, num_slots):
     model, text = copy.deepcopy(long_model), random_text(1600)
     options = {} if num_slots is None else {"kv_cache_bytes": num_slots * SLOT}
     with AsyncTransformer(model, word_tokenizer(), **options) as lm:
@@ -130,7 +130,7 @@ async def test_however_long_a_text_few_positions_are_projected_at_once(long_mode
     check(rows[0], fresh_row(long_model, text[:900]), 1e-4)
 
 
-def test_many_texts_fill_passes_up_to_the_bound(tiny_llama):
+def test_many_texts_fill_passes_up_to_max_outputs(tiny_llama):
     model = copy.deepcopy(tiny_llama)
     texts = [random_text(30, seed) for seed in range(64)]
     with AsyncTransformer(model, word_tokenizer(), batch_size=64) as lm:
@@ -143,7 +143,7 @@ def test_many_texts_fill_passes_up_to_the_bound(tiny_llama):
         check(scores, fresh_scores(tiny_llama, text, 1))
 
 
-def test_ids_that_no_token_has_take_no_part(tiny_llama):
+def test_undefined_ids_score_minus_inf_and_get_no_probability(tiny_llama):
     text = [1, 2, 91, 3, 4]
     with AsyncTransformer(tiny_llama, word_tokenizer(90)) as lm:
         assert lm.undefined_ids == set(range(90, 96))
@@ -155,7 +155,7 @@ def test_ids_that_no_token_has_take_no_part(tiny_llama):
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
-def test_nan_is_what_rows_say_and_nobody_elses(tiny_llama, options):
+def test_nan_affects_only_scores_of_texts_with_its_token(tiny_llama, options):
     model = copy.deepcopy(tiny_llama)
     with torch.no_grad():
         model.get_input_embeddings().weight[13] = torch.nan
@@ -196,7 +196,7 @@ def dynamic_rotary():
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
 @pytest.mark.parametrize("make", [long_rotary, dynamic_rotary])
-async def test_positions_that_depend_on_the_length_of_the_context(make, options):
+async def test_text_reaching_length_dependent_positions_is_refused(make, options):
     """A score is of the context before it, which a longer one is not read like: it is refused."""
     model, limit = make()
     text = random_text(limit + 9)
@@ -244,7 +244,7 @@ def check_told(found, model, text, start):
 
 
 @pytest.mark.parametrize("num_slots", [None, 700, 0])
-async def test_more_is_told_of_each_token_of_a_long_text_in_the_same_passes(long_model, num_slots):
+async def test_score_readouts_of_long_texts_match_bare_model(long_model, num_slots):
     model, text = copy.deepcopy(long_model), random_text(1600)
     options = {} if num_slots is None else {"kv_cache_bytes": num_slots * SLOT}
     with AsyncTransformer(model, word_tokenizer(), **options) as lm:
@@ -260,7 +260,7 @@ async def test_more_is_told_of_each_token_of_a_long_text_in_the_same_passes(long
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
-def test_what_is_told_where_the_model_says_nan(tiny_llama, options):
+def test_score_readouts_of_nan_rows_are_nan_or_minus_one(tiny_llama, options):
     model = copy.deepcopy(tiny_llama)
     with torch.no_grad():
         model.get_input_embeddings().weight[13] = torch.nan
@@ -273,7 +273,7 @@ def test_what_is_told_where_the_model_says_nan(tiny_llama, options):
     assert (found.top_token_ids[3:] == -1).all()
 
 
-def test_what_is_told_leaves_out_ids_that_no_token_has(tiny_llama):
+def test_score_readouts_exclude_undefined_ids(tiny_llama):
     text = [1, 2, 91, 3, 4]
     with AsyncTransformer(tiny_llama, word_tokenizer(90)) as lm:
         found = lm.score_with_sync(text[:1], text[1:], entropy=True, rank=True, top=96)
@@ -285,7 +285,7 @@ def test_what_is_told_leaves_out_ids_that_no_token_has(tiny_llama):
     assert float(found.entropies[1]) == pytest.approx(entropy, abs=1e-5)
 
 
-async def test_a_model_that_looks_ahead_is_scored_by_its_rows():
+async def test_bidirectional_model_is_scored_row_by_row():
     config = transformers.Gemma3TextConfig(
         **{**families.COMMON, "head_dim": 8, "use_bidirectional_attention": True}
     )
@@ -312,7 +312,7 @@ class Bounded(HFEvaluator):
 
 
 @pytest.mark.parametrize("kind", [HFEvaluator, Bounded])
-async def test_short_texts_go_many_in_a_batch_where_the_evaluator_takes_them(kind):
+async def test_short_texts_share_batches_up_to_limit_of_evaluator(kind):
     model = families.make("llama")
     texts = [random_text(n, n) for n in range(2, 40)]
     with BatchedLM(word_tokenizer(), kind(model), batch_size=4) as lm:

@@ -132,7 +132,7 @@ class SlotAllocator:
     has_sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_a_pass_and_the_steps_that_go_on_from_it_attend_as_the_formula_says(
+def test_attention_of_pass_and_later_steps_matches_formula(
     library, rows, picks, few_tokens, window, softcap, has_sinks, seed
 ):
     over, slots, tree = LIBRARIES[library](), SlotAllocator(seed), rows.tree

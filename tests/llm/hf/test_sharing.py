@@ -26,7 +26,7 @@ def plan_of(slots, few_tokens):
     return CascadePlan.of(paths_of(slots), np.ones(len(slots), np.int64), few_tokens)
 
 
-def test_a_prompt_is_one_part_and_what_follows_is_not():
+def test_shared_prompt_is_prefix_and_remainder_is_suffix():
     plan = plan_of([[*range(1, 513), 600 + 7 * i] for i in range(20)], 384)
     (part,) = plan.prefixes
     assert part.rows.tolist() == [*range(20)]
@@ -34,7 +34,7 @@ def test_a_prompt_is_one_part_and_what_follows_is_not():
     assert plan.suffix.tolist() == [[[600 + 7 * i] for i in range(20)], [[512]] * 20]
 
 
-def test_long_stretches_are_read_where_they_lie_and_short_ones_together():
+def test_long_contiguous_slot_runs_become_separate_prefixes():
     parts = plan_of([[*range(1, 501), *range(700, 710), *range(1000, 1600)]] * 2, 384).prefixes
     assert [len(part) for part in parts] == [500, 600]
     assert all((np.diff(part.slots) == 1).all() for part in parts)
@@ -44,7 +44,7 @@ def test_long_stretches_are_read_where_they_lie_and_short_ones_together():
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-eager", "gemma2"])
-def test_the_model_attends_as_ever_on_other_threads_and_afterwards(name):
+def test_own_attention_of_model_works_on_other_threads_during_pass(name):
     model = families.make(name)
     before = model.config._attn_implementation
     ids = [1, 2, 3, 4, 5, 6, 7]
@@ -75,7 +75,7 @@ def test_the_model_attends_as_ever_on_other_threads_and_afterwards(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-eager"])
-def test_a_copy_made_during_a_pass_attends_as_the_model(name):
+def test_model_copied_during_pass_gives_same_rows(name):
     model = families.make(name)
     copies = []
     with AsyncTransformer(model, word_tokenizer()) as lm:
@@ -92,7 +92,7 @@ def test_a_copy_made_during_a_pass_attends_as_the_model(name):
     assert made.config._attn_implementation == model.config._attn_implementation
 
 
-def test_what_its_owner_chooses_during_a_pass_stays():
+def test_attention_chosen_by_owner_during_pass_is_kept():
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer()) as lm:
 
@@ -114,7 +114,7 @@ def test_what_its_owner_chooses_during_a_pass_stays():
     st.integers(1, 9),
 )
 @settings(deadline=None, max_examples=60)
-def test_keys_that_are_parted_are_attended_to_as_one(num_keys, num_queries, dtype, shortest):
+def test_attention_over_split_keys_matches_softmax(num_keys, num_queries, dtype, shortest):
     generator = torch.Generator().manual_seed(num_keys)
     query, keys, values = (
         torch.randn(1, 2, n, 8, generator=generator).to(dtype)
@@ -141,7 +141,7 @@ def test_large_values_of_many_tokens_do_not_overflow(dtype):
     assert float((found.float() - 14).abs().max()) < 0.1
 
 
-def test_a_model_that_fails_midway_has_its_own_attention_back():
+def test_model_failing_during_pass_regains_its_own_attention():
     model = families.make("llama")
     before = model.config._attn_implementation
     with AsyncTransformer(model, word_tokenizer()) as lm:
@@ -158,7 +158,7 @@ def test_a_model_that_fails_midway_has_its_own_attention_back():
         torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
 
 
-def test_a_layer_that_attends_otherwise_meanwhile_is_noticed():
+def test_attention_changed_in_one_layer_during_pass_is_detected():
     model, called = families.make("llama"), []
     with AsyncTransformer(model, word_tokenizer()) as lm:
 

@@ -9,7 +9,7 @@ import torch
 NAME = "genlm_backend.backends.hf.decode_kernels"
 
 
-def test_it_is_launched_on_the_device_of_its_queries(monkeypatch):
+def test_kernel_is_launched_on_device_of_queries(monkeypatch):
     current, launched = [], []
 
     class DeviceOf:

@@ -101,7 +101,7 @@ async def check(lm, name, contexts):
 # ---------------------------------------------------------------- families
 
 
-def test_each_family_of_transformers_is_here():
+def test_every_recurrent_family_of_transformers_is_tested():
     calls = re.compile(r"\bupdate_(?:conv|recurrent)_state\b")
     files = (Path(tf.__file__).parent / "models").glob("*/modeling_*.py")
     found = {path.parent.name for path in files if calls.search(path.read_text(encoding="utf-8"))}
@@ -110,7 +110,7 @@ def test_each_family_of_transformers_is_here():
 
 @pytest.mark.parametrize("name", families.RUNNING)
 @torch.no_grad()
-def test_each_state_is_read(name):
+def test_zeroing_any_state_changes_the_row(name):
     """What is compared below would show a state that is another."""
     model, ids = model_of(name), torch.tensor([tokens(random.Random(4), 24)])
     accepted = inspect.signature(model.forward).parameters
@@ -139,7 +139,7 @@ def test_each_state_is_read(name):
 
 
 @pytest.mark.parametrize("name", families.RUNNING)
-async def test_rows_of_every_family_are_the_bare_models(name):
+async def test_rows_of_every_family_match_bare_model(name):
     """Zamba in float64: its own rows of float32 are 3e-4 off these for some contexts."""
     generator = random.Random(name)
     model = copy.deepcopy(model_of(name)).double() if name == "zamba" else model_of(name)
@@ -162,7 +162,7 @@ async def test_rows_of_every_family_are_the_bare_models(name):
     [*((name, None) for name in KEPT), *((name, 0.02) for name in CLAMPED)],
 )
 @torch.no_grad()
-def test_steps_behind_a_prompt_are_those_of_the_models_own_cache(name, time_step_min):
+def test_steps_after_prompt_match_own_cache_of_model(name, time_step_min):
     """As ``generate`` makes them; of some families they are not the rows of whole contexts."""
     generator, model = random.Random(name), model_of(name)
     if time_step_min:
@@ -186,7 +186,7 @@ def test_steps_behind_a_prompt_are_those_of_the_models_own_cache(name, time_step
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
-async def test_long_histories(name):
+async def test_rows_of_long_histories_match_bare_model(name):
     generator = random.Random(name)
     for options in ({}, budgets(name, 5), budgets(name, 2, 60)):
         with opened(name, **options) as lm:
@@ -198,7 +198,7 @@ async def test_long_histories(name):
 
 @pytest.mark.parametrize("num_states", [1, 3])
 @pytest.mark.parametrize("name", FEW)
-async def test_rows_where_few_states_are_kept(name, num_states):
+async def test_rows_with_few_states_match_bare_model(name, num_states):
     generator = random.Random(f"{name} {num_states}")
     num_slots = generator.choice([20, 45, 400])
     with opened(name, **budgets(name, num_states, num_slots)) as lm:
@@ -209,7 +209,7 @@ async def test_rows_where_few_states_are_kept(name, num_states):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba"])
 @pytest.mark.parametrize(("every", "most"), [(1, 3.6), (4, 4.7)])
-async def test_few_states_spare_most_tokens_of_particles(name, every, most):
+async def test_few_states_avoid_most_recomputation_for_particles(name, every, most):
     """A search that knew all of them came to 1.8 and 3.7 times the new tokens."""
     assert await _times_of_particles(name, 8, every, 16) < most
 
@@ -230,7 +230,7 @@ async def _times_of_particles(name, num_states, every, num_steps):
         return (lm.statistics().tokens_computed - before) / len(new)
 
 
-async def test_tokens_that_go_on_one_by_one_do_so_side_by_side():
+async def test_mamba_contexts_advance_together_one_token_per_pass():
     """As many passes as the longest context takes, however many lengths there are."""
     with opened("mamba", batch_size=64) as lm:
         prompt = lm.context(range(3, 33))
@@ -245,7 +245,7 @@ async def test_tokens_that_go_on_one_by_one_do_so_side_by_side():
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "zaya", "nemotron_h"])
-async def test_rows_where_tokens_go_to_the_host_and_come_back(name):
+async def test_rows_with_tokens_moved_to_host_match_bare_model(name):
     with opened(name, **budgets(name, 30, 30), **on_host(name, 30, 30, 4)) as lm:
         await History(lm, random.Random(name), of_bare_model(name), CLOSE).steps(10)
         assert lm.statistics().num_tokens_to_host > 0
@@ -253,7 +253,7 @@ async def test_rows_where_tokens_go_to_the_host_and_come_back(name):
 
 @pytest.mark.parametrize(("num_states", "times"), [(4, 0.5), (2, 2), (4, 10)])
 @pytest.mark.parametrize("name", FEW)
-async def test_rows_where_states_go_to_the_host_and_come_back(name, num_states, times):
+async def test_rows_with_states_moved_to_host_match_bare_model(name, num_states, times):
     generator = random.Random(f"{name} {num_states} {times}")
     num_slots = generator.choice([45, 400])
     sizes = name, num_states, num_slots
@@ -267,7 +267,7 @@ async def test_rows_where_states_go_to_the_host_and_come_back(name, num_states, 
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "jamba"])
-async def test_rows_where_keys_and_values_are_rounded(name):
+async def test_rows_with_rounded_keys_and_values_match_uncached_rows(name):
     with opened(name, kv_cache_dtype="int8") as lm:
 
         def row(context, _):
@@ -278,7 +278,7 @@ async def test_rows_where_keys_and_values_are_rounded(name):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba"])
 @pytest.mark.parametrize("max_outputs", [1, 4, 17])
-def test_scores_of_texts_with_more_outputs_than_a_pass_may_have(name, max_outputs):
+def test_scores_beyond_max_outputs_match_bare_model(name, max_outputs):
     text = tokens(random.Random(0), 24)
     with opened(name) as lm:
         set_cost(lm, max_outputs=max_outputs)
@@ -289,7 +289,7 @@ def test_scores_of_texts_with_more_outputs_than_a_pass_may_have(name, max_output
 
 
 @pytest.mark.parametrize("name", FEW)
-async def test_rows_of_a_model_in_bfloat16(name):
+async def test_rows_in_bfloat16_are_near_bare_model(name):
     model = families.make(name, dtype=torch.bfloat16)
     generator = random.Random(name)
     with over(model) as lm:
@@ -331,7 +331,7 @@ def make_adapter(folder, name, seed):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "falcon_h1", "mamba2"])
-async def test_rows_of_several_adapters(name, tmp_path):
+async def test_rows_of_several_adapters_match_merged_models(name, tmp_path):
     pytest.importorskip("peft")
     models = {each: make_adapter(tmp_path / each, name, seed) for seed, each in enumerate("ab")}
 
@@ -350,7 +350,7 @@ async def test_rows_of_several_adapters(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FEW)
-async def test_what_is_done_between_steps_changes_no_row(name, tmp_path):
+async def test_cache_operations_between_steps_change_no_row(name, tmp_path):
     generator, path = random.Random(0), str(tmp_path / "prefix")
     with opened(name) as lm:
         contexts = [lm.context(tokens(generator, 12)) + tokens(generator, 1) for _ in range(3)]
@@ -370,7 +370,7 @@ async def test_what_is_done_between_steps_changes_no_row(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_prompt_is_computed_once_to_be_pinned(name):
+def test_pinning_computes_prompt_once(name):
     with opened(name) as lm:
         for size in (1, 2, 24, 60):
             lm.clear_cache()
@@ -402,7 +402,7 @@ async def test_a_pinned_prompt_is_never_computed_again(name):
 
 
 @pytest.mark.parametrize("name", FEW)
-async def test_a_prompt_that_is_kept_without_a_state_is_pinned_with_one(name):
+async def test_pinning_cached_prompt_without_state_computes_its_state(name):
     """Its tokens are those of a longer context, which has gone past it."""
     prompt = tokens(random.Random(0), 20)
     with opened(name) as lm:
@@ -415,7 +415,7 @@ async def test_a_prompt_that_is_kept_without_a_state_is_pinned_with_one(name):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
 @pytest.mark.parametrize("is_scored", [False, True])
-async def test_contexts_one_after_another_share_a_prompt_that_nobody_asked(name, is_scored):
+async def test_prompt_shared_by_successive_contexts_is_reused_from_third_on(name, is_scored):
     """The second one finds out how far it is shared, and the third goes on from there."""
     generator = random.Random(0)
     prompt, num_computed = tokens(generator, 40), []
@@ -432,7 +432,7 @@ async def test_contexts_one_after_another_share_a_prompt_that_nobody_asked(name,
 
 
 @pytest.mark.parametrize("name", FEW)
-async def test_files_of_prefixes(name, tmp_path):
+async def test_prefix_file_with_states_is_loaded_without_computation(name, tmp_path):
     path, prompt = str(tmp_path / "prefix"), tokens(random.Random(0), 20)
     with opened(name) as lm:
         lm.save_prefix(prompt, path)
@@ -461,7 +461,7 @@ def test_a_file_of_keys_and_values_alone_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", FEW)
-async def test_nothing_is_kept_without_bytes(name):
+async def test_nothing_is_cached_with_kv_cache_bytes_zero(name):
     generator = random.Random(0)
     with opened(name, kv_cache_bytes=0) as lm:
         await History(lm, generator, of_bare_model(name), CLOSE).steps(3)
@@ -474,12 +474,12 @@ async def test_smc_with_resampling_computes_exactly_the_distinct_new_tokens(name
     assert await _times_computed(name) == 1.0
 
 
-async def test_few_states_cost_a_few_times_the_tokens():
+async def test_few_states_cost_under_six_times_the_tokens():
     assert await _times_computed("qwen3_5", **budgets("qwen3_5", 8, 2000)) < 6
 
 
 @pytest.mark.parametrize("name", FEW)
-async def test_few_states_and_a_host_with_room_for_the_others_cost_no_token(name):
+async def test_few_states_with_ample_host_room_recompute_no_token(name):
     sizes = name, 8, 2000
     times = await _times_computed(name, **budgets(*sizes), **on_host(*sizes, 40))
     assert times == 1.0
@@ -532,7 +532,7 @@ async def test_a_nan_stays_in_its_own_row(name):
 
 @pytest.mark.parametrize("of_host", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba"])
-async def test_states_of_neither_tier_are_anybodys_if_one_could_not_be_written(name, of_host):
+async def test_failed_write_of_state_in_either_tier_corrupts_no_row(name, of_host):
     generator = random.Random(0)
     with opened(name, **budgets(name, 2), **on_host(name, 2, 400, 10)) as lm:
         cache, prompt = lm._evaluator.scheduler.cache, lm.context(tokens(generator, 3))
@@ -554,7 +554,7 @@ async def test_states_of_neither_tier_are_anybodys_if_one_could_not_be_written(n
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "nemotron_h"])
-async def test_what_nobody_waits_for_any_more_is_kept_as_far_as_it_came(name):
+async def test_computed_part_of_cancelled_context_stays_cached(name):
     context = tokens(random.Random(0), 40)
     with opened(name) as lm:
         set_cost(lm, max_chunk=8)
@@ -599,7 +599,7 @@ async def leaving(name, count, size):
 
 
 @pytest.mark.parametrize("name", FEW)
-async def test_those_who_leave_take_nobodys_row_along(name):
+async def test_cancelled_queries_leave_rows_of_others_intact(name):
     await leaving(name, 60, 12)
 
 
@@ -613,7 +613,7 @@ async def test_those_who_leave_take_nobodys_row_along(name):
         ("olmo_hybrid", ["causal_conv1d_update", "torch_recurrent_gated_delta_rule"]),
     ],
 )
-def test_steps_call_what_transformers_puts_kernels_in_the_place_of(name, kernels, monkeypatch):
+def test_steps_call_functions_that_transformers_replaces_by_kernels(name, kernels, monkeypatch):
     """Where kernels are installed, they stand for functions that a step of one token calls."""
     model = model_of(name)
     module = sys.modules[type(model).__module__]
@@ -638,40 +638,40 @@ def test_steps_call_what_transformers_puts_kernels_in_the_place_of(name, kernels
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_budget_for_no_state_says_how_large_one_is(name):
+def test_budget_below_one_state_error_names_size_of_state(name):
     size, _ = sizes_of(name)
     with pytest.raises(OptionError, match=f"takes {size} bytes.*state_cache_bytes"):
         opened(name, kv_cache_bytes=1 << 20, state_cache_bytes=size - 1)
     with pytest.raises(OptionError, match=f"takes {size} bytes.*kv_cache_bytes"):
         opened(name, kv_cache_bytes=size - 1)
-    with pytest.raises(OptionError, match="a part of kv_cache_bytes"):
+    with pytest.raises(OptionError, match="more than kv_cache_bytes=1048576"):
         opened(name, kv_cache_bytes=1 << 20, state_cache_bytes=(1 << 20) + 1)
 
 
 @pytest.mark.parametrize("model", ["llama", "cpm-ant", "recurrent-gemma"])
-def test_a_model_without_running_states_has_no_bytes_for_them(model):
-    with pytest.raises(OptionError, match="state_cache_bytes=65536 is for models with recurrent"):
+def test_model_without_recurrent_states_refuses_state_cache_bytes(model):
+    with pytest.raises(OptionError, match=r"state_cache_bytes=65536 needs .*recurrent states"):
         over(families.make(model), state_cache_bytes=1 << 16)
 
 
-def test_a_model_without_keys_and_values_has_no_options_for_them():
-    with pytest.raises(OptionError, match="MambaForCausalLM has recurrent states alone"):
+def test_model_without_keys_and_values_refuses_kv_cache_dtype():
+    with pytest.raises(OptionError, match="MambaForCausalLM has only recurrent states"):
         opened("mamba", kv_cache_dtype="int8")
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_host_with_room_for_no_state_says_how_large_one_is(name):
+def test_host_budget_below_one_state_error_names_size_of_state(name):
     size, _ = sizes_of(name)
-    with pytest.raises(OptionError, match=f"takes {size} bytes, and of host_cache_bytes"):
+    with pytest.raises(OptionError, match=f"takes {size} bytes, but host_cache_bytes"):
         opened(name, **budgets(name, 4), host_cache_bytes=size - 1)
 
 
-def test_states_are_not_kept_where_nothing_is():
+def test_state_cache_bytes_with_kv_cache_bytes_zero_is_refused():
     with pytest.raises(OptionError, match="kv_cache_bytes"):
         opened("qwen3_5", kv_cache_bytes=0, state_cache_bytes=1 << 16)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "8", True, [8]])
-def test_bytes_of_a_wrong_type(wrong):
+def test_invalid_state_cache_bytes_is_refused(wrong):
     with pytest.raises((OptionTypeError, OptionError), match="state_cache_bytes"):
         opened("qwen3_5", state_cache_bytes=wrong)

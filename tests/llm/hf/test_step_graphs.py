@@ -131,7 +131,7 @@ RUN_EAGERLY = {
 @pytest.mark.parametrize(
     ("few_tokens", "length", "many_read"), [(8, 40, 0), (384, 40, 0), (8, 2, 0), (8, 40, 1 << 14)]
 )
-def test_rows_are_the_models(name, few_tokens, length, many_read, monkeypatch, captured):
+def test_captured_steps_match_model(name, few_tokens, length, many_read, monkeypatch, captured):
     monkeypatch.setattr(sharing, "FEW_TOKENS", few_tokens)
     monkeypatch.setattr(decode_tables, "SHORTEST_SPLIT", 4)
     monkeypatch.setattr(decode_tables, "MANY_READ", many_read)
@@ -151,7 +151,7 @@ def test_rows_are_the_models(name, few_tokens, length, many_read, monkeypatch, c
     st.sampled_from([1, 2, 64]),
     st.sampled_from([0, 60, 1 << 14]),
 )
-def test_any_particles(
+def test_steps_of_random_particles_match_bare_model(
     name, count, length, num_steps, seed, few_tokens, max_runs, few_slots, many_read
 ):
     with pytest.MonkeyPatch.context() as patch:
@@ -163,7 +163,7 @@ def test_any_particles(
         check_history(families.make(name), particles(count, length + 1, num_steps, seed))
 
 
-def test_contexts_without_a_common_beginning(captured):
+def test_contexts_without_common_prefix_match_bare_model(captured):
     random = np.random.default_rng(0)
     contexts = [random.integers(0, 23, length).tolist() for length in (1, 30, 31, 44, 60)]
     history = [contexts]
@@ -174,7 +174,7 @@ def test_contexts_without_a_common_beginning(captured):
     assert captured
 
 
-def test_a_nan_keeps_to_itself(captured):
+def test_nan_stays_in_its_own_row(captured):
     model = families.make("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[95] = torch.nan
@@ -190,7 +190,7 @@ def test_a_nan_keeps_to_itself(captured):
     assert captured
 
 
-def test_weights_in_other_memory_are_captured_anew(captured):
+def test_weights_moved_in_memory_are_recaptured(captured):
     model = families.make("llama")
     evaluator = check_history(model, [[[1, *c] for c in one] for one in particles(4, 20, 6)])
     num_replayed = len(captured)
@@ -207,7 +207,7 @@ def test_weights_in_other_memory_are_captured_anew(captured):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 @pytest.mark.parametrize("many_read", [0, 100])
-def test_prompts_of_several_groups_and_lengths(name, many_read, monkeypatch, captured):
+def test_prompts_in_several_groups_match_bare_model(name, many_read, monkeypatch, captured):
     """Extents that some rows read and others do not, and rows that windows hold whole."""
     monkeypatch.setattr(sharing, "FEW_TOKENS", 8)
     monkeypatch.setattr(decode_tables, "SHORTEST_SPLIT", 4)
@@ -275,7 +275,7 @@ def another_layout(model):
 
 
 @pytest.mark.parametrize("change", [scaled_in_place, another_layout])
-def test_whatever_has_changed_counts_after_clear(change, captured):
+def test_changes_of_model_take_effect_after_clear(change, captured):
     model = families.make("llama")
     model.model.layers[0].mlp.act_fn = Scaled()
     evaluator = check_history(model, particles(4, 20, 6))
@@ -296,7 +296,7 @@ def a_hook(model):
 
 
 @pytest.mark.parametrize("change", [another_weight, a_hook])
-def test_a_change_between_two_steps_counts_or_is_refused_at_the_next(change, captured):
+def test_change_between_steps_is_applied_or_refused_at_next_step(change, captured):
     """Whose pass has been captured, and is launched before the model is looked at."""
     model, random = families.make("llama"), np.random.default_rng(0)
     contexts = [[token, token] for token in range(6)]
@@ -324,7 +324,7 @@ def test_a_change_between_two_steps_counts_or_is_refused_at_the_next(change, cap
     check_rows(evaluator, model, [contexts])
 
 
-def test_a_mode_that_has_changed_is_told_at_the_next_step(captured):
+def test_training_mode_is_refused_at_next_step(captured):
     model = families.make("llama")
     evaluator = check_history(model, particles(4, 20, 6))
     assert captured
@@ -336,7 +336,7 @@ def test_a_mode_that_has_changed_is_told_at_the_next_step(captured):
     check_rows(evaluator, model, history[-1:])
 
 
-def test_hooks_of_all_modules_run(captured):
+def test_global_module_hooks_run_at_every_step(captured):
     model = families.make("llama")
     evaluator = check_history(model, particles(4, 20, 6))
     num_replayed, calls = len(captured), []
@@ -388,7 +388,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
         Failing(raising(RuntimeError("CUDA error"))),
     ],
 )
-def test_what_cannot_be_captured_runs_eagerly(failing, monkeypatch):
+def test_steps_run_eagerly_if_capture_or_replay_fails(failing, monkeypatch):
     monkeypatch.setattr(cuda_graph_runner, "CudaGraphCapturer", lambda device: failing)
     check_history(families.make("llama"), particles(4, 20, 8))
 
@@ -405,7 +405,7 @@ def test_a_replay_that_fails_later_is_run_eagerly(monkeypatch, captured):
     monkeypatch.undo()
 
 
-def test_many_shapes_are_forgotten_together(monkeypatch, captured):
+def test_rows_stay_right_with_more_shapes_than_max_graphs(monkeypatch, captured):
     monkeypatch.setattr(cuda_graph_runner, "MAX_GRAPHS", 2)
     evaluator = HFEvaluator(families.make("llama"), kv_cache_bytes=1 << 22)
     evaluator.open()
@@ -415,7 +415,7 @@ def test_many_shapes_are_forgotten_together(monkeypatch, captured):
     assert captured
 
 
-def test_operators_that_are_wrong_are_not_used(monkeypatch, captured):
+def test_wrong_decode_operators_are_not_used(monkeypatch, captured):
     def wrong(*given):
         return in_slots(*given) * 1.1
 
@@ -426,7 +426,7 @@ def test_operators_that_are_wrong_are_not_used(monkeypatch, captured):
     assert not captured
 
 
-def test_a_captured_step_that_is_refused_leaves_no_keys_of_its_own(monkeypatch, captured):
+def test_refused_captured_step_leaves_no_keys(monkeypatch, captured):
     of = decode_tables.DecodeTables.of.__func__
 
     def lossy(cls, *given):  # of each row, all keys but that of the new token
@@ -461,7 +461,7 @@ def test_three_errors_end_capture_until_clear(monkeypatch, captured, caplog):
     assert 0 < evaluator.counts().num_captured_steps < len(captured)
 
 
-def test_copies_to_a_device_are_noted_on_its_own_stream(monkeypatch, captured):
+def test_copy_events_are_recorded_on_stream_of_device(monkeypatch, captured):
     noted, made = [], cuda_graph_run.DecodeArrays.__init__
 
     class Event:

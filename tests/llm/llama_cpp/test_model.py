@@ -56,14 +56,14 @@ def close(row, expected, atol=1e-4):
     torch.testing.assert_close(row, expected, rtol=0, atol=atol)
 
 
-def test_a_budget_is_counted_in_tokens():
+def test_kv_cache_bytes_gives_capacity_in_tokens():
     with over(kv_cache_bytes=100 * BYTES_PER_TOKEN) as lm:
         assert lm.kv_capacity == 100
         assert lm.statistics().kv_bytes_budget == 100 * BYTES_PER_TOKEN
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_are_those_of_transformers(name):
+def test_rows_match_transformers(name):
     model = MODELS[name]
     with over(model) as lm:
         assert lm.kv_reuse
@@ -94,7 +94,7 @@ def limit(monkeypatch, num_sequences):
 
 @pytest.mark.parametrize("num_sequences", [8, 20, 256])
 @pytest.mark.parametrize("num_tokens", [60, 16384])
-def test_forks_have_the_rows_of_fresh_contexts(monkeypatch, num_sequences, num_tokens):
+def test_forked_contexts_match_transformers(monkeypatch, num_sequences, num_tokens):
     limit(monkeypatch, num_sequences)
     generator = random.Random(num_sequences + num_tokens)
     with over(kv_cache_bytes=num_tokens * BYTES_PER_TOKEN) as lm:
@@ -112,7 +112,7 @@ def test_forks_have_the_rows_of_fresh_contexts(monkeypatch, num_sequences, num_t
 @pytest.mark.parametrize("name", ["gemma3", "mamba", "lfm2", "lfm2-window"])
 @pytest.mark.parametrize("num_sequences", [45, 256])
 @pytest.mark.parametrize("kv_cache_bytes", [60_000, None])
-def test_forks_of_windows_and_states_have_the_rows_of_whole_contexts(
+def test_forks_with_windows_or_states_match_uncached_rows(
     monkeypatch, name, num_sequences, kv_cache_bytes
 ):
     limit(monkeypatch, num_sequences)
@@ -134,7 +134,7 @@ def test_forks_of_windows_and_states_have_the_rows_of_whole_contexts(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_particles_that_are_resampled_compute_each_token_once(name):
+def test_resampled_particles_compute_each_token_once(name):
     generator, draws, prompt = random.Random(0), np.random.default_rng(0), [*range(20, 60)]
     with over(MODELS[name], batch_size=20) as lm:
         particles, distinct = [prompt] * 20, {tuple(prompt[:n]) for n in range(1, 41)}
@@ -151,7 +151,7 @@ def test_particles_that_are_resampled_compute_each_token_once(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
-def test_contexts_that_have_lost_their_sequences_are_computed_again(monkeypatch, name):
+def test_contexts_with_evicted_sequences_are_recomputed(monkeypatch, name):
     limit(monkeypatch, 30)
     with over(MODELS[name]) as lm:
         prompts = [[i, *range(40, 60 + i % 3)] for i in range(40)]  # of one sequence each
@@ -166,7 +166,7 @@ def test_contexts_that_have_lost_their_sequences_are_computed_again(monkeypatch,
             assert lm.statistics().tokens_computed == computed + 21 + 9 + 4
 
 
-def test_a_pinned_prompt_is_not_computed_again_beside_many_others(monkeypatch):
+def test_pinned_prompt_is_not_recomputed_after_many_others(monkeypatch):
     limit(monkeypatch, 8)
     with over() as lm:
         prompt = [*range(30)]
@@ -178,7 +178,7 @@ def test_a_pinned_prompt_is_not_computed_again_beside_many_others(monkeypatch):
         assert lm.statistics().tokens_computed == computed + 1
 
 
-async def test_a_text_that_is_scored_beside_one_that_goes_on_keeps_both():
+async def test_scoring_text_while_its_prefix_is_asked_gives_right_rows():
     # What is scored is computed again, although others have it.
     with over() as lm:
         generator = random.Random(3)
@@ -208,7 +208,7 @@ def test_pinned_prompts_stay_and_leave_room_for_the_longest_context():
         assert asyncio.run(lm.num_cached_tokens([*prompt, 3])) == 40
 
 
-def test_adapters_have_the_rows_of_the_merged_model(tmp_path):
+def test_adapters_match_merged_model(tmp_path):
     from tests.llm.llama_cpp.gguf_files import write_adapter
 
     merged = write_adapter(LLAMA, tmp_path / "a.gguf")
@@ -234,7 +234,7 @@ def test_adapters_have_the_rows_of_the_merged_model(tmp_path):
         close(lm.next_token_logprobs_sync([1, 2], "b"), fresh_row(other, [1, 2]))
 
 
-def test_adapters_that_cannot_be_loaded_leave_the_model_as_it_was(tmp_path):
+def test_adapter_that_fails_to_load_leaves_model_unchanged(tmp_path):
     (tmp_path / "text.gguf").write_text("GGUF, but no more")
     from tests.llm.llama_cpp.gguf_files import of
 
@@ -246,7 +246,7 @@ def test_adapters_that_cannot_be_loaded_leave_the_model_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 3, 4, 40, 2000, 9000])
-def test_files_that_are_cut_short_are_refused(tmp_path, cut):
+def test_truncated_files_are_refused(tmp_path, cut):
     from tests.llm.llama_cpp.gguf_files import of
 
     path = tmp_path / "cut.gguf"
@@ -255,7 +255,7 @@ def test_files_that_are_cut_short_are_refused(tmp_path, cut):
         load_model_by_name(str(path))
 
 
-def test_names_that_lead_nowhere(tmp_path):
+def test_wrong_or_ambiguous_names_are_refused(tmp_path):
     from tests.llm.llama_cpp.gguf_files import of
 
     (tmp_path / "no.gguf").write_text("no model")
@@ -266,7 +266,7 @@ def test_names_that_lead_nowhere(tmp_path):
     with pytest.raises(ModelNotFoundError, match="hf_hub_download"):
         load_model_by_name("someone/model", "llama-cpp")
     (tmp_path / "b.gguf").write_bytes(of(LLAMA).read_bytes())
-    with pytest.raises(OptionError, match="which backend 'llama-cpp' reads, and 'hf' does not"):
+    with pytest.raises(OptionError, match="which backend 'llama-cpp' reads, but not 'hf'"):
         load_model_by_name(str(tmp_path / "b.gguf"), "hf")
     with pytest.raises(ModelNotFoundError, match="2 GGUF files"):
         load_model_by_name(str(tmp_path), "llama-cpp")
@@ -288,13 +288,13 @@ def test_options_are_checked_before_anything_is_loaded():
             load_model_by_name("absent.gguf", llm_opts=options)
     with pytest.raises(OptionError, match="build of llama-cpp-python for a GPU"):
         over(num_gpu_layers=-1)
-    with pytest.raises(OptionError, match="no room for the"):
+    with pytest.raises(OptionError, match="no room for one token"):
         over(kv_cache_bytes=100)
     with pytest.raises(OptionError, match="bytes of memory are free"):
         over(kv_cache_bytes=1 << 50)
 
 
-def test_a_context_beyond_its_room_is_refused_before_it_is_queued():
+def test_context_longer_than_max_length_is_refused():
     with over(kv_cache_bytes=50 * BYTES_PER_TOKEN) as lm:
         assert lm.max_length == 38
     with pytest.raises(OptionError, match="max_length=51 needs 13056 bytes"):
@@ -308,7 +308,7 @@ def test_a_context_beyond_its_room_is_refused_before_it_is_queued():
         close(lm.next_token_logprobs_sync([1] * 50), fresh_row(LLAMA, [1] * 50))
 
 
-def test_a_closed_model_divides_no_texts():
+def test_tokenizer_of_closed_model_refuses_to_encode():
     lm = over()
     tokenizer = lm.tokenizer
     assert tokenizer.decode([4, 5]) == "<4><5>"
@@ -322,7 +322,7 @@ def test_a_closed_model_divides_no_texts():
 
 
 @pytest.mark.parametrize("end", ["closed", "forgotten"])
-def test_memory_is_freed_however_a_model_ends(monkeypatch, end):
+def test_native_memory_is_freed_on_close_or_garbage_collection(monkeypatch, end):
     freed = []
     for name in ("gguf_model", "llama_context"):
         module = importlib.import_module(f"genlm_backend.backends.llama_cpp.{name}")
@@ -342,7 +342,7 @@ def test_memory_is_freed_however_a_model_ends(monkeypatch, end):
     assert freed == ["llama_context", "llama_context", "gguf_model"]  # one was for the trial
 
 
-async def test_cancelled_and_failing_askers_disturb_no_others():
+async def test_cancelled_queries_leave_rows_of_others_intact():
     with over() as lm:
         contexts = random_contexts(40, max_length=100)
         tasks = [asyncio.ensure_future(lm.next_token_logprobs(one)) for one in contexts]
@@ -357,7 +357,7 @@ async def test_cancelled_and_failing_askers_disturb_no_others():
         close(await lm.next_token_logprobs(contexts[1]), fresh_row(LLAMA, contexts[1]))
 
 
-def test_idle_contexts_go_where_cells_are_few():
+def test_idle_contexts_are_evicted_if_cells_are_few():
     with over(kv_cache_bytes=256 * BYTES_PER_TOKEN, max_length=250) as lm:
         idle, draws = ([*range(95)] * 2)[:180], random.Random(0)
         lm.next_token_logprobs_sync(idle)
@@ -375,7 +375,7 @@ def test_idle_contexts_go_where_cells_are_few():
         check_integrity(lm._llama.scheduler.tree)
 
 
-def test_an_uncached_row_behind_tokens_that_were_there_twice_leaves_them():
+def test_uncached_row_leaves_tokens_cached_twice_intact():
     with over(kv_cache_bytes=30 * BYTES_PER_TOKEN, max_length=20) as lm:
         text, other = [1, 2, 3, 4, 5, 6, 7, 8], [*range(40, 58)]
         lm.next_token_logprobs_sync(text)
@@ -385,7 +385,7 @@ def test_an_uncached_row_behind_tokens_that_were_there_twice_leaves_them():
             close(lm.next_token_logprobs_sync([*text, *more]), fresh_row(LLAMA, [*text, *more]))
 
 
-async def test_forks_of_one_batch_beside_a_text_that_is_scored_in_several_passes():
+async def test_forks_batched_with_long_scored_text_give_right_rows():
     with over() as lm:
         start, draws = [1, 2, 3, 4], random.Random(0)
         await lm.next_token_logprobs([*start, 30])
@@ -398,7 +398,7 @@ async def test_forks_of_one_batch_beside_a_text_that_is_scored_in_several_passes
 
 
 @pytest.mark.parametrize("num_tokens", [0, 100, 16384])
-async def test_a_nan_stays_with_the_contexts_that_it_comes_of(num_tokens):
+async def test_nan_stays_in_rows_of_contexts_with_its_token(num_tokens):
     model = families.make("llama", seed=1)
     with torch.no_grad():
         model.model.embed_tokens.weight[77] = float("nan")
@@ -417,7 +417,7 @@ async def test_a_nan_stays_with_the_contexts_that_it_comes_of(num_tokens):
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2", "gemma3"])
-async def test_a_sound_context_that_is_computed_before_one_of_nan_is_sound(tmp_path, name):
+async def test_sound_contexts_batched_with_nan_context_keep_right_rows(tmp_path, name):
     from tests.llm.llama_cpp.gguf_files import write
 
     model = families.make(name, seed=1)
@@ -436,7 +436,7 @@ async def test_a_sound_context_that_is_computed_before_one_of_nan_is_sound(tmp_p
 
 
 @pytest.mark.parametrize("seed", [25, 58, 116])  # of histories that they once did not suffice for
-def test_sequences_suffice_where_others_have_the_slots_of_a_later_pass(monkeypatch, seed):
+def test_few_sequences_suffice_for_forks_across_passes(monkeypatch, seed):
     limit(monkeypatch, 6)
     draws = random.Random(seed)
     size, num_tokens = draws.choice([3, 96]), draws.choice([20, 40])
@@ -456,7 +456,7 @@ def test_sequences_suffice_where_others_have_the_slots_of_a_later_pass(monkeypat
                 close(row, fresh_row(LLAMA, context))
 
 
-async def test_what_llama_cpp_fails_at_is_its_batchs_error_and_nothing_is_lost(monkeypatch):
+async def test_failed_llama_decode_fails_only_its_batch(monkeypatch):
     with over() as lm:
         context = lm._llama._context
         right = context._lib.llama_decode
@@ -479,7 +479,7 @@ def smollm2():
 
 
 @pytest.mark.real
-def test_bytes_are_those_of_the_tokenizer_of_transformers(smollm2):
+def test_vocabulary_and_tokenizer_match_transformers(smollm2):
     from transformers import AutoTokenizer
 
     from genlm_backend.backends.bundled import bundled_directory
@@ -494,7 +494,7 @@ def test_bytes_are_those_of_the_tokenizer_of_transformers(smollm2):
 
 
 @pytest.mark.real
-def test_ends_and_chats_are_those_of_the_tokenizer_of_transformers(smollm2):
+def test_eos_tokens_and_chat_template_match_transformers(smollm2):
     from transformers import AutoTokenizer
 
     from genlm_backend.backends.bundled import bundled_directory
@@ -514,7 +514,7 @@ def test_ends_and_chats_are_those_of_the_tokenizer_of_transformers(smollm2):
 
 
 @pytest.mark.real
-def test_rows_are_those_of_one_sequence_alone(smollm2):
+def test_rows_match_single_sequence_of_llama_cpp(smollm2):
     llama_cpp = importlib.import_module("llama_cpp")
 
     from genlm_backend.backends.llama_cpp.gguf_model import resolve_file
@@ -538,7 +538,7 @@ def test_rows_are_those_of_one_sequence_alone(smollm2):
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
-def test_a_process_of_its_own_may_end_and_begin_again(tmp_path, name):
+def test_killed_process_raises_and_can_be_restarted(tmp_path, name):
     from tests.llm.llama_cpp.gguf_files import write_adapter
 
     model = MODELS[name]
@@ -560,12 +560,12 @@ def test_a_process_of_its_own_may_end_and_begin_again(tmp_path, name):
             close(lm.next_token_logprobs_sync([1, 2], "a"), fresh_row(merged, [1, 2]))
     with over() as lm:
         assert lm.process_id is None
-        with pytest.raises(ModelStateError, match="process of its own"):
+        with pytest.raises(ModelStateError, match="a child process"):
             lm.restart()
 
 
-def test_what_cannot_be_loaded_in_a_process_is_told_as_here():
-    with pytest.raises(OptionError, match="no room for the"):
+def test_process_raises_same_load_errors():
+    with pytest.raises(OptionError, match="no room for one token"):
         over(kv_cache_bytes=100, process=True)
     with pytest.raises(ModelNotFoundError):
         AsyncLlamaCppLM("absent.gguf", process=True)

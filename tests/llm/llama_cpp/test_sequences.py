@@ -115,7 +115,7 @@ def histories(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(histories(), st.sampled_from([4, 5, 8, 30]), st.sampled_from([0, 1, 4]), st.booleans())
-def test_each_row_goes_on_in_a_sequence_that_holds_its_context(batches, count, window, drops):
+def test_each_row_continues_in_a_sequence_holding_its_context(batches, count, window, drops):
     steps = Steps(count, window)
     for batch in batches:
         steps.step(batch)
@@ -125,7 +125,7 @@ def test_each_row_goes_on_in_a_sequence_that_holds_its_context(batches, count, w
 
 @settings(max_examples=100, deadline=None)
 @given(histories())
-def test_pinned_tokens_stay_although_sequences_are_few(batches):
+def test_pinned_tokens_stay_cached_when_sequences_are_few(batches):
     steps = Steps(5)
     steps.step([[9, 9, 9, 9]])
     steps.sequences.pin(steps.tree.nodes, steps.tree.match([9, 9, 9, 9]))
@@ -134,7 +134,7 @@ def test_pinned_tokens_stay_although_sequences_are_few(batches):
         assert [9, 9, 9, 9] in [steps.cells.tokens(i) for i in range(5)]
 
 
-def test_idle_tokens_are_computed_again_and_others_once():
+def test_evicted_idle_tokens_are_recomputed_and_others_computed_once():
     steps = Steps(4)
     steps.step([[1, 2, 3]])
     for i in range(3):
@@ -146,7 +146,7 @@ def test_idle_tokens_are_computed_again_and_others_once():
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_a_step_of_particles_computes_each_token_once(window):
+def test_particles_that_fit_compute_every_token_and_evict_none(window):
     steps, particles = Steps(40, window), [[5, 6, 7]]
     steps.step(particles)
     for token in range(4):

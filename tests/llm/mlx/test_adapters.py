@@ -43,7 +43,7 @@ def save_adapter(model, path, seed):
     return merged
 
 
-def test_adapters_by_name(tmp_path):
+def test_rows_by_adapter_name_match_the_merged_weights(tmp_path):
     model = families.make("llama")
     exact = {None: model}
     for seed, name in enumerate("ab"):
@@ -82,7 +82,7 @@ def test_adapters_by_name(tmp_path):
         torch.testing.assert_close(row, fresh_row(exact["b"], contexts[1]), atol=2e-4, rtol=0)
 
 
-def test_adapters_that_cannot_be_loaded_leave_the_model_as_it_was(tmp_path):
+def test_adapters_that_fail_to_load_leave_the_model_unchanged(tmp_path):
     import mlx.core as mx
 
     model = families.make("llama")
@@ -113,7 +113,7 @@ def test_adapters_that_cannot_be_loaded_leave_the_model_as_it_was(tmp_path):
             (half, "lacks 2 of the weights"),
             (strange, "'zzz'"),
             (bare, r"has no \['lora_parameters', 'num_layers'\]"),
-            (tmp_path / "none", "there is no directory"),
+            (tmp_path / "none", "neither a local directory"),
         ):
             with pytest.raises(AdapterError, match=reason):
                 lm.add_new_lora(path, "x")
@@ -121,7 +121,7 @@ def test_adapters_that_cannot_be_loaded_leave_the_model_as_it_was(tmp_path):
             assert torch.equal(lm.next_token_logprobs_sync([1, 2, 3]), expected)
 
 
-def test_an_adapter_of_embeddings_that_are_the_head_too(tmp_path):
+def test_adapter_of_tied_embeddings_gives_the_rows_of_lora_layers(tmp_path):
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.tuner.utils import linear_to_lora_layers

@@ -70,7 +70,7 @@ def own_model(name):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_first_way_is_taken_that_suits_a_model(name):
+def test_each_family_gets_the_expected_attention_class(name):
     with over(converted(families.make(name)), kv_cache_bytes=1 << 20) as lm:
         assert lm.kv_reuse
         assert type(attend_of(lm)).__name__ == WAYS[name]
@@ -78,7 +78,7 @@ def test_the_first_way_is_taken_that_suits_a_model(name):
 
 @pytest.mark.parametrize("few_tokens", [0, 8, 40])
 @pytest.mark.parametrize("name", [*WAYS, "gpt-oss"])
-def test_rows_of_forks_are_those_of_contexts_run_whole(name, few_tokens):
+def test_rows_of_forked_contexts_match_uncached_rows(name, few_tokens):
     generator = random.Random(few_tokens)
     with over(own_model(name), kv_cache_bytes=1 << 20) as lm:
         attend_of(lm)._few_tokens = few_tokens
@@ -96,7 +96,7 @@ def test_rows_of_forks_are_those_of_contexts_run_whole(name, few_tokens):
         check_integrity(lm._mlx.scheduler.tree)
 
 
-def test_what_is_shared_is_read_once(monkeypatch):
+def test_shared_prompt_is_read_once_per_layer(monkeypatch):
     from genlm_backend.backends.mlx.mlx_kv_pool import MlxKVPool
 
     read, own_read = [], MlxKVPool.read_by_head
@@ -121,7 +121,7 @@ def test_what_is_shared_is_read_once(monkeypatch):
 # -------------------------------------------------------------------- in the model's place
 
 
-def test_others_who_use_the_model_meanwhile_get_its_own_attention():
+def test_calls_of_the_model_during_dispatch_use_its_own_attention():
     import mlx.core as mx
     from mlx_lm.models import llama
     from mlx_lm.models.cache import make_prompt_cache
@@ -142,7 +142,7 @@ def test_others_who_use_the_model_meanwhile_get_its_own_attention():
     assert llama.scaled_dot_product_attention is theirs
 
 
-def test_a_model_that_has_come_to_attend_otherwise_says_so():
+def test_model_with_changed_attention_raises_model_state_error():
     import mlx.core as mx
 
     model = converted(families.make("llama"))
@@ -169,7 +169,7 @@ def test_a_model_that_has_come_to_attend_otherwise_says_so():
 
 
 @pytest.mark.parametrize("window", [3, 12, 64])
-def test_windows_of_layers_hold_for_what_is_shared(window):
+def test_sliding_windows_apply_to_shared_prompts(window):
     config = families._config("MistralConfig", sliding_window=window)
     model = families.of(config)
     generator = random.Random(window)

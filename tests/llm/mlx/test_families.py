@@ -80,23 +80,23 @@ def distance(model, **options):
     return float((rows - expected).abs().max())
 
 
-def test_every_family_that_is_taken_is_compared_by_any_history():
+def test_accepted_families_are_those_compared_with_transformers():
     compared = {make(name).config.model_type for name, most in TOLERANCES.items() if most <= 1e-4}
     assert compared == set(mlx_loader.TESTED)
 
 
 @pytest.mark.parametrize("name", [name for name, most in TOLERANCES.items() if most <= 1e-4])
-def test_a_directory_of_a_tested_family_is_taken(name):
+def test_directory_of_a_tested_family_gives_the_rows_of_transformers(name):
     assert distance(make(name)) < 1e-4
 
 
 @pytest.mark.parametrize("name", TURNED)
-def test_rows_with_other_rotary_positions_are_those_of_transformers(name):
+def test_rows_with_scaled_rope_match_transformers(name):
     assert distance(families.of(TURNED[name]())) < 1e-4
 
 
 @pytest.mark.parametrize("reason", OTHERS)
-def test_what_is_not_compared_is_refused_unless_it_is_allowed(reason):
+def test_untested_config_is_refused_without_allow_untested(reason):
     model = families.of(OTHERS[reason]())
     with pytest.raises(UnsupportedModelError, match=f"{reason}.*allow_untested=True"):
         distance(model)

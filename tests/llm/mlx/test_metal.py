@@ -31,7 +31,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "mixtral", "deepseek-v3"])
-def test_rows_of_forks_are_those_of_transformers(name):
+def test_rows_of_growing_contexts_match_transformers(name):
     model, generator = families.make(name), random.Random(0)
     with AsyncMlxLM(converted(model), word_tokenizer(), row_cache_bytes=0) as lm:
         if hasattr(lm._mlx.scheduler.cache.attention, "_few_tokens"):
@@ -45,7 +45,7 @@ def test_rows_of_forks_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_keeps_its_slots(dtype):
+def test_half_precision_models_reuse_cached_keys_and_values(dtype):
     import mlx.core as mx
 
     model = converted(families.make("llama"))
@@ -61,7 +61,7 @@ def test_half_precision_keeps_its_slots(dtype):
             torch.testing.assert_close(row, whole, atol=0.3, rtol=0)
 
 
-def test_the_budget_is_a_part_of_what_metal_recommends_and_is_given_back():
+def test_kv_budget_is_at_most_half_of_metal_memory_and_freed_on_close():
     import mlx.core as mx
 
     gc.collect()
@@ -78,7 +78,7 @@ def test_the_budget_is_a_part_of_what_metal_recommends_and_is_given_back():
 
 
 @pytest.mark.real
-def test_the_bundled_model_runs_by_default():
+def test_bundled_model_runs_on_mlx_by_default():
     with load_model_by_name("smollm2") as lm:
         assert isinstance(lm, AsyncMlxLM)
         row = lm.next_token_logprobs_sync(lm.tokenizer.encode("The capital of France is"))

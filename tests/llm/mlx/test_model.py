@@ -68,7 +68,7 @@ def make(name):
 
 @needs_mlx
 @pytest.mark.parametrize("name", TOLERANCES)
-def test_rows_of_any_history_are_those_of_transformers(name):
+def test_rows_of_extended_and_truncated_contexts_match_transformers(name):
     model, generator = make(name), random.Random(0)
     with over(model, kv_cache_bytes=1 << 20) as lm:
         assert lm.kv_reuse
@@ -84,7 +84,7 @@ def test_rows_of_any_history_are_those_of_transformers(name):
 
 
 @needs_mlx
-def test_a_step_costs_its_new_tokens():
+def test_step_computes_only_its_new_tokens():
     with over(families.make("llama"), kv_cache_bytes=1 << 20) as lm:
         prompt = list(range(30))
         lm.batch_next_token_logprobs_sync([prompt] * 5)
@@ -97,7 +97,7 @@ def test_a_step_costs_its_new_tokens():
 
 
 @needs_mlx
-def test_a_prompt_goes_in_chunks_of_the_prefill_step_size():
+def test_prompt_is_prefilled_in_chunks_of_prefill_step_size():
     model, prompt = families.make("llama"), list(range(30))
     for size, num_passes in ((None, 1), (10, 3), (1, 30)):
         with over(model, kv_cache_bytes=1 << 20, prefill_step_size=size) as lm:
@@ -107,7 +107,7 @@ def test_a_prompt_goes_in_chunks_of_the_prefill_step_size():
 
 
 @needs_mlx
-def test_rows_are_bounded_by_their_number():
+def test_cache_size_and_cache_opts_bound_the_row_cache():
     model = converted(families.make("llama"))
     # The order of parameters is that of genlm-backend 0.3.1.
     with AsyncMlxLM(model, word_tokenizer(), 0.01, 512, 2, {"max_bytes": 1 << 20}) as lm:
@@ -124,7 +124,7 @@ def test_rows_are_bounded_by_their_number():
 
 
 @needs_mlx
-def test_positions_that_depend_on_the_length_of_a_pass():
+def test_rows_with_dynamic_rope_do_not_depend_on_the_batch():
     """A context has the row that it has alone, beside longer ones too."""
     from transformers import LlamaConfig
 
@@ -141,7 +141,7 @@ def test_positions_that_depend_on_the_length_of_a_pass():
 
 
 @needs_mlx
-def test_nothing_is_compiled_nor_written_beside_the_program(tmp_path, monkeypatch):
+def test_evaluation_writes_no_files_to_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with over(families.make("gemma")) as lm:
         lm.next_token_logprobs_sync([1, 2])
@@ -149,7 +149,7 @@ def test_nothing_is_compiled_nor_written_beside_the_program(tmp_path, monkeypatc
 
 
 @needs_mlx
-def test_slots_grow_as_they_are_used():
+def test_kv_pool_grows_only_with_the_tokens_in_use():
     with over(families.make("llama"), kv_cache_bytes=1 << 30) as lm:
         expected = lm.next_token_logprobs_uncached([1, 2, 3])
         for start in range(60):
@@ -163,7 +163,7 @@ def test_slots_grow_as_they_are_used():
 
 
 @needs_mlx
-def test_a_model_in_training_mode_says_so():
+def test_model_in_training_mode_raises_model_state_error():
     with over(families.make("llama")) as lm:
         model = lm._mlx.scheduler.runner.model
         model.train()
@@ -174,7 +174,7 @@ def test_a_model_in_training_mode_says_so():
 
 
 @needs_mlx
-def test_a_tiny_budget_changes_no_row():
+def test_tiny_kv_budget_changes_no_row():
     model = families.make("qwen3")
     with over(model, kv_cache_bytes=60 * 256) as lm:
         generator = random.Random(2)
@@ -188,7 +188,7 @@ def test_a_tiny_budget_changes_no_row():
 
 
 @needs_mlx
-def test_pinned_prompts_stay_and_too_long_ones_are_refused():
+def test_pinned_prompts_stay_cached_and_overlong_ones_raise_cache_error():
     with over(families.make("llama"), kv_cache_bytes=41 * 256) as lm:
         assert lm.kv_capacity == 40
         lm.cache_kv(list(range(30)))
@@ -203,7 +203,7 @@ def test_pinned_prompts_stay_and_too_long_ones_are_refused():
 
 @needs_mlx
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_models_keep_their_slots(bits):
+def test_quantised_models_reuse_cached_keys_and_values(bits):
     import mlx.nn as nn
 
     model = converted(wide_llama())
@@ -244,7 +244,7 @@ def directory(tmp_path):
 
 
 @needs_mlx
-def test_a_directory_of_transformers_is_loaded_with_its_own_rotary_positions(directory):
+def test_loaded_directory_uses_the_rope_theta_of_its_config(directory):
     config = json.loads((directory / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 37.0
     (directory / "config.json").write_text(json.dumps(config))
@@ -259,7 +259,7 @@ def test_a_directory_of_transformers_is_loaded_with_its_own_rotary_positions(dir
 
 
 @needs_mlx
-def test_what_cannot_be_loaded_says_why(directory):
+def test_unusable_models_and_options_are_refused_with_the_reason(directory):
     with pytest.raises(OptionTypeError, match="bach_size"):
         AsyncMlxLM.from_name("/no/such/model", bach_size=3)
     with pytest.raises(OptionError, match="kv_cache_bytes"):
@@ -268,7 +268,7 @@ def test_what_cannot_be_loaded_says_why(directory):
         AsyncMlxLM.from_name("/no/such/model", prefill_step_size=0)
     with pytest.raises(ModelNotFoundError):
         AsyncMlxLM.from_name("/no/such/model", cache_size=10, cache_opts={})
-    with pytest.raises(UnsupportedModelError, match=r"mlx_lm\.load returns one"):
+    with pytest.raises(UnsupportedModelError, match=r"load one .* with mlx_lm\.load"):
         AsyncMlxLM("smollm2", word_tokenizer())
     weights = directory / "model.safetensors"
     weights.rename(directory / "pytorch_model.bin")
@@ -286,7 +286,7 @@ def test_what_cannot_be_loaded_says_why(directory):
 
 
 @needs_mlx
-def test_rope_parameters_count_more_than_what_is_left_of_older_words():
+def test_rope_parameters_take_precedence_over_legacy_config_keys():
     from transformers import StableLmConfig
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -299,7 +299,7 @@ def test_rope_parameters_count_more_than_what_is_left_of_older_words():
 
 
 @needs_mlx
-def test_layers_that_read_what_others_keep():
+def test_layers_sharing_keys_and_values_give_the_models_own_rows():
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.models.gemma3n import Model, ModelArgs
@@ -344,15 +344,15 @@ def test_layers_that_read_what_others_keep():
 
 
 @needs_mlx
-def test_an_architecture_whose_module_ends_the_interpreter_is_refused(directory):
+def test_architecture_whose_import_exits_python_is_refused(directory):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "olmo"}))
-    with pytest.raises(UnsupportedModelError, match=r"does not load .*olmo"):
+    with pytest.raises(UnsupportedModelError, match=r"cannot load .*olmo"):
         AsyncMlxLM.from_name(str(directory), allow_untested=True)
 
 
 @needs_mlx
-def test_half_precision_on_a_cpu_is_said_to_be_slow():
+def test_half_precision_on_a_cpu_warns_that_it_is_slow():
     import mlx.core as mx
 
     if mx.default_device().type != mx.DeviceType.cpu:
@@ -369,7 +369,7 @@ def test_half_precision_on_a_cpu_is_said_to_be_slow():
             pass
 
 
-def test_without_mlx_the_extra_is_named(monkeypatch):
+def test_missing_mlx_raises_an_error_naming_the_extra(monkeypatch):
     monkeypatch.setattr(present, "is_present", lambda: False)
     for use in (
         lambda: AsyncMlxLM.from_name("gpt2"),
@@ -384,7 +384,7 @@ def test_without_mlx_the_extra_is_named(monkeypatch):
     ("platform", "is_there", "expected"),
     [("darwin", True, "mlx"), ("darwin", False, "hf"), ("linux", True, "hf")],
 )
-def test_it_is_the_default_on_macos(platform, is_there, expected, monkeypatch):
+def test_mlx_is_the_default_on_macos_if_installed(platform, is_there, expected, monkeypatch):
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(present, "is_present", lambda: is_there)
     assert default_backend() == expected
@@ -393,7 +393,7 @@ def test_it_is_the_default_on_macos(platform, is_there, expected, monkeypatch):
 @needs_mlx
 @pytest.mark.real
 @pytest.mark.timeout(300)
-def test_the_bundled_model_is_loaded():
+def test_bundled_model_gives_the_rows_of_transformers():
     with load_model_by_name("smollm2", backend="mlx") as lm:
         ids = lm.tokenizer.encode("The capital of France is")
         row = lm.next_token_logprobs_sync(ids)

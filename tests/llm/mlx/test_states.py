@@ -73,7 +73,7 @@ def size_of(name):
         return passes.cache.state_pool.layout.bytes_per_state, passes.cache.pool.bytes_per_slot
 
 
-def test_each_family_of_mlx_lm_that_has_running_states_is_here():
+def test_every_recurrent_family_of_mlx_lm_is_tested():
     import mlx_lm.models
 
     folder = Path(mlx_lm.models.__path__[0])
@@ -82,7 +82,7 @@ def test_each_family_of_mlx_lm_that_has_running_states_is_here():
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE))
-def test_what_cannot_be_kept_is_run_whole(name):
+def test_families_with_several_caches_per_layer_run_contexts_whole(name):
     with over(name) as lm:
         assert not lm.kv_reuse
         contexts = [[5], [5, 6], [*range(3, 20)]]
@@ -90,7 +90,7 @@ def test_what_cannot_be_kept_is_run_whole(name):
 
 
 @kept_families
-def test_rows_of_forks_are_those_of_contexts_run_whole(name):
+def test_rows_of_forked_contexts_match_contexts_run_whole(name):
     generator = random.Random(name)
     with over(name, kv_cache_bytes=1 << 20) as lm:
         assert lm.kv_reuse
@@ -108,7 +108,7 @@ def test_rows_of_forks_are_those_of_contexts_run_whole(name):
 
 
 @kept_families
-def test_a_step_costs_its_new_tokens(name):
+def test_step_computes_only_its_new_tokens(name):
     prompt = [*range(3, 33)]
     with over(name, kv_cache_bytes=1 << 20) as lm:
         lm.next_token_logprobs_sync(prompt)
@@ -123,7 +123,7 @@ def test_a_step_costs_its_new_tokens(name):
 
 
 @kept_families
-def test_a_state_is_read(name):
+def test_zeroing_a_cached_state_changes_the_row(name):
     """What is compared in other tests would show a state that is another."""
     with over(name, kv_cache_bytes=1 << 20) as lm:
         context = [*range(3, 33)]
@@ -149,7 +149,7 @@ _OPERATIONS = st.lists(
 @pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "recurrent_gemma", "kimi_linear"])
 @settings(deadline=None, max_examples=12)
 @given(operations=_OPERATIONS, num_states=st.integers(1, 6), seed=st.integers(0, 99))
-def test_no_history_changes_a_row(name, operations, num_states, seed):
+def test_asking_pinning_and_clearing_in_any_order_change_no_row(name, operations, num_states, seed):
     generator = random.Random(seed)
     per_state, per_slot = _size_of(name)
     num_bytes = num_states * per_state
@@ -180,7 +180,7 @@ def test_no_history_changes_a_row(name, operations, num_states, seed):
 _size_of = functools.cache(size_of)
 
 
-def test_a_pinned_state_stays():
+def test_pinned_state_is_not_evicted():
     per_state, per_slot = size_of("falcon_h1")
     options = {"kv_cache_bytes": 3 * per_state + 100 * per_slot, "state_cache_bytes": 3 * per_state}
     with over("falcon_h1", **options) as lm:
@@ -196,7 +196,7 @@ def test_a_pinned_state_stays():
         assert asyncio.run(lm.num_cached_tokens([*prompt, 1])) == 0
 
 
-def test_rows_are_those_of_transformers_too():
+def test_rows_of_recurrent_models_match_transformers():
     from tests.llm.conftest import fresh_row
 
     for name in ("mamba", "falcon_mamba", "lfm2_moe"):
@@ -212,7 +212,7 @@ def test_rows_are_those_of_transformers_too():
 
 
 @pytest.mark.parametrize("name", ["mamba", "falcon_h1", "qwen3_5"])
-def test_half_precision_keeps_its_states(name):
+def test_half_precision_models_reuse_cached_states(name):
     import mlx.core as mx
 
     model = state_models.make(name)
@@ -231,7 +231,7 @@ def test_half_precision_keeps_its_states(name):
 # -------------------------------------------------------------------- how many go on at once
 
 
-def test_tokens_go_on_one_by_one_where_several_forget_the_state(monkeypatch):
+def test_tokens_run_singly_if_passes_of_several_ignore_the_state(monkeypatch):
     from mlx_lm.models.mamba import MambaBlock
 
     process = MambaBlock._process_sequence
@@ -251,7 +251,7 @@ def test_tokens_go_on_one_by_one_where_several_forget_the_state(monkeypatch):
 
 
 @pytest.mark.parametrize("most", [1, 99])
-def test_a_model_of_which_one_token_forgets_the_state_is_run_whole(monkeypatch, most):
+def test_model_whose_single_token_pass_ignores_the_state_runs_whole(monkeypatch, most):
     from mlx_lm.models.mamba import MambaBlock
 
     process = MambaBlock._process_sequence
@@ -266,7 +266,7 @@ def test_a_model_of_which_one_token_forgets_the_state_is_run_whole(monkeypatch, 
         check("mamba", lm.batch_next_token_logprobs_sync(contexts), contexts)
 
 
-def test_states_that_grow_with_the_first_tokens_are_not_kept(monkeypatch):
+def test_states_of_variable_shape_are_not_cached(monkeypatch):
     from mlx_lm.models.mamba import MambaBlock
 
     process = MambaBlock._process_sequence
@@ -287,17 +287,17 @@ def test_states_that_grow_with_the_first_tokens_are_not_kept(monkeypatch):
 # -------------------------------------------------------------------- options
 
 
-def test_budgets_that_cannot_be_met_say_why():
+def test_impossible_cache_budgets_are_refused_with_the_reason():
     per_state, _ = size_of("falcon_h1")
-    with pytest.raises(OptionError, match=f"takes {per_state} bytes, and there are 1000: give"):
+    with pytest.raises(OptionError, match=rf"takes {per_state} bytes, but only 1000 .*: raise"):
         over("falcon_h1", kv_cache_bytes=1 << 20, state_cache_bytes=1000)
-    with pytest.raises(OptionError, match="give more to kv_cache_bytes"):
+    with pytest.raises(OptionError, match="raise kv_cache_bytes"):
         over("falcon_h1", kv_cache_bytes=2 * per_state - 2)
-    with pytest.raises(OptionError, match="is a part of kv_cache_bytes, which is 5000"):
+    with pytest.raises(OptionError, match="is more than kv_cache_bytes=5000"):
         over("falcon_h1", kv_cache_bytes=5000, state_cache_bytes=6000)
-    with pytest.raises(OptionError, match="is a part of kv_cache_bytes, which is 0"):
+    with pytest.raises(OptionError, match="is more than kv_cache_bytes=0"):
         over("falcon_h1", kv_cache_bytes=0, state_cache_bytes=6000)
-    with pytest.raises(OptionError, match="keeps keys and values alone"):
+    with pytest.raises(OptionError, match="has only keys and values"):
         over(converted(families.make("llama")), state_cache_bytes=6000)
     with pytest.raises(OptionError, match="runs every context whole: some layers keep more"):
         over("longcat_flash_ngram", state_cache_bytes=6000)
@@ -306,7 +306,7 @@ def test_budgets_that_cannot_be_met_say_why():
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", *PURE])
-def test_states_take_half_or_all_of_the_budget(name):
+def test_states_get_half_the_budget_or_all_if_no_layer_keeps_kv(name):
     with over(name, kv_cache_bytes=1 << 16) as lm:
         share = 1 << 16 if name in PURE else 1 << 15
         counts = lm.statistics()

@@ -23,7 +23,7 @@ __all__ = ["nothing_is_left"]  # which every test here uses
 
 
 @pytest.mark.timeout(300)
-async def test_processes_that_are_killed_come_back_and_callers_notice_nothing():
+async def test_killed_processes_restart_while_particles_get_exact_rows():
     """Particles go on while one process after another is killed."""
     evaluators = [ProcessEvaluator(Told) for _ in range(2)]
     with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
@@ -62,7 +62,7 @@ async def test_processes_that_are_killed_come_back_and_callers_notice_nothing():
     until(lambda: not any(map(is_there, processes)))
 
 
-def test_a_model_is_loaded_several_times():
+def test_replicas_option_loads_a_model_into_several_processes():
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     folder = saved("llama")
@@ -89,7 +89,7 @@ def test_a_model_is_loaded_several_times():
         )
 
 
-def test_what_is_kept_in_small_numbers_and_in_files(tmp_path):
+def test_int8_prefix_saved_by_one_replica_is_loaded_by_all(tmp_path):
     """One replica writes a file, all of them read it, dead ones aside."""
     from transformers import PreTrainedTokenizerFast
 
@@ -115,7 +115,7 @@ def test_what_is_kept_in_small_numbers_and_in_files(tmp_path):
             lm.next_token_logprobs_sync([*prompt, 5]), expected, rtol=0, atol=1e-5
         )
         path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(PrefixFileError, match="cut short"):
+        with pytest.raises(PrefixFileError, match="is truncated"):
             lm.load_prefix(path)
         for evaluator in lm._set.evaluators:
             os.kill(evaluator.process_id, signal.SIGKILL)
@@ -123,7 +123,7 @@ def test_what_is_kept_in_small_numbers_and_in_files(tmp_path):
             lm.save_prefix(prompt, path)
 
 
-def test_those_that_died_while_nobody_asked_are_restarted():
+def test_replicas_that_died_while_idle_are_restarted():
     evaluators = [ProcessEvaluator(Told) for _ in range(2)]
     with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
         for evaluator in evaluators:
@@ -139,7 +139,7 @@ def test_those_that_died_while_nobody_asked_are_restarted():
             lm.cache_kv([1, 2])
 
 
-def test_close_while_one_is_being_restarted():
+def test_close_during_a_restart_is_quick_and_leaves_no_process():
     evaluators = [ProcessEvaluator(Told) for _ in range(2)]
     lm = AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0)
     before = threading.active_count()

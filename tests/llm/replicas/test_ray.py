@@ -59,7 +59,7 @@ async def until(condition, seconds=90):
 
 
 @needs_ray
-async def test_answers_and_errors_arrive_as_what_they_are(cluster):
+async def test_rows_scores_and_errors_of_actors_reach_the_caller(cluster):
     with make() as lm:
         contexts = [[i, j] for i in range(1, 9) for j in range(10)]
         rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
@@ -83,7 +83,7 @@ async def test_answers_and_errors_arrive_as_what_they_are(cluster):
 
 @pytest.mark.slow
 @needs_ray
-async def test_an_actor_that_dies_comes_back_and_callers_notice_nothing(cluster):
+async def test_killed_actor_restarts_and_callers_get_exact_rows(cluster):
     import ray
 
     with make() as lm:
@@ -102,7 +102,7 @@ async def test_an_actor_that_dies_comes_back_and_callers_notice_nothing(cluster)
 
 @pytest.mark.slow
 @needs_ray
-async def test_a_node_killed_under_particles_loses_nothing(cluster):
+async def test_killed_node_loses_no_row_of_running_particles(cluster):
     node = cluster.add_node(num_cpus=1, resources={"third": 1})
     with AsyncReplicas(
         word_tokenizer(),
@@ -136,7 +136,7 @@ def on_node(resource):
 
 @pytest.mark.slow
 @needs_ray
-def test_two_drivers_at_once(cluster):
+def test_concurrent_drivers_on_one_cluster_get_the_same_answer(cluster):
     code = """
     import sys
     from genlm_backend.llm import AsyncReplicas
@@ -169,7 +169,7 @@ def test_two_drivers_at_once(cluster):
 
 
 @needs_ray
-def test_a_model_of_transformers_on_ray(cluster):
+def test_transformers_model_on_ray_gives_its_plain_rows(cluster):
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     folder = over_there.saved("llama")
@@ -186,22 +186,20 @@ def test_a_model_of_transformers_on_ray(cluster):
 
 
 @needs_ray
-def test_another_version_over_there_is_told(cluster, monkeypatch):
+def test_version_mismatch_with_an_actor_raises_model_state_error(cluster, monkeypatch):
     monkeypatch.setattr(on_ray, "library_version", lambda: "0.0.1")
-    with pytest.raises(
-        ModelStateError, match=r"genlm-backend .* where the replica is, and 0\.0\.1"
-    ):
+    with pytest.raises(ModelStateError, match=r"replica has genlm-backend .* caller has 0\.0\.1"):
         make(1)
 
 
-def test_an_actor_that_is_new_answers_nothing():
+def test_new_actor_replies_with_engine_died_error():
     there = on_ray.EvaluatorActor()
     reply = there.ask(1, "evaluate", pickle.dumps(([RowQuery([1])],)))
     assert isinstance(reply.error.error(), EngineDiedError)
     assert (reply.value, reply.counts) == (None, None)
 
 
-def test_an_actor_that_is_new_says_so_whatever_pictures_were_sent_before():
+def test_new_actor_sent_only_picture_keys_replies_engine_died_error():
     pictures = Pictures.of([1, 2], {"pixel_values": torch.ones(2, 2)}, 1, 1)
     sender = ArgumentEncoder()
     sender.packed((pictures,))
@@ -211,7 +209,7 @@ def test_an_actor_that_is_new_says_so_whatever_pictures_were_sent_before():
     assert ArgumentDecoder().arguments(again) is None
 
 
-def test_pictures_that_have_been_dropped_are_sent_again(monkeypatch):
+def test_dropped_pictures_are_sent_again(monkeypatch):
     monkeypatch.setattr(arguments, "MAX_PICTURE_BYTES", 1)
     first, second = (
         Pictures.of([1, 2], {"pixel_values": torch.full((2, 2), x)}, 1, 1) for x in (0.0, 1.0)
@@ -234,7 +232,7 @@ def test_pictures_that_have_been_dropped_are_sent_again(monkeypatch):
     ]
 
 
-def test_mistakes_are_told_at_once(monkeypatch):
+def test_invalid_options_and_missing_ray_are_refused(monkeypatch):
     with pytest.raises(OptionError, match="num_gpus"):
         RayEvaluator(Told, num_gpus=-1)
     with pytest.raises(OptionTypeError, match="max_restarts"):
@@ -249,7 +247,7 @@ def test_mistakes_are_told_at_once(monkeypatch):
 
 
 @needs_ray
-def test_an_address_where_nobody_answers_is_told_at_once():
+def test_address_without_a_cluster_raises_option_error_in_seconds():
     code = """
     from genlm_backend.remote.ray_evaluator import connect
     from genlm_backend.errors import OptionError

@@ -34,7 +34,7 @@ from tests.llm.toy import VOCAB
 __all__ = ["nothing_is_left"]  # which every test here uses
 
 
-async def test_contexts_go_on_where_they_were_and_are_spread():
+async def test_contexts_are_spread_and_continue_on_the_same_replica():
     lm, evaluators = make()
     with lm:
         contexts = [[i, *range(10), i] for i in range(12)]
@@ -50,7 +50,7 @@ async def test_contexts_go_on_where_they_were_and_are_spread():
 
 
 @pytest.mark.parametrize("is_sync", [False, True])
-async def test_a_replica_that_dies_gives_its_contexts_to_the_others(is_sync):
+async def test_contexts_of_a_dead_replica_go_to_the_others(is_sync):
     lm, evaluators = make()
     contexts = [[i, *range(10), i] for i in range(12)]
     with lm:
@@ -68,13 +68,13 @@ async def test_a_replica_that_dies_gives_its_contexts_to_the_others(is_sync):
         asked = len(evaluators[1].asked)
         await ask_all(lm, [[*context, 6] for context in longer])
         assert len(evaluators[1].asked) == asked
-        with pytest.raises(ModelStateError, match="replica 1 is of a kind"):
+        with pytest.raises(ModelStateError, match="replica 1 cannot restart"):
             lm.restart()
         for evaluator in evaluators:
             evaluator.dies_with = True
         with pytest.raises(EngineDiedError):
             await lm.next_token_logprobs([1])
-        with pytest.raises(EngineDiedError, match="no replica is alive; the last one: by the test"):
+        with pytest.raises(EngineDiedError, match="no replica is alive; the last error: by the"):
             await lm.next_token_logprobs([1])
         with pytest.raises(EngineDiedError, match="no replica is alive"):
             lm.batch_next_token_logprobs_sync([[1], [2]])
@@ -82,7 +82,7 @@ async def test_a_replica_that_dies_gives_its_contexts_to_the_others(is_sync):
         lm.clear_cache()
 
 
-async def test_loads_are_even_again_after_errors_and_cancelled_callers():
+async def test_loads_return_to_zero_after_errors_and_cancellations():
     lm, _ = make()
     with lm:
         for seed in range(30):
@@ -101,7 +101,7 @@ async def test_loads_are_even_again_after_errors_and_cancelled_callers():
         assert not lm._distributor._asked
 
 
-async def test_a_death_that_is_known_late_goes_to_another_replica():
+async def test_query_of_a_replica_that_died_twice_goes_to_another():
     """An old choice is not taken for one of the replica that has come back since."""
     lm, evaluators = make(2)
     with lm:
@@ -116,7 +116,7 @@ async def test_a_death_that_is_known_late_goes_to_another_replica():
         assert evaluators[1 - choice.replica].asked == [[(1,)]]
 
 
-def test_coroutines_collected_at_any_moment_lock_nobody_out():
+def test_coroutines_garbage_collected_at_any_time_cause_no_deadlock():
     lm, _ = make(2)
     threshold = gc.get_threshold()
     gc.set_threshold(5, 2, 2)  # so that it happens inside of locks
@@ -159,7 +159,7 @@ def test_an_interrupt_reaches_a_blocked_caller_at_once():
         assert [len(evaluator.asked) for evaluator in evaluators] != [0, 0]
 
 
-async def test_where_all_are_dead_callers_are_not_kept():
+async def test_contexts_are_not_retained_once_all_replicas_are_dead():
     lm, evaluators = make(2)
     with lm:
         for evaluator in evaluators:
@@ -179,28 +179,28 @@ async def test_where_all_are_dead_callers_are_not_kept():
         assert not any(reference() for reference in references)
 
 
-def test_nothing_is_remembered_of_replicas_that_keep_nothing():
+def test_router_remembers_no_tokens_of_replicas_without_a_cache():
     with AsyncReplicas(word_tokenizer(), [Told(), Told()], row_cache_bytes=0) as lm:
         lm.batch_next_token_logprobs_sync([[i, j] for i in range(10) for j in range(10)])
         assert lm._distributor._router._sent.num_tokens == [0, 0]
 
 
-def test_mistakes_are_told_before_anything_is_queued():
+def test_invalid_evaluators_and_replica_options_are_refused():
     with pytest.raises(OptionError, match="evaluators is empty"):
         AsyncReplicas(word_tokenizer(), [])
     one = Mortal()
-    with pytest.raises(OptionError, match="evaluators has one twice"):
+    with pytest.raises(OptionError, match="evaluators contains one twice"):
         AsyncReplicas(word_tokenizer(), [one, one])
     with pytest.raises(OptionTypeError, match="evaluators must be an Evaluator"):
         AsyncReplicas(word_tokenizer(), [one, 5])
     with pytest.raises(OptionError, match=r"of one model, got vocabularies of \[96, 95\] ids"):
         AsyncReplicas(word_tokenizer(), [Mortal(), Mortal(95)])
-    with make()[0] as lm, pytest.raises(OptionError, match="another model's"):
+    with make()[0] as lm, pytest.raises(OptionError, match="belongs to another model"):
         AsyncReplicas(word_tokenizer(), lm._set.evaluators)
     for wrong, error in ((0, OptionError), ("2", OptionTypeError), (True, OptionTypeError)):
         with pytest.raises(error, match="replicas"):
             load_model_by_name("smollm2", llm_opts={"replicas": wrong})
-    with pytest.raises(OptionError, match="of transformers, and not of 'vllm'"):
+    with pytest.raises(OptionError, match="needs backend 'hf', not 'vllm'"):
         load_model_by_name("smollm2", backend="vllm", llm_opts={"replicas": 2})
     with pytest.raises(OptionTypeError, match="num_treads"):
         load_model_by_name("smollm2", llm_opts={"replicas": 2, "num_treads": 2})
@@ -228,7 +228,7 @@ WithAdapters.add_adapter = add
 WithAdapters.remove_adapter = lambda self, adapter: self.adapters.remove(adapter)
 
 
-def test_an_adapter_is_on_all_replicas_or_on_none():
+def test_adapter_is_loaded_on_all_replicas_or_on_none():
     evaluators = [WithAdapters(False) for _ in range(3)]
     with AsyncReplicas(word_tokenizer(), evaluators) as lm:
         lm.add_new_lora("here", "one")
@@ -293,7 +293,7 @@ Reluctant.num_cached = lambda self, query, tier=None: check_alive(self) or 0
 
 
 @pytest.mark.parametrize("is_sync", [False, True])
-async def test_those_who_wait_for_one_that_dies_do_not_wait_until_it_is_back(is_sync):
+async def test_callers_of_a_dead_replica_do_not_wait_for_its_restart(is_sync):
     evaluators = [Reluctant(), Reluctant()]
     with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0, batch_size=1) as lm:
         evaluators[0].dies_with = True
@@ -310,7 +310,7 @@ async def test_those_who_wait_for_one_that_dies_do_not_wait_until_it_is_back(is_
         assert len(evaluators[0].asked) > 1
 
 
-async def test_one_that_is_back_has_the_adapters_of_the_others():
+async def test_restarted_replica_has_the_adapters_of_the_others():
     evaluators = [Reluctant(), Reluctant()]
     with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
         lm.add_new_lora("before", "one")
@@ -329,7 +329,7 @@ async def test_one_that_is_back_has_the_adapters_of_the_others():
             assert sorted(found) == [("three", "meanwhile"), ("two", "before too")]
 
 
-async def test_an_adapter_that_is_removed_from_one_that_has_died_is_gone_when_it_is_back():
+async def test_adapter_removed_while_a_replica_is_dead_stays_removed():
     """Nobody had noticed its death."""
     evaluators = [Reluctant(), Reluctant()]
     with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
@@ -351,7 +351,7 @@ async def test_an_adapter_that_is_removed_from_one_that_has_died_is_gone_when_it
         assert [evaluator.loaded for evaluator in evaluators] == [{}, {}]
 
 
-async def test_a_death_that_nobody_waits_for_is_noticed():
+async def test_replica_death_without_waiting_callers_is_noticed():
     evaluators = [Reluctant(), Reluctant()]
     with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
         task = asyncio.ensure_future(lm.next_token_logprobs([1, 87]))  # which takes a moment
@@ -380,7 +380,7 @@ Remembering.num_cached = longest_kept
 Remembering.counts = lambda self: EvaluatorCounts(num_forwards=len(self.asked))
 
 
-async def test_cached_tokens_are_counted_before_what_is_asked_later():
+async def test_num_cached_tokens_ignores_queries_sent_after_it():
     evaluators = [Remembering(), Remembering()]
     with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
         release = threading.Event()
@@ -395,7 +395,7 @@ async def test_cached_tokens_are_counted_before_what_is_asked_later():
         other.result()
 
 
-async def test_what_all_replicas_have_done_is_counted():
+async def test_statistics_sum_the_forward_passes_of_all_replicas():
     evaluators = [Remembering(), Remembering()]
     with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
         for token in range(20):
@@ -405,7 +405,7 @@ async def test_what_all_replicas_have_done_is_counted():
         assert all(evaluator.asked for evaluator in evaluators)
 
 
-def test_blocked_callers_are_told_at_close():
+def test_close_raises_an_error_in_every_blocked_caller():
     def ask(lm, start, errors):
         try:
             for i in range(10**6):
@@ -428,7 +428,7 @@ def test_blocked_callers_are_told_at_close():
         assert len(errors) == 4
 
 
-def test_a_prompt_that_all_have_computed_is_waited_for_by_nobody():
+def test_prompt_sent_to_all_replicas_counts_as_known_on_each():
     lm, _ = make(2)
     with lm:
         lm._distributor.sent_to_all(RowQuery([*range(50)]))

@@ -14,7 +14,7 @@ def send(router, context, space=None):
     return router.choose(space, packed(context))
 
 
-def test_a_context_goes_on_where_it_was():
+def test_context_continues_on_the_replica_of_its_prefix():
     router = Router([None] * 3)
     first = send(router, [1, 2, 3])
     other = send(router, [7, 8, 9])
@@ -29,7 +29,7 @@ def test_a_context_goes_on_where_it_was():
     assert send(router, [7, 8, 9, 3, 4, 5], "poet").num_new == 6
 
 
-def test_a_group_behind_one_prompt_is_parted_where_the_queue_costs_more_than_the_prompt():
+def test_group_sharing_a_prompt_splits_if_queues_cost_more_than_prefill():
     router, prompt = Router([None] * 2, batch_size=1000, per_forward=8), list(range(50))
     router.ended(send(router, prompt))
     few = [send(router, [*prompt, i]) for i in range(5)]
@@ -49,7 +49,7 @@ def test_a_group_behind_one_prompt_is_parted_where_the_queue_costs_more_than_the
     assert {choice.replica for choice in found} == {0}
 
 
-def test_many_particles_on_many_replicas_compute_little_twice_and_wait_little():
+def test_simulated_router_recomputes_few_tokens_and_rarely_idles():
     found = {way: simulate(way, 16, 1500, 16, 256) for way in WAYS}
     repeated = {way: one.num_tokens / one.least_tokens for way, one in found.items()}
     idle = {way: one.idle_share for way, one in found.items()}
@@ -57,7 +57,7 @@ def test_many_particles_on_many_replicas_compute_little_twice_and_wait_little():
     assert idle["the router"] < 0.12 < 0.5 < idle["affinity"]
 
 
-def test_a_replica_that_is_lost_gets_nothing_until_it_is_back():
+def test_lost_replica_gets_no_contexts_until_it_is_back():
     router = Router([None] * 2)
     first = send(router, [1, 2, 3])
     router.lost(first.replica)

@@ -45,7 +45,7 @@ def first_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_first_runner_moves_requests_about(seed):
+def test_first_runner_rows_follow_requests_moved_in_the_batch(seed):
     from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
     from genlm_backend.backends.vllm.capture import RowCapture
@@ -90,7 +90,7 @@ def test_the_first_runner_moves_requests_about(seed):
             check(taken(tags), before[rows])
 
 
-def test_the_second_runner_gives_each_request_a_place_and_mixes_the_rows():
+def test_second_runner_rows_are_found_by_the_index_mapping():
     pytest.importorskip("vllm.v1.worker.gpu.sample.logits_processor", reason="before vLLM 0.31")
     from vllm.v1.worker.gpu.sample.logits_processor.loader import (
         build_custom_logits_processors_params_validator,
@@ -112,7 +112,7 @@ def test_the_second_runner_gives_each_request_a_place_and_mixes_the_rows():
     check(taken(["b"]), logits[[1]])
 
 
-def test_rows_that_are_not_all_here_are_left_to_another_worker():
+def test_taking_rows_gives_none_if_one_of_them_is_missing():
     from genlm_backend.backends.vllm.capture import RowCapture, RowExtension
 
     processor = RowCapture(None, None)
@@ -121,7 +121,7 @@ def test_rows_that_are_not_all_here_are_left_to_another_worker():
     assert RowExtension.take_genlm_rows(None, ["a", "b"]) is None
 
 
-def test_rows_made_of_what_inference_mode_has_left_can_be_modified():
+def test_rows_captured_in_inference_mode_are_ordinary_tensors():
     from genlm_backend.backends.vllm.capture import RowCapture
 
     processor, logits = RowCapture(None, None), torch.randn(1, 7)

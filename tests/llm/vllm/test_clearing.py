@@ -40,7 +40,7 @@ async def num_reused(lm, text):
     return lm.statistics().tokens_reused - before
 
 
-async def test_no_block_is_used_again_and_samples_go_on_as_they_were(lm):
+async def test_clear_cache_reuses_no_block_and_keeps_running_samples(lm):
     prompts, text = [[1, 2, 3], [5, 6]], [i * i % 61 for i in range(200)]
     alone = await lm.batch_sample(prompts, 250, [], seed=3)
     sample = asyncio.create_task(lm.batch_sample(prompts, 250, [], seed=3))
@@ -53,7 +53,7 @@ async def test_no_block_is_used_again_and_samples_go_on_as_they_were(lm):
     assert await sample == alone
 
 
-async def test_weights_that_change_beside_a_sample(lm):
+async def test_rows_after_clear_cache_use_weights_changed_while_sampling(lm):
     engine = lm._vllm.engine
     if not engine._core.is_local:
         pytest.skip("vLLM's model is not here")
@@ -75,7 +75,7 @@ async def test_weights_that_change_beside_a_sample(lm):
     sample.cancel()
 
 
-def test_clearing_is_no_step(lm):
+def test_clear_cache_runs_no_forward_pass(lm):
     lm.next_token_logprobs_sync([1, 2, 3])
     before = lm.statistics().num_forwards
     lm.clear_cache()
@@ -83,7 +83,7 @@ def test_clearing_is_no_step(lm):
     assert lm.statistics().num_forwards == before
 
 
-def test_a_fork_beside_a_session_that_finds_its_blocks_again_in_the_same_step(lm, monkeypatch):
+def test_fork_is_exact_if_its_source_recovers_blocks_in_the_same_step(lm, monkeypatch):
     """Two sessions lose their blocks; what the source finds is computed in the fork's step."""
     from genlm_backend.backends.vllm.fork import ForkConnector
 

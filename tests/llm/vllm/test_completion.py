@@ -21,7 +21,7 @@ def lm(engine):
         yield lm
 
 
-async def test_more_samples_than_places_and_rows_between_them(lm, engine):
+async def test_more_samples_than_places_are_unchanged_by_rows_between_them(lm, engine):
     for i in range(4):  # every place has an idle session
         await lm.next_token_logprobs([i])
     samples = asyncio.create_task(lm.batch_sample([[i] for i in range(20)], 6, [], seed=0))
@@ -35,7 +35,7 @@ async def test_more_samples_than_places_and_rows_between_them(lm, engine):
     assert engine.completions == {}
 
 
-async def test_a_cancelled_sample_ends_in_the_engine_and_disturbs_nobody(lm, engine):
+async def test_cancelled_sample_ends_in_the_engine_and_leaves_others_intact(lm, engine):
     engine.may_sample.clear()
     tasks = [asyncio.create_task(lm.sample([i], 30, [], seed=i)) for i in range(3)]
     while len(engine.completions) < 3:
@@ -48,14 +48,14 @@ async def test_a_cancelled_sample_ends_in_the_engine_and_disturbs_nobody(lm, eng
     assert engine.completions == {}
 
 
-async def test_idle_sessions_leave_half_of_the_places(lm, engine):
+async def test_idle_sessions_leave_half_of_the_places_to_samples(lm, engine):
     for i in range(4):
         await lm.next_token_logprobs([i])
     await lm.batch_sample([[i] for i in range(6)], 5, [], seed=0)
     assert all(num_running >= min(2, num_there) for num_running, num_there in engine.num_sampled)
 
 
-async def test_nothing_is_sampled_for_nobody(lm, engine):
+async def test_sampling_stops_soon_after_its_only_caller_is_cancelled(lm, engine):
     engine.may_sample.clear()
     task = asyncio.create_task(lm.sample([1], 60, []))
     while not engine.completions:
@@ -68,7 +68,7 @@ async def test_nothing_is_sampled_for_nobody(lm, engine):
     assert len(engine.num_sampled) <= 2
 
 
-async def test_a_failing_step_is_told_to_all_that_were_in_it_and_to_no_later_one(lm, engine):
+async def test_failed_step_fails_all_its_samples_and_no_later_one(lm, engine):
     engine.may_sample.clear()
     samples = [asyncio.create_task(lm.sample([i], 60, [])) for i in range(3)]
     while len(engine.completions) < 3:
@@ -80,7 +80,7 @@ async def test_a_failing_step_is_told_to_all_that_were_in_it_and_to_no_later_one
     assert len(await lm.sample([1], 5, [])) == 5
 
 
-async def test_a_failing_round_is_told_to_the_samples_in_it(lm, engine):
+async def test_failed_round_fails_its_rows_and_samples(lm, engine):
     engine.may_sample.clear()
     sample = asyncio.create_task(lm.sample([1], 1000, []))
     while not engine.completions:
@@ -92,7 +92,7 @@ async def test_a_failing_round_is_told_to_the_samples_in_it(lm, engine):
     assert torch.isfinite(row).all()
 
 
-async def test_a_sample_that_cannot_even_begin(lm, engine, monkeypatch):
+async def test_samples_failing_to_start_are_removed_from_the_engine(lm, engine, monkeypatch):
     def start(completion, *others):
         engine.completions[completion.id] = completion
         raise ZeroDivisionError("at the start")
@@ -105,7 +105,7 @@ async def test_a_sample_that_cannot_even_begin(lm, engine, monkeypatch):
     assert len(await lm.sample([1], 5, [])) == 5
 
 
-async def test_closing_settles_the_samples(engine):
+async def test_close_fails_running_samples_with_batcher_closed_error(engine):
     lm = AsyncVirtualLM(engine)
     engine.may_sample.clear()
     tasks = [asyncio.create_task(lm.sample([i], 60, [])) for i in range(9)]
@@ -119,7 +119,7 @@ async def test_closing_settles_the_samples(engine):
     assert engine.is_closed
 
 
-async def test_mistakes_are_told_before_anything_is_queued(lm, engine):
+async def test_invalid_sampling_arguments_are_refused_before_any_step(lm, engine):
     for prompts, options in (
         ([[1], []], {}),
         ([[1], [9999]], {}),
@@ -134,7 +134,7 @@ async def test_mistakes_are_told_before_anything_is_queued(lm, engine):
     assert engine.completions == {}
 
 
-def test_rows_are_bounded_by_number_and_kept_where_they_are_wanted():
+def test_cache_size_and_cache_opts_bound_the_row_cache():
     with AsyncVirtualLM(FakeEngine(), 3, {"max_bytes": 1 << 20, "move_to_cpu": True}) as lm:
         for i in range(5):
             lm.next_token_logprobs_sync([i])

@@ -29,7 +29,7 @@ async def check(lm, contexts):
 
 
 @pytest.mark.slow
-async def test_replicas_of_vllm_answer_and_come_back():
+async def test_vllm_replicas_answer_exactly_and_restart_after_a_kill():
     load = VLLMLoader(real.tiny_folder(), real.TINY_OPTIONS)
     evaluators = [ProcessEvaluator(load) for _ in range(2)]
     with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
@@ -51,7 +51,7 @@ async def test_replicas_of_vllm_answer_and_come_back():
         await check(lm, contexts[::-1])
 
 
-def test_what_cannot_be_loaded_is_told_here():
+def test_load_errors_of_vllm_replicas_reach_the_caller():
     with pytest.raises(OptionTypeError, match="engine_opts"):
         VLLMLoader("smollm2", ["float32"])
     with pytest.raises(OptionTypeError, match="model_name"):

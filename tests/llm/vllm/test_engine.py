@@ -54,7 +54,7 @@ def check(row, model, context):
 TEXT = "Sequential Monte Carlo methods are a set of algorithms that estimate the state of a system."
 
 
-async def test_particles_with_resampling(lm, smollm2):
+async def test_resampled_particles_get_exact_rows_for_their_new_tokens_alone(lm, smollm2):
     randomness = random.Random(0)
     torch.manual_seed(0)
     before = lm.statistics()
@@ -74,7 +74,7 @@ async def test_particles_with_resampling(lm, smollm2):
     assert after.tokens_computed - before.tokens_computed <= 40 + 20 * 9
 
 
-async def test_forks_at_any_token_long_and_short_mixed_and_evictions(lm, smollm2):
+async def test_rows_of_forks_at_any_token_are_exact_under_eviction(lm, smollm2):
     randomness = random.Random(1)
     pool = [lm.tokenizer.encode(TEXT * n)[:900] for n in (1, 5, 40)]
 
@@ -92,13 +92,13 @@ async def test_forks_at_any_token_long_and_short_mixed_and_evictions(lm, smollm2
     assert lm.statistics().num_evicted_tokens > 0
 
 
-async def test_contexts_that_nobody_comes_back_to(lm, smollm2):
+async def test_row_is_exact_after_two_thousand_abandoned_contexts(lm, smollm2):
     await asyncio.gather(*(lm.next_token_logprobs([i, i + 1]) for i in range(2000)))
     context = lm.tokenizer.encode(TEXT)
     check(lm.next_token_logprobs_sync(context), smollm2, context)
 
 
-async def test_cancelled_callers_change_nothing(lm, smollm2):
+async def test_cancelled_callers_leave_rows_of_others_exact(lm, smollm2):
     prompt = lm.tokenizer.encode(TEXT)
     tasks = [asyncio.create_task(lm.next_token_logprobs([*prompt, i])) for i in range(40)]
     await asyncio.sleep(0.01)
@@ -109,14 +109,14 @@ async def test_cancelled_callers_change_nothing(lm, smollm2):
         check(rows[i], smollm2, [*prompt, i])
 
 
-def test_the_longest_context(lm, smollm2):
+def test_longest_context_is_exact_and_a_longer_one_refused(lm, smollm2):
     context = (lm.tokenizer.encode(TEXT) * 80)[: lm.max_length]
     check(lm.next_token_logprobs_sync(context), smollm2, context)
     with pytest.raises(ValueError, match="1024"):
         lm.next_token_logprobs_sync([*context, 1])
 
 
-def test_clearing_changes_no_answer(lm, smollm2):
+def test_clear_cache_ends_all_sessions_and_changes_no_row(lm, smollm2):
     context = lm.tokenizer.encode(TEXT)
     lm.next_token_logprobs_sync(context)
     lm.clear_cache()
@@ -124,7 +124,7 @@ def test_clearing_changes_no_answer(lm, smollm2):
     check(lm.next_token_logprobs_sync([*context, 5]), smollm2, [*context, 5])
 
 
-async def test_texts_are_scored_in_a_pass_whatever_vllm_has_of_them(lm, smollm2):
+async def test_texts_with_any_part_cached_are_scored_in_few_passes(lm, smollm2):
     """Texts whose prompts, targets or all are cached; and one too long for a pass, and rows."""
     ids = lm.tokenizer.encode(TEXT * 8)
     texts = [(ids[:60], 40), (ids[:60], 1), (ids[:150], 70), (ids[:150], 149), (ids[:90], 60)]
@@ -155,7 +155,7 @@ async def test_texts_are_scored_in_a_pass_whatever_vllm_has_of_them(lm, smollm2)
     check_scores(await lm.score(longest[:1020], longest[1020:]), longest, 1020)
 
 
-async def test_a_text_of_which_something_was_not_computed_is_scored_again(lm, smollm2, monkeypatch):
+async def test_text_with_incomplete_logprobs_is_scored_again(lm, smollm2, monkeypatch):
     """As where vLLM has gone on behind what another request has computed meanwhile."""
     core = lm._evaluator.engine._core
     own, asked = core.logprobs_of, []
@@ -178,7 +178,7 @@ async def test_a_text_of_which_something_was_not_computed_is_scored_again(lm, sm
     assert len(asked) == 2
 
 
-async def test_a_caller_who_leaves_a_text_changes_no_other(lm, smollm2):
+async def test_cancelled_scoring_leaves_other_scores_exact(lm, smollm2):
     ids = lm.tokenizer.encode(TEXT * 4)
     asked = [asyncio.ensure_future(lm.score(ids[:k], ids[k : k + 30])) for k in range(1, 40)]
     await asyncio.sleep(0.05)
@@ -192,7 +192,7 @@ async def test_a_caller_who_leaves_a_text_changes_no_other(lm, smollm2):
             torch.testing.assert_close(await each, expected, rtol=0, atol=1e-3)
 
 
-async def test_samples_beside_rows_change_neither(lm, smollm2):
+async def test_concurrent_samples_and_rows_do_not_affect_each_other(lm, smollm2):
     prompt = lm.tokenizer.encode(TEXT)
 
     async def sample():
@@ -219,7 +219,7 @@ async def test_samples_beside_rows_change_neither(lm, smollm2):
     assert lm._evaluator.engine.completions == {}
 
 
-async def test_a_sample_that_outgrows_the_model_is_what_there_is(lm):
+async def test_sample_reaching_max_length_ends_with_finish_reason_length(lm):
     prompt = (lm.tokenizer.encode(TEXT) * 80)[: lm.max_length - 3]
     whole = await lm.sample(prompt, 4, [], seed=1)
     cut = await lm.sample(prompt, 9, [], seed=1)
@@ -237,17 +237,17 @@ async def test_a_sample_that_outgrows_the_model_is_what_there_is(lm):
     ],
     ids=str,
 )
-def test_what_does_not_go_with_sessions_is_refused_by_name(option):
+def test_options_incompatible_with_sessions_are_refused_by_name(option):
     with pytest.raises(ValueError, match=f"{next(iter(option))}="):
         load_model_by_name("smollm2", backend="vllm", llm_opts={"engine_opts": option})
 
 
-def test_a_name_that_is_no_model_is_told():
+def test_unknown_model_name_raises_model_not_found_error():
     with pytest.raises(ModelNotFoundError, match="no model 'smolm2' could be loaded"):
         load_model_by_name("smolm2", backend="vllm")
 
 
-def test_an_option_that_vllm_does_not_know_is_told_with_one_that_is_near():
+def test_unknown_engine_option_suggests_a_similar_one():
     with pytest.raises(OptionTypeError, match=r"no option 'max_num_seq'; did you mean max_num_seq"):
         load_model_by_name("smollm2", backend="vllm", llm_opts={"engine_opts": {"max_num_seq": 8}})
 
@@ -261,14 +261,14 @@ def test_an_option_that_vllm_does_not_know_is_told_with_one_that_is_near():
     ],
     ids=str,
 )
-def test_a_value_that_vllm_does_not_take_is_told_with_its_name(option, told):
-    with pytest.raises(OptionError, match="vLLM refuses engine_opts") as refused:
+def test_invalid_engine_option_value_is_named(option, told):
+    with pytest.raises(OptionError, match="vLLM rejects engine_opts") as refused:
         load_model_by_name("smollm2", backend="vllm", llm_opts={"engine_opts": option})
     assert told in str(refused.value)
     assert "pydantic" not in str(refused.value)
 
 
-def test_an_option_of_other_backends_is_told_with_the_one_that_is_meant():
-    told = "kv_cache_bytes is no option of AsyncVirtualLM.* engine_opts"
+def test_option_of_another_backend_is_refused_naming_engine_opts():
+    told = "kv_cache_bytes is not an option of AsyncVirtualLM.* engine_opts"
     with pytest.raises(OptionTypeError, match=told):
         load_model_by_name("smollm2", backend="vllm", llm_opts={"kv_cache_bytes": 1 << 20})

@@ -24,7 +24,7 @@ def start(evaluator, prompt):
     return completion
 
 
-def test_texts_are_scored_in_a_pass_where_that_gives_all_that_is_wanted():
+def test_texts_are_scored_in_one_pass_unless_rows_are_needed():
     engine = FakeEngine(max_sessions=3)
     evaluator, passed = VLLMEvaluator(engine, CPU), []
     own = engine.score
@@ -60,7 +60,7 @@ def test_texts_are_scored_in_a_pass_where_that_gives_all_that_is_wanted():
     assert counts.tokens_computed > 0
 
 
-def test_rows_from_elsewhere_come_to_the_output_device():
+def test_rows_are_moved_to_the_output_device():
     evaluator = VLLMEvaluator(FakeEngine(), torch.device("meta"))
     rows = evaluator.evaluate([RowQuery((1,)), RowQuery((2,))])
     for row in rows:
@@ -86,7 +86,7 @@ def test_removing_an_adapter_ends_its_completions_and_closing_the_rest():
         stays.future.result(0)
 
 
-def test_an_engine_that_cannot_even_be_closed_leaves_no_completion_waiting(monkeypatch):
+def test_engine_failing_to_close_leaves_no_completion_waiting(monkeypatch):
     engine = FakeEngine()
     evaluator = VLLMEvaluator(engine, CPU)
     completion = start(evaluator, RowQuery((1,)))
@@ -100,7 +100,7 @@ def test_an_engine_that_cannot_even_be_closed_leaves_no_completion_waiting(monke
     assert isinstance(completion.future.exception(0), BatcherClosedError)
 
 
-async def test_the_steps_of_a_sample_are_counted_when_it_has_ended():
+async def test_steps_of_a_finished_sample_are_counted():
     with AsyncVirtualLM(FakeEngine()) as lm:
         for number in range(1, 30):
             await lm.sample([number], 5, [])

@@ -53,7 +53,7 @@ def check(row, context):
 
 
 @pytest.mark.parametrize("size", [33, 60, 97])
-def test_rows_beside_a_sample_that_takes_the_blocks_they_were_to_have(lm, size):
+def test_rows_and_sample_competing_for_blocks_are_both_exact(lm, size):
     """The sample has ``size`` tokens when rows are asked, and goes on growing beside them."""
     base, other = contexts(100, 121)
     asked, planner = [[*base, *other[:20]], other], lm._vllm.planner
@@ -78,7 +78,7 @@ def test_rows_beside_a_sample_that_takes_the_blocks_they_were_to_have(lm, size):
     assert (rows.amax(-1) - rows.gather(1, text[0, 4:, None])[:, 0]).max() < 1e-4
 
 
-def test_a_fork_of_a_session_that_has_been_preempted(lm, monkeypatch):
+def test_rows_are_exact_for_a_fork_of_a_preempted_session(lm, monkeypatch):
     """The session has blocks again in the step that the fork begins in, and nothing in them."""
     from genlm_backend.backends.vllm.fork import ForkConnector
 
@@ -113,7 +113,7 @@ def test_a_fork_of_a_session_that_has_been_preempted(lm, monkeypatch):
     assert steps[:2] == [0, 1]
 
 
-def test_a_sample_that_nobody_waits_for_ends_at_the_next_step(lm):
+def test_cancelled_sample_ends_at_the_next_step(lm):
     planner, (context,) = lm._vllm.planner, contexts(40)
     sample = Completion(RowQuery([1, 2, 3, 4]), 240, [], 0.0, 1, 0, lm.max_length)
 
@@ -130,7 +130,7 @@ def test_a_sample_that_nobody_waits_for_ends_at_the_next_step(lm):
     check(row.logprobs, context)
 
 
-def test_a_row_that_nobody_waits_for_any_more_leaves_the_sample_that_it_waited_beside(lm):
+def test_dropped_query_waiting_for_blocks_leaves_the_sample_intact(lm):
     planner, (context,) = lm._vllm.planner, contexts(240)
     sample = Completion(RowQuery([1, 2, 3, 4]), 250, [], 0.0, 1, 0, lm.max_length)
     num_sampled = []
@@ -155,7 +155,7 @@ def test_a_row_that_nobody_waits_for_any_more_leaves_the_sample_that_it_waited_b
     check(lm.next_token_logprobs_sync(context), context)
 
 
-async def test_samples_behind_a_prompt_that_is_computed_in_pieces(lm):
+async def test_samples_of_a_prompt_prefilled_in_chunks_repeat_with_the_seed(lm):
     """With seeds, of which vLLM draws a number for each piece."""
     (prompt,) = contexts(50)
     lm.clear_cache()
@@ -167,9 +167,7 @@ async def test_samples_behind_a_prompt_that_is_computed_in_pieces(lm):
     assert await lm.batch_sample([prompt] * 3, 9, [], seed=5) == samples
 
 
-async def test_more_samples_than_half_of_what_vllm_takes_at_once_begin_with_their_prompts(
-    lm, monkeypatch
-):
+async def test_samples_beyond_half_of_max_num_seqs_compute_each_prompt_once(lm, monkeypatch):
     if not lm._vllm.engine._core.is_local:
         pytest.skip("vLLM's scheduler is not here")
     prompts = contexts(*[20] * 5)  # vLLM takes eight
@@ -189,7 +187,7 @@ async def test_more_samples_than_half_of_what_vllm_takes_at_once_begin_with_thei
     assert alone == samples[:1]
 
 
-async def test_samples_that_are_computed_in_pieces_themselves(lm):
+async def test_samples_of_short_prompts_are_unchanged_by_clear_cache(lm):
     """Prompts of less than a block, many callers, and all anew behind ``clear_cache()``."""
     prompts = contexts(*[20] * 6)
     lm.clear_cache()
@@ -201,7 +199,7 @@ async def test_samples_that_are_computed_in_pieces_themselves(lm):
     assert await asyncio.gather(*sampling) == alone
 
 
-def test_an_adapter_without_a_place_for_it_says_which_option_makes_one(lm):
+def test_adapter_on_an_engine_without_lora_names_enable_lora(lm):
     with pytest.raises(AdapterError, match=r"engine_opts=\{'enable_lora': True\}"):
         lm.add_new_lora("/nowhere", "poet")
     check(lm.next_token_logprobs_sync([1, 2]), [1, 2])

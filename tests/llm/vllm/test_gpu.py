@@ -72,7 +72,7 @@ def lm(request, folder):
             yield lm
 
 
-async def test_forks_at_any_token_and_samples_beside_them(lm, model):
+async def test_rows_of_forks_are_exact_while_sampling(lm, model):
     randomness = random.Random(0)
     pool = [[randomness.randrange(VOCAB) for _ in range(n)] for n in (5, 100, 700)]
 
@@ -90,7 +90,7 @@ async def test_forks_at_any_token_and_samples_beside_them(lm, model):
         await asyncio.gather(*map(ask, asked), lm.batch_sample(asked[:2], 6, [], seed=turn))
 
 
-def test_a_round_is_one_step(lm):
+def test_round_of_particles_is_one_forward_pass(lm):
     contexts = [[i, i + 1, i + 2] for i in range(20)]
     lm.batch_next_token_logprobs_sync(contexts)
     before = lm.statistics().num_forwards
@@ -100,7 +100,7 @@ def test_a_round_is_one_step(lm):
     assert lm.statistics().num_forwards - before == 4
 
 
-def test_closing_gives_the_memory_back(folder):
+def test_close_frees_the_gpu_memory(folder):
     free = torch.cuda.mem_get_info()[0]
     options = {"max_model_len": 1024, "gpu_memory_utilization": 0.5}
     with load_model_by_name(folder, llm_opts={"engine_opts": options}) as lm:
@@ -112,7 +112,7 @@ def test_closing_gives_the_memory_back(folder):
     assert torch.cuda.mem_get_info()[0] > 0.95 * free
 
 
-def test_rows_may_stay_on_the_device_and_be_kept_in_main_memory(folder):
+def test_rows_on_the_gpu_may_be_cached_in_main_memory(folder):
     options = {"max_model_len": 512, "gpu_memory_utilization": 0.3}
     with load_model_by_name(
         folder,

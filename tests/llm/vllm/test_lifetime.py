@@ -48,7 +48,7 @@ def run(script, **variables):
 
 
 @pytest.mark.slow
-def test_closing_gives_the_memory_back_and_a_new_model_takes_no_more():
+def test_close_frees_the_memory_and_reloading_does_not_leak():
     printed = run("""
 states = random.getstate(), torch.get_rng_state().sum()
 sizes = []
@@ -71,7 +71,7 @@ print(*map(round, sizes))
 
 
 @pytest.mark.parametrize("multiprocessing", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_a_model_that_is_never_closed_lets_the_interpreter_end(multiprocessing):
+def test_unclosed_model_lets_the_interpreter_exit(multiprocessing):
     import psutil
 
     before = {p.pid for p in psutil.process_iter()}
@@ -90,7 +90,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_workloads_of_the_benchmark_run_a_round():
+def test_vllm_benchmark_workloads_run_one_round():
     for call in ("vllm_sis(1)", "vllm_plain(1)"):
         printed = run(f"from benchmarks import virtual; print(virtual.{call})")
         assert "tokens_per_second" in printed

@@ -37,7 +37,7 @@ def lm(models):
 @pytest.mark.vllm
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
-async def test_two_adapters_and_none_in_one_batch(lm, models):
+async def test_rows_of_several_adapters_in_one_batch_match_merged_models(lm, models):
     contexts = [[5, 6, 7], [5, 6, 7, 8], [9]]
     for _ in range(3):
         asked = [(context, name) for context in contexts for name in models[1]]
@@ -55,7 +55,7 @@ async def test_two_adapters_and_none_in_one_batch(lm, models):
 @pytest.mark.vllm
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
-async def test_an_adapter_that_takes_the_files_of_another_one_beside_a_sample(lm, tmp_path):
+async def test_adapter_reloaded_from_changed_files_while_sampling_is_used(lm, tmp_path):
     context = [(7 * i) % VOCAB for i in range(200)]  # of more than a block
     adapters.make_adapter(tmp_path / "c", 5)
     lm.add_new_lora(str(tmp_path / "c"), "c")
@@ -83,7 +83,7 @@ async def test_an_adapter_that_takes_the_files_of_another_one_beside_a_sample(lm
 @pytest.mark.vllm
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
-async def test_samples_with_adapters(lm, models):
+async def test_greedy_samples_with_adapters_match_merged_models(lm, models):
     for name, model in models[1].items():
         context = [1, 2]
         for _ in range(4):
@@ -95,7 +95,7 @@ async def test_samples_with_adapters(lm, models):
 @pytest.mark.vllm
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
-async def test_scores_with_adapters_and_without(lm, models):
+async def test_scores_with_and_without_adapters_match_merged_models(lm, models):
     text = [random.Random(0).randrange(VOCAB) for _ in range(40)]
     asked = [lm.score(text[:10], text[10:], lora_name=name) for name in models[1]]
     for found, model in zip(await asyncio.gather(*asked), models[1].values(), strict=True):
@@ -108,17 +108,17 @@ async def test_scores_with_adapters_and_without(lm, models):
 @pytest.mark.vllm
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_that_is_not_there_disturbs_nobody(lm, models, tmp_path):
-    with pytest.raises(AdapterError, match="does not load the adapter 'c'"):
+def test_missing_adapter_files_leave_other_adapters_intact(lm, models, tmp_path):
+    with pytest.raises(AdapterError, match="cannot load the adapter 'c'"):
         lm.add_new_lora(str(tmp_path / "nowhere"), "c")
     row = lm.next_token_logprobs_sync([1, 2], "a")
     torch.testing.assert_close(row, fresh_row(models[1]["a"], [1, 2]), rtol=0, atol=1e-4)
 
 
-async def test_names_are_checked_before_anything_is_queued():
+async def test_unknown_lora_name_is_refused_and_a_loaded_one_rebound():
     engine = FakeEngine()
     with AsyncVirtualLM(engine) as lm:
-        with pytest.raises(UnknownAdapterError, match=r"'poet' is loaded \(none are\)"):
+        with pytest.raises(UnknownAdapterError, match=r"'poet' is loaded \(loaded: none\)"):
             lm.next_token_logprobs_sync([1], "poet")
         lm.add_new_lora("somewhere", "poet")
         lm.next_token_logprobs_sync([1], "poet")
@@ -135,7 +135,7 @@ async def test_names_are_checked_before_anything_is_queued():
 @pytest.mark.vllm
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
-def test_a_removed_adapter_leaves_its_place_and_its_name(lm, models):
+def test_removed_adapter_frees_its_slot_and_its_name(lm, models):
     folder, merged = models
     before = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
     torch.testing.assert_close(before, fresh_row(merged["a"], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
@@ -158,9 +158,7 @@ def test_a_removed_adapter_leaves_its_place_and_its_name(lm, models):
 @pytest.mark.vllm
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
-async def test_a_name_is_bound_anew_while_its_adapter_samples_and_all_places_are_taken(
-    lm, models, tmp_path
-):
+async def test_lora_name_is_rebound_while_sampling_with_all_slots_taken(lm, models, tmp_path):
     merged = adapters.make_adapter(tmp_path / "c", 7)
     lm.add_new_lora(str(tmp_path / "c"), "c")
     for seed in (8, 9):
@@ -191,7 +189,7 @@ def hold(lm):
     return held
 
 
-async def test_removing_an_adapter_fails_what_waits_for_it_and_nobody_else():
+async def test_removing_an_adapter_fails_only_its_waiting_queries():
     engine = FakeEngine()
     with AsyncVirtualLM(engine) as lm:
         for name in ("poet", "cook"):
@@ -226,7 +224,7 @@ async def test_removing_an_adapter_fails_what_waits_for_it_and_nobody_else():
         assert engine.adapters == {Adapter("cook", 2): "somewhere"}
 
 
-async def test_samples_that_have_begun_end_with_the_adapter_whose_name_another_one_takes():
+async def test_running_samples_finish_when_their_lora_name_is_rebound():
     engine = FakeEngine()
     with AsyncVirtualLM(engine) as lm:
         lm.add_new_lora("somewhere", "poet")
@@ -266,7 +264,7 @@ async def test_samples_of_an_adapter_removed_before_they_begin_fail_alone():
         assert len(await other) == 2
 
 
-async def test_what_waits_for_an_adapter_is_not_answered_by_another_of_its_name():
+async def test_queries_of_a_removed_adapter_are_not_answered_by_its_successor():
     engine = FakeEngine()
     with AsyncVirtualLM(engine) as lm:
         lm.add_new_lora("somewhere", "poet")
@@ -288,7 +286,7 @@ async def test_what_waits_for_an_adapter_is_not_answered_by_another_of_its_name(
         assert (await lm.next_token_logprobs([1], lora_name="poet")).isfinite().all()
 
 
-def test_adapters_added_and_removed_by_many_threads_are_what_the_engine_has():
+def test_concurrent_adapter_changes_keep_names_and_engine_consistent():
     engine = FakeEngine()
     found = []
 

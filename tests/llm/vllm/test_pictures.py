@@ -66,7 +66,7 @@ def close(found, expected):
 
 
 @pytest.mark.vllm
-def test_rows_of_forks_beside_texts_and_other_pictures(lm):
+def test_rows_of_picture_forks_in_mixed_batches_match_the_plain_model(lm):
     generator = random.Random(0)
     prompts = [prompt_of(numbers) for numbers in ([1], [2], [1, 2], [2, 1])]
     prompts.append(prompt_of([1], before="", after=""))  # nothing around it
@@ -88,7 +88,7 @@ def test_rows_of_forks_beside_texts_and_other_pictures(lm):
 
 
 @pytest.mark.vllm
-async def test_samples_behind_pictures_go_on_behind_a_clear(lm):
+async def test_samples_of_pictures_are_unchanged_by_clear_cache(lm):
     lm.clear_cache()
     text, images = prompt_of([1, 2])
     context = lm.context(text, images=images)
@@ -105,7 +105,7 @@ async def test_samples_behind_pictures_go_on_behind_a_clear(lm):
 
 
 @pytest.mark.vllm
-def test_a_step_costs_its_new_tokens(lm):
+def test_step_computes_only_its_new_tokens(lm):
     lm.clear_cache()
     context = lm.context(prompt_of([5])[0], images=[picture(5)])
     lm.next_token_logprobs_sync(context)
@@ -115,7 +115,7 @@ def test_a_step_costs_its_new_tokens(lm):
 
 
 @pytest.mark.vllm
-def test_what_has_to_go_is_computed_again(lm):
+def test_evicted_picture_contexts_are_recomputed_exactly(lm):
     """More contexts with pictures than there are blocks and places for."""
     prompts = [prompt_of([number]) for number in range(40)]
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_what_has_to_go_is_computed_again(lm):
 
 
 @pytest.mark.vllm
-def test_pictures_are_encoded_again_behind_clearing(lm):
+def test_pictures_are_encoded_again_after_clear_cache(lm):
     engine, (model, _) = lm._vllm.engine, family()
     if not engine._core.is_local:
         pytest.skip("vLLM's model is not here")
@@ -148,7 +148,7 @@ def test_pictures_are_encoded_again_behind_clearing(lm):
 
 
 @pytest.mark.vllm
-def test_scores_samples_texts_and_pickles(lm):
+def test_scores_samples_and_pickled_contexts_of_pictures_are_exact(lm):
     text, images = prompt_of([3])
     context = lm.context(text, images=images)
     scores = lm.score_sync(context, [7, 8])
@@ -161,7 +161,7 @@ def test_scores_samples_texts_and_pickles(lm):
     with AsyncTransformer(model, processor.tokenizer, processor=processor) as other:
         for mine, theirs in ((lm, other), (other, lm)):
             made = pickle.loads(pickle.dumps(mine.context(text, images=images)))
-            with pytest.raises(PictureError, match="none like it"):
+            with pytest.raises(PictureError, match="this model cannot read"):
                 theirs.next_token_logprobs_sync(made)
 
     async def main():
@@ -180,19 +180,19 @@ def test_scores_samples_texts_and_pickles(lm):
 
 
 @pytest.mark.vllm
-def test_what_cannot_be_read_is_said(lm):
+def test_mismatched_and_unreadable_pictures_are_refused(lm):
     image = picture(1)
     for prompt, images, message in (
-        ("a <image> b", [], "1 of them.* is 0"),
-        ("a", [image], "0 of them.* is 1"),
-        ([5, 6], [image], "0 of them.* is 1"),
+        ("a <image> b", [], "got 1 .*pictures: 0"),
+        ("a", [image], "got 0 .*pictures: 1"),
+        ([5, 6], [image], "got 0 .*pictures: 1"),
         ("<image>", [b"no picture"], "picture 0 cannot be read"),
         ("<image>", {"pixel_values": torch.zeros(1)}, "processor itself"),
         ("<image>" * 9, [image] * 9, "maximum|longer|length"),
     ):
         with pytest.raises(PictureError.__mro__[1], match=message):
             lm.context(prompt, images=images)
-    with pytest.raises(PictureError, match="part of a picture"):
+    with pytest.raises(PictureError, match="contains the image token"):
         lm.next_token_logprobs_sync([5, lm.contexts.image_token_id])
     prompt = lm.context([5, lm.contexts.image_token_id, 6], images=[image])
     close(lm.next_token_logprobs_sync(prompt), plain_row(_text(prompt), [image]))
@@ -208,6 +208,6 @@ def _text(context):
 def test_a_model_of_text_alone_refuses_pictures():
     with (
         AsyncVirtualLM(fake.FakeEngine()) as lm,
-        pytest.raises(PictureError, match="takes no pictures"),
+        pytest.raises(PictureError, match="accepts no pictures"),
     ):
         lm.context([1], images=[picture(1)])

@@ -56,7 +56,7 @@ def check(row, context):
     torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
 
 
-async def test_forks_evictions_cancelled_callers_and_samples_all_at_once(lm):
+async def test_rows_and_samples_are_exact_amid_forks_evictions_and_cancels(lm):
     randomness = random.Random(0)
     pool = [[randomness.randrange(VOCAB) for _ in range(n)] for n in (3, 17, 60, 200)]
 
@@ -94,7 +94,7 @@ async def test_forks_evictions_cancelled_callers_and_samples_all_at_once(lm):
     assert lm.statistics().num_evicted_tokens > 0
 
 
-def test_a_round_is_one_step_wherever_the_engine_is(lm):
+def test_round_of_particles_is_one_forward_pass(lm):
     contexts = [[i, i + 1, i + 2] for i in range(20)]
     lm.batch_next_token_logprobs_sync(contexts)
     before = lm.statistics()
@@ -106,7 +106,7 @@ def test_a_round_is_one_step_wherever_the_engine_is(lm):
     assert after.tokens_computed - before.tokens_computed == 80
 
 
-async def test_what_is_read_off_comes_without_its_row(lm, monkeypatch):
+async def test_readouts_are_sent_between_processes_without_their_rows(lm, monkeypatch):
     sizes = []
     ask = lm._vllm.engine._core._ask
 
@@ -143,7 +143,7 @@ async def test_what_is_read_off_comes_without_its_row(lm, monkeypatch):
     assert top.token_ids.tolist() == [int(row.argmax())]
 
 
-async def test_a_readout_whose_class_is_nowhere_else_is_read_off_here(lm):
+async def test_readout_of_a_local_class_is_evaluated_in_the_callers_process(lm):
     @dataclass(frozen=True)
     class Least(Readout):
         query: RowQuery
@@ -161,7 +161,7 @@ async def test_a_readout_whose_class_is_nowhere_else_is_read_off_here(lm):
     assert await lm.read([3, 4, 5], Least) == pytest.approx(float(row.min()), abs=1e-4)
 
 
-async def test_a_module_that_the_engine_has_not_got(lm, monkeypatch):
+async def test_readout_of_a_module_missing_in_the_engine_is_answered(lm, monkeypatch):
     module = types.ModuleType("module_of_one_process")
     monkeypatch.setitem(sys.modules, "module_of_one_process", module)
     source = """
@@ -188,7 +188,7 @@ class Least(Readout):
     assert top.token_ids.tolist() == [int(row.argmax())]
 
 
-async def test_texts_are_scored_in_a_pass_beside_rows(lm):
+async def test_text_scored_together_with_a_row_takes_at_most_three_passes(lm):
     randomness = random.Random(3)
     text = [randomness.randrange(VOCAB) for _ in range(120)]
     with torch.no_grad():
@@ -204,7 +204,7 @@ async def test_texts_are_scored_in_a_pass_beside_rows(lm):
         assert lm.statistics().num_forwards - before <= 3
 
 
-async def test_a_sample_that_outgrows_the_blocks_that_are_left_ends_sessions(lm):
+async def test_sample_outgrowing_the_free_blocks_evicts_sessions(lm):
     lm.clear_cache()
     context = [1]
     for _ in range(3):
@@ -219,9 +219,7 @@ async def test_a_sample_that_outgrows_the_blocks_that_are_left_ends_sessions(lm)
 
 
 @pytest.mark.parametrize("method", ["row", "score"])
-async def test_a_slow_engine_ends_no_session_for_steps_that_it_told_of_late(
-    lm, monkeypatch, method
-):
+async def test_late_step_reports_of_a_slow_engine_evict_no_session(lm, monkeypatch, method):
     text = [5, 9, 7, 3, 8]
     lm.clear_cache()
     await asyncio.gather(*(lm.next_token_logprobs([i, 4]) for i in range(8)))
@@ -245,7 +243,7 @@ async def test_a_slow_engine_ends_no_session_for_steps_that_it_told_of_late(
     assert lm.statistics().num_evicted_tokens == before
 
 
-def test_clearing_and_asking_again(lm):
+def test_row_after_clear_cache_is_exact(lm):
     lm.next_token_logprobs_sync([1, 2, 3])
     lm.clear_cache()
     check(lm.next_token_logprobs_sync([1, 2, 3, 4]), [1, 2, 3, 4])
@@ -267,7 +265,7 @@ def core_of(processes):
         pytest.param("clear_cache", marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_that_dies_while_it_owes_an_answer(monkeypatch, method):
+def test_engine_killed_before_answering_raises_engine_died_error(monkeypatch, method):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     before = children()
     with AsyncVirtualLM(real.load_tiny(), row_cache_bytes=0) as lm:
@@ -294,7 +292,7 @@ def test_an_engine_that_dies_while_it_owes_an_answer(monkeypatch, method):
             lm.next_token_logprobs_sync([1, 2, 5])
 
 
-def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch):
+def test_killed_engine_fails_its_callers_and_spares_the_local_model(monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     first = AsyncVirtualLM(real.tiny_engine(), row_cache_bytes=0)
     before = children()

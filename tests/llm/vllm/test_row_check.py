@@ -24,13 +24,13 @@ def evaluator():
     found.clear()
 
 
-def test_rows_that_agree_leave_nothing_behind(evaluator):
+def test_passed_row_check_leaves_no_sessions_and_no_counts(evaluator):
     compare_rows(evaluator)
     assert len(evaluator.planner.table) == 0
     assert evaluator.counts().tokens_computed == evaluator.counts().num_forwards == 0
 
 
-def test_forks_that_begin_with_other_keys_and_values_are_refused(evaluator, monkeypatch):
+def test_model_whose_forks_have_wrong_keys_and_values_is_refused(evaluator, monkeypatch):
     fork = importlib.import_module("genlm_backend.backends.vllm.fork")
     monkeypatch.setattr(fork.ForkConnector, "update_state_after_alloc", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match=r"vLLM [\d.]+, rows .* check_rows=False"):
@@ -41,7 +41,7 @@ def test_forks_that_begin_with_other_keys_and_values_are_refused(evaluator, monk
 
 @pytest.mark.slow  # compiling the model takes a minute
 @pytest.mark.real
-def test_a_compiled_model_in_16_bits_is_taken():
+def test_compiled_16_bit_model_passes_the_row_check():
     with load_model_by_name("smollm2", backend="vllm") as lm:
         row = lm.next_token_logprobs_sync(lm.tokenizer.encode("The capital of France is"))
         assert lm.byte_vocab[int(row.argmax())].byte_string == b" Paris"

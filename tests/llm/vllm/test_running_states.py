@@ -31,7 +31,7 @@ FAMILIES = [
     ["0", pytest.param("1", marks=pytest.mark.slow)],
     ids=["here", "in a process of its own"],
 )
-def test_a_model_with_running_states_is_refused(monkeypatch, tmp_path, family, is_apart):
+def test_recurrent_model_is_refused_before_weights_load(monkeypatch, tmp_path, family, is_apart):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", is_apart)
     families.make(family).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()  # it would not get so far
@@ -41,7 +41,7 @@ def test_a_model_with_running_states_is_refused(monkeypatch, tmp_path, family, i
     assert set(psutil.Process().children(recursive=True)) == before
 
 
-def test_a_model_that_is_loaded_behind_a_refused_one_has_its_rows(tmp_path):
+def test_model_loaded_after_a_refused_one_gives_correct_rows(tmp_path):
     real.close_tiny_engine()
     families.make("qwen3_next").save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError):

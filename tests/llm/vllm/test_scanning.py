@@ -18,7 +18,7 @@ def doubled(number):
 
 
 @pytest.mark.vllm
-def test_modules_can_be_looked_at_and_functions_are_compiled_all_the_same():
+def test_scanned_compiler_library_looks_empty_and_numba_still_compiles():
     let_modules_be_scanned()
     assert vars(ffi.lib) == {}
     assert numba.njit(doubled)(21) == 42
@@ -28,7 +28,7 @@ def test_modules_can_be_looked_at_and_functions_are_compiled_all_the_same():
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(300)
-def test_vllm_starts_once_something_has_been_compiled():
+def test_vllm_starts_after_numba_has_compiled_a_function():
     real.close_tiny_engine()
     assert numba.njit(doubled)(4) == 8
     engine = real.tiny_engine()
@@ -57,7 +57,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.timeout(300)
-def test_processes_of_vllm_start_though_the_program_that_they_import_compiles(tmp_path):
+def test_vllm_processes_start_if_the_main_program_uses_numba(tmp_path):
     (tmp_path / "program.py").write_text(SCRIPT)
     root = str(Path(__file__).parents[3])
     done = subprocess.run(

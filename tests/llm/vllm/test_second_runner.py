@@ -95,7 +95,7 @@ if __name__ == "__main__":
 """
 
 
-def test_rows_scores_draws_samples_and_adapters():
+def test_second_runner_gives_the_models_rows_scores_draws_and_samples():
     pytest.importorskip("vllm.v1.worker.gpu.sample.logits_processor", reason="before vLLM 0.31")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

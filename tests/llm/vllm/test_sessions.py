@@ -25,7 +25,7 @@ contexts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
     st.integers(4, 30),
     st.lists(st.integers(0, 3), max_size=12),
 )
-def test_whatever_is_asked_in_whatever_order_the_rows_are_right(
+def test_rows_are_correct_for_any_order_of_queries_and_shortages(
     rounds, max_sessions, num_blocks, shortages
 ):
     engine = FakeEngine(max_sessions=max_sessions, num_blocks=num_blocks)
@@ -42,7 +42,7 @@ def test_whatever_is_asked_in_whatever_order_the_rows_are_right(
         )
 
 
-def test_a_particle_computes_one_token_a_step_and_copies_compute_nothing():
+def test_each_particle_computes_one_token_per_step_after_resampling():
     engine = FakeEngine(max_sessions=30, num_blocks=300)
     with AsyncVirtualLM(engine, row_cache_bytes=0, batch_size=30) as lm:
         prompt = list(range(10))
@@ -55,7 +55,7 @@ def test_a_particle_computes_one_token_a_step_and_copies_compute_nothing():
         assert lm.statistics().num_forwards == 6
 
 
-async def test_two_thousand_abandoned_contexts_hold_no_more_than_the_engine_can():
+async def test_contexts_beyond_max_sessions_are_evicted():
     engine = FakeEngine(max_sessions=16, num_blocks=200)
     with AsyncVirtualLM(engine, batch_size=10, row_cache_bytes=0) as lm:
         await asyncio.gather(*(lm.next_token_logprobs([i % 60, i // 60, 7]) for i in range(2000)))
@@ -63,7 +63,7 @@ async def test_two_thousand_abandoned_contexts_hold_no_more_than_the_engine_can(
         assert lm.statistics().num_evicted_tokens >= 3 * (2000 - 16)
 
 
-def test_a_failing_step_fails_its_callers_and_the_next_one_starts_clean():
+def test_failed_step_fails_its_callers_and_clears_all_sessions():
     engine = FakeEngine()
     with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
         lm.next_token_logprobs_sync([1, 2])
@@ -76,7 +76,7 @@ def test_a_failing_step_fails_its_callers_and_the_next_one_starts_clean():
         assert torch.equal(lm.next_token_logprobs_sync([1, 2, 3]), expected)
 
 
-def test_what_finds_no_room_is_asked_again_and_read_off_for_whoever_asked():
+def test_queries_that_find_no_room_are_retried_until_answered():
     engine = FakeEngine(max_sessions=6)
     with AsyncVirtualLM(engine, row_cache_bytes=0) as lm, MockAsyncLM(word_tokenizer()) as other:
         lm.next_token_logprobs_sync([1, 2])
@@ -87,7 +87,7 @@ def test_what_finds_no_room_is_asked_again_and_read_off_for_whoever_asked():
         assert lm.statistics().num_forwards == 5
 
 
-def test_an_engine_that_has_no_room_for_anything_is_an_error(monkeypatch):
+def test_engine_without_room_for_any_query_raises_evaluation_error(monkeypatch):
     engine = FakeEngine()
     with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
         with monkeypatch.context() as patch:
@@ -97,7 +97,7 @@ def test_an_engine_that_has_no_room_for_anything_is_an_error(monkeypatch):
         assert len(lm.next_token_logprobs_sync([1, 2])) > 0
 
 
-def test_a_context_that_can_never_fit_is_told_before_it_is_queued():
+def test_context_longer_than_the_engine_can_hold_raises_value_error():
     engine = FakeEngine(num_blocks=3)
     with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
         lm.next_token_logprobs_sync(list(range(12)))
@@ -106,7 +106,7 @@ def test_a_context_that_can_never_fit_is_told_before_it_is_queued():
         lm.next_token_logprobs_sync([1])
 
 
-def test_no_two_models_name_a_session_alike():
+def test_session_names_of_two_models_are_disjoint():
     engines = [FakeEngine(), FakeEngine()]
     models = [AsyncVirtualLM(engine) for engine in engines]
     for lm in models:
@@ -116,7 +116,7 @@ def test_no_two_models_name_a_session_alike():
         lm.close()
 
 
-def test_closing_closes_the_engine_once():
+def test_closing_a_model_twice_closes_its_engine():
     engine = FakeEngine()
     lm = AsyncVirtualLM(engine)
     lm.next_token_logprobs_sync([1])
@@ -127,7 +127,7 @@ def test_closing_closes_the_engine_once():
     assert engine.is_closed
 
 
-async def test_a_batch_that_nobody_waits_for_ends_between_two_rounds(monkeypatch):
+async def test_batch_of_cancelled_callers_stops_between_two_rounds(monkeypatch):
     engine = FakeEngine(max_sessions=3)
     is_held, may_go_on = threading.Event(), threading.Event()
     run = engine.run

@@ -61,7 +61,7 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-async def test_forks_and_extensions_with_two_adapters_and_none_in_every_batch(lm, models):
+async def test_rows_of_forks_are_correct_in_batches_that_mix_adapters(lm, models):
     randomness, names = random.Random(0), [*models[1]]
     pool = [[randomness.randrange(VOCAB) for _ in range(n)] for n in (3, 40, 200)]
     for _ in range(8):
@@ -78,7 +78,7 @@ async def test_forks_and_extensions_with_two_adapters_and_none_in_every_batch(lm
     assert lm.statistics().tokens_reused > 0
 
 
-async def test_draws_and_readouts_with_adapters(lm, models):
+async def test_draws_and_readouts_with_adapters_match_merged_models(lm, models):
     for name, model in models[1].items():
         context = [7, 5, 3]
         row = fresh_row(model, context)
@@ -99,7 +99,7 @@ async def test_draws_and_readouts_with_adapters(lm, models):
         assert drawn.token_id == lm.draw(masked, generator=np.random.default_rng(0))
 
 
-async def test_scores_and_samples_with_adapters(lm, models):
+async def test_scores_and_samples_with_adapters_match_merged_models(lm, models):
     randomness = random.Random(2)
     text = [randomness.randrange(VOCAB) for _ in range(60)]
     for _ in range(2):  # the second time the keys and values of the prompt are there
@@ -158,7 +158,7 @@ async def ask_while_a_worker_is_killed(lm, worker):
 @pytest.mark.parametrize(
     ("rank", "is_idle"), [(0, False), (1, False), (1, True)], ids=["first", "second", "idle"]
 )
-def test_a_worker_that_is_killed_ends_every_wait(rank, is_idle):
+def test_killed_worker_fails_waiting_and_later_queries(rank, is_idle):
     before = children()
     with AsyncVirtualLM(real.load_tiny(tensor_parallel_size=2), row_cache_bytes=0) as lm:
         lm.next_token_logprobs_sync([1, 2, 3])
