@@ -29,6 +29,7 @@ Except for the base class, each is also a subclass of the fitting standard excep
     ├── UnknownRequestError (ValueError)     a request that does not belong to this engine
     ├── UnknownTaskError (KeyError)          a task that an AsyncGLM does not have
     ├── ModelStateError (RuntimeError)       a model is not in the required state
+    ├── ParticleError (RuntimeError)         a call that a particle group cannot take now
     ├── RequestQueueFullError (queue.Full)   the request queue is full
     ├── DeviceError (ValueError)             a device that cannot be used
     ├── PrefixFileError (ValueError)         a file that holds no prefix of this model
@@ -174,6 +175,10 @@ class UnknownTaskError(GenlmBackendError, KeyError):
 
 class ModelStateError(GenlmBackendError, RuntimeError):
     """A model, or an object that runs models, is not in the required state."""
+
+
+class ParticleError(GenlmBackendError, RuntimeError):
+    """A particle group cannot take this call now, as while one of its awaits runs."""
 
 
 class RequestQueueFullError(GenlmBackendError, queue.Full):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, NoReturn, Self, final
 
@@ -82,6 +82,7 @@ class Constraint:
         self._eos_token_ids = eos_token_ids
         self.token_ids: list[int] = []
         self._is_ended = False
+        self._origin = object()  # shared by all copies
 
     # ---------------------------------------------------------------- construction
 
@@ -374,7 +375,7 @@ class Constraint:
     def fork(self) -> Self:
         """Return an independent copy; ``copy.copy`` and ``copy.deepcopy`` do the same."""
         copy = type(self)(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
-        copy.token_ids = list(self.token_ids)
+        copy.token_ids, copy._origin = list(self.token_ids), self._origin
         copy._is_ended = self._is_ended
         return copy
 
@@ -389,6 +390,11 @@ class Constraint:
             "a Constraint cannot be pickled: copy it with fork(), or in another process build it "
             "again and advance it by its token_ids"
         )
+
+    @property
+    def state_key(self) -> Hashable:
+        """A key that copies of one constraint share while they have the same tokens."""
+        return self._origin, tuple(self.token_ids)
 
     @property
     def can_end(self) -> bool:

@@ -20,7 +20,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import TokenIds, check_known_ids
 from genlm_backend.readouts.sampling import listed_ids
-from genlm_backend.tokenization.bos import with_one_bos
+from genlm_backend.tokenization.bos import encode_text
 
 Chat = Sequence[Mapping[str, Any]]
 """A chat's messages, each with its ``role`` and ``content``."""
@@ -73,19 +73,8 @@ def _context(lm: AsyncLM, prompt: str | Chat | TokenIds, config: GenerationConfi
     if info is not None:
         prompt = lm.context(cast(TokenIds | str, prompt), images=info.images)
     elif isinstance(prompt, str):
-        prompt = _encoded(lm, prompt)
+        prompt = encode_text(lm.tokenizer, prompt)
     return lm.contexts.check_context(cast(TokenIds, prompt))
-
-
-def _encoded(lm: AsyncLM, prompt: str) -> TokenIds:
-    method = getattr(lm.tokenizer, "encode", None)
-    if method is None:
-        raise ContextError("the model's tokenizer cannot encode text: pass token ids")
-    encoded = method(prompt)
-    ids = encoded if isinstance(encoded, list) else encoded.ids
-    if not ids:
-        raise ContextError("the prompt is empty: a context needs at least one token")
-    return with_one_bos(lm.tokenizer, ids)
 
 
 def _check_is_one(prompt: Any) -> None:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NoReturn, Unpack
 
+import numpy as np
 import torch
 
 from genlm_backend.checks import (
@@ -23,10 +24,12 @@ from genlm_backend.checks import (
 )
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.model.lm_statistics import LMStatistics
+from genlm_backend.particles.particle_group import ParticleGroup, group_of, is_one_prompt
 from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.context import Context, ContextFactory, listed_contexts
 from genlm_backend.queries.query import NO_QUERY, UNKNOWN_ADAPTER, Adapter, RowQuery, TokenIds
 from genlm_backend.readouts.draw import Allowed, AnyRow, Draw, Mask, RandomGenerator, draw
+from genlm_backend.readouts.particle_step import ParticleStep, StepResult, numbers_of_draws
 from genlm_backend.readouts.sample_readout import (
     DrawOptions,
     drawing_of,
@@ -67,6 +70,7 @@ from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 from genlm_backend.tokenization import Alphabet, Token, decode_vocab
+from genlm_backend.tokenization.bos import encode_text
 
 
 class AsyncLM(Closing):
@@ -775,6 +779,59 @@ class AsyncLM(Closing):
                 break
             context = context.extend(drawn.token_id)
         return Sampled(context.packed(len(prompt)), reason)
+
+    # ---------------------------------------------------------------- particles
+
+    def particles(
+        self,
+        prompt: str | TokenIds | Sequence[str | TokenIds],
+        n: int | Sequence[int],
+        *,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> ParticleGroup:
+        """Return particles that all begin with a prompt, as arrays; nothing is computed yet.
+
+        Args:
+            prompt: A text, token ids or a ``Context``. Or several of these in a list, for a group
+                of particles each.
+            n: Number of particles; with several prompts, of each group, or one number per prompt.
+            seed: Seed of the draws and of the resampling; ``None`` for a fresh one.
+            lora_name: The adapter to read the contexts with.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If ``n`` or ``seed`` is no integer.
+            OptionError: (``ValueError``) If ``n`` is below 1, or has another number of elements
+                than there are prompts.
+            ContextError: (``ValueError``) If a prompt is empty, too long, or cannot be encoded.
+            UnknownAdapterError: (``ValueError``) If ``lora_name`` is not loaded.
+        """
+        self.check_adapter(lora_name)
+        prompts: Any = [prompt] if is_one_prompt(prompt) else prompt
+        contexts = [
+            self.contexts.check_context(
+                encode_text(self.tokenizer, own) if isinstance(own, str) else own, self.max_length
+            )
+            for own in prompts
+        ]
+        return group_of(self, contexts, n, seed, lora_name)
+
+    async def particle_results(
+        self, steps: Sequence[ParticleStep], lora_name: str | None
+    ) -> list[StepResult]:
+        """Return the results of a ``ParticleGroup``'s steps, here from each context."""
+        results = list[StepResult]()
+        for step in steps:
+            contexts = list(map(step.context_of, range(len(step))))
+            if step.draws is None:
+                values: Any = await self.batch_next_token_logprobs(contexts, lora_name=lora_name)
+            else:
+                own, readout = step.draws.readouts(contexts)
+                values = numbers_of_draws(await self.batch_read(own, readout, lora_name))
+            results.append(StepResult(values, np.zeros(len(step), np.int64), None))
+        return results
+
+    particle_results_sync = blocking(particle_results, "results")
 
     # ---------------------------------------------------------------- keys and values
 

@@ -8,6 +8,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, TypedDict, TypeVar, Unpack, cast
@@ -55,6 +56,7 @@ from genlm_backend.queries.evaluator import (
 )
 from genlm_backend.queries.query import Adapter, Query, RowQuery, TokenIds
 from genlm_backend.queries.row import Row, RowCache, table_of
+from genlm_backend.readouts.particle_step import ParticleStep, StepResult
 from genlm_backend.readouts.score_query import ScoreQuery, scores_of_rows
 from genlm_backend.readouts.token_readouts import ReadoutOf, readout_of, readouts_of
 from genlm_backend.runtime.blocking import blocking
@@ -301,6 +303,18 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return [answers[i] for i in range(len(asked))]
 
     batch_read_sync = blocking(batch_read, "answers")
+
+    async def particle_results(
+        self, steps: Sequence[ParticleStep], lora_name: str | None
+    ) -> list[StepResult]:
+        if not self._info.takes_steps:
+            return await AsyncLM.particle_results(self, steps, lora_name)
+        self._batcher.check_open()
+        adapter = self._adapter(lora_name)
+        self._before_wait()
+        return await self._submit_all([replace(step, adapter=adapter) for step in steps])
+
+    particle_results_sync = blocking(particle_results, "results")
 
     # ------------------------------------------------------- the worker thread and its queue
 

@@ -200,6 +200,12 @@ class Nodes:
         """Return the nodes of hints, 0 for a stale hint or another root's: int32 ``[n]``."""
         key = self.key
         node_uses = np.array([hint[1] if hint[0] is key else 0 for hint in hints], np.int64)
+        return self.numbered(node_uses, key, root, missing=0)
+
+    def numbered(self, node_uses: Ints, key: object, root: int, missing: int | None = None) -> Ints:
+        """Return the nodes of numbers from ``node_uses``; ``missing``, or the root, if stale."""
         nodes = (node_uses & ((1 << _NODE_BITS) - 1)).astype(np.int32)
+        nodes[nodes >= self.num_made] = 0  # of a tree that has been cleared
         is_there = self.num_uses[nodes] == node_uses >> _NODE_BITS
-        return np.where(is_there & (self.root[nodes] == root), nodes, 0).astype(np.int32)
+        is_there &= (self.root[nodes] == root) & (key is self.key)
+        return np.where(is_there, nodes, root if missing is None else missing).astype(np.int32)

@@ -48,6 +48,8 @@ class EvaluatorInfo:
         scores: Whether it answers a ``ScoreQuery``. If not, texts are scored from rows.
         reads_out: Whether it answers a ``Readout``, and a ``ScoreQuery`` that wants more than
             log-probabilities. If not, callers query it for rows.
+        takes_steps: Whether it answers a ``ParticleStep``. If not, callers query it for each
+            context of a particle group.
         image_token_id: The placeholder id of picture parts; ``None`` for a model without pictures.
         eos_token_ids: The EOS ids of the model's generation config; ``None`` if it has none;
             the tokenizer's id is then used.
@@ -68,6 +70,7 @@ class EvaluatorInfo:
     uses_openmp: bool = False
     scores: bool = False
     reads_out: bool = False
+    takes_steps: bool = False
     image_token_id: int | None = None
     eos_token_ids: Collection[int] | None = None
     omits_undefined: bool = False

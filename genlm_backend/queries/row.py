@@ -283,7 +283,7 @@ def rows_of_logits(
         in_place: Whether the logits may be overwritten. That saves the memory of a second table,
             whose allocation takes as long as the computation.
     """
-    table, of_rows = _log_softmax(logits, undefined_ids, in_place)
+    table, of_rows = log_softmax(logits, undefined_ids, in_place)
     logsumexps = of_rows.tolist()
     if device is None:
         return Row.of_table(table, logsumexps)
@@ -338,13 +338,16 @@ def scores_of_logits(
     rows, columns = (
         torch.tensor(ids, dtype=torch.int64, device=logits.device) for ids in (places, targets)
     )
-    return _log_softmax(logits, undefined_ids)[0][rows, columns]
+    return log_softmax(logits, undefined_ids)[0][rows, columns]
 
 
-def _log_softmax(
+def log_softmax(
     logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities, float32 ``[n, vocab]``, and their logsumexps, ``[n]``."""
+    """Return log-probabilities, float32 ``[n, vocab]``, and their logsumexps, ``[n]``.
+
+    See ``rows_of_logits``.
+    """
     is_own, logits = in_place, logits.detach()
     if undefined_ids:
         ids = _ids_on(logits.device, tuple(undefined_ids))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, TypedDict, final
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
 import torch
@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from genlm_backend.checks import Option, checked_options, integer, listed, number, one_of, switch
 from genlm_backend.errors import EvaluationError, OptionError
 from genlm_backend.queries.query import RowQuery
-from genlm_backend.queries.row import moved, spare_memory
+from genlm_backend.queries.row import spare_memory
 from genlm_backend.readouts.draw import (
     TEMPERATURE,
-    Doubles,
     Draw,
     Floats,
     Inversion,
@@ -30,46 +29,8 @@ from genlm_backend.readouts.draw import (
     uniform_of,
     weights_of,
 )
+from genlm_backend.readouts.draw_table import REORDERED, ROUNDING, Pools, SamplingFilter
 from genlm_backend.readouts.readout import Readout
-from genlm_backend.readouts.token_readouts import log_sums
-
-
-class SamplingFilter(NamedTuple):
-    """Bounds on the tokens to draw from, named as in ``generate``."""
-
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def kept(self, scores: Floats, weights: Floats) -> TokenArray:
-        """Return the indices of the tokens within the bounds: int64 ``[n]``."""
-        # Compare scores: at a low temperature many weights underflow to zero, but distinct draws
-        # can still reach those tokens once all others have been drawn.
-        is_left = scores > -np.inf
-        if 0 < self.top_k < len(scores):
-            is_left &= scores >= np.partition(scores, -self.top_k)[-self.top_k]
-        least = self.min_p
-        if self.top_p < 1:
-            least = max(least, float(_least_of_nucleus(weights[is_left], self.top_p)))
-        if least > 0:
-            is_left &= weights >= least
-        return np.flatnonzero(is_left)
-
-
-def _least_of_nucleus(weights: Floats, share: float) -> np.float32:
-    bound, size = share * weights.sum(dtype=np.float64), _FEW_OF_NUCLEUS
-    while True:
-        size = min(size, len(weights))
-        # The 512 largest usually suffice, and sorting all weights takes ten times as long.
-        largest = np.sort(np.partition(weights, len(weights) - size)[len(weights) - size :])[::-1]
-        before = np.cumsum(largest, dtype=np.float64) - largest
-        num_kept = int(np.searchsorted(before, bound, side="left"))
-        if num_kept < size or size == len(weights):
-            return largest[max(num_kept, 1) - 1]
-        size *= 8
-
-
-_FEW_OF_NUCLEUS: Final = 512
 
 
 @final
@@ -260,201 +221,41 @@ def _log_proposal(
     return min((logprob - largest) / temperature - math.log(total), 0.0)
 
 
-_NUM_BLOCKS: Final = 256
-
-
 def drawn_at_once(
     drawings: Sequence[SampleReadout], rows: torch.Tensor
 ) -> list[tuple[Draw, ...] | EvaluationError]:
     """Draw once from each row; the rows stay on their device. See ``SampleReadout.of_rows``."""
-    device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
-    points = np.array([drawing.uniforms[0] for drawing in drawings])
-    scores, cuts = rows, [_cuts_of(drawing) for drawing in drawings]
-    is_bounded = any(drawing.allowed is not None for drawing in drawings) or any(cuts)
-    are_plain = set(temperatures) == {1}
-    if are_plain and not is_bounded:
-        found = _drawn_plainly(rows, points)
-        if found is not None:
-            return found
-    if any(drawing.allowed is not None for drawing in drawings):
-        scores = rows.masked_fill(~_masks(drawings, rows), -torch.inf)
-    largest = scores.amax(-1, keepdim=True)
-    weights = scores - largest
-    if not are_plain:
-        most = float(np.finfo(np.float64).max)  # an impossible token's -inf / inf would be NaN
-        finite = [min(t, most) if t else 1.0 for t in temperatures]
-        divisors = torch.tensor(finite, dtype=torch.float64).to(device)
-        weights = (weights.double() / divisors[:, None]).float()
-    weights.exp_()
-    if any(cuts):
-        is_cut = ~_within(cuts, scores, weights)
-        scores, weights = scores.masked_fill(is_cut, -torch.inf), weights.masked_fill_(is_cut, 0)
-    found, totals, _ = _inverted(weights, points, rows)
-    token_ids, total = torch.from_numpy(found).to(device), torch.from_numpy(totals).to(device)
-    if not all(temperatures):
-        is_greedy = torch.tensor([not t for t in temperatures], dtype=torch.bool).to(device)
-        token_ids = torch.where(is_greedy, scores.argmax(-1), token_ids)
-    of_token = rows.gather(1, token_ids[:, None])[:, 0]
-    if scores is rows:
-        of_allowed = torch.zeros_like(total)
-    else:  # at temperature 1, the sum of weights is already known
-        of_allowed = largest[:, 0] + total.log() if are_plain else log_sums(scores)
-    columns = [token_ids, of_token, of_allowed, largest[:, 0], total]
-    answers = torch.stack([column.double() for column in columns], 1).tolist()
-    of_all = _sums_to_compare(drawings, rows, [answer[2] for answer in answers])
-    return [_answer(*one) for one in zip(drawings, answers, of_all, strict=True)]
+    indices, vocab_size = np.arange(len(drawings)), rows.shape[1]
+    masks = mask_of = None
+    allowed = [drawing.allowed for drawing in drawings]
+    if any(own is not None for own in allowed):
+        distinct = {own: i for i, own in enumerate(dict.fromkeys(filter(None, allowed)))}
+        masks = np.frombuffer(b"".join(distinct), np.uint8).reshape(-1, -(-vocab_size // 8))
+        mask_of = np.array([-1 if own is None else distinct[own] for own in allowed])
+    temperatures = np.array([drawing.temperature for drawing in drawings], np.float64)
+    bounds = [drawing.cuts if drawing.temperature else None for drawing in drawings]
+    pools = Pools(indices, temperatures, bounds, masks, mask_of)
+    uniforms = np.array([drawing.uniforms[0] for drawing in drawings])
+    return list(map(_answer, drawings, pools.draw(rows, uniforms, indices).tolist()))
 
 
-def _drawn_plainly(
-    rows: torch.Tensor, points: Doubles
-) -> list[tuple[Draw, ...] | EvaluationError] | None:
-    """Return draws from whole rows at temperature 1; ``None`` if a row does not sum to about 1."""
-    token_ids, totals, logprobs = _inverted(rows.exp(), points, rows)
-    if not ((totals > 0.5) & (totals < 2)).all():  # a row without a possible token, or unnormalised
-        return None
-    pairs = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
-    return [(Draw(token_id, logprob, 0.0, min(logprob, 0.0)),) for token_id, logprob in pairs]
-
-
-def _sums_to_compare(
-    drawings: Sequence[SampleReadout], rows: torch.Tensor, of_allowed: Sequence[float]
-) -> list[float]:
-    """Return each row's log-sum if the allowed tokens' log-sum may equal it, else NaN."""
-    found = [math.nan] * len(drawings)
-    near = [
-        i
-        for i, (drawing, log_sum_) in enumerate(zip(drawings, of_allowed, strict=True))
-        if _is_restricted(drawing) and abs(log_sum_) < _ROUNDING
-    ]
-    if near:
-        for i, log_sum_ in zip(near, log_sums(rows[near]).tolist(), strict=True):
-            found[i] = log_sum_
-    return found
-
-
-def _is_restricted(drawing: SampleReadout) -> bool:
-    return drawing.allowed is not None or _cuts_of(drawing) is not None
-
-
-def _answer(
-    drawing: SampleReadout, numbers: Sequence[float], of_all: float
-) -> tuple[Draw, ...] | EvaluationError:
-    token_id, logprob, of_allowed, largest, total = numbers
+def _answer(drawing: SampleReadout, numbers: Sequence[float]) -> tuple[Draw, ...] | EvaluationError:
+    token_id, logprob, log_allowed, log_proposal, largest = numbers
     answer = _impossible(drawing, largest)
     if answer is not None:
         return (answer,) if isinstance(answer, Draw) else answer
-    is_all = not _is_restricted(drawing) or abs(of_allowed - of_all) < _REORDERED
-    log_allowed = 0.0 if is_all else min(of_allowed, 0.0)
-    log_proposal = _log_proposal(logprob, log_allowed, largest, drawing.temperature, total)
     return (Draw(int(token_id), logprob, log_allowed, log_proposal),)
-
-
-def _cuts_of(drawing: SampleReadout) -> SamplingFilter | None:
-    return drawing.cuts if drawing.temperature else None  # any bounds keep the most probable token
-
-
-def _within(
-    cuts: Sequence[SamplingFilter | None], scores: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Return which tokens are within bounds: bool ``[n, vocab]``; see ``SamplingFilter.kept``."""
-    device, vocab_size = scores.device, scores.shape[1]
-    bounds = [SamplingFilter() if own is None else own for own in cuts]
-    is_left = scores > -torch.inf
-    rows = [i for i, own in enumerate(bounds) if 0 < own.top_k < vocab_size]
-    if rows:
-        sizes = torch.tensor([[bounds[i].top_k - 1] for i in rows], dtype=torch.int64)
-        largest = scores[rows].topk(int(sizes.max()) + 1, -1).values
-        is_left[rows] &= scores[rows] >= largest.gather(1, sizes.to(device))
-    least = torch.tensor([own.min_p for own in bounds], dtype=torch.float32).to(device)
-    rows = [i for i, own in enumerate(bounds) if own.top_p < 1]
-    if rows:
-        shares = torch.tensor([bounds[i].top_p for i in rows], dtype=torch.float64).to(device)
-        of_nucleus = _least_of_nuclei(torch.where(is_left[rows], weights[rows], 0.0), shares)
-        least[rows] = torch.maximum(least[rows], of_nucleus)
-    return is_left & (weights >= least[:, None])
-
-
-def _least_of_nuclei(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Return the least weight in each row's top-p nucleus: float32 ``[n]``."""
-    points, size = shares * weights.sum(-1, dtype=torch.float64), _FEW_OF_NUCLEUS
-    while True:
-        size = min(size, weights.shape[1])
-        largest = weights.topk(size, -1).values
-        before = largest.double().cumsum(1) - largest
-        num_kept = (before < points[:, None]).sum(1)
-        if size == weights.shape[1] or int(num_kept.max()) < size:
-            return largest.gather(1, (num_kept[:, None] - 1).clamp(min=0))[:, 0]
-        size *= 8
-
-
-def _masks(drawings: Sequence[SampleReadout], rows: torch.Tensor) -> torch.Tensor:
-    """Unpack each draw's mask to bool ``[n, vocab]``; a draw without a mask allows all tokens."""
-    vocab_size = rows.shape[1]
-    everything = np.packbits(np.ones(vocab_size, bool)).tobytes()
-    packed = b"".join([drawing.allowed or everything for drawing in drawings])
-    table = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(rows.device)
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=rows.device)
-    bits = (table.view(len(drawings), -1, 1) >> shifts) & 1
-    return bits.flatten(1)[:, :vocab_size].bool()
-
-
-def _inverted(
-    weights: torch.Tensor, points: Doubles, values: torch.Tensor
-) -> tuple[TokenArray, Doubles, Floats]:
-    """Return where each row's cumulative weights pass its point, their sum, and the value there."""
-    padding = -weights.shape[1] % _NUM_BLOCKS
-    padded = [torch.nn.functional.pad(one, (0, padding)) for one in (weights, values) if padding]
-    blocks = [one.unflatten(1, (_NUM_BLOCKS, -1)) for one in padded or (weights, values)]
-    # The device only sums blocks and gathers one block per row; the rest runs on the CPU, since
-    # each small step would be a kernel launch.
-    sums = moved(blocks[0].sum(2, dtype=torch.float64), _HOST).numpy()
-    rows, ends = np.arange(len(sums)), sums.cumsum(1)
-    totals = ends[:, -1]
-    block = _passed(ends, sums, points * totals)
-    # Read this from the array that was searched: a new sum could round to above the point.
-    begins = np.where(block > 0, ends[rows, block - 1], 0.0)
-    lines = moved(torch.from_numpy(rows * _NUM_BLOCKS + block), weights.device)
-    both = torch.stack([one.flatten(0, 1).index_select(0, lines) for one in blocks])
-    inside, there = moved(both, _HOST).numpy()
-    own_ends = inside.cumsum(1, dtype=np.float64)
-    with np.errstate(invalid="ignore"):  # 0 / 0 in rows without any weight
-        share = (points * totals - begins) / sums[rows, block]
-    place = _passed(own_ends, inside, share * own_ends[:, -1])
-    return block * inside.shape[1] + place, totals, there[rows, place]
-
-
-_HOST: Final = torch.device("cpu")
-
-
-def _passed(ends: Doubles, weights: NDArray[np.floating], points: Doubles) -> TokenArray:
-    """Return the first interval of each row that ends after a point: int64 ``[n]``."""
-    # A zero-width interval ends where the one before it ends, so it is never found first.
-    is_behind = ends > points[:, None]
-    found = is_behind.argmax(1)
-    for row in np.flatnonzero(~is_behind[np.arange(len(found)), found]):
-        # Rounding may put the point after the last interval of nonzero width.
-        with_width = np.flatnonzero(weights[row])
-        found[row] = with_width[-1] if len(with_width) else 0
-    return found
 
 
 NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
 """The draw if no token is possible: ``token_id`` is -1, which is not a valid id."""
 
 
-_ROUNDING: Final = 5e-5
-"""Bound on a row's log-sum: rounding causes 6e-7 in this library, 2e-5 in torch's log_softmax."""
-
-
-_REORDERED: Final = 1e-12
-"""Bound on the difference of two log-sums in float64 of equal terms in different orders."""
-
-
 def log_mass(total: float, row: NDArray[np.floating]) -> float:
     """Return the log-mass of some tokens of a row, at most 0, given their ``log_sum``."""
     # A row sums to 1 up to rounding: the log-mass is 0 unless a possible token is left out or the
     # row was restricted before.
-    is_all = abs(total) < _ROUNDING and abs(total - log_sum(row)) < _REORDERED
+    is_all = abs(total) < ROUNDING and abs(total - log_sum(row)) < REORDERED
     return 0.0 if is_all else min(total, 0.0)
 
 

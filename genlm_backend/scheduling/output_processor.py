@@ -8,7 +8,13 @@ from typing import TypeAlias, final
 
 import torch
 
-from genlm_backend.queries.row import Row, rows_of_logits, scores_of_logits, stacked
+from genlm_backend.queries.row import (
+    Row,
+    log_softmax,
+    rows_of_logits,
+    scores_of_logits,
+    stacked,
+)
 from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras, numbers_of_rows
 from genlm_backend.scheduling.prefill_plan import ScheduledQuery
 
@@ -26,6 +32,20 @@ class OutputProcessor:
         self._undefined_ids, self.device = undefined_ids, device
 
     @torch.inference_mode()  # the logits are inference tensors, and are overwritten in place
+    def table(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of logits, float32 ``[num_outputs, vocab]``, in place."""
+        return log_softmax(logits, self._undefined_ids(), in_place=True)[0]
+
+    @torch.inference_mode()
+    def defined(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits as float32, with ``-inf`` for ids that no token has, in place."""
+        undefined_ids = self._undefined_ids()
+        if undefined_ids:
+            ids = torch.tensor(undefined_ids, dtype=torch.int64, device=logits.device)
+            logits = logits.index_fill_(1, ids, -torch.inf)
+        return logits.float()
+
+    @torch.inference_mode()
     def rows(self, logits: torch.Tensor) -> list[Row]:
         """Return a row for each row of logits, ``[num_outputs, model_vocab]``."""
         return rows_of_logits(logits, self.device, self._undefined_ids(), in_place=True)

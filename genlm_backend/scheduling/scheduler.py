@@ -39,6 +39,7 @@ from operator import attrgetter
 from typing import Any, Final, cast, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan
@@ -53,7 +54,8 @@ from genlm_backend.attention.forward_batch import (
 from genlm_backend.errors import CacheError, ContextError, QueryDroppedError
 from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.queries.query import Query, Result, RowQuery
-from genlm_backend.queries.row import Row
+from genlm_backend.queries.row import Row, stacked
+from genlm_backend.readouts.particle_step import ParticleStep, StepResult
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.scheduling.multimodal_prefixes import MultimodalPrefixes
 from genlm_backend.scheduling.output_processor import OutputProcessor
@@ -129,6 +131,8 @@ class Scheduler:
 
     def evaluate(self, queries: list[Query]) -> list[Result]:
         """Return one answer per query; if memory runs out, halve the batch and try again."""
+        if any(type(query) is ParticleStep for query in queries):
+            return self._evaluate_steps(queries)
         answers: list[Result] | None = None
         try:
             apart = self._run_unshared(queries)
@@ -313,26 +317,20 @@ class Scheduler:
         if not self.cache.keeps:
             return self.run_uncached(queries)
         self.tree.new_step(len(queries))
-        contexts = [query.context for query in queries]
-        lengths = np.array([*map(len, contexts)], np.int32)
+        lengths = np.array([len(query.context) for query in queries], np.int32)
         # Tokens with an output always go through the model: logits are not cached.
         are_scored = any(map(_NUM_TARGETS, queries))
         sizes = lengths - 1
         if are_scored:
             sizes = np.array([*map(first_output, queries)], np.int32)
-        nodes = self.tree.match_all(
-            [context.cache_hint for context in contexts],
-            queries[0].adapter,
-            sizes,
-            lambda i, start: contexts[i].packed(start, int(sizes[i])),
-        )
+        nodes = self._match(queries, sizes)
         matched, has_states = nodes, self.cache.state_pool.num_states > 0
         if has_states:
             nodes = self._at_states(nodes, lengths)
         self.tree.touch(nodes)
         answers: list[Result] | None = None
         if not self.cache.host_state_pool.num_states or self.tree.states.fetch(nodes):
-            if not are_scored and self.is_decode(queries, nodes, sizes):
+            if not are_scored and self.is_decode(nodes, sizes, queries):
                 answers = self.decode(queries, nodes)
             else:
                 answers = self._planned(queries, nodes, matched)
@@ -343,6 +341,16 @@ class Scheduler:
             return self.run_uncached(queries)
         fetched = nodes if self.cache.host_state_pool.num_states else None
         return _in_halves(queries, self._evaluate_half, fetched)
+
+    def _match(self, queries: Sequence[Query], sizes: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the node of each context's longest cached prefix of at most ``sizes`` tokens."""
+        contexts = [query.context for query in queries]
+        return self.tree.match_all(
+            [context.cache_hint for context in contexts],
+            queries[0].adapter,
+            sizes,
+            lambda i, start: contexts[i].packed(start, int(sizes[i])),
+        )
 
     def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the node that each context starts from: its last one with a state, or the root."""
@@ -431,13 +439,19 @@ class Scheduler:
     # ---------------------------------------------------------------- decode steps
 
     def is_decode(
-        self, queries: Sequence[Query], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
+        self, nodes: NDArray[np.int32], sizes: NDArray[np.int32], queries: Sequence[Query] = ()
     ) -> bool:
-        """Return whether each row query has one uncached token, and all fit into one pass."""
+        """Return whether each row has one uncached token, and all fit into one pass.
+
+        Args:
+            nodes: The node of each row's cached prefix.
+            sizes: The length of each row's context without its last token.
+            queries: The row queries among the rows, which must be of text alone.
+        """
         depths = self.tree.nodes.depth[nodes]
         least, deepest = int(depths.min()), int(depths.max())
         return (
-            len(queries) <= min(self.cost.max_tokens, self.cost.max_rows)
+            len(nodes) <= min(self.cost.max_tokens, self.cost.max_rows)
             and bool((depths == sizes).all())
             and (not self.cache.state_pool.num_states or least > 0 or deepest == 0)
             and (deepest == least if self.can.needs_equal_lengths else deepest <= 2 * least + 64)
@@ -446,43 +460,80 @@ class Scheduler:
 
     def decode(self, queries: Sequence[Query], nodes: NDArray[np.int32]) -> list[Result] | None:
         """Return the rows of a decode step; ``None`` if the cache lacks room for its tokens."""
+        rows = list[Row]()
+
+        def read(logits: torch.Tensor) -> NDArray[np.bool_]:
+            rows.extend(self._outputs.rows(logits))
+            return _are_sound(rows)
+
+        kept = self._decode(nodes, _last_tokens(queries), read)
+        return None if kept is None else self._rows_of_step(queries, rows, kept)
+
+    def _rows_of_step(
+        self, queries: Sequence[Query], rows: list[Row], kept: NDArray[np.int32]
+    ) -> list[Result]:
+        """Return the rows of a decode step, those with NaN computed again; set cache hints."""
+        hints = self.tree.nodes.cache_hints(kept)
+        for query, hint in zip(queries, hints, strict=True):
+            query.context.cache_hint = hint
+        return self._without_nan(queries, rows, np.flatnonzero(~_are_sound(rows)).tolist())
+
+    def _decode(
+        self,
+        nodes: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        read: Callable[[torch.Tensor], NDArray[np.bool_]],
+    ) -> NDArray[np.int32] | None:
+        """Run one token after each node, and cache the tokens whose rows are sound.
+
+        Args:
+            nodes: The node before each row's token: int32 ``[R]``.
+            tokens: The tokens: int32 ``[R]``.
+            read: Makes the results from the logits, ``[R, model_vocab]``, which it may overwrite;
+                returns whether each row is free of NaN.
+
+        Returns:
+            The node of each row's token, 0 for one with NaN: int32 ``[R]``. ``None`` if the cache
+            lacks room.
+        """
         cache, tree = self.cache, self.tree
-        contexts = [query.context for query in queries]
-        tokens = np.frombuffer(b"".join([c.last_packed for c in contexts]), np.int32)
+        # 1. Allocate: a slot and an unlinked node per row.
         slots = tree.allocate(len(nodes), nodes)
         if slots is None:
             return None
         new = tree.append(nodes, tokens, slots)
         try:
+            # 2. Plan, or extend the plan of the step before, and run.
             self._check_cancelled()
             past = CachedPrefixes.of(tree.nodes, nodes)
             plan = self._decode_plan(nodes, past)
             states = cache.states_behind(nodes)
             batch = pack_decode(tokens.astype(np.int64), slots, past, plan, states)
-            rows = self._outputs.rows(self.runner.forward(batch, cache.attention))
-            is_sound = ~np.isnan(np.array([row.logsumexp for row in rows], np.float64))
+            logits = self.runner.forward(batch, cache.attention)
+            # 3. Read the results, which waits for the device.
+            is_sound = read(logits)
         except BaseException:
             tree.free(new)
             raise
+        # 4. Insert the nodes, except those of rows with NaN, and keep their states.
         if states is not None:
             tree.states.go_on_from(nodes)
         if is_sound.all():
             kept = tree.insert(new)
         else:
-            kept = np.zeros(len(rows), np.int32)
+            kept = np.zeros(len(nodes), np.int32)
             kept[is_sound] = tree.insert(new[is_sound])
             tree.free(new[~is_sound])
             plan = None
         if states is not None:
             cache.keep_states(kept, np.zeros(len(kept), np.int64), states)
+        # 5. Remember the plan for a step whose contexts extend these.
         if plan is not None:
             node_uses = tree.nodes.node_uses(kept)
             order = np.argsort(node_uses)
             self._remembered.append((plan, node_uses[order], order))
-        for context, hint in zip(contexts, tree.nodes.cache_hints(kept), strict=True):
-            context.cache_hint = hint
         self.tokens_reused += int(batch.prefix_lens.sum())
-        return self._without_nan(queries, rows, np.flatnonzero(~is_sound).tolist())
+        return kept
 
     def _decode_plan(self, nodes: NDArray[np.int32], past: CachedPrefixes) -> CascadePlan | None:
         """Return the cascade plan by which a decode step reads the cached tokens of nodes."""
@@ -500,6 +551,123 @@ class Scheduler:
             if (known[found] == node_uses).all():
                 return plan.advanced(order[found], tree.nodes.slot[nodes].astype(np.int64))
         return attention.plan(past, np.ones(len(nodes), np.int64))
+
+    # ---------------------------------------------------------------- particle steps
+
+    def _evaluate_steps(self, queries: list[Query]) -> list[Result]:
+        """Answer a batch with particle steps: on arrays if its rows are cached up to one token."""
+        steps = [query for query in queries if type(query) is ParticleStep]
+        others = [query for query in queries if type(query) is not ParticleStep]
+        answers = dict[Query, Result]()
+        try:
+            if all(self._nodes_of_step(step) is not None for step in steps):
+                answers = self._decode_steps(steps, others)
+                if not answers and others:
+                    answers.update(zip(others, self.evaluate(others), strict=True))
+                    answers.update(self._decode_steps(steps, []))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        missing = [query for query in queries if query not in answers]
+        if missing:  # outside the handler, where the traceback would hold the tensors
+            answers.update(self._steps_by_rows(missing))
+        return [answers[query] for query in queries]
+
+    def _nodes_of_step(self, step: ParticleStep) -> NDArray[np.int32] | None:
+        """Return the node before each row's last token; ``None`` if some row lacks it."""
+        nodes, sizes = self.tree.nodes, step.lengths - 1
+        if not self.cache.keeps or step.has_pictures or sizes.max() >= self.can.max_cacheable_len:
+            return None
+        found = nodes.numbered(step.hints, step.hint_key, self.tree.root(step.adapter))
+        if (nodes.depth[found] > sizes).any():  # a row that was computed already is one too deep
+            found = nodes.ancestors(found, sizes)
+        if self.cache.state_pool.num_states:
+            found = self._at_states(found, step.lengths)
+        return found if (nodes.depth[found] == sizes).all() else None
+
+    def _decode_steps(
+        self, steps: Sequence[ParticleStep], others: Sequence[Query]
+    ) -> dict[Query, Result]:
+        """Answer steps and row queries by one decode step; return nothing if that cannot be."""
+        tree, cache = self.tree, self.cache
+        tree.new_step(sum(map(len, steps)) + len(others))
+        # 1. Match: arrays of the node before each row's last token, and of that token.
+        parts = [self._nodes_of_step(step) for step in steps]
+        sizes = [step.lengths - 1 for step in steps]
+        tokens = [step.tokens for step in steps]
+        if others:
+            lengths = np.array([len(query.context) for query in others], np.int32)
+            if any(map(_NUM_TARGETS, others)) or lengths.max() > self.can.max_cacheable_len:
+                return {}
+            own = self._match(others, lengths - 1)
+            parts.append(self._at_states(own, lengths) if cache.state_pool.num_states else own)
+            sizes.append(lengths - 1)
+            tokens.append(_last_tokens(others))
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
+            return {}
+        nodes = np.concatenate(found)
+        tree.touch(nodes)
+        if cache.host_state_pool.num_states and not tree.states.fetch(nodes):
+            return {}
+        if not self.is_decode(nodes, np.concatenate(sizes), others):
+            return {}
+        # 2. Run, and read each step's values from its part of the logits.
+        starts = np.cumsum([0, *map(len, steps)]).tolist()
+        tables, rows = dict[ParticleStep, tuple[torch.Tensor, Any]](), list[Row]()
+
+        def read(logits: torch.Tensor) -> NDArray[np.bool_]:
+            are_sound = list[NDArray[np.bool_]]()
+            for step, start in zip(steps, starts, strict=False):
+                own = logits[start : start + len(step)]
+                as_logits = step.takes_logits
+                table = self._outputs.defined(own) if as_logits else self._outputs.table(own)
+                values = step.values(table, are_logits=as_logits)
+                tables[step] = table, values
+                are_sound.append(step.are_sound(values))
+            if others:
+                rows.extend(self._outputs.rows(logits[starts[-1] :]))
+                are_sound.append(_are_sound(rows))
+            return np.concatenate(are_sound)
+
+        kept = self._decode(nodes, np.concatenate(tokens), read)
+        if kept is None:
+            return {}
+        # 3. Compute rows with NaN again, uncached and alone.
+        answers, key = dict[Query, Result](), tree.nodes.key
+        for step, start in zip(steps, starts, strict=False):
+            own = kept[start : start + len(step)]
+            table, values = tables[step]
+            bad = np.flatnonzero(own == 0).tolist()
+            if bad:
+                again = [RowQuery(step.context_of(i), step.adapter) for i in bad]
+                table = self._outputs.table(table) if step.takes_logits else table.clone()
+                for i, row in zip(bad, self.run_uncached([*again], pads=False), strict=True):
+                    table[i] = row.logprobs.to(table.device)
+                values = step.values(table)
+            answers[step] = StepResult(values, tree.nodes.node_uses(own), key)
+        if others:
+            found_rows = self._rows_of_step(others, rows, kept[starts[-1] :])
+            answers.update(zip(others, found_rows, strict=True))
+        return answers
+
+    def _steps_by_rows(self, queries: Sequence[Query]) -> dict[Query, Result]:
+        """Answer steps from the rows of their contexts, as if each had been asked for alone."""
+        queries_of = dict[Query, list[RowQuery]]()
+        queries_of.update((q, q.row_queries()) for q in queries if isinstance(q, ParticleStep))
+        wanted = {own: own for query in queries for own in queries_of.get(query, (query,))}
+        found = dict(zip(wanted, self.evaluate([*wanted]), strict=True))
+        answers = {query: found[query] for query in queries if query not in queries_of}
+        key = self.tree.nodes.key
+        for step, own in queries_of.items():
+            assert isinstance(step, ParticleStep)
+            rows = [found[query] for query in own]
+            errors = [row for row in rows if isinstance(row, Exception)]
+            hints = [wanted[query].context.cache_hint for query in own]
+            numbers = np.array([hint[1] if hint[0] is key else 0 for hint in hints], np.int64)
+            values = None if errors else step.values(stacked(rows))
+            answers[step] = errors[0] if errors else StepResult(values, numbers, key)
+        return answers
 
     # ---------------------------------------------------------------- recurrent states
 
@@ -551,6 +719,15 @@ class Scheduler:
                 if position < chunk.stop:
                     for job in jobs:
                         job.node = int(nodes[position - chunk.start])
+
+
+def _are_sound(rows: Sequence[Row]) -> NDArray[np.bool_]:
+    """Return whether each row of a pass is free of NaN."""
+    return ~np.isnan(np.array([row.logsumexp for row in rows], np.float64))
+
+
+def _last_tokens(queries: Sequence[Query]) -> NDArray[np.int32]:
+    return np.frombuffer(b"".join([query.context.last_packed for query in queries]), np.int32)
 
 
 def _beside(

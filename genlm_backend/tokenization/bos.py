@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from genlm_backend.errors import ContextError
+
 
 def adds_bos(tokenizer: Any) -> bool:
     """Return whether a tokenizer prepends its BOS to texts, as it does to an empty one."""
@@ -16,6 +18,22 @@ def with_one_bos(tokenizer: Any, token_ids: list[int]) -> list[int]:
     bos = getattr(tokenizer, "bos_token_id", None)
     is_twice = bos is not None and token_ids[:2] == [bos, bos] and adds_bos(tokenizer)
     return token_ids[1:] if is_twice else token_ids
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a prompt, with at most one BOS.
+
+    Raises:
+        ContextError: (``ValueError``) If the tokenizer cannot encode text, or the text is empty.
+    """
+    method = getattr(tokenizer, "encode", None)
+    if method is None:
+        raise ContextError("the model's tokenizer cannot encode text: pass token ids")
+    encoded = method(text)
+    ids = encoded if isinstance(encoded, list) else encoded.ids
+    if not ids:
+        raise ContextError("the prompt is empty: a context needs at least one token")
+    return with_one_bos(tokenizer, ids)
 
 
 def without_bos(tokenizer: Any, text: str) -> str:

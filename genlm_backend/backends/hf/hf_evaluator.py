@@ -127,6 +127,7 @@ class HFEvaluator(LocalEvaluator):
             scores=not support.reason,  # right rows from slots prove causality
             omits_undefined=True,
             reads_out=True,
+            takes_steps=True,
             image_token_id=image_token_id(runner.model),
             eos_token_ids=ends_of_model(runner.model),
         )

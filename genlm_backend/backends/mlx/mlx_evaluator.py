@@ -111,6 +111,7 @@ class MlxEvaluator(LocalEvaluator):
             scores=support.pads or self.scheduler.cache.keeps,
             omits_undefined=True,
             reads_out=True,
+            takes_steps=True,
             eos_token_ids=self._ends,
         )
 

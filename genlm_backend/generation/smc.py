@@ -1,0 +1,240 @@
+"""smc: sequential Monte Carlo over texts, by a group of particles."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.checks import (
+    function,
+    instance,
+    integer,
+    listed,
+    mapping,
+    optional,
+    shown,
+    switch,
+)
+from genlm_backend.errors import OptionError
+from genlm_backend.generation.constraint import Constraint
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.particles.particle_group import Draws, ParticleGroup
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import TokenIds, check_known_ids
+from genlm_backend.readouts.draw import Allowed, PackedMask, packed_mask
+from genlm_backend.resampling import Scheme, log_mean
+from genlm_backend.runtime.blocking import blocking, in_form
+from genlm_backend.runtime.progress import progress_bar
+from genlm_backend.runtime.together import together
+
+Twist = Callable[[list[int]], float | Awaitable[float]]
+"""Returns the logarithm of a factor of a text's weight, given its token ids."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightedTexts:
+    """Texts with weights, and the estimate of their normalising constant.
+
+    Attributes:
+        texts: The texts after the prompt, without special tokens.
+        token_ids: Their tokens, with the one that ended each.
+        log_weights: Their log-weights, ``-inf`` for texts that are not possible: float64 ``[N]``.
+        log_z: The logarithm of the estimate of the normalising constant: the probability that a
+            text of the model is allowed, times its expected factor.
+        log_z_error: Standard error of ``log_z``, from the spread over the repeats; NaN for one.
+        ess: Effective sample size of each repeat after each step: float64 ``[steps, repeats]``.
+        group: The particles, one group per repeat.
+    """
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    log_weights: NDArray[np.float64]
+    log_z: float
+    log_z_error: float
+    ess: NDArray[np.float64]
+    group: ParticleGroup
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """The normalised weights, all 0 if no text is possible: float64 ``[N]``."""
+        largest = self.log_weights.max()
+        if largest == -math.inf:
+            return np.zeros(len(self.texts))
+        weights = np.exp(self.log_weights - largest)
+        return weights / weights.sum()
+
+    def most_common(self, n: int | None = None) -> list[tuple[str, float]]:
+        """Return the texts with the largest total weights, and those weights."""
+        totals = dict.fromkeys(self.texts, 0.0)
+        for text, weight in zip(self.texts, self.weights.tolist(), strict=True):
+            totals[text] += weight
+        return sorted(totals.items(), key=itemgetter(1), reverse=True)[:n]
+
+    def __repr__(self) -> str:
+        best = ", ".join(f"{text!r}: {weight:.3f}" for text, weight in self.most_common(3))
+        error = "" if math.isnan(self.log_z_error) else f" ± {self.log_z_error:.2g}"
+        return f"<WeightedTexts of {len(self.texts)}, log Z = {self.log_z:.4g}{error}; {best}, …>"
+
+
+async def smc(
+    lm: AsyncLM,
+    prompt: str | TokenIds,
+    n: int = 100,
+    *,
+    max_tokens: int = 50,
+    constraint: Constraint | None = None,
+    allowed: Allowed | None = None,
+    twist: Twist | None = None,
+    proposal: Mapping[str, Any] | None = None,
+    ends: Collection[int | str] | str | None = None,
+    threshold: float = 0.5,
+    scheme: str | Scheme = "systematic",
+    repeats: int = 1,
+    seed: int | None = None,
+    lora_name: str | None = None,
+    progress: bool = False,
+) -> WeightedTexts:
+    """Sample weighted texts by sequential Monte Carlo.
+
+    The texts have the model's probability, restricted to the allowed ones, times the exponential of
+    their twist. A particle gains the weight of each token under the model over its probability
+    under the proposal. When few particles have most of the weight, copies of them replace the
+    others (Doucet and Johansen, 2009, "A tutorial on particle filtering and smoothing").
+
+    Args:
+        lm: The model.
+        prompt: The prompt: a text or token ids.
+        n: Number of particles of each repeat.
+        max_tokens: Tokens of a text, at most. A text of this length that has not ended is a text,
+            unless there is a constraint: then its weight is 0.
+        constraint: The constraint on the whole text, copied for each particle. It decides which
+            token ends a text.
+        allowed: Tokens that may be drawn at every step, in the types of ``draw_next_token``.
+        twist: Returns the logarithm of a factor for a text so far, given its token ids; ``-inf``
+            only if no continuation is possible. A coroutine function is called for all particles
+            at once, such as a batched critic.
+        proposal: Options of ``ParticleGroup.draw`` to draw the tokens with, such as
+            ``{"temperature": 1.5}``. Those that exclude tokens exclude texts.
+        ends: Token ids that end a text; or strings, for all tokens whose text ends with one of
+            them, such as ``"."``. By default the model's ``eos_token_ids``, to which strings add.
+        threshold: Resample below this share of the effective sample size; see
+            ``ParticleGroup.resample``.
+        scheme: The resampling scheme; see ``genlm_backend.resampling``.
+        repeats: Number of independent runs, which share passes; ``log_z_error`` is from them.
+        seed: Seed of all random numbers; ``None`` for a fresh one.
+        lora_name: The adapter to read the texts with.
+        progress: Show a bar of the steps.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option has a wrong type.
+        OptionError: (``ValueError``) If an option is out of its bounds.
+        ContextError: (``ValueError``) If the prompt is empty or too long.
+        Exception: Any error of ``ParticleGroup.draw`` or of ``twist``.
+    """
+    instance(AsyncLM, "an AsyncLM")("lm", lm)
+    optional(instance(Constraint, "a Constraint"))("constraint", constraint)
+    length, num_repeats = integer(1)("max_tokens", max_tokens), integer(1)("repeats", repeats)
+    factor, options = optional(function)("twist", twist), mapping("proposal", proposal or {})
+    bits = packed_mask(allowed, len(lm.byte_vocab))
+    mask = None if bits is None else PackedMask(bits, len(lm.byte_vocab))
+    ending, num_steps = np.array(sorted(_end_ids(lm, ends)), np.int64), 0
+    start = prompt if isinstance(prompt, (str, Context)) else list(prompt)
+    group = lm.particles([start] * num_repeats, n, seed=seed, lora_name=lora_name)
+    own, sizes = await in_form(group), list[NDArray[np.float64]]()
+    log_twists = np.zeros(len(group))
+    states = None if constraint is None else [constraint.fork() for _ in range(len(group))]
+    with progress_bar(length, switch("progress", progress)) as bar:
+        while num_steps < length and group.is_active.any():
+            masks: Any = mask if states is None else states
+            if states is not None and mask is not None:
+                masks = [each & mask for each in Constraint.masks(states)]
+            draws = await own.draw(allowed=masks, **options)
+            group.append(draws.token_ids)
+            group.reweight(draws.log_increments)
+            group.finish(_ended(draws, states, ending))
+            if factor is not None:
+                now = await _twists(factor, group, draws)
+                with np.errstate(invalid="ignore"):
+                    group.reweight(np.where(draws.token_ids >= 0, now - log_twists, 0.0))
+                log_twists = np.where(draws.token_ids >= 0, now, log_twists)
+            num_steps += 1
+            bar.update()
+            sizes.append(group.ess)
+            if num_steps < length:  # copies of the last step would be a waste
+                ancestors = group.resample(threshold, scheme)
+                log_twists = log_twists[ancestors]
+                if states is not None and group.resampled.any():
+                    states = [states[i].fork() for i in ancestors.tolist()]
+    if states is not None:
+        group.reweight(np.where(group.is_done, 0.0, -math.inf))
+    log_z = group.log_z
+    return WeightedTexts(
+        texts=group.texts(),
+        token_ids=group.token_ids(),
+        log_weights=group.log_weights,
+        log_z=log_mean(log_z),
+        log_z_error=_error(log_z),
+        ess=np.array(sizes).reshape(-1, num_repeats),
+        group=group,
+    )
+
+
+smc_sync = blocking(smc, "texts")
+
+
+def _end_ids(lm: AsyncLM, ends: Any) -> frozenset[int]:
+    """Return the ids of the tokens that end a text; see ``smc``."""
+    if ends is None:
+        return lm.eos_token_ids
+    given = [ends] if isinstance(ends, (str, int)) else listed("ends", ends)
+    wrong = [end for end in given if type(end) is bool or not isinstance(end, (str, int))]
+    if wrong or "" in given:
+        raise OptionError(f"ends must be token ids or strings, got {shown(wrong or given)}")
+    ids = {int(end) for end in given if not isinstance(end, str)}
+    check_known_ids("ends", ids, len(lm.byte_vocab))
+    suffixes = tuple(end.encode() for end in given if isinstance(end, str))
+    if suffixes:
+        ids |= lm.eos_token_ids
+        ids |= {i for i, token in enumerate(lm.byte_vocab) if bytes(token).endswith(suffixes)}
+    return frozenset(ids)
+
+
+def _ended(
+    draws: Draws, states: list[Constraint] | None, ends: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Advance the constraints by the drawn tokens; return which texts have ended."""
+    if states is None:
+        return np.isin(draws.token_ids, ends)
+    for state, token_id in zip(states, draws.token_ids.tolist(), strict=True):
+        if token_id >= 0:
+            state.advance(token_id)
+    return np.array([state.is_ended for state in states], np.bool_)
+
+
+async def _twists(
+    twist: Callable[[list[int]], Any], group: ParticleGroup, draws: Draws
+) -> NDArray[np.float64]:
+    """Return the twist of each particle that has drawn a token, 0 for the others."""
+    ids, chosen = group.token_ids(), np.flatnonzero(draws.token_ids >= 0)
+    values = [twist(ids[i]) for i in chosen.tolist()]
+    if any(map(inspect.isawaitable, values)):
+        values = await together(values)
+    found = np.zeros(len(ids))
+    found[chosen] = values
+    return found
+
+
+def _error(log_z: NDArray[np.float64]) -> float:
+    """Return the standard error of the logarithm of a mean of estimates, by the delta method."""
+    if len(log_z) < 2 or log_z.max() == -math.inf:
+        return math.nan
+    estimates = np.exp(log_z - log_z.max())
+    return float(estimates.std(ddof=1) / estimates.mean() / math.sqrt(len(estimates)))

@@ -1,0 +1,1 @@
+"""Groups of particles as arrays, for sequential Monte Carlo."""

@@ -1,0 +1,804 @@
+"""ParticleGroup: many particles of one program, as arrays.
+
+A particle is a prompt, the tokens after it and a log-weight. A group holds them in arrays, and asks
+the model for all of its particles by one query per step. Equal contexts are one row of the pass.
+
+**What a step sends.** For each distinct context: the number of its prefix's node in the cache, its
+last token and its length. From a local model come back the draws, and the numbers of the new nodes.
+A node that was evicted is found to be missing by its number; then the step is answered from the
+contexts, which the group can make from its prompts and tokens at any time.
+
+**Nothing changes before a result is there.** A draw changes no array but the node numbers and the
+count of draws, once its result has arrived. So a cancelled or failed draw leaves the group as it
+was, and repeats the same random numbers.
+
+**Random numbers** come from Philox by (seed, index of the particle, number of draws so far). So a
+draw depends neither on other queries of its batch nor on which particles are finished, and copies
+of a particle, which have other indices, draw differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from genlm_backend.checks import integer, listed, number, optional, shown
+from genlm_backend.errors import (
+    ContextError,
+    EvaluationError,
+    OptionError,
+    OptionTypeError,
+    ParticleError,
+)
+from genlm_backend.particles.masks import Masks, check_ids, masks_by_group, masks_of
+from genlm_backend.queries.context import Context
+from genlm_backend.readouts.draw import TEMPERATURE
+from genlm_backend.readouts.draw_table import Pools, SamplingFilter
+from genlm_backend.readouts.particle_step import ParticleStep, StepResult, TableDraws
+from genlm_backend.readouts.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
+from genlm_backend.resampling import SCHEMES, Scheme, multinomial
+from genlm_backend.runtime.blocking import blocking, in_form
+
+Ints = NDArray[np.int64]
+Doubles = NDArray[np.float64]
+
+
+class ParticleModel(Protocol):
+    """The part of ``AsyncLM`` that a group uses."""
+
+    batch_size: int
+    max_length: int | None
+    device: torch.device | None
+    byte_vocab: list[Any]
+    special_ids: Any
+
+    async def batch_read(
+        self, token_ids_list: Any, readout: Any, lora_name: str | None = None
+    ) -> list[Any]: ...
+
+    async def particle_results(
+        self, steps: Sequence[ParticleStep], lora_name: str | None
+    ) -> list[StepResult]: ...
+
+
+class Draws(NamedTuple):
+    """The next tokens of a group's particles, each array ``[N]``.
+
+    Attributes:
+        token_ids: Ids of the tokens, int64; -1 for a finished, dead or impossible particle.
+        logprobs: Log-probabilities under the model at temperature 1, without masks and bounds:
+            float64. 0 for a finished particle; ``-inf`` for a dead or impossible one.
+        log_allowed: Log-masses of the tokens that were drawn from: float64.
+        log_proposals: Log-probabilities with which the tokens were drawn: float64.
+    """
+
+    token_ids: Ints
+    logprobs: Doubles
+    log_allowed: Doubles
+    log_proposals: Doubles
+
+    @property
+    def log_increments(self) -> Doubles:
+        """Log-weights that the particles gain by these tokens: ``logprobs - log_proposals``."""
+        return self.logprobs - self.log_proposals
+
+
+class Rows(NamedTuple):
+    """The rows of a group's distinct contexts.
+
+    Attributes:
+        table: Log-probabilities of the next token: float32 ``[distinct, V]``, on the device of the
+            model's rows.
+        row_of: Index of each particle's row, int64 ``[N]``; -1 for a finished or dead particle.
+    """
+
+    table: torch.Tensor
+    row_of: Ints
+
+
+class ParticleTop(NamedTuple):
+    """The most probable next tokens of each particle; -1 and ``-inf`` if it is finished or dead.
+
+    Attributes:
+        token_ids: Their ids, the most probable first: int64 ``[N, k]``.
+        logprobs: Their log-probabilities: float32 ``[N, k]``.
+        log_rest: Log-mass of all other tokens: float64 ``[N]``.
+    """
+
+    token_ids: Ints
+    logprobs: NDArray[np.float32]
+    log_rest: Doubles
+
+
+@final
+class ParticleGroup:
+    """Particles of one or more groups, as arrays; made by ``lm.particles``.
+
+    A step is ``draw``, ``append``, ``reweight`` and, as needed, ``finish`` and ``resample``. A
+    particle is *finished* once ``finish`` has named it, and *dead* at a log-weight of ``-inf``;
+    neither is computed. While an await of the group runs, its other methods raise an error. One
+    thread at a time may use a group.
+
+    Attributes:
+        group_ids: The group of each particle: int64 ``[N]``.
+        is_done: Whether each particle is finished: bool ``[N]``.
+        resampled: Whether each group was resampled by the last ``resample``: bool ``[G]``.
+        history: The ancestors that each ``resample`` returned: int64 ``[N]`` each.
+    """
+
+    def __init__(
+        self,
+        lm: Any,
+        prompts: Sequence[Context],
+        group_ids: Ints,
+        seed: np.random.SeedSequence,
+        lora_name: str | None,
+    ) -> None:
+        self._model: ParticleModel = lm
+        self._prompts, self._lora_name = list(prompts), lora_name
+        self.group_ids, size = group_ids, len(group_ids)
+        self._counts = np.bincount(group_ids, minlength=len(prompts))
+        self._seed, self._num_draws = seed, 0
+        own, of_resampling = seed.spawn(2)
+        self._key = own.generate_state(2, np.uint64)
+        self._rng = np.random.default_rng(of_resampling)
+        self._log_weights = np.zeros(size)
+        self.is_done = np.zeros(size, np.bool_)
+        self.resampled, self.history = np.zeros(len(prompts), np.bool_), list[Ints]()
+        # The ledger: all tokens after the prompts. A step holds these arrays, so that written
+        # elements never change: ``append`` writes after the lengths that a step has copied.
+        self._tokens = np.zeros((size, 16), np.int32)  # [N, T] int32
+        self._num_tokens = np.zeros(size, np.int64)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+        self._prompt_lengths = lengths[group_ids]
+        last = [prompt[-1] if len(prompt) else 0 for prompt in prompts]
+        self._last_tokens = np.array(last, np.int32)[group_ids]
+        self._hints, self._hint_key = np.zeros(size, np.int64), object()
+        known = dict[Context, int]()
+        self._prompt_ids = [known.setdefault(own, i) for i, own in enumerate(prompts)]
+        self._has_pictures = any(prompt.pictures is not None for prompt in prompts)
+        self._is_running = self._is_drawn = False
+
+    def __len__(self) -> int:
+        return len(self.group_ids)
+
+    @property
+    def is_active(self) -> NDArray[np.bool_]:
+        """Whether each particle is drawn from, being neither finished nor dead: bool ``[N]``."""
+        return ~self.is_done & (self._log_weights > -math.inf)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups, each with one prompt."""
+        return len(self._prompts)
+
+    def __repr__(self) -> str:
+        num_done, num_dead = int(self.is_done.sum()), int((self._log_weights == -math.inf).sum())
+        return (
+            f"<ParticleGroup of {len(self)} particles in {self.num_groups} groups, {num_done} "
+            f"finished, {num_dead} dead>"
+        )
+
+    # ---------------------------------------------------------------- weights
+
+    @property
+    def log_weights(self) -> Doubles:
+        """Unnormalised log-weights: float64 ``[N]``, a copy."""
+        return self._log_weights.copy()
+
+    @property
+    def log_z(self) -> Doubles:
+        """Each group's log-mean weight, the estimate of log Z so far: float64 ``[G]``."""
+        largest, sums, _ = self._sums()
+        with np.errstate(divide="ignore"):
+            return np.where(sums > 0, largest + np.log(sums / self._counts), -math.inf)
+
+    @property
+    def ess(self) -> Doubles:
+        """Each group's effective sample size, 0 if all of it is dead: float64 ``[G]``."""
+        _, sums, squares = self._sums()
+        return np.divide(sums**2, squares, out=np.zeros(len(sums)), where=squares > 0)
+
+    def _sums(self) -> tuple[Doubles, Doubles, Doubles]:
+        """Return each group's largest log-weight, and the sums of relative weights and squares."""
+        largest = np.full(self.num_groups, -math.inf)
+        np.maximum.at(largest, self.group_ids, self._log_weights)
+        largest[largest == -math.inf] = 0.0
+        with np.errstate(under="ignore"):
+            weights = np.exp(self._log_weights - largest[self.group_ids])
+        sums = np.bincount(self.group_ids, weights, minlength=self.num_groups)
+        squares = np.bincount(self.group_ids, np.square(weights), minlength=self.num_groups)
+        return largest, sums.astype(np.float64), squares.astype(np.float64)
+
+    def reweight(self, log_increments: ArrayLike) -> None:
+        """Add to the log-weights; ``-inf`` makes a particle dead.
+
+        Args:
+            log_increments: A number for each particle, or one for all: float ``[N]``.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If they are no numbers.
+            OptionError: (``ValueError``) If one is NaN or ``inf``, or their number differs.
+            ParticleError: (``RuntimeError``) While an await of the group runs.
+        """
+        self._check_idle()
+        added = np.asarray(log_increments)
+        if added.dtype.kind not in "fiu":
+            raise OptionTypeError(f"log_increments must be numbers, got {shown(log_increments)}")
+        if added.shape not in ((), (len(self),)):
+            raise OptionError(
+                f"log_increments must have one number for each of the {len(self)} particles; got "
+                f"the shape {list(added.shape)}"
+            )
+        added = np.broadcast_to(added.astype(np.float64), len(self))
+        wrong = np.flatnonzero(np.isnan(added) | (added == math.inf))
+        if len(wrong):
+            raise OptionError(
+                f"log_increments[{wrong[0]}] is {added[wrong[0]]}: a weight is a finite number, "
+                "and its logarithm -inf at the least"
+            )
+        self._log_weights = self._log_weights + added
+
+    def finish(self, is_done: ArrayLike) -> None:
+        """Mark particles as finished: they keep their weight, and draw no more tokens.
+
+        Args:
+            is_done: Whether to finish each particle: bool ``[N]``. Finished ones stay finished.
+
+        Raises:
+            OptionError: (``ValueError``) If it is not an array of ``N`` bools.
+            ParticleError: (``RuntimeError``) While an await of the group runs.
+        """
+        self._check_idle()
+        done = np.asarray(is_done)
+        if done.dtype != bool or done.shape != (len(self),):
+            raise OptionError(
+                f"is_done must be bools [{len(self)}], got {done.dtype} {list(done.shape)}"
+            )
+        self.is_done = self.is_done | done
+
+    def resample(
+        self,
+        threshold: float = 0.5,
+        scheme: str | Scheme = "systematic",
+        retained: ArrayLike | None = None,
+    ) -> Ints:
+        """Resample the groups whose effective sample size is low; return all ancestors.
+
+        Particle ``i`` becomes a copy of particle ``ancestors[i]``, of the same group. Copy the
+        state that a program holds for each particle in the same way. The particles of a resampled
+        group get its log-mean weight, so that ``log_z`` does not change. A group that is all dead
+        or all finished is not resampled.
+
+        Args:
+            threshold: Resample a group if its effective sample size is below this share of its
+                number of particles; 0 to 1.
+            scheme: A name in ``genlm_backend.resampling``, or a function like those.
+            retained: For conditional sequential Monte Carlo, the index of one particle of each
+                group, int ``[G]``, that stays where it is. Only with ``"multinomial"``, whose
+                other ancestors stay independent of it.
+
+        Returns:
+            The index of each particle's ancestor, int64 ``[N]``; its own index if its group was
+            not resampled.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an argument has another type.
+            OptionError: (``ValueError``) If ``threshold`` is out of its bounds, ``scheme`` is
+                unknown, or ``retained`` is not one particle of each group.
+            ParticleError: (``RuntimeError``) Between ``draw`` and ``append``, and while an await of
+                the group runs.
+        """
+        self._check_idle()
+        if self._is_drawn:
+            raise ParticleError(
+                "resample() between draw() and append(): the drawn tokens belong to the particles "
+                "in their present order, so append them first"
+            )
+        share = number(0, 1)("threshold", threshold)
+        chosen = scheme if callable(scheme) else SCHEMES.get(scheme)
+        if chosen is None:
+            raise OptionError(f"scheme must be one of {', '.join(SCHEMES)}; got {shown(scheme)}")
+        kept = self._retained(retained, chosen)
+        log_z, num_left = self.log_z, np.bincount(self.group_ids, ~self.is_done, self.num_groups)
+        is_low = (self.ess < share * self._counts) & (log_z > -math.inf) & (num_left > 0)
+        ancestors, log_weights = np.arange(len(self)), self._log_weights.copy()
+        for group in np.flatnonzero(is_low).tolist():
+            own = np.flatnonzero(self.group_ids == group)
+            found = np.asarray(chosen(log_weights[own], len(own), self._rng))
+            if found.shape != own.shape or found.min() < 0 or found.max() >= len(own):
+                raise OptionError(f"scheme must return {len(own)} indices below {len(own)}")
+            ancestors[own] = own[found]
+            log_weights[own] = log_z[group]
+        if kept is not None:
+            ancestors[kept[is_low]] = kept[is_low]
+        self.history.append(ancestors)
+        self.resampled = is_low
+        if is_low.any():
+            self._log_weights = log_weights
+            self._take(ancestors)
+        return ancestors.copy()
+
+    def _retained(self, retained: ArrayLike | None, scheme: Scheme) -> Ints | None:
+        if retained is None:
+            return None
+        if scheme is not multinomial:
+            raise OptionError(
+                "retained is for scheme='multinomial': the other schemes' ancestors depend on each "
+                "other, so that keeping one of them would bias the rest"
+            )
+        kept = np.asarray(retained)
+        is_fit = kept.dtype.kind in "iu" and kept.shape == (self.num_groups,)
+        is_fit = is_fit and bool(((kept >= 0) & (kept < len(self))).all())
+        if not is_fit or (self.group_ids[kept] != np.arange(self.num_groups)).any():
+            raise OptionError(
+                f"retained must be the index of one particle of each of the {self.num_groups} "
+                f"groups, got {shown(retained)}"
+            )
+        return kept.astype(np.int64)
+
+    def _take(self, indices: Ints) -> None:
+        """Replace each particle's tokens, and whether it is finished, by another's."""
+        self.is_done, self._tokens = self.is_done[indices], self._tokens[indices]
+        self._num_tokens, self._hints = self._num_tokens[indices], self._hints[indices]
+        self._last_tokens = self._last_tokens[indices]
+
+    # ---------------------------------------------------------------- tokens
+
+    def append(self, token_ids: ArrayLike) -> None:
+        """Append one token to each particle, such as the drawn ones.
+
+        Args:
+            token_ids: Ids, int ``[N]``; -1 leaves a particle as it is.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If they are no integers.
+            OptionError: (``ValueError``) If an id is outside the vocabulary, or their number
+                differs.
+            ParticleError: (``RuntimeError``) While an await of the group runs.
+        """
+        self._check_idle()
+        ids = check_ids("token_ids", token_ids, len(self), len(self._model.byte_vocab))
+        if self._num_tokens.max(initial=0) == self._tokens.shape[1]:
+            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)], 1)
+        own = np.flatnonzero(ids >= 0)
+        self._tokens[own, self._num_tokens[own]] = ids[own]
+        self._num_tokens = self._num_tokens + (ids >= 0)
+        self._last_tokens = np.where(ids >= 0, ids, self._last_tokens)
+        self._is_drawn = False
+
+    def token_ids(self) -> list[list[int]]:
+        """Return the tokens after each particle's prompt."""
+        sizes = self._num_tokens.tolist()
+        return [row[:size].tolist() for row, size in zip(self._tokens, sizes, strict=True)]
+
+    def texts(self) -> list[str]:
+        """Return the text after each particle's prompt, without special tokens."""
+        vocab, special = self._model.byte_vocab, self._model.special_ids
+        parts = ((bytes(vocab[i]) for i in ids if i not in special) for ids in self.token_ids())
+        return [b"".join(own).decode(errors="replace") for own in parts]
+
+    def contexts(self) -> list[Context]:
+        """Return each particle's context: its prompt and its tokens."""
+        return list(map(self._context_maker(np.arange(len(self))), range(len(self))))
+
+    def __getitem__(self, indices: Any) -> ParticleGroup:
+        """Return a new group of copies of particles, with random numbers of its own.
+
+        Args:
+            indices: A slice, integers or bools ``[N]``, as NumPy takes them.
+        """
+        self._check_idle()
+        chosen = np.atleast_1d(np.arange(len(self))[indices])
+        numbers, group_ids = np.unique(self.group_ids[chosen], return_inverse=True)
+        prompts = [self._prompts[i] for i in numbers.tolist()]
+        seed = self._seed.spawn(1)[0]
+        group = ParticleGroup(self._model, prompts, group_ids, seed, self._lora_name)
+        group.is_done, group._tokens = self.is_done[chosen], self._tokens[chosen]
+        group._num_tokens, group._hints = self._num_tokens[chosen], self._hints[chosen]
+        group._last_tokens, group._hint_key = self._last_tokens[chosen], self._hint_key
+        group._log_weights = self._log_weights[chosen]
+        return group
+
+    # ---------------------------------------------------------------- awaits
+
+    async def draw(
+        self,
+        *,
+        allowed: Any = None,
+        allowed_by_group: Any = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        uniforms: ArrayLike | None = None,
+    ) -> Draws:
+        """Draw a token for each particle; ``append`` them to move on.
+
+        A draw moves no particle. Equal contexts are computed once, and drawn from separately. Up to
+        rounding, the tokens are those that ``draw_next_token`` draws by the same random numbers. A
+        cancelled or failed draw does not count: the next one takes the same random numbers.
+
+        Args:
+            allowed: The tokens that may be drawn: one mask for all particles (bools ``[V]``, a
+                ``PackedMask`` or token ids in an array or set); bools ``[N, V]``; a list with a
+                mask, a ``Constraint`` or ``None`` for each particle; or a function without
+                arguments that returns one of these, and is called once. Constraints in equal states
+                share a mask.
+            allowed_by_group: Or the tokens for each group: bools ``[G, V]``.
+            temperature: As for ``draw_next_token``.
+            top_k: As for ``draw_next_token``.
+            top_p: As for ``draw_next_token``.
+            min_p: As for ``draw_next_token``.
+            uniforms: Numbers in [0, 1) to use instead of the group's own: float ``[N]``.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an argument has another type.
+            OptionError: (``ValueError``) If an argument is out of its bounds or has a wrong shape.
+            ContextError: (``ValueError``) If a context is empty or longer than the model's maximum.
+            ParticleError: (``RuntimeError``) While another await of the group runs.
+            EvaluationError: (``RuntimeError``) If the row of a particle is NaN.
+            Exception: Any error of ``next_token_logprobs``.
+        """
+        with self._running():
+            points = self._uniforms(uniforms)
+            divisor = TEMPERATURE("temperature", temperature)
+            bounds = _bounds(top_k, top_p, min_p) if divisor else None
+            active = self._active()
+            if callable(allowed) and not hasattr(allowed, "state_key"):
+                allowed = allowed()
+            masks = self._masks(allowed, allowed_by_group, active)
+            first, row_of = self._distinct(active)
+            lm, found = await in_form(self._model), np.empty((len(active), 5))
+            plan = _Plan(divisor, bounds, masks, points[active])
+            steps, places = self._steps(active[first], row_of, plan)
+            results = await lm.particle_results(steps, self._lora_name) if steps else []
+            for result, own in zip(results, places, strict=True):
+                found[own] = result.values
+            draws = self._draws(active, found)
+            self._keep_hints(active[first], row_of, active, results)
+            self._count_draw()
+            return draws
+
+    draw_sync = blocking(draw, "draws")
+
+    async def logprobs(self) -> Rows:
+        """Return the rows of the distinct contexts of the particles that are still drawn from.
+
+        Raises:
+            Exception: Any error of ``draw``.
+        """
+        with self._running():
+            active = self._active()
+            first, row_of = self._distinct(active)
+            lm = await in_form(self._model)
+            steps, _ = self._steps(active[first], row_of, None)
+            results = await lm.particle_results(steps, self._lora_name) if steps else []
+            self._keep_hints(active[first], row_of, active, results)
+            return self._rows([result.values for result in results], active, row_of)
+
+    logprobs_sync = blocking(logprobs, "rows")
+
+    async def top(self, k: int) -> ParticleTop:
+        """Return the ``k`` most probable next tokens of each particle; see ``next_token_top``.
+
+        Raises:
+            Exception: Any error of ``draw``, or of ``next_token_top``.
+        """
+        found, row_of = await self._read(top_of(k, len(self._model.byte_vocab)))
+        width = len(found[0].token_ids) if found else k
+        ids = _spread([own.token_ids.numpy() for own in found], row_of, -1, (width,), np.int64)
+        logprobs = [own.logprobs.numpy() for own in found]
+        of_top = _spread(logprobs, row_of, -math.inf, (width,), np.float32)
+        rest = _spread([own.log_rest for own in found], row_of, -math.inf, (), np.float64)
+        return ParticleTop(ids, of_top, rest)
+
+    top_sync = blocking(top, "tokens")
+
+    async def logprobs_of(self, token_ids: Any) -> NDArray[np.float32]:
+        """Return the log-probabilities of chosen next tokens: float32 ``[N, len(token_ids)]``.
+
+        Finished and dead particles have ``-inf``; see ``next_token_logprobs_of``.
+
+        Raises:
+            Exception: Any error of ``draw``, or of ``next_token_logprobs_of``.
+        """
+        found, row_of = await self._read(chosen_of(token_ids, len(self._model.byte_vocab)))
+        rows = [own.numpy() for own in found]
+        return _spread(rows, row_of, -math.inf, (len(rows[0]) if rows else 0,), np.float32)
+
+    logprobs_of_sync = blocking(logprobs_of, "numbers")
+
+    async def log_masses(self, groups: Sequence[Any]) -> Doubles:
+        """Return the log-masses of groups of next tokens: float64 ``[N, len(groups)]``.
+
+        Finished and dead particles have ``-inf``; see ``next_token_log_masses``.
+
+        Raises:
+            Exception: Any error of ``draw``, or of ``next_token_log_masses``.
+        """
+        found, row_of = await self._read(masses_of(groups, len(self._model.byte_vocab)))
+        rows = [own.numpy() for own in found]
+        return _spread(rows, row_of, -math.inf, (len(rows[0]) if rows else 0,), np.float64)
+
+    log_masses_sync = blocking(log_masses, "numbers")
+
+    async def _read(self, readout: ReadoutOf) -> tuple[list[Any], Ints]:
+        """Return the answers to a readout of each distinct context, and each particle's index."""
+        with self._running():
+            active = self._active()
+            first, row_of = self._distinct(active)
+            lm, context_of = await in_form(self._model), self._context_maker(active[first])
+            contexts = [context_of(i) for i in range(len(first))]
+            answers = await lm.batch_read(contexts, readout, self._lora_name) if contexts else []
+            return answers, self._in_group(active, row_of)
+
+    # ---------------------------------------------------------------- the parts of a step
+
+    def _check_idle(self) -> None:
+        if self._is_running:
+            raise ParticleError(
+                "an await of this group is running: its arrays change when that ends, so wait "
+                "for it first"
+            )
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self._check_idle()
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def _active(self) -> Ints:
+        """Return the indices of the particles that are neither finished nor dead: ``[n]``."""
+        return np.flatnonzero(self.is_active)
+
+    def _in_group(self, active: Ints, row_of: Ints) -> Ints:
+        found = np.full(len(self), -1, np.int64)
+        found[active] = row_of
+        return found
+
+    def _uniforms(self, given: ArrayLike | None) -> Doubles:
+        if given is None:
+            counter = np.array([0, 0, self._num_draws, 0], np.uint64)
+            stream = np.random.Philox(key=self._key, counter=counter)
+            return np.random.Generator(stream).random(len(self))
+        found = np.asarray(given, np.float64)
+        if found.shape != (len(self),) or not ((found >= 0) & (found < 1)).all():
+            raise OptionError(f"uniforms must be {len(self)} numbers in [0, 1), got {shown(given)}")
+        return found
+
+    def _masks(self, allowed: Any, by_group: Any, active: Ints) -> Masks | None:
+        vocab_size = len(self._model.byte_vocab)
+        if by_group is None:
+            return masks_of(allowed, vocab_size, active, len(self))
+        if allowed is not None:
+            raise OptionError("pass allowed or allowed_by_group, not both")
+        return masks_by_group(by_group, vocab_size, self.group_ids[active], self.num_groups)
+
+    def _distinct(self, active: Ints) -> tuple[Ints, Ints]:
+        """Return one of the active particles for each distinct context, and each one's context.
+
+        Returns:
+            Indices into ``active``, int64 ``[R]``, and the context of each: int64 ``[n]``.
+        """
+        lengths = (self._prompt_lengths + self._num_tokens)[active]
+        most, longest = self._model.max_length, int(lengths.max(initial=0))
+        if most is not None and longest > most:
+            raise ContextError(
+                f"particle {active[lengths.argmax()]} has {longest} tokens, and the model takes at "
+                f"most {most}: finish() such particles"
+            )
+        hints = self._hints[active]
+        if len(active) and hints.all():
+            # Equal prefix nodes, lengths and last tokens mean equal contexts.
+            _, codes = np.unique(hints, return_inverse=True)
+            codes = codes * (longest + 1) + lengths
+            codes = codes * len(self._model.byte_vocab) + self._last_tokens[active]
+            _, first, row_of = np.unique(codes, return_index=True, return_inverse=True)
+            return first, row_of
+        index_of, row_of = dict[Any, int](), list[int]()
+        sizes = self._num_tokens.tolist()
+        for i in active.tolist():
+            key = self._prompt_ids[self.group_ids[i]], self._tokens[i, : sizes[i]].tobytes()
+            row_of.append(index_of.setdefault(key, len(index_of)))
+        rows = np.array(row_of, np.int64)
+        return np.unique(rows, return_index=True)[1], rows
+
+    def _steps(
+        self, particles: Ints, row_of: Ints, plan: _Plan | None
+    ) -> tuple[list[ParticleStep], list[Ints]]:
+        """Return steps of at most ``batch_size`` rows, and the indices of the draws of each.
+
+        Args:
+            particles: A particle for each row: int64 ``[R]``.
+            row_of: The row of each draw: int64 ``[n]``.
+            plan: How to draw; ``None`` for the rows themselves.
+        """
+        steps, places, size = list[ParticleStep](), list[Ints](), self._model.batch_size
+        pools = None if plan is None else plan.pools(row_of)
+        for start in range(0, len(particles), size):
+            own = particles[start : start + size]
+            draws = None
+            if pools is not None:
+                draws, indices = pools.of_rows(start, start + len(own))
+                places.append(indices)
+            step = ParticleStep(
+                hints=self._hints[own],
+                hint_key=self._hint_key,
+                lengths=(self._prompt_lengths + self._num_tokens)[own].astype(np.int32),
+                tokens=self._last_tokens[own],
+                context_of=self._context_maker(own),
+                draws=draws,
+                has_pictures=self._has_pictures,
+            )
+            steps.append(step)
+        return steps, places
+
+    def _context_maker(self, particles: Ints) -> Callable[[int], Context]:
+        """Return a function that makes the present context of each of some particles."""
+        # All arrays are copies, or are not written to where they are read.
+        sizes, hints = self._num_tokens[particles].tolist(), self._hints[particles].tolist()
+        rows, groups = particles.tolist(), self.group_ids[particles].tolist()
+        return partial(
+            _context, self._prompts, groups, self._tokens, rows, sizes, hints, self._hint_key
+        )
+
+    def _draws(self, active: Ints, found: Doubles) -> Draws:
+        """Return the draws of the group, given the numbers of ``Pools.draw`` for active ones."""
+        if np.isnan(found[:, 4]).any():
+            own = active[np.isnan(found[:, 4])]
+            raise EvaluationError(
+                f"the model says NaN of what comes next for {len(own)} of {len(self)} particles, "
+                f"such as particle {own[0]}: finish() them to go on with the others"
+            )
+        is_possible = found[:, 4] > -math.inf
+        token_ids, numbers = np.full(len(self), -1, np.int64), np.zeros((3, len(self)))
+        numbers[:2, self._log_weights == -math.inf] = -math.inf
+        token_ids[active[is_possible]] = found[is_possible, 0]
+        numbers[:, active] = np.where(is_possible, found[:, 1:4].T, np.array(_IMPOSSIBLE)[:, None])
+        return Draws(token_ids, *numbers)
+
+    def _rows(self, tables: Sequence[torch.Tensor], active: Ints, row_of: Ints) -> Rows:
+        device = self._model.device
+        own = [table.to("cpu" if device is None else device) for table in tables]
+        empty = torch.empty(0, len(self._model.byte_vocab), dtype=torch.float32, device=device)
+        table = torch.cat(own) if len(own) > 1 else own[0].clone() if own else empty
+        return Rows(table, self._in_group(active, row_of))
+
+    def _keep_hints(
+        self, particles: Ints, row_of: Ints, active: Ints, results: Sequence[StepResult]
+    ) -> None:
+        """Keep the node numbers of a step's rows, and count the draw."""
+        if not results:
+            return
+        key = results[-1].hint_key
+        hints = np.zeros_like(self._hints) if key is not self._hint_key else self._hints.copy()
+        own = [r.hints if r.hint_key is key else np.zeros_like(r.hints) for r in results]
+        hints[active] = np.concatenate(own)[row_of]
+        self._hints, self._hint_key = hints, key
+
+    def _count_draw(self) -> None:
+        self._num_draws += 1
+        self._is_drawn = True
+
+
+_IMPOSSIBLE: Final = (-math.inf, -math.inf, 0.0)
+"""``logprob``, ``log_allowed`` and ``log_proposal`` of a draw without a token."""
+
+
+@final
+class _Plan(NamedTuple):
+    """How to draw: the checked options, and a random number for each draw."""
+
+    temperature: float
+    bounds: SamplingFilter | None
+    masks: Masks | None
+    uniforms: Doubles
+
+    def pools(self, row_of: Ints) -> _StepPools:
+        """Return the distinct pairs of a row and a mask, in the order of their rows."""
+        table, mask_of = self.masks or (None, np.full(len(row_of), -1, np.int64))
+        base = 1 if table is None else len(table) + 1
+        codes, pool_of = np.unique(row_of * base + mask_of + 1, return_inverse=True)
+        order = np.argsort(pool_of, kind="stable")
+        return _StepPools(self, codes // base, codes % base - 1, table, order, pool_of[order])
+
+
+@final
+class _StepPools(NamedTuple):
+    """The pools of all rows of a step: their rows and masks, and the draws in their order."""
+
+    plan: _Plan
+    rows: Ints
+    mask_of: Ints
+    masks: NDArray[np.uint8] | None
+    order: Ints
+    pool_of: Ints
+
+    def of_rows(self, start: int, stop: int) -> tuple[TableDraws, Ints]:
+        """Return the draws from rows ``[start, stop)``, and their indices."""
+        first, last = np.searchsorted(self.rows, [start, stop]).tolist()
+        begin, end = np.searchsorted(self.pool_of, [first, last]).tolist()
+        plan, size = self.plan, last - first
+        pools = Pools(
+            rows=self.rows[first:last] - start,
+            temperatures=np.full(size, plan.temperature),
+            bounds=None if plan.bounds is None else [plan.bounds] * size,
+            masks=self.masks,
+            mask_of=None if self.masks is None else self.mask_of[first:last],
+        )
+        order = self.order[begin:end]
+        return TableDraws(pools, plan.uniforms[order], self.pool_of[begin:end] - first), order
+
+
+def _bounds(top_k: Any, top_p: Any, min_p: Any) -> SamplingFilter | None:
+    bounds = SamplingFilter(
+        integer(0)("top_k", top_k),
+        number(0, 1, is_open=True)("top_p", top_p),
+        number(0, 1)("min_p", min_p),
+    )
+    return None if bounds == SamplingFilter() else bounds
+
+
+def _context(
+    prompts: Sequence[Context],
+    groups: Sequence[int],
+    tokens: NDArray[np.int32],
+    rows: Sequence[int],
+    sizes: Sequence[int],
+    hints: Sequence[int],
+    hint_key: object,
+    index: int,
+) -> Context:
+    """Return a context: the prompt of its group, and the first tokens of a row of the ledger."""
+    context = prompts[groups[index]]
+    if sizes[index]:
+        context = context.followed_by(tokens[rows[index], : sizes[index]].tobytes())
+    if hints[index]:
+        context.cache_hint = hint_key, hints[index]
+    return context
+
+
+def _spread(
+    rows: Sequence[Any], row_of: Ints, missing: float, shape: tuple[int, ...], dtype: Any
+) -> NDArray[Any]:
+    """Return each particle's entry of ``rows``; ``missing`` for a particle without one."""
+    found = np.full((len(row_of), *shape), missing, dtype)
+    if len(rows):
+        found[row_of >= 0] = np.stack(rows)[row_of[row_of >= 0]]
+    return found
+
+
+def is_one_prompt(prompt: Any) -> bool:
+    """Return whether a prompt of ``lm.particles`` is a single one, and not a list of prompts."""
+    if isinstance(prompt, (str, Context)) or getattr(prompt, "ndim", 1) != 1:
+        return True
+    if hasattr(prompt, "ndim") or not isinstance(prompt, Sequence):
+        return True
+    return not prompt or isinstance(prompt[0], (int, np.integer))
+
+
+def group_of(
+    lm: Any, prompts: Sequence[Context], n: Any, seed: Any, lora_name: str | None
+) -> ParticleGroup:
+    """Check the numbers of particles and the seed; return a group of checked prompts."""
+    counts = [n] * len(prompts) if isinstance(n, (int, np.integer)) else listed("n", n)
+    if len(counts) != len(prompts):
+        raise OptionError(
+            f"n must be one number, or one for each of {len(prompts)} prompts; got {len(counts)}"
+        )
+    sizes = [integer(1)("n", count) for count in counts]
+    own_seed = np.random.SeedSequence(optional(integer(0))("seed", seed))
+    return ParticleGroup(
+        lm, prompts, np.repeat(np.arange(len(prompts)), sizes), own_seed, lora_name
+    )

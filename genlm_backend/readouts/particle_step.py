@@ -1,0 +1,149 @@
+"""ParticleStep: the rows of a particle group as one query, in arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.queries.context import Context
+from genlm_backend.queries.query import Adapter, Query, RowQuery
+from genlm_backend.readouts.draw import Draw
+from genlm_backend.readouts.draw_table import Pools
+from genlm_backend.readouts.sample_readout import SampleReadout
+from genlm_backend.readouts.token_readouts import ReadoutOf
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class TableDraws:
+    """The draws of a step.
+
+    Attributes:
+        pools: The pools of tokens to draw from.
+        uniforms: A random number in [0, 1) for each draw: float64 ``[N]``.
+        pool_of: Index of each draw's pool, ascending: int64 ``[N]``.
+    """
+
+    pools: Pools
+    uniforms: NDArray[np.float64]
+    pool_of: NDArray[np.int64]
+
+    def readouts(self, contexts: Sequence[Context]) -> tuple[list[Context], ReadoutOf]:
+        """Return each draw's context, and a function that makes the draws' readouts in order."""
+        pools, number = self.pools, iter(range(len(self.uniforms)))
+        pool_of, uniforms = self.pool_of.tolist(), self.uniforms.tolist()
+
+        def made(query: RowQuery) -> SampleReadout:
+            draw = next(number)
+            pool = pool_of[draw]
+            mask = None
+            if pools.masks is not None and pools.mask_of is not None and pools.mask_of[pool] >= 0:
+                mask = pools.masks[pools.mask_of[pool]].tobytes()
+            bounds = None if pools.bounds is None else pools.bounds[pool]
+            divisor = float(pools.temperatures[pool])
+            return SampleReadout(query, divisor, (uniforms[draw],), mask, True, bounds)
+
+        return [contexts[row] for row in pools.rows[self.pool_of].tolist()], made
+
+
+def numbers_of_draws(draws: Sequence[tuple[Draw]]) -> NDArray[np.float64]:
+    """Return the numbers of ``Pools.draw`` for single draws."""
+    rows = [(*draw, -math.inf if draw.token_id < 0 else 0.0) for (draw,) in draws]
+    return np.array(rows, np.float64).reshape(-1, 5)
+
+
+class StepResult(NamedTuple):
+    """The result of a step.
+
+    Attributes:
+        values: The numbers of ``Pools.draw``, float64 ``[N, 5]``; without draws, the rows'
+            log-probabilities, float32 ``[R, V]`` on the model's device, not to be modified.
+        hints: Numbers of the cached prefix nodes of the rows' contexts, to find them by in the next
+            step; 0 if not cached: int64 ``[R]``.
+        hint_key: Identifies the state of the cache in which the hints are valid.
+    """
+
+    values: Any
+    hints: NDArray[np.int64]
+    hint_key: object
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ParticleStep(Query):
+    """The contexts of ``R`` rows, and what to compute from their rows.
+
+    Attributes:
+        hints: A node number for each row, as in ``StepResult``; 0 if none is known: int64 ``[R]``.
+        hint_key: The state of the cache in which the hints are valid.
+        lengths: Lengths of the contexts: int32 ``[R]``.
+        tokens: Last tokens of the contexts: int32 ``[R]``.
+        context_of: Returns the context of a row, given its index.
+        draws: What to draw; ``None`` to return the rows themselves.
+        has_pictures: Whether a context begins with pictures.
+        adapter: The adapter to read the contexts with, or ``None``.
+    """
+
+    hints: NDArray[np.int64]
+    hint_key: object
+    lengths: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    context_of: Callable[[int], Context]
+    draws: TableDraws | None = None
+    has_pictures: bool = False
+    adapter: Adapter | None = None
+    wanted: ClassVar[str] = "a StepResult for a ParticleStep"
+    needs_row: ClassVar[bool] = True  # computed from rows, on the rows' device
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def context(self) -> Context:
+        """The context of the first row."""
+        return self.context_of(0)
+
+    @property
+    def weight(self) -> float:
+        """The number of rows."""
+        return float(len(self))
+
+    @property
+    def forward_key(self) -> Query:
+        """The step itself."""
+        return self
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` is the result of a step."""
+        return isinstance(answer, StepResult)
+
+    def are_sound(self, values: Any) -> NDArray[np.bool_]:
+        """Return whether each row is free of NaN, given the step's values: bool ``[R]``."""
+        if self.draws is None:
+            return ~values[:, 0].isnan().cpu().numpy()  # a NaN spoils the whole row
+        are_sound = np.ones(len(self), np.bool_)
+        pools, pool_of = self.draws.pools, self.draws.pool_of
+        are_sound[pools.rows[pool_of[np.isnan(values[:, 4])]]] = False
+        return are_sound
+
+    def row_queries(self) -> list[RowQuery]:
+        """Return a query for each row."""
+        return [RowQuery(self.context_of(i), self.adapter) for i in range(len(self))]
+
+    def values(self, table: torch.Tensor, *, are_logits: bool = False) -> Any:
+        """Return the values of a ``StepResult``, given the rows: float32 ``[R, V]``."""
+        if self.draws is None:
+            return table
+        draws = self.draws
+        return draws.pools.draw(table, draws.uniforms, draws.pool_of, are_logits=are_logits)
+
+    @property
+    def takes_logits(self) -> bool:
+        """Whether ``values`` takes logits."""
+        return self.draws is not None and self.draws.pools.are_plain
