@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from genlm_backend.generation.constraint import Constraint
     from genlm_backend.generation.engine.engine import Engine
     from genlm_backend.generation.generation import generate, generate_sync, stream
+    from genlm_backend.generation.smc import WeightedTexts, smc, smc_sync
     from genlm_backend.model.async_lm import AsyncLM
     from genlm_backend.model.lm_statistics import LMStatistics
+    from genlm_backend.particles.particle_group import ParticleGroup
     from genlm_backend.queries.context import Context
     from genlm_backend.remote.replicas.async_replicas import AsyncReplicas
     from genlm_backend.scoring.search import (
@@ -73,12 +75,14 @@ __all__ = [
     "MockAsyncLM",
     "MultiMediaInfo",
     "ParallelTokenCharacterTrie",
+    "ParticleGroup",
     "PrefixLogprob",
     "Surprisal",
     "Surprisals",
     "SurprisalsOfTexts",
     "Token",
     "TokenCharacterTrie",
+    "WeightedTexts",
     "__version__",
     "continuations",
     "continuations_sync",
@@ -89,11 +93,14 @@ __all__ = [
     "load_model_by_name",
     "prefix_logprob",
     "prefix_logprob_sync",
+    "smc",
+    "smc_sync",
     "stream",
     "surprisal",
     "surprisal_sync",
 ]
 
 __getattr__, __dir__ = lazy_names(
-    globals(), submodules=("errors", "generation", "llm", "scoring", "tokenization", "trie")
+    globals(),
+    submodules=("errors", "generation", "llm", "resampling", "scoring", "tokenization", "trie"),
 )

@@ -33,8 +33,10 @@ _PUBLIC: Final = {
     "generation.generated": "GeneratedElements GeneratedToken Generation GenerationStatus Piece "
     "RequestStatistics",
     "generation.generation": "generate generate_sync stream",
+    "generation.smc": "WeightedTexts smc smc_sync",
     "model.async_lm": "AsyncLM",
     "model.batched_lm": "BatchedLM",
+    "particles.particle_group": "Draws ParticleGroup ParticleTop Rows",
     "queries.context": "Context",
     "readouts.draw": "Draw PackedMask",
     "readouts.sample_readout": "SampleReadout",

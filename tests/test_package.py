@@ -182,6 +182,7 @@ def test_every_error_is_also_a_standard_error_and_documented():
         "UnknownModelError": KeyError,
         "UnknownRequestError": ValueError,
         "ModelStateError": RuntimeError,
+        "ParticleError": RuntimeError,
         "RequestQueueFullError": queue.Full,
         "PrefixFileError": ValueError,
     }
@@ -214,7 +215,9 @@ trie: batching checks lazy readable runtime tokenization
 multimodal: checks
 queries: checks multimodal prefix runtime tokenization
 readouts: batching checks queries runtime tokenization
-model: batching checks prefix queries readable readouts runtime tokenization
+resampling: checks
+particles: checks queries readouts resampling runtime
+model: batching checks particles prefix queries readable readouts runtime tokenization
 attention: prefix runtime
 attention.torch: attention multimodal prefix
 scheduling: attention attention.torch multimodal prefix queries readouts runtime
@@ -229,7 +232,8 @@ remote.replicas: backends backends.hf batching checks model multimodal prefix qu
     runtime
 llm: backends backends.hf backends.llama_cpp backends.mlx backends.vllm lazy model queries \
     readouts remote remote.replicas
-generation: backends checks lazy llm model queries readable readouts runtime tokenization
+generation: backends checks lazy llm model particles queries readable readouts resampling \
+    runtime tokenization
 scoring: checks model queries readouts runtime tokenization
 integrations: backends checks generation model runtime scoring tokenization
 compat: backends.mlx backends.vllm checks runtime tokenization
