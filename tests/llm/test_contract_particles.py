@@ -1,0 +1,330 @@
+"""Particle groups: on every backend, each number is the one of the particle's fresh row."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from genlm_backend.errors import (
+    BatcherClosedError,
+    ContextError,
+    OptionError,
+    OptionTypeError,
+    ParticleError,
+    UnknownAdapterError,
+)
+from genlm_backend.llm import PackedMask
+from tests.llm.families import VOCAB
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Reference:
+    """Particles one by one, each from its fresh row; the naive inversion of a cumulative sum."""
+
+    def __init__(self, backend, prompts):
+        self.backend, self.known = backend, {}
+        self.ids = [list(prompt) for prompt in prompts]
+
+    def row(self, i):
+        key = tuple(self.ids[i])
+        if key not in self.known:
+            self.known[key] = self.backend.expected(key).double().numpy()
+        return self.known[key]
+
+    def check(self, draws, uniforms, masks=None, temperature=1.0, tolerance=1e-4):
+        """Compare draws with those of the rows; a point at the edge of a token may be either."""
+        for i in np.flatnonzero(draws.token_ids >= 0).tolist():
+            row, token_id = self.row(i), int(draws.token_ids[i])
+            scores = row if masks is None else np.where(masks[i], row, -np.inf)
+            weights = np.exp((scores - scores.max()) / (temperature or 1))
+            if temperature == 0:
+                weights = (np.arange(VOCAB) == scores.argmax()).astype(float)
+            ends = np.cumsum(weights) / weights.sum()
+            begin = ends[token_id - 1] if token_id else 0.0
+            slack = 20 * tolerance
+            assert weights[token_id] > 0 or temperature == 0
+            if temperature:
+                assert begin - slack <= uniforms[i] <= ends[token_id] + slack
+            else:
+                assert scores[token_id] >= scores.max() - slack
+            log_allowed = np.log(np.exp(scores).sum())
+            log_proposal = np.log(weights[token_id] / weights.sum()) if temperature else 0.0
+            expected = row[token_id], log_allowed, log_proposal
+            found = draws.logprobs[i], draws.log_allowed[i], draws.log_proposals[i]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=20 * tolerance)
+
+    def append(self, token_ids):
+        for own, token_id in zip(self.ids, token_ids.tolist(), strict=True):
+            own += [token_id] * (token_id >= 0)
+
+
+def random_masks(rng, count):
+    masks = rng.random((count, VOCAB)) < 0.3
+    masks[:, 7] = True
+    return masks
+
+
+@pytest.mark.parametrize("is_sync", [False, True], ids=["async", "sync"])
+def test_draws_of_a_few_steps_match_fresh_rows(lm, backend, is_sync):
+    rng, count = np.random.default_rng(0), 7
+
+    async def main():
+        group, reference = lm.particles(PROMPT, count, seed=1), Reference(backend, [PROMPT] * count)
+        for step in range(5):
+            uniforms, masks = rng.random(count), random_masks(rng, count)
+            options = [{}, {"allowed": masks}, {"temperature": 0.6}, {"temperature": 0}][step % 4]
+            options = {**options, "uniforms": uniforms}
+            draws = group.draw_sync(**options) if is_sync else await group.draw(**options)
+            reference.check(
+                draws,
+                uniforms,
+                masks if "allowed" in options else None,
+                options.get("temperature", 1.0),
+                backend.tolerance,
+            )
+            group.append(draws.token_ids)
+            reference.append(draws.token_ids)
+            assert [list(context) for context in group.contexts()] == reference.ids
+
+    asyncio.run(main())
+
+
+def test_readouts_match_fresh_rows(lm, backend, close):
+    group = lm.particles([PROMPT, [9, 9]], [3, 2], seed=0)
+    group.append([1, 2, 1, 3, -1])
+    group.finish(np.array([False, True, False, False, False]))
+    contexts = [[*PROMPT, 1], [*PROMPT, 2], [*PROMPT, 1], [9, 9, 3], [9, 9]]
+    rows = [backend.expected(ids) for ids in contexts]
+    found = group.logprobs_sync()
+    assert found.row_of[1] == -1
+    assert found.row_of[0] == found.row_of[2]
+    assert found.table.shape == (3, VOCAB)
+    top, chosen = group.top_sync(4), group.logprobs_of_sync([5, 0, 5])
+    masses = group.log_masses_sync([[1, 2, 3], np.arange(VOCAB) % 2 == 0])
+    for i in (0, 2, 3, 4):
+        close(found.table[found.row_of[i]], rows[i])
+        close(torch.from_numpy(chosen[i]), rows[i][[5, 0, 5]])
+        close(torch.from_numpy(top.logprobs[i]), rows[i].topk(4).values)
+        close(rows[i][top.token_ids[i]], rows[i].topk(4).values)
+        expected = [rows[i][[1, 2, 3]].logsumexp(0), rows[i][::2].logsumexp(0)]
+        close(torch.from_numpy(masses[i]).float(), torch.stack(expected))
+    assert (top.token_ids[1] == -1).all()
+    assert all((own[1] == -math.inf).all() for own in (top.logprobs, chosen, masses))
+
+
+def test_finished_dead_and_impossible_particles_draw_nothing(lm):
+    group = lm.particles(PROMPT, 4, seed=0)
+    group.finish(np.array([True, False, False, False]))
+    group.reweight([0, -math.inf, 0, 0])
+    allowed = np.ones((4, VOCAB), bool)
+    allowed[2] = False
+    draws = group.draw_sync(allowed=allowed)
+    assert draws.token_ids[:3].tolist() == [-1, -1, -1]
+    assert draws.token_ids[3] >= 0
+    assert draws.logprobs[:3].tolist() == [0, -math.inf, -math.inf]
+    assert draws.log_increments[:3].tolist() == [0, -math.inf, -math.inf]
+    group.append(draws.token_ids)
+    group.reweight(draws.log_increments)
+    assert group.is_active.tolist() == [False, False, False, True]
+    assert [len(context) for context in group.contexts()] == [5, 5, 5, 6]
+
+
+def test_cancelled_draw_leaves_the_group_as_it_was(lm):
+    async def main():
+        group, same = (lm.particles(PROMPT, 5, seed=2) for _ in range(2))
+        for step in range(3):
+            task = asyncio.ensure_future(group.draw())
+            for _ in range(step):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if not task.cancelled():  # it was done already
+                same.append((await same.draw()).token_ids)
+                group.append(task.result().token_ids)
+                continue
+            draws, others = await group.draw(), await same.draw()
+            assert (draws.token_ids == others.token_ids).all()
+            group.append(draws.token_ids)
+            same.append(others.token_ids)
+
+    asyncio.run(main())
+
+
+def test_other_calls_are_refused_while_a_draw_runs(lm):
+    async def main():
+        group = lm.particles(PROMPT, 3, seed=0)
+        task = asyncio.ensure_future(group.draw())
+        await asyncio.sleep(0)
+        for call in (
+            lambda: group.append([1, 1, 1]),
+            lambda: group.reweight(0.0),
+            lambda: group.finish(np.ones(3, bool)),
+            group.resample,
+            lambda: group[:2],
+            group.draw_sync,
+        ):
+            with pytest.raises(ParticleError, match="an await of this group is running"):
+                call()
+        with pytest.raises(ParticleError):
+            await group.logprobs()
+        draws = await task
+        with pytest.raises(ParticleError, match=r"between draw.* and append"):
+            group.resample()
+        group.append(draws.token_ids)
+        group.resample()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda lm: lm.particles([], 3), ContextError, "empty"),
+        (lambda lm: lm.particles(PROMPT, 0), OptionError, "n must be"),
+        (lambda lm: lm.particles([PROMPT, PROMPT], [1]), OptionError, "one for each of 2 prompts"),
+        (lambda lm: lm.particles([VOCAB], 1), ContextError, "outside"),
+        (lambda lm: lm.particles(PROMPT, 2, seed=0.5), OptionTypeError, "seed"),
+        (lambda lm: lm.particles(PROMPT, 2, lora_name="x"), UnknownAdapterError, "'x'"),
+        (lambda lm: lm.particles(PROMPT, 2).append([1]), OptionError, "each of the 2 particles"),
+        (lambda lm: lm.particles(PROMPT, 2).append([1, VOCAB]), OptionError, r"token_ids\[1\]"),
+        (lambda lm: lm.particles(PROMPT, 2).append([1, 0.5]), OptionTypeError, "integers"),
+        (lambda lm: lm.particles(PROMPT, 2).reweight([0, math.nan]), OptionError, "is nan"),
+        (lambda lm: lm.particles(PROMPT, 2).reweight([0, 0, 0]), OptionError, "2 particles"),
+        (lambda lm: lm.particles(PROMPT, 2).finish([1, 0]), OptionError, "bools"),
+        (lambda lm: lm.particles(PROMPT, 2).resample(2), OptionError, "threshold"),
+        (lambda lm: lm.particles(PROMPT, 2).resample(scheme="x"), OptionError, "systematic"),
+        (lambda lm: lm.particles(PROMPT, 2).resample(retained=[0]), OptionError, "multinomial"),
+        (lambda lm: lm.particles(PROMPT, 2).draw_sync(temperature=-1), OptionError, "temperature"),
+        (lambda lm: lm.particles(PROMPT, 2).draw_sync(top_p=0), OptionError, "top_p"),
+        (lambda lm: lm.particles(PROMPT, 2).draw_sync(uniforms=[0, 1]), OptionError, "uniforms"),
+        (lambda lm: lm.particles(PROMPT, 2).draw_sync(allowed=[1, 2]), OptionError, "allowed"),
+        (
+            lambda lm: lm.particles(PROMPT, 2).draw_sync(allowed=np.ones((3, VOCAB), bool)),
+            OptionError,
+            "one row for each particle",
+        ),
+    ],
+)
+def test_mistakes_raise_before_anything_is_queued(lm, call, error, message):
+    before = lm.statistics().num_awaits
+    with pytest.raises(error, match=message):
+        call(lm)
+    assert lm.statistics().num_awaits == before
+
+
+def test_group_of_a_closed_model_raises(backend):
+    with backend.make() as lm:
+        group = lm.particles(PROMPT, 2)
+    with pytest.raises(BatcherClosedError):
+        group.draw_sync()
+
+
+def test_masks_of_every_kind_draw_the_same(lm):
+    rng = np.random.default_rng(3)
+    masks = random_masks(rng, 2)
+    packed = [PackedMask(np.packbits(mask).tobytes(), VOCAB) for mask in masks]
+    uniforms, each = rng.random(4), masks[[0, 0, 1, 1]]
+    kinds = [
+        {"allowed": each},
+        {"allowed": torch.from_numpy(each)},
+        {"allowed": [packed[0], masks[0], packed[1], torch.from_numpy(masks[1])]},
+        {"allowed": lambda: each},
+        {"allowed_by_group": masks},
+    ]
+    group, found = lm.particles([PROMPT, PROMPT], 2, seed=0), []
+    for kind in kinds:
+        found.append(group.draw_sync(uniforms=uniforms, **kind).token_ids.tolist())
+    assert found == [found[0]] * len(kinds)
+    one = [group.draw_sync(uniforms=uniforms, allowed=own) for own in (masks[0], packed[0])]
+    assert one[0].token_ids.tolist() == one[1].token_ids.tolist()
+    assert masks[0][one[0].token_ids].all()
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), st.sampled_from([{}, {"temperature": 0.7}, {"allowed": True}])),
+        st.tuples(st.just("step"), st.just({"skip": True})),
+        st.tuples(
+            st.just("resample"), st.sampled_from(["systematic", "ssp", "residual", "multinomial"])
+        ),
+        st.tuples(st.just("finish"), st.integers(0, 5)),
+        st.tuples(st.just("kill"), st.integers(0, 5)),
+        st.tuples(st.just("clear"), st.none()),
+        st.tuples(st.just("cancel"), st.integers(0, 4)),
+        st.tuples(st.just("others"), st.integers(1, 4)),
+        st.tuples(st.just("part"), st.integers(1, 6)),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(operations=OPERATIONS, seed=st.integers(0, 1000), batch_size=st.sampled_from([2, 4, 20]))
+def test_any_history_matches_particles_one_by_one(backend, lm, operations, seed, batch_size):
+    """Resampling, finishing, masks, evictions, cancellations and awaits of others."""
+
+    async def main():
+        rng, count = np.random.default_rng(seed), 6
+        prompts = [PROMPT] * 3 + [[2, 7]] * 3
+        group, reference = lm.particles([PROMPT, [2, 7]], 3, seed=seed), Reference(backend, prompts)
+        others = list[tuple[list[int], asyncio.Future]]()
+        for kind, argument in operations:
+            if kind == "step":
+                uniforms, masks = rng.random(count), random_masks(rng, count)
+                is_masked, temperature = "allowed" in argument, argument.get("temperature", 1.0)
+                draws = await group.draw(
+                    uniforms=uniforms,
+                    temperature=temperature,
+                    **({"allowed": masks} if is_masked else {}),
+                )
+                drawn = draws.token_ids >= 0
+                assert (drawn == group.is_active).all()
+                given_masks = masks if is_masked else None
+                reference.check(draws, uniforms, given_masks, temperature, backend.tolerance)
+                ids = draws.token_ids.copy()
+                if argument.get("skip"):
+                    ids[::2] = -1
+                group.append(ids)
+                reference.append(ids)
+                group.reweight(np.where(drawn, 0.3 * draws.logprobs, 0.0))
+            elif kind == "resample":
+                log_z = group.log_z
+                ancestors = group.resample(0.9, argument)
+                reference.ids = [list(reference.ids[i]) for i in ancestors]
+                np.testing.assert_allclose(group.log_z, log_z, rtol=1e-9)
+                assert (group.group_ids[ancestors] == group.group_ids).all()
+            elif kind == "finish":
+                group.finish(np.arange(count) == argument)
+            elif kind == "kill":
+                group.reweight(np.where(np.arange(count) == argument, -math.inf, 0.0))
+            elif kind == "clear":
+                lm.clear_cache()
+            elif kind == "cancel":
+                task = asyncio.ensure_future(group.draw())
+                for _ in range(argument):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                group.append(np.full(count, -1))
+            elif kind == "others":
+                for _ in range(argument):
+                    own = [*reference.ids[rng.integers(count)], int(rng.integers(VOCAB))]
+                    others.append((own, asyncio.ensure_future(lm.next_token_logprobs(own))))
+            elif kind == "part":
+                chosen = np.sort(rng.choice(count, min(argument, count), replace=False))
+                group, count = group[chosen], len(chosen)
+                reference.ids = [list(reference.ids[i]) for i in chosen]
+            assert [list(context) for context in group.contexts()] == reference.ids
+        for own, row in others:
+            torch.testing.assert_close(
+                await row, backend.expected(own), rtol=0, atol=backend.tolerance
+            )
+
+    lm.batch_size = batch_size
+    asyncio.run(main())
