@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from genlm_backend.backends.mock import MockAsyncLM
     from genlm_backend.backends.registry import load_model_by_name
     from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
+    from genlm_backend.batching.batched import Batched, batched
     from genlm_backend.generation.async_glm import AsyncGLM
     from genlm_backend.generation.config import GenerationConfig, MultiMediaInfo
     from genlm_backend.generation.constraint import Constraint
@@ -65,6 +66,7 @@ __all__ = [
     "AsyncTokenCharacterTrie",
     "AsyncTransformer",
     "AsyncVirtualLM",
+    "Batched",
     "Constraint",
     "Context",
     "Continuation",
@@ -84,6 +86,7 @@ __all__ = [
     "TokenCharacterTrie",
     "WeightedTexts",
     "__version__",
+    "batched",
     "continuations",
     "continuations_sync",
     "decode_vocab",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 _PUBLIC: Final = {
+    "batching.batched": "Batched batched",
     "backends.bundled": "bundled_directory",
     "backends.hf.async_transformer": "AsyncTransformer",
     "backends.llama_cpp.async_llama_cpp_lm": "AsyncLlamaCppLM",

@@ -176,7 +176,7 @@ def _relative(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
     largest = log_weights.max(initial=-math.inf)
     if largest == -math.inf:
         return np.zeros(len(log_weights))
-    with np.errstate(under="ignore"):
+    with np.errstate(over="ignore", under="ignore"):
         return np.exp(log_weights - largest)
 
 

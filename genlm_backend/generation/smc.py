@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.checks import (
+    check_names,
     function,
     instance,
     integer,
@@ -22,7 +23,7 @@ from genlm_backend.checks import (
     shown,
     switch,
 )
-from genlm_backend.errors import OptionError
+from genlm_backend.errors import OptionError, OptionTypeError
 from genlm_backend.generation.constraint import Constraint
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.particles.particle_group import Draws, ParticleGroup
@@ -142,7 +143,9 @@ async def smc(
     instance(AsyncLM, "an AsyncLM")("lm", lm)
     optional(instance(Constraint, "a Constraint"))("constraint", constraint)
     length, num_repeats = integer(1)("max_tokens", max_tokens), integer(1)("repeats", repeats)
-    factor, options = optional(function)("twist", twist), mapping("proposal", proposal or {})
+    factor = optional(function)("twist", twist)
+    options = mapping("proposal", {} if proposal is None else proposal)
+    check_names(options, ("temperature", "top_k", "top_p", "min_p"), "option of proposal")
     bits = packed_mask(allowed, len(lm.byte_vocab))
     mask = None if bits is None else PackedMask(bits, len(lm.byte_vocab))
     ending, num_steps = np.array(sorted(_end_ids(lm, ends)), np.int64), 0
@@ -195,7 +198,8 @@ def _end_ids(lm: AsyncLM, ends: Any) -> frozenset[int]:
     if ends is None:
         return lm.eos_token_ids
     given = [ends] if isinstance(ends, (str, int)) else listed("ends", ends)
-    wrong = [end for end in given if type(end) is bool or not isinstance(end, (str, int))]
+    kinds = (str, int, np.integer)
+    wrong = [end for end in given if type(end) is bool or not isinstance(end, kinds)]
     if wrong or "" in given:
         raise OptionError(f"ends must be token ids or strings, got {shown(wrong or given)}")
     ids = {int(end) for end in given if not isinstance(end, str)}
@@ -228,7 +232,12 @@ async def _twists(
     if any(map(inspect.isawaitable, values)):
         values = await together(values)
     found = np.zeros(len(ids))
-    found[chosen] = values
+    given = np.asarray(values)
+    if given.dtype.kind not in "fiu" or given.ndim != 1:
+        raise OptionTypeError(f"twist must return numbers, got {shown(values[0])}")
+    if not (given < math.inf).all():  # NaN is not below it
+        raise OptionError(f"twist must return numbers below inf, got {given.max()}")
+    found[chosen] = given
     return found
 
 

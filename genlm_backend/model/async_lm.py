@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from array import array
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NoReturn, Unpack
 
 import numpy as np
@@ -817,11 +817,18 @@ class AsyncLM(Closing):
         return group_of(self, contexts, n, seed, lora_name)
 
     async def particle_results(
-        self, steps: Sequence[ParticleStep], lora_name: str | None
+        self,
+        steps: Sequence[ParticleStep],
+        lora_name: str | None,
+        with_draws: Callable[[], list[ParticleStep]] | None = None,
     ) -> list[StepResult]:
-        """Return the results of a ``ParticleGroup``'s steps, here from each context."""
+        """Return the results of a ``ParticleGroup``'s steps, here from each context.
+
+        ``with_draws`` returns the steps with their draws, if they have none yet. It is called once,
+        if possible while the pass runs.
+        """
         results = list[StepResult]()
-        for step in steps:
+        for step in steps if with_draws is None else with_draws():
             contexts = list(map(step.context_of, range(len(step))))
             if step.draws is None:
                 values: Any = await self.batch_next_token_logprobs(contexts, lora_name=lora_name)

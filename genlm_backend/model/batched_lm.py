@@ -59,7 +59,7 @@ from genlm_backend.queries.row import Row, RowCache, table_of
 from genlm_backend.readouts.particle_step import ParticleStep, StepResult
 from genlm_backend.readouts.score_query import ScoreQuery, scores_of_rows
 from genlm_backend.readouts.token_readouts import ReadoutOf, readout_of, readouts_of
-from genlm_backend.runtime.blocking import blocking
+from genlm_backend.runtime.blocking import blocking, is_blocking
 from genlm_backend.runtime.forks import OfOneProcess
 
 T = TypeVar("T")
@@ -305,14 +305,38 @@ class BatchedLM(OfOneProcess, AsyncLM):
     batch_read_sync = blocking(batch_read, "answers")
 
     async def particle_results(
-        self, steps: Sequence[ParticleStep], lora_name: str | None
+        self,
+        steps: Sequence[ParticleStep],
+        lora_name: str | None,
+        with_draws: Callable[[], list[ParticleStep]] | None = None,
     ) -> list[StepResult]:
         if not self._info.takes_steps:
-            return await AsyncLM.particle_results(self, steps, lora_name)
+            return await AsyncLM.particle_results(self, steps, lora_name, with_draws)
         self._batcher.check_open()
         adapter = self._adapter(lora_name)
         self._before_wait()
-        return await self._submit_all([replace(step, adapter=adapter) for step in steps])
+        if with_draws is not None and await is_blocking():
+            steps, with_draws = with_draws(), None
+        own = [replace(step, adapter=adapter) for step in steps]
+        if with_draws is None:
+            return await self._submit_all(own)
+        rows = asyncio.ensure_future(self._batcher.submit_all(own))
+        try:
+            for _ in range(self._batcher.policy.quiet_turns + 2):  # until the batch is sent
+                await asyncio.sleep(0)
+            given = with_draws()
+            results = await rows
+        finally:
+            rows.cancel()
+            del rows
+        # On the worker, whose thread alone uses the model's device.
+        values = self._batcher.call_soon(
+            lambda: [step.values(own.values) for step, own in zip(given, results, strict=True)]
+        )
+        found = await asyncio.wrap_future(values)
+        return [
+            own._replace(values=own_values) for own, own_values in zip(results, found, strict=True)
+        ]
 
     particle_results_sync = blocking(particle_results, "results")
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, final
 
@@ -64,7 +65,10 @@ class ParticleModel(Protocol):
     ) -> list[Any]: ...
 
     async def particle_results(
-        self, steps: Sequence[ParticleStep], lora_name: str | None
+        self,
+        steps: Sequence[ParticleStep],
+        lora_name: str | None,
+        with_draws: Callable[[], list[ParticleStep]] | None = None,
     ) -> list[StepResult]: ...
 
 
@@ -430,8 +434,8 @@ class ParticleGroup:
             allowed: The tokens that may be drawn: one mask for all particles (bools ``[V]``, a
                 ``PackedMask`` or token ids in an array or set); bools ``[N, V]``; a list with a
                 mask, a ``Constraint`` or ``None`` for each particle; or a function without
-                arguments that returns one of these, and is called once. Constraints in equal states
-                share a mask.
+                arguments that returns one of these, called once on this thread; a coroutine of a
+                local model calls it while the pass runs. Constraints in equal states share a mask.
             allowed_by_group: Or the tokens for each group: bools ``[G, V]``.
             temperature: As for ``draw_next_token``.
             top_k: As for ``draw_next_token``.
@@ -452,14 +456,22 @@ class ParticleGroup:
             divisor = TEMPERATURE("temperature", temperature)
             bounds = _bounds(top_k, top_p, min_p) if divisor else None
             active = self._active()
-            if callable(allowed) and not hasattr(allowed, "state_key"):
-                allowed = allowed()
-            masks = self._masks(allowed, allowed_by_group, active)
             first, row_of = self._distinct(active)
+            steps, places = self._steps(active[first]), list[Ints]()
+            is_late = callable(allowed) and not hasattr(allowed, "state_key")
+
+            def with_draws() -> list[ParticleStep]:
+                given = allowed() if is_late else allowed
+                masks = self._masks(given, allowed_by_group, active)
+                plan = _Plan(divisor, bounds, masks, points[active])
+                made, places[:] = plan.with_draws(steps, row_of)
+                return made
+
+            if not is_late:
+                steps = with_draws()
             lm, found = await in_form(self._model), np.empty((len(active), 5))
-            plan = _Plan(divisor, bounds, masks, points[active])
-            steps, places = self._steps(active[first], row_of, plan)
-            results = await lm.particle_results(steps, self._lora_name) if steps else []
+            later = with_draws if is_late else None
+            results = await lm.particle_results(steps, self._lora_name, later) if steps else []
             for result, own in zip(results, places, strict=True):
                 found[own] = result.values
             draws = self._draws(active, found)
@@ -479,7 +491,7 @@ class ParticleGroup:
             active = self._active()
             first, row_of = self._distinct(active)
             lm = await in_form(self._model)
-            steps, _ = self._steps(active[first], row_of, None)
+            steps = self._steps(active[first])
             results = await lm.particle_results(steps, self._lora_name) if steps else []
             self._keep_hints(active[first], row_of, active, results)
             return self._rows([result.values for result in results], active, row_of)
@@ -614,35 +626,25 @@ class ParticleGroup:
         rows = np.array(row_of, np.int64)
         return np.unique(rows, return_index=True)[1], rows
 
-    def _steps(
-        self, particles: Ints, row_of: Ints, plan: _Plan | None
-    ) -> tuple[list[ParticleStep], list[Ints]]:
-        """Return steps of at most ``batch_size`` rows, and the indices of the draws of each.
+    def _steps(self, particles: Ints) -> list[ParticleStep]:
+        """Return steps of at most ``batch_size`` rows, without draws.
 
         Args:
             particles: A particle for each row: int64 ``[R]``.
-            row_of: The row of each draw: int64 ``[n]``.
-            plan: How to draw; ``None`` for the rows themselves.
         """
-        steps, places, size = list[ParticleStep](), list[Ints](), self._model.batch_size
-        pools = None if plan is None else plan.pools(row_of)
-        for start in range(0, len(particles), size):
-            own = particles[start : start + size]
-            draws = None
-            if pools is not None:
-                draws, indices = pools.of_rows(start, start + len(own))
-                places.append(indices)
-            step = ParticleStep(
+        size = self._model.batch_size
+        parts = [particles[start : start + size] for start in range(0, len(particles), size)]
+        return [
+            ParticleStep(
                 hints=self._hints[own],
                 hint_key=self._hint_key,
                 lengths=(self._prompt_lengths + self._num_tokens)[own].astype(np.int32),
                 tokens=self._last_tokens[own],
                 context_of=self._context_maker(own),
-                draws=draws,
                 has_pictures=self._has_pictures,
             )
-            steps.append(step)
-        return steps, places
+            for own in parts
+        ]
 
     def _context_maker(self, particles: Ints) -> Callable[[int], Context]:
         """Return a function that makes the present context of each of some particles."""
@@ -705,40 +707,40 @@ class _Plan(NamedTuple):
     masks: Masks | None
     uniforms: Doubles
 
-    def pools(self, row_of: Ints) -> _StepPools:
-        """Return the distinct pairs of a row and a mask, in the order of their rows."""
-        table, mask_of = self.masks or (None, np.full(len(row_of), -1, np.int64))
-        base = 1 if table is None else len(table) + 1
+    def with_draws(
+        self, steps: Sequence[ParticleStep], row_of: Ints
+    ) -> tuple[list[ParticleStep], list[Ints]]:
+        """Return steps with their draws, and the indices of the draws of each.
+
+        Args:
+            steps: The steps, which have the rows in order.
+            row_of: The row of each draw: int64 ``[n]``.
+        """
+        # Draws are in the order of their pools, the distinct pairs of a row and a mask.
+        masks, mask_of = self.masks or (None, np.full(len(row_of), -1, np.int64))
+        base = 1 if masks is None else len(masks) + 1
         codes, pool_of = np.unique(row_of * base + mask_of + 1, return_inverse=True)
         order = np.argsort(pool_of, kind="stable")
-        return _StepPools(self, codes // base, codes % base - 1, table, order, pool_of[order])
-
-
-@final
-class _StepPools(NamedTuple):
-    """The pools of all rows of a step: their rows and masks, and the draws in their order."""
-
-    plan: _Plan
-    rows: Ints
-    mask_of: Ints
-    masks: NDArray[np.uint8] | None
-    order: Ints
-    pool_of: Ints
-
-    def of_rows(self, start: int, stop: int) -> tuple[TableDraws, Ints]:
-        """Return the draws from rows ``[start, stop)``, and their indices."""
-        first, last = np.searchsorted(self.rows, [start, stop]).tolist()
-        begin, end = np.searchsorted(self.pool_of, [first, last]).tolist()
-        plan, size = self.plan, last - first
-        pools = Pools(
-            rows=self.rows[first:last] - start,
-            temperatures=np.full(size, plan.temperature),
-            bounds=None if plan.bounds is None else [plan.bounds] * size,
-            masks=self.masks,
-            mask_of=None if self.masks is None else self.mask_of[first:last],
-        )
-        order = self.order[begin:end]
-        return TableDraws(pools, plan.uniforms[order], self.pool_of[begin:end] - first), order
+        pool_of, rows, mask_of = pool_of[order], codes // base, codes % base - 1
+        ends = np.cumsum([0, *map(len, steps)])
+        pool_ends = np.searchsorted(rows, ends)
+        draw_ends = np.searchsorted(pool_of, pool_ends).tolist()
+        made, places = list[ParticleStep](), list[Ints]()
+        for i, step in enumerate(steps):
+            own = slice(pool_ends[i], pool_ends[i + 1])
+            size = int(pool_ends[i + 1] - pool_ends[i])
+            pools = Pools(
+                rows=rows[own] - ends[i],
+                temperatures=np.full(size, self.temperature),
+                bounds=None if self.bounds is None else [self.bounds] * size,
+                masks=masks,
+                mask_of=None if masks is None else mask_of[own],
+            )
+            places.append(order[draw_ends[i] : draw_ends[i + 1]])
+            of_pool = pool_of[draw_ends[i] : draw_ends[i + 1]] - pool_ends[i]
+            draws = TableDraws(pools, self.uniforms[places[-1]], of_pool)
+            made.append(replace(step, draws=draws))
+        return made, places
 
 
 def _bounds(top_k: Any, top_p: Any, min_p: Any) -> SamplingFilter | None:

@@ -1,0 +1,122 @@
+"""batched: a function of a list, as an awaitable function of one element."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, TypeVar, cast, final, overload
+
+from genlm_backend.batching.batcher import Batcher
+from genlm_backend.batching.policy import BatcherStatistics, BatchPolicy
+from genlm_backend.checks import function as check_function
+from genlm_backend.runtime.closing import Closing
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+ListFunction = Callable[[list[Q]], "Sequence[R | Exception] | Awaitable[Sequence[R | Exception]]"]
+
+
+@final
+class Batched(Closing, Generic[Q, R]):
+    """An awaitable function of one query, made by ``batched`` from a function of a list.
+
+    ``await score(query)`` waits for one result, ``await score.map(queries)`` for several, and
+    ``score.map_sync(queries)`` blocks the thread. ``close()`` ends its thread.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[Q]], Any],
+        policy: BatchPolicy,
+        key: Callable[[Q], Hashable] | None,
+    ) -> None:
+        is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        self._loop = asyncio.new_event_loop() if is_async else None
+        self.__wrapped__, self.__doc__ = function, inspect.getdoc(function)
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        evaluate = self._evaluate if is_async else function
+        self._batcher = Batcher[Q, R](evaluate, policy, key, name=self.__name__)
+
+    def _evaluate(self, queries: list[Q]) -> Sequence[R | Exception]:
+        """Run the coroutine function, on the worker thread, in one event loop for all batches."""
+        assert self._loop is not None
+        return self._loop.run_until_complete(cast(Any, self.__wrapped__)(queries))
+
+    async def __call__(self, query: Q) -> R:
+        """Return the result for a query, computed in a batch with those of other callers.
+
+        Raises:
+            Exception: Any error of ``Batcher.submit``.
+        """
+        return await self._batcher.submit(query)
+
+    async def map(self, queries: Iterable[Q]) -> list[R]:
+        """Return the results for queries, in order; see ``Batcher.submit_all``."""
+        return await self._batcher.submit_all(queries)
+
+    def map_sync(self, queries: Iterable[Q]) -> list[R]:
+        """Return the results for queries, in order, blocking the thread."""
+        return self._batcher.submit_sync(queries)
+
+    def statistics(self) -> BatcherStatistics:
+        """Return the counts so far."""
+        return self._batcher.statistics()
+
+    def close(self) -> None:
+        """Fail all callers and end the thread; a second call has no effect."""
+        self._batcher.close()
+        if self._loop is not None and not self._batcher.is_foreign:
+            self._loop.close()
+
+    def __repr__(self) -> str:
+        return f"<Batched {self.__name__}>"
+
+
+@overload
+def batched(function: ListFunction[Q, R], /) -> Batched[Q, R]: ...
+
+
+@overload
+def batched(
+    *,
+    max_batch_size: int = 20,
+    timeout: float = 0.02,
+    key: Callable[[Any], Hashable] | None = None,
+) -> Callable[[ListFunction[Q, R]], Batched[Q, R]]: ...
+
+
+def batched(
+    function: Any = None,
+    /,
+    *,
+    max_batch_size: int = 20,
+    timeout: float = 0.02,
+    key: Callable[[Any], Hashable] | None = None,
+) -> Any:
+    """Make an awaitable function of one query from a function of a list of queries.
+
+    For verifiers, reward models and other critics that every particle awaits: concurrent calls
+    become one call with a list of distinct queries. Calls never overlap, and run on a thread of
+    their own. A decorator, with or without arguments.
+
+    Args:
+        function: A function or coroutine function that takes a list of queries and returns one
+            result for each, or an exception in place of a result. A coroutine function runs in an
+            event loop of its own thread, the same for all batches.
+        max_batch_size: Most queries in one call.
+        timeout: Seconds that a query may wait for others; see ``BatchPolicy``.
+        key: Returns a query's key, by which equal queries share a result. By default the query
+            itself, which has to be hashable.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an argument has another type.
+        OptionError: (``ValueError``) If a number is out of its bounds.
+    """
+    policy = BatchPolicy(max_batch_size=max_batch_size, timeout=timeout)
+
+    def made(own: Any) -> Batched[Any, Any]:
+        return Batched(check_function("function", own), policy, key)
+
+    return made if function is None else made(function)
