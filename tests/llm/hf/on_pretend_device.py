@@ -13,13 +13,16 @@ from genlm_backend.attention import cascade_plan as sharing
 from genlm_backend.attention.torch import torch_ops
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.queries.query import RowQuery
-from genlm_backend.readouts.sample_readout import SampleReadout, SamplingFilter
+from genlm_backend.readouts.draw_table import Pools, SamplingFilter
+from genlm_backend.readouts.particle_step import ParticleStep, TableDraws
+from genlm_backend.readouts.sample_readout import SampleReadout
 from genlm_backend.readouts.score_query import ScoreQuery
 from genlm_backend.readouts.token_readouts import Entropy, Masses, Top
 from tests.llm import families
 from tests.llm.conftest import fresh_row
 from tests.pretend_device import DEVICE, OnDevice, moved, pretending
 
+_HERE = torch.device("cpu")
 BASE = [(7 * i) % 23 for i in range(24)]
 BATCHES = (
     [BASE[:n] for n in (1, 3, 9, 24)],  # prefills of several lengths
@@ -116,6 +119,45 @@ def rows_here(model, options):
         torch_ops.fused_operator = own
 
 
+def of_particles():
+    """Return how far draws of a group on the device are from those here, and the most waits."""
+    masks = np.packbits(np.arange(families.VOCAB)[None] % 2 == 0, axis=1)
+    options = [{}, {}, {"temperature": 0.5}, {"masks": masks}, {"bounds": SamplingFilter(5)}]
+    with pretending() as mode:
+        model = moved(families.make("llama"))
+        evaluator = HFEvaluator(model, output_device=_HERE, kv_cache_bytes=1 << 20)
+        evaluator.open()
+        found = [(here, mode.num_waits) for here in steps_of(evaluator, options)]
+    num_waits = np.diff([waits for _, waits in found])
+    plain = HFEvaluator(families.make("llama"), kv_cache_bytes=1 << 20)
+    plain.open()
+    pairs = zip(found, steps_of(plain, options), strict=True)
+    difference = max(float(abs(own - here).max()) for (own, _), here in pairs)
+    return {"difference": difference, "num_waits": int(num_waits.max())}
+
+
+def steps_of(evaluator, options):
+    """Yield the draws of steps of four particles, float64 ``[4, 4]``; the first is no decode."""
+    contexts, hints, key = [[*BASE, n] for n in range(4)], np.zeros(4, np.int64), None
+    for own in options:
+        masks, bounds = own.get("masks"), own.get("bounds")
+        pools = Pools(
+            np.arange(4),
+            np.full(4, own.get("temperature", 1.0)),
+            bounds and [bounds] * 4,
+            masks,
+            None if masks is None else np.zeros(4, np.int64),
+        )
+        draws = TableDraws(pools, np.linspace(0, 0.9, 4), np.arange(4))
+        lengths = np.array([*map(len, contexts)], np.int32)
+        tokens = np.array([context[-1] for context in contexts], np.int32)
+        made = [RowQuery(context).context for context in contexts]
+        step = ParticleStep(hints, key, lengths, tokens, made.__getitem__, draws)
+        ((values, hints, key),) = evaluator.evaluate([step])
+        yield values[:, :4]
+        contexts = [[*c, int(drawn)] for c, drawn in zip(contexts, values[:, 0], strict=True)]
+
+
 def of_trie():
     """Return how far the weights of a trie on the device are from those on the processor."""
     vocab = [b"a", b"ab", b"abc", b"b", b"ba", b"c"] + [bytes([i, 7]) for i in range(100, 200)]
@@ -155,7 +197,7 @@ def main():
     host = {"kv_cache_bytes": 32 * 256, "host_cache_bytes": 1 << 20}
     runs["host tier"] = lambda: of_model("llama", **host)
     runs["in bfloat16"] = lambda: of_model("llama", dtype=torch.bfloat16)
-    runs["tries"] = of_trie
+    runs["particles"], runs["tries"] = of_particles, of_trie
     for name, run in runs.items():
         try:
             line = run()
