@@ -1,4 +1,4 @@
-"""The loop to copy, `examples/smc.py`, finds the log Z that genlm-control and llamppl find."""
+"""`smc` and `examples/smc.py` find the log Z that genlm-control and llamppl find."""
 
 import sys
 from pathlib import Path
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from genlm.control import AWRS, BoolFSA, PromptedLLM  # pyright: ignore[reportMissingImports]
 
-from genlm_backend import Constraint, load_model_by_name
+from genlm_backend import Constraint, load_model_by_name, smc
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
 import llamppl_words  # pyright: ignore[reportMissingImports]
-from smc import smc  # pyright: ignore[reportMissingImports]
+import smc as example  # pyright: ignore[reportMissingImports]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -34,13 +34,13 @@ def check(ours, theirs):
 async def own_runs(prompt, allowed=None, pattern=None, max_tokens=12):
     with load_model_by_name("smollm2", backend="hf") as lm:
         constraint = pattern and Constraint.from_regex(lm, pattern)
-        options = {"particles": NUM_PARTICLES, "max_tokens": max_tokens, "allowed": allowed}
-        ids = lm.tokenizer.encode(prompt)
-        runs = [
-            await smc(lm, ids, constraint=constraint, seed=seed, **options)
+        options = {"max_tokens": max_tokens, "allowed": allowed, "constraint": constraint}
+        of_library = await smc(lm, prompt, NUM_PARTICLES, **options, repeats=NUM_RUNS, seed=0)
+        groups = [
+            await example.smc(lm, prompt, NUM_PARTICLES, **options, seed=seed)
             for seed in range(NUM_RUNS)
         ]
-    return [log_z for _, log_z, _ in runs]
+    return of_library.group.log_z, np.concatenate([group.log_z for group in groups])
 
 
 @pytest.mark.asyncio
@@ -53,7 +53,8 @@ async def test_log_z_within_a_regular_expression_is_that_of_genlm_control():
         sequences = await sampler.smc(NUM_PARTICLES, ess_threshold=0.5, max_tokens=12)
         await sampler.cleanup()
         theirs.append(sequences.log_ml)
-    check(await own_runs(PROMPT, pattern=PATTERN), theirs)
+    for ours in await own_runs(PROMPT, pattern=PATTERN):
+        check(ours, theirs)
 
 
 @pytest.mark.asyncio
@@ -66,4 +67,6 @@ async def test_log_z_of_short_words_is_that_of_llamppl():
         found = await llamppl_words.smc_standard(model, NUM_PARTICLES)
         weights = [particle.weight for particle in found]
         theirs.append(np.logaddexp.reduce(weights) - np.log(NUM_PARTICLES))
-    check(await own_runs(llamppl_words.PROMPT, sorted(allowed), max_tokens=5), theirs)
+    masks = np.array(sorted(allowed))
+    for ours in await own_runs(llamppl_words.PROMPT, masks, max_tokens=5):
+        check(ours, theirs)

@@ -1,16 +1,15 @@
 """Sequential Monte Carlo under a JSON schema: every particle keeps to it, the heavy ones survive.
 
-The loop is `smc.py`'s. A weight is the probability that the model gave to what the schema allowed,
-the end too, so that the posterior is the model's own, given a valid text.
+A weight is the probability that the model gave to what the schema allowed, the end too, so that
+the posterior is the model's own, given a valid text.
 """
 
 import argparse
-import asyncio
 import json
 
-from smc import smc
+import numpy as np
 
-from genlm_backend import Constraint, load_model_by_name
+from genlm_backend import Constraint, load_model_by_name, smc_sync
 
 PROMPT = """Rome: {"city": "Rome", "country": "Italy", "capital": true, "rivers": ["Tiber"]}
 Paris: """
@@ -33,15 +32,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=80, help="tokens of each particle, at most")
     options = parser.parse_args()
     with load_model_by_name("smollm2", llm_opts={"batch_size": options.particles}) as lm:
-        prompt, constraint = lm.tokenizer.encode(PROMPT), Constraint.from_json_schema(lm, SCHEMA)
-        given = {"particles": options.particles, "max_tokens": options.tokens, "seed": 0}
-        particles, log_z, _ = asyncio.run(smc(lm, prompt, constraint=constraint, **given))
-        for particle in sorted(particles, key=lambda p: -p.log_weight):
-            is_whole = particle.is_done  # or of no weight: cut off, or dead
-            ids = particle.ids[: -1 if is_whole else None]
-            text = b"".join(lm.byte_vocab[i].byte_string for i in ids).decode(errors="replace")
-            print(f"{particle.log_weight:8.2f}  {json.loads(text) if is_whole else text + ' …'}")
-        print(f"log Z {log_z:.2f}")
+        constraint, count = Constraint.from_json_schema(lm, SCHEMA), options.particles
+        given = {"constraint": constraint, "max_tokens": options.tokens, "seed": 0}
+        found = smc_sync(lm, PROMPT, count, **given, progress=True)
+        for i in np.argsort(-found.log_weights):
+            text, is_whole = found.texts[i], found.group.is_done[i]  # or cut off, or dead
+            print(f"{found.log_weights[i]:8.2f}  {json.loads(text) if is_whole else text + ' …'}")
+        print(f"log Z {found.log_z:.2f}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A particle asks the model for its next token and the trie for the probability of every prefix of
 it, both awaited together with all other particles. Then it walks down the trie, byte by byte,
 among the bytes that are allowed. The share of the probability that these had goes into its
-weight; where few particles have most of the weight, all are drawn anew from them.
+weight. When a few particles have most of the weight, copies of them replace the others.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import copy
 import numpy as np
 
 from genlm_backend import AsyncTokenCharacterTrie, lm_trie_weights, load_model_by_name
+from genlm_backend.resampling import effective_sample_size, log_mean, systematic
 
 
 class Particle:
@@ -60,13 +61,11 @@ async def main() -> None:
             steps = (p.step(lm, trie, allowed, options.length, random) for p in active)
             await asyncio.gather(*steps)
             log_weights = np.array([particle.log_weight for particle in particles])
-            total = np.logaddexp.reduce(log_weights)
-            shares = np.exp(log_weights - total)
-            if 1 / np.square(shares).sum() < len(particles) / 2:  # effective sample size
-                chosen = random.choice(len(particles), size=len(particles), p=shares)
+            if 0 < effective_sample_size(log_weights) < len(particles) / 2:
+                chosen = systematic(log_weights, len(particles), random)
                 particles = [copy.deepcopy(particles[i]) for i in chosen]
                 for particle in particles:
-                    particle.log_weight = total - np.log(len(particles))
+                    particle.log_weight = log_mean(log_weights)
         for text in sorted({particle.text.decode() for particle in particles}):
             print(f"{options.prompt}{text}")
         sums, awaits = trie.statistics().sum, lm.statistics().num_awaits

@@ -1,18 +1,17 @@
-"""Sequential Monte Carlo behind a picture: what is said of it has to be in capital letters.
+"""Sequential Monte Carlo after a picture: the text about it has only capital letters and spaces.
 
 No weights that read pictures come with this package: the model is a tiny Gemma 3 with random ones,
 and says nothing sensible. ``load_model_by_name`` loads a real one, and the rest stays as it is.
 """
 
 import argparse
-import asyncio
 
 import numpy as np
 import tokenizers
 import torch
 import transformers as tf
 
-from genlm_backend import AsyncTransformer
+from genlm_backend import AsyncTransformer, smc_sync
 
 
 def tiny_model() -> AsyncTransformer:
@@ -42,32 +41,18 @@ def tiny_model() -> AsyncTransformer:
     return AsyncTransformer(model, tokenizer, processor=processor, kv_cache_bytes=1 << 24)
 
 
-async def particle(lm, context, allowed, random):
-    """Draw one more character of those that are allowed; return the new context and the weight."""
-    row = (await lm.next_token_logprobs(context)).numpy()
-    row[~allowed] = -np.inf
-    weight = np.logaddexp.reduce(row)
-    return context.extend(lm.draw(row, generator=random)), weight
-
-
-async def main(count: int, num_characters: int) -> None:
-    random = np.random.default_rng(0)
-    picture = random.integers(0, 256, (60, 80, 3), dtype=np.uint8)
+def main(count: int, num_characters: int) -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
     with tiny_model() as lm:
         prompt = lm.context("What is this? <image>\nA ", images=[picture])
         allowed = np.array([(t.isalpha() and t.isupper()) or t == b" " for t in lm.byte_vocab])
-        contexts, total = [prompt] * count, 0.0
-        for _ in range(num_characters):
-            steps = (particle(lm, context, allowed, random) for context in contexts)
-            contexts, weights = zip(*await asyncio.gather(*steps), strict=True)
-            shares = np.exp(np.array(weights) - np.logaddexp.reduce(weights))
-            total += np.logaddexp.reduce(weights) - np.log(count)
-            contexts = [contexts[i] for i in random.choice(count, count, p=shares)]
-        for context in contexts[:5]:
-            print(repr(lm.tokenizer.decode(list(context[len(prompt) :]))))
-        found = lm.statistics()
-        print(f"log-probability of capital letters: {total:.2f}")
-        print(f"{len(prompt)} tokens of the prompt; {found.tokens_computed} computed in all")
+        given = {"allowed": allowed, "max_tokens": num_characters, "threshold": 1, "seed": 0}
+        found = smc_sync(lm, prompt, count, **given)
+        for text in found.texts[:5]:
+            print(repr(text))
+        counts = lm.statistics()
+        print(f"log-probability of capital letters: {found.log_z:.2f}")
+        print(f"{len(prompt)} tokens of the prompt; {counts.tokens_computed} computed in all")
 
 
 if __name__ == "__main__":
@@ -75,4 +60,4 @@ if __name__ == "__main__":
     parser.add_argument("--particles", type=int, default=20)
     parser.add_argument("--characters", type=int, default=12)
     options = parser.parse_args()
-    asyncio.run(main(options.particles, options.characters))
+    main(options.particles, options.characters)

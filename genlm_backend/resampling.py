@@ -26,6 +26,7 @@ __all__ = [
     "log_mean",
     "multinomial",
     "residual",
+    "scheme_of",
     "ssp",
     "stratified",
     "systematic",
@@ -126,6 +127,20 @@ SCHEMES: Final[dict[str, Scheme]] = {
     "ssp": ssp,
 }
 """The schemes by name."""
+
+
+def scheme_of(scheme: Any) -> Scheme:
+    """Return the scheme of a name, or a function unchanged.
+
+    Raises:
+        OptionError: (``ValueError``) If no scheme has that name.
+    """
+    if callable(scheme):
+        given: Any = scheme
+        return given
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
+        raise OptionError(f"scheme must be one of {', '.join(SCHEMES)}; got {shown(scheme)}")
+    return SCHEMES[scheme]
 
 
 def effective_sample_size(log_weights: ArrayLike) -> float:

@@ -19,6 +19,7 @@ from genlm_backend.checks import (
     integer,
     listed,
     mapping,
+    number,
     optional,
     shown,
     switch,
@@ -30,8 +31,8 @@ from genlm_backend.particles.particle_group import Draws, ParticleGroup
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import TokenIds, check_known_ids
 from genlm_backend.readouts.draw import Allowed, PackedMask, packed_mask
-from genlm_backend.resampling import Scheme, log_mean
-from genlm_backend.runtime.blocking import blocking, in_form
+from genlm_backend.resampling import Scheme, log_mean, scheme_of
+from genlm_backend.runtime.blocking import blocking, in_form, is_blocking
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 
@@ -111,7 +112,7 @@ async def smc(
     others (Doucet and Johansen, 2009, "A tutorial on particle filtering and smoothing").
 
     Args:
-        lm: The model.
+        lm: The model. A step makes one pass for each ``batch_size`` of distinct contexts.
         prompt: The prompt: a text or token ids.
         n: Number of particles of each repeat.
         max_tokens: Tokens of a text, at most. A text of this length that has not ended is a text,
@@ -126,6 +127,7 @@ async def smc(
             ``{"temperature": 1.5}``. Those that exclude tokens exclude texts.
         ends: Token ids that end a text; or strings, for all tokens whose text ends with one of
             them, such as ``"."``. By default the model's ``eos_token_ids``, to which strings add.
+            Not with a constraint.
         threshold: Resample below this share of the effective sample size; see
             ``ParticleGroup.resample``.
         scheme: The resampling scheme; see ``genlm_backend.resampling``.
@@ -143,14 +145,21 @@ async def smc(
     instance(AsyncLM, "an AsyncLM")("lm", lm)
     optional(instance(Constraint, "a Constraint"))("constraint", constraint)
     length, num_repeats = integer(1)("max_tokens", max_tokens), integer(1)("repeats", repeats)
+    count, share, chosen = (
+        integer(1)("n", n),
+        number(0, 1)("threshold", threshold),
+        scheme_of(scheme),
+    )
+    if constraint is not None and ends is not None:
+        raise OptionError("ends is for texts without a constraint, which decides how texts end")
     factor = optional(function)("twist", twist)
     options = mapping("proposal", {} if proposal is None else proposal)
     check_names(options, ("temperature", "top_k", "top_p", "min_p"), "option of proposal")
     bits = packed_mask(allowed, len(lm.byte_vocab))
     mask = None if bits is None else PackedMask(bits, len(lm.byte_vocab))
     ending, num_steps = np.array(sorted(_end_ids(lm, ends)), np.int64), 0
-    start = prompt if isinstance(prompt, (str, Context)) else list(prompt)
-    group = lm.particles([start] * num_repeats, n, seed=seed, lora_name=lora_name)
+    start = prompt if isinstance(prompt, (str, Context)) else lm.contexts.of(prompt)
+    group = lm.particles([start] * num_repeats, count, seed=seed, lora_name=lora_name)
     own, sizes = await in_form(group), list[NDArray[np.float64]]()
     log_twists = np.zeros(len(group))
     states = None if constraint is None else [constraint.fork() for _ in range(len(group))]
@@ -172,7 +181,7 @@ async def smc(
             bar.update()
             sizes.append(group.ess)
             if num_steps < length:  # copies of the last step would be a waste
-                ancestors = group.resample(threshold, scheme)
+                ancestors = group.resample(share, chosen)
                 log_twists = log_twists[ancestors]
                 if states is not None and group.resampled.any():
                     states = [states[i].fork() for i in ancestors.tolist()]
@@ -230,6 +239,10 @@ async def _twists(
     ids, chosen = group.token_ids(), np.flatnonzero(draws.token_ids >= 0)
     values = [twist(ids[i]) for i in chosen.tolist()]
     if any(map(inspect.isawaitable, values)):
+        if await is_blocking():
+            for value in values:
+                value.close()
+            raise OptionTypeError("twist is a coroutine function: await smc(…) instead of smc_sync")
         values = await together(values)
     found = np.zeros(len(ids))
     given = np.asarray(values)

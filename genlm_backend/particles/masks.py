@@ -32,7 +32,8 @@ def masks_of(
         if len(allowed) != num_particles or any(isinstance(own, int) for own in allowed):
             raise OptionError(
                 f"allowed must have one mask or constraint for each of the {num_particles} "
-                f"particles, or be one mask for all; got {shown(allowed)}"
+                f"particles, or be one mask for all, with token ids in an array or a set; got "
+                f"{shown(allowed)}"
             )
         return _of_each([allowed[i] for i in active.tolist()], active, vocab_size)
     bits = packed_mask(allowed, vocab_size, may_be_empty=True)

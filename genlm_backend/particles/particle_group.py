@@ -44,7 +44,7 @@ from genlm_backend.readouts.draw import TEMPERATURE
 from genlm_backend.readouts.draw_table import Pools, SamplingFilter
 from genlm_backend.readouts.particle_step import ParticleStep, StepResult, TableDraws
 from genlm_backend.readouts.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
-from genlm_backend.resampling import SCHEMES, Scheme, multinomial
+from genlm_backend.resampling import Scheme, multinomial, scheme_of
 from genlm_backend.runtime.blocking import blocking, in_form
 
 Ints = NDArray[np.int64]
@@ -215,7 +215,7 @@ class ParticleGroup:
         largest = np.full(self.num_groups, -math.inf)
         np.maximum.at(largest, self.group_ids, self._log_weights)
         largest[largest == -math.inf] = 0.0
-        with np.errstate(under="ignore"):
+        with np.errstate(under="ignore", over="ignore"):
             weights = np.exp(self._log_weights - largest[self.group_ids])
         sums = np.bincount(self.group_ids, weights, minlength=self.num_groups)
         squares = np.bincount(self.group_ids, np.square(weights), minlength=self.num_groups)
@@ -278,8 +278,8 @@ class ParticleGroup:
 
         Particle ``i`` becomes a copy of particle ``ancestors[i]``, of the same group. Copy the
         state that a program holds for each particle in the same way. The particles of a resampled
-        group get its log-mean weight, so that ``log_z`` does not change. A group that is all dead
-        or all finished is not resampled.
+        group get its log-mean weight, so that ``log_z`` does not change. A group without an active
+        particle is not resampled.
 
         Args:
             threshold: Resample a group if its effective sample size is below this share of its
@@ -307,11 +307,9 @@ class ParticleGroup:
                 "in their present order, so append them first"
             )
         share = number(0, 1)("threshold", threshold)
-        chosen = scheme if callable(scheme) else SCHEMES.get(scheme)
-        if chosen is None:
-            raise OptionError(f"scheme must be one of {', '.join(SCHEMES)}; got {shown(scheme)}")
+        chosen = scheme_of(scheme)
         kept = self._retained(retained, chosen)
-        log_z, num_left = self.log_z, np.bincount(self.group_ids, ~self.is_done, self.num_groups)
+        log_z, num_left = self.log_z, np.bincount(self.group_ids, self.is_active, self.num_groups)
         is_low = (self.ess < share * self._counts) & (log_z > -math.inf) & (num_left > 0)
         ancestors, log_weights = np.arange(len(self)), self._log_weights.copy()
         for group in np.flatnonzero(is_low).tolist():

@@ -13,7 +13,7 @@ import pytest
 import transformers as tf
 from tokenizers import Tokenizer, models
 
-from genlm_backend import AsyncTokenCharacterTrie, MockAsyncLM
+from genlm_backend import AsyncTokenCharacterTrie, MockAsyncLM, smc
 from genlm_backend.errors import ConstraintViolation
 from genlm_backend.generation import Constraint
 
@@ -98,11 +98,11 @@ def factor(ids):
 
 WAYS = {
     "plain": {},
-    "never resampled": {"ess_threshold": 0},
-    "always resampled": {"ess_threshold": 1.01},
+    "never resampled": {"threshold": 0},
+    "always resampled": {"threshold": 1},
     "a flatter proposal": {"proposal": {"temperature": 1.7}},
     "a factor": {"twist": factor},
-    "all": {"twist": factor, "proposal": {"temperature": 0.8}, "ess_threshold": 1.01},
+    "all": {"twist": factor, "proposal": {"temperature": 0.8}, "threshold": 1},
 }
 
 
@@ -129,41 +129,48 @@ async def test_smc_example_matches_exact_probabilities_of_a_schema(lm, values, g
                 go_on((*ids, i), log_probability + float(row[i]))
 
     go_on((), 0.0)
-    options = {"particles": 3000, "max_tokens": 12, "constraint": constraint, "seed": 0, **given}
-    particles, log_z, _ = await example("smc").smc(lm, PROMPT, **options)
-    assert all(particle.constraint.is_ended for particle in particles)
-    assert all(tuple(p.constraint.token_ids) == p.ids for p in particles)
-    expected = weighed(lm, expected, given)
-    check(expected, [(p.ids, p.log_weight) for p in particles])
-    assert log_z == pytest.approx(np.log(sum(expected.values())), abs=0.1)
+    options = {"max_tokens": 12, "constraint": constraint, "seed": 0, **given}
+    group = await example("smc").smc(lm, PROMPT, 3000, **options)
+    assert group.is_done.all()
+    assert constraint.token_ids == []  # the particles have forks of it
+    expected, ids = weighed(lm, expected, given), [tuple(own) for own in group.token_ids()]
+    check(expected, list(zip(ids, group.log_weights, strict=True)))
+    assert group.log_z == pytest.approx(np.log(sum(expected.values())), abs=0.1)
+
+
+async def test_smc_example_gives_log_z_minus_inf_if_no_particle_finishes(lm):
+    constraint = Constraint.from_choice(lm, ["ab", "b"])
+    unended = await example("smc").smc(lm, PROMPT, 200, max_tokens=1, constraint=constraint, seed=0)
+    assert unended.log_z == -np.inf
+    assert not unended.is_done.any()
 
 
 async def test_smc_without_any_finished_particle_gives_log_z_minus_inf(lm):
-    smc, constraint = example("smc").smc, Constraint.from_choice(lm, ["ab", "b"])
-    options = {"particles": 200, "max_tokens": 5, "constraint": constraint, "seed": 0}
     only_a = [*(i for i, word in enumerate(WORDS) if word == "a"), *ENDS]
-    particles, log_z, _ = await smc(lm, PROMPT, **options, allowed=only_a)
-    assert log_z == -np.inf
-    assert {p.log_weight for p in particles} == {-np.inf}
-    unended, log_z, _ = await smc(lm, PROMPT, **{**options, "max_tokens": 1})
-    assert log_z == -np.inf
-    assert not any(p.is_done for p in unended)
+    options = {"constraint": Constraint.from_choice(lm, ["ab", "b"]), "seed": 0}
+    dead = await smc(lm, PROMPT, 200, max_tokens=5, **options, allowed=np.array(only_a))
+    assert dead.log_z == -np.inf
+    assert set(dead.log_weights) == {-np.inf}
+    unended = await smc(lm, PROMPT, 200, max_tokens=1, **options)
+    assert unended.log_z == -np.inf
+    assert not unended.group.is_done.any()
 
 
 async def test_dead_particles_reduce_log_z_by_their_share(lm):
     """The second token has to be the first one again, which is not allowed behind an "a"."""
-    smc = example("smc").smc
 
     def twist(ids):
         return -np.inf if ids[0] == WORDS.index("a") and len(ids) > 1 else 0.0
 
-    allowed = [WORDS.index("a"), WORDS.index("b")]
-    options = {"particles": 4000, "max_tokens": 2, "allowed": allowed, "seed": 0}
-    particles, log_z, _ = await smc(lm, PROMPT, twist=twist, **options)
+    allowed = np.array([WORDS.index("a"), WORDS.index("b")])
+    options = {"max_tokens": 2, "allowed": allowed, "seed": 0, "twist": twist}
+    group = await example("smc").smc(lm, PROMPT, 4000, **options)
     row = lm.next_token_logprobs_sync(PROMPT).exp()
-    behind = lm.next_token_logprobs_sync([*PROMPT, allowed[1]]).exp()
-    assert np.exp(log_z) == pytest.approx(float(row[allowed[1]] * behind[allowed].sum()), rel=0.1)
-    assert all(p.ids[0] == allowed[1] for p in particles if p.log_weight > -np.inf)
+    behind = lm.next_token_logprobs_sync([*PROMPT, int(allowed[1])]).exp()
+    expected = float(row[allowed[1]] * behind[allowed].sum())
+    assert np.exp(group.log_z) == pytest.approx(expected, rel=0.1)
+    alive = group[group.log_weights > -np.inf]
+    assert {ids[0] for ids in alive.token_ids()} == {allowed[1]}
 
 
 async def test_importance_sampling_example_matches_exact_probabilities(lm):

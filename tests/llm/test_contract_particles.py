@@ -155,6 +155,19 @@ def test_cancelled_draw_leaves_the_group_as_it_was(lm):
     asyncio.run(main())
 
 
+def test_draw_after_a_cleared_cache_filled_by_others_matches_fresh_rows(lm, backend):
+    group, reference = lm.particles(PROMPT, 4, seed=0), Reference(backend, [PROMPT] * 4)
+    for step in range(3):
+        group.draw_sync()
+        group.append([step, step, 1, 2])
+        reference.append(np.array([step, step, 1, 2]))
+        lm.clear_cache()  # the numbers of its nodes go to these contexts
+        lm.batch_next_token_logprobs_sync([[9, 8, 7, 6, 5, *range(k)] for k in range(step + 2)])
+        uniforms = np.linspace(0, 0.99, 4)
+        draws = group.draw_sync(uniforms=uniforms)
+        reference.check(draws, uniforms, tolerance=backend.tolerance)
+
+
 def test_other_calls_are_refused_while_a_draw_runs(lm):
     async def main():
         group = lm.particles(PROMPT, 3, seed=0)
