@@ -79,11 +79,12 @@ def many(repeats: int, num_steps: int = 100) -> Numbers:
 
     Each particle is asked by an ``await`` of its own, or all by one call. Garbage is looked for
     with what was loaded, or, "frozen", without. Every step counts, since few of them pay for that.
-    A "wide" step is of a model of thirty layers and 49,152 logits. CPU time is told too.
+    A "wide" step is of a model of thirty layers and 49,152 logits. "draws" are one call of draws,
+    and "group" a step of a particle group. CPU time is told too.
     """
     numbers: Numbers = {}
     for _ in range(repeats):
-        for kind in ("await", "call", "await, frozen", "call, wide"):
+        for kind in ("await", "call", "draws", "group", "await, frozen", "call, wide"):
             if kind.endswith("frozen"):
                 gc.collect()
                 gc.freeze()
@@ -151,9 +152,21 @@ async def _steps_of_many(count: int, kind: str, num_steps: int) -> tuple[float, 
     behind = lm.context([(31 * i) % 1000 for i in range(500)])
     own = [[*divmod(i, 100), 5] for i in range(count)]
     contexts = [behind + ids for ids in own]
+    group = lm.particles(behind, count, seed=0)
+    group.append(np.arange(count) % 1000)
     for step in range(num_steps + 5):
         if step == 5:
             start, cpu = time.perf_counter(), time.process_time()
+        if kind == "group":
+            draws = await group.draw()
+            group.append(draws.token_ids)
+            group.reweight(draws.log_increments)
+            group.resample()
+            continue
+        if kind == "draws":
+            drawn = await lm.batch_draw_next_token(contexts)
+            contexts = [c.extend(own.token_id) for c, own in zip(contexts, drawn, strict=True)]
+            continue
         contexts = [context.extend((7 * step) % 1000) for context in contexts]
         if kind.startswith("call"):
             await lm.batch_next_token_logprobs(contexts)

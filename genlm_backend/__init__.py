@@ -2,8 +2,8 @@
 
 ``await lm.next_token_logprobs(token_ids)`` returns the full-vocabulary log-probabilities of the
 next token. Concurrent awaits are batched, and cached prefixes are reused. ``lm.byte_vocab`` holds
-the exact bytes of every token id, and a trie over them turns log-probabilities into the weight of
-every prefix of characters.
+the exact bytes of every token id, and a trie over these turns log-probabilities into the weight of
+every prefix of bytes.
 """
 
 import logging

@@ -55,7 +55,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _extras() -> Iterator[tuple[str, str]]:
-    """Yield each extra of the distribution, and the names of its missing packages."""
+    """Yield each extra of the distribution and "installed", or the names of missing packages."""
     try:
         metadata = importlib.metadata.metadata(_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -95,7 +95,7 @@ def run_demo(arguments: list[str]) -> None:
             f"the demo needs {', '.join(missing)}: pip install 'genlm-backend[demo]'"
         )
     path = example_path("demo.py")
-    sys.path.insert(0, str(path.parent))  # as for a script, which may import modules next to it
+    sys.path.insert(0, str(path.parent))  # as Python does for a script
     sys.argv = ["python -m genlm_backend demo", *arguments]
     runpy.run_path(str(path), run_name="__main__")
 

@@ -86,7 +86,7 @@ def loading_option_names(kind: type) -> list[str]:
 
 
 def _option_names(kind: type) -> Iterator[str]:
-    """Yield the option names of a constructor, and of base constructors that get ``**kwargs``."""
+    """Yield the option names of a constructor, and of those it may pass ``**kwargs`` on to."""
     for owner in kind.__mro__:
         if "__init__" not in vars(owner):
             continue

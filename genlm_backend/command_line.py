@@ -37,7 +37,7 @@ def add_commands(commands: Any) -> None:
     texts.add_argument(
         "--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy"
     )
-    texts.add_argument("--top-p", type=float, metavar="P", help="sample within probability P")
+    texts.add_argument("--top-p", type=float, metavar="P", help="see top_p of generate")
     texts.add_argument(
         "--top-k", type=int, metavar="K", help="sample from the K most probable tokens"
     )
@@ -79,7 +79,7 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
     either.add_argument(
         "--context",
         metavar="TEXT",
-        help="text before each text, after the token that texts begin with; "
+        help="the context of each text, read after the token that texts begin with; "
         "default: that token alone",
     )
     either.add_argument(
@@ -87,7 +87,7 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
         dest="context",
         metavar="ID,…",
         type=_ids,
-        help="the same as token ids, with nothing before them",
+        help="the context as token ids, with nothing before them",
     )
 
 

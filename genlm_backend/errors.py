@@ -178,7 +178,7 @@ class ModelStateError(GenlmBackendError, RuntimeError):
 
 
 class ParticleError(GenlmBackendError, RuntimeError):
-    """A particle group cannot take this call now, as while one of its awaits runs."""
+    """A particle group cannot take this call now, for example while one of its awaits runs."""
 
 
 class RequestQueueFullError(GenlmBackendError, queue.Full):
@@ -202,7 +202,7 @@ class ForkedError(GenlmBackendError, RuntimeError):
 
 
 class NotPicklableError(GenlmBackendError, TypeError):
-    """A model, engine or trie was pickled or copied, or a constraint pickled; none can be."""
+    """A model, engine or trie cannot be pickled or copied, and a constraint cannot be pickled."""
 
 
 class QueryDroppedError(GenlmBackendError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Language models with awaitable next-token log-probabilities, and the types around them."""
+"""Language models with awaitable next-token log-probabilities, and the types that they use."""
 
 from typing import TYPE_CHECKING
 

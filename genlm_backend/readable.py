@@ -37,7 +37,7 @@ class Readable(abc.ABC):  # noqa: B024  (abstract because subclasses must be dat
 
     def _items(self) -> Iterator[tuple[str, Any]]:
         names = [field.name for field in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
-        names.sort(key=lambda name: name not in type(self).__annotations__)  # a base's come last
+        names.sort(key=lambda name: name not in type(self).__annotations__)  # inherited ones last
         for name in [*names, *self._derived]:
             yield name, getattr(self, name)
 

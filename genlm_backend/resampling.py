@@ -2,8 +2,8 @@
 
 A scheme is a function ``scheme(log_weights, n, rng)`` that returns the indices of ``n`` ancestors,
 int64 ``[n]``, ascending. Log-weights, float64 ``[m]``, need not be normalised; ``-inf`` is a weight
-of zero, which no ancestor has. Each is unbiased: index ``i`` is expected ``n * weight_i`` times,
-for normalised weights. They differ in the variance (Douc, Cappé and Moulines, 2005,
+of zero, which no ancestor has. Each scheme is unbiased: index ``i`` is expected ``n * weight_i``
+times, for normalised weights. The schemes differ in their variance (Douc, Cappé and Moulines, 2005,
 arXiv:cs/0507025; Gerber, Chopin and Whiteley, 2019, arXiv:1708.06551).
 """
 
@@ -88,9 +88,9 @@ def residual(log_weights: ArrayLike, n: int, rng: np.random.Generator) -> Ancest
 def ssp(log_weights: ArrayLike, n: int, rng: np.random.Generator) -> Ancestors:
     """Round ``n * weight`` up or down at random, by the Srinivasan sampling process.
 
-    Each index has ``floor(n * weight)`` or one more copies, and the errors of the weighted sums
-    vanish as for ``stratified``, without its dependence on the order (Gerber, Chopin and Whiteley,
-    2019, arXiv:1708.06551).
+    Each index gets ``floor(n * weight)`` copies or one more, as by ``systematic``. Unlike those of
+    ``systematic``, the estimates converge for any order of the weights (Gerber, Chopin and
+    Whiteley, 2019, arXiv:1708.06551).
 
     Raises:
         Exception: Any error of ``systematic``.
@@ -220,6 +220,6 @@ def _log_weights(values: Any, name: str = "log_weights") -> NDArray[np.float64]:
     wrong = np.flatnonzero(np.isnan(found) | (found == math.inf))
     if len(wrong):
         raise OptionError(
-            f"{name}[{wrong[0]}] is {found[wrong[0]]}: a log-weight is at most finite"
+            f"{name}[{wrong[0]}] is {found[wrong[0]]}: it must be a finite number or -inf"
         )
     return found

@@ -82,6 +82,8 @@ class ManyParticles(Workload):
                 ("await, frozen", "… after `gc.freeze()`"),
                 ("call", "one call for all"),
                 ("call, wide", "one call for all, 49,152 logits and thirty layers"),
+                ("draws", "one call of draws for all"),
+                ("group", "a particle group's draws"),
             )
             for key, label in (
                 (f"{kind}, {count}", label),

@@ -1,8 +1,8 @@
 """Compiled loops that find the prefixes that several rows share; see ``CascadePlan``.
 
-Row by row, ``_climb`` walks up from the row's node and numbers each token not met before, from 1; 0
-means any root. So a token's ancestors have larger numbers from the same row, or numbers from an
-earlier row. In the order of a tree walk, the rows that have a token are consecutive.
+Row by row, ``_climb`` walks up from the row's node and numbers each token not met before, from 1;
+every root has number 0. So a token's ancestors have larger numbers from the same row, or numbers
+from an earlier row. In the order of a tree walk, the rows that have a token are consecutive.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _shared(
                 bottom -= 1
             num_others, start = 0, top
             while start >= bottom:
-                stop = start  # of a run of consecutive slots, read in place
+                stop = start  # the end of a run of consecutive slots, which is read in place
                 while stop > bottom and slots[stop - 1] == slots[stop] + 1:
                     stop -= 1
                 size = start - stop + 1

@@ -1,4 +1,4 @@
-"""Cascade plans: which cached tokens the rows of a pass read together; no tensors.
+"""Cascade plans: which cached tokens the rows of a pass read together, in numpy arrays.
 
 **Why.** Particles share long prefixes. Attention row by row reads such a prefix once per row;
 cascade attention (Hydragen: Juravsky et al., 2024, arXiv:2402.05099) reads it once in all. A plan
@@ -14,8 +14,8 @@ allocator prefers consecutive slots.
 
 **Extension.** A decode step takes the plan of the step before, permutes its rows and adds a column
 to the suffix (``advanced``). Tokens that rows have come to share since are gathered for each row.
-``is_stale`` asks for a new plan once the suffix is more than twice as wide (and 64 columns wider),
-or once more tokens have been gathered repeatedly than the first pass of the plan read.
+``is_stale`` asks for a new plan once the suffix is more than twice as wide and 64 columns wider, or
+once more tokens have been gathered repeatedly than the first pass of the plan read.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from genlm_backend.attention.softmax_attention import (
 )
 
 LONG_COPY: Final = 4096
-"""About how many tokens of a block are decoded at once, if the pool stores codes."""
+"""About how many tokens of a block are decoded at once, if the pool's format is rounded."""
 
 
 class AnyKVPool(Protocol[A]):
@@ -162,7 +162,7 @@ class CascadeRun(Generic[A]):
     def _in_block(
         self, softmax: SoftmaxAttention[A], query: A, layer: int, block: Block[A]
     ) -> AttentionState[A]:
-        """Attend to a block: at once if the pool is exact, else by parts of about ``LONG_COPY``."""
+        """Attend to a block: at once if the pool is exact, else in parts of ``LONG_COPY`` or so."""
         mask, size = block.mask, block.num_tokens
         attend = softmax.attend if mask is None else softmax.attend_if_any
         num_extents = 1 if self._pool.is_exact else max(1, round(size / LONG_COPY))

@@ -21,7 +21,7 @@ A = TypeVar("A", bound=Any)
 @final
 @dataclass(frozen=True, slots=True)
 class ArrayOps(Generic[A]):
-    """The operators of one library; names that end in ``_`` may overwrite the first argument."""
+    """The operators of one library; a final ``_`` means that the first argument may be overwritten."""
 
     lib: Any  # has ``concatenate``, ``log``, ``logaddexp``, ``sigmoid`` and ``zeros_like``
     put: Callable[[torch.Tensor, Any], A]

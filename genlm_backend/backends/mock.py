@@ -20,7 +20,7 @@ from genlm_backend.tokenization import decode_vocab
 
 
 class MockAsyncLM(BatchedLM):
-    """A pseudo-random language model: a row depends on its context and on the vocabulary alone.
+    """A pseudo-random language model: a row depends only on its context and the vocabulary.
 
     Rows are the log-softmax of standard normal logits, seeded by a 384-bit digest of the
     context: equal contexts get equal rows in every process, and distinct contexts practically
@@ -32,7 +32,7 @@ class MockAsyncLM(BatchedLM):
         vocab_size: Width of the rows. Default: the tokenizer's vocabulary size.
         max_length: Longest context to accept, in tokens.
         max_batch_size: Maximum number of contexts evaluated at once; ``None`` for no bound.
-        eos_token_ids: The ids that end a text if a call names none. Default: the tokenizer's.
+        eos_token_ids: The ids that end a text in a call that gives none. Default: the tokenizer's.
         row_cache: As for ``BatchedLM``.
         **options: Options of ``BatchedLM``: ``batch_size``, ``timeout``, ``row_cache_bytes``, …
     """

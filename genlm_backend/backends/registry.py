@@ -35,7 +35,7 @@ REPLICAS: Final = ("genlm_backend.remote.replicas.async_replicas", "AsyncReplica
 """The (module, class) used instead of ``"hf"`` if ``replicas`` is among the options."""
 
 ABSENT: Final = {"sgl": ("genlm_backend.compat.replaced", "AsyncSGLTransformer")}
-"""Backends that are not available: the class raises an error that says so."""
+"""Backends that this library does not have; the class raises an error with a replacement."""
 
 
 @overload
@@ -131,7 +131,7 @@ def check_loading(
         )
     if chosen in ("hf", "mlx", "mock") and is_gguf(file):
         raise OptionError(
-            f"{file!r} is a GGUF file, which backend 'llama-cpp' reads, but not {chosen!r}"
+            f"{file!r} holds GGUF weights, which backend 'llama-cpp' reads, but not {chosen!r}"
         )
     if "replicas" in options:
         if "process" in options:

@@ -1,4 +1,4 @@
-"""Turn many concurrent queries, of tasks or threads, into few batched calls; no tensors."""
+"""Turns the queries of many tasks and threads into few batched calls; does not import torch."""
 
 from genlm_backend.batching.batched import Batched, batched
 from genlm_backend.batching.batcher import Batcher

@@ -1,4 +1,4 @@
-"""batched: a function of a list, as an awaitable function of one element."""
+"""batched: makes an awaitable function of one query from a function of a list of queries."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Batched(Closing, Generic[Q, R]):
         return self._batcher.statistics()
 
     def close(self) -> None:
-        """Fail all callers and end the thread; a second call has no effect."""
+        """Raise a ``QueryDroppedError`` in all callers, and end the thread; may be repeated."""
         self._batcher.close()
         if self._loop is not None and not self._batcher.is_foreign:
             self._loop.close()
@@ -97,18 +97,18 @@ def batched(
 ) -> Any:
     """Make an awaitable function of one query from a function of a list of queries.
 
-    For verifiers, reward models and other critics that every particle awaits: concurrent calls
-    become one call with a list of distinct queries. Calls never overlap, and run on a thread of
-    their own. A decorator, with or without arguments.
+    For verifiers, reward models and other critics that every particle awaits: the queries of
+    concurrent calls reach ``function`` in lists without duplicates. Its calls never overlap, and
+    all run on one separate thread. Can be used as a decorator, with or without arguments.
 
     Args:
         function: A function or coroutine function that takes a list of queries and returns one
             result for each, or an exception in place of a result. A coroutine function runs in an
-            event loop of its own thread, the same for all batches.
+            event loop on that thread, the same loop for all batches.
         max_batch_size: Most queries in one call.
         timeout: Seconds that a query may wait for others; see ``BatchPolicy``.
-        key: Returns a query's key, by which equal queries share a result. By default the query
-            itself, which has to be hashable.
+        key: Returns a query's key; queries with equal keys share a result. By default, the key is
+            the query, which has to be hashable.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument has another type.

@@ -1,14 +1,14 @@
 """Batcher: groups concurrent queries into batches and returns results to their event loops.
 
 **Flow.** ``submit`` adds a ``PendingQuery`` to ``_waiting``, a dictionary by key with the oldest
-first, or joins an equal one there or in ``_running``, the batch under evaluation. The policy
-decides when to send a batch. The worker thread moves the oldest queries to ``_running``, evaluates
-them without the lock, and settles the futures of each event loop by one callback.
+first. If ``_waiting``, or ``_running`` (the batch under evaluation), has an equal one, the caller
+joins that. The policy decides when to send a batch. The worker thread moves the oldest queries to
+``_running``, evaluates them without the lock, and settles each loop's futures by one callback.
 
 **Invariants.** One lock guards both dictionaries. A query that no caller waits for leaves the
 queue, at the latest when it would enter a batch. The thread that sends a batch only queues a call
-for the worker, which Ctrl-C never interrupts. After a Ctrl-C there may be one call too many, which
-finds an empty queue, or one too few, which the next caller queues instead. The garbage collector
+for the worker thread, since Ctrl-C never interrupts that one. After a Ctrl-C, a surplus call may be
+queued, which finds no queries, or one may be missing, which the next caller queues. The collector
 may close a coroutine on any thread at any moment, so closing one sets a flag and takes no lock. A
 lock belongs to the process that claims it, and raises in a fork, which has no worker thread
 (``runtime/forks.py``).
@@ -19,11 +19,11 @@ microseconds. The timeout and ``max_turns`` are for programs that never pause. A
 callers get the same turns to add queries to those that arrived meanwhile, unless these fill a
 batch.
 
-**Cancellation.** ``evaluate`` gets no futures. Between two steps it may call ``check_cancelled``,
-which raises once no caller of its batch is left. Queries that new callers join just then return to
-the head of the queue and are sent at once, since these callers have waited for an evaluation
-already. At most every 0.1 s, ``check_cancelled`` wakes the loops of callers: a signal handler may
-have cancelled a task (the stop button of a notebook), and nothing else would wake its loop.
+**Cancellation.** ``evaluate`` sees no futures. Between two steps it may call ``check_cancelled``,
+which raises once no caller of its batch is left. If new callers join some of the queries after
+that, these return to the head of the queue and are sent at once, since they have waited for an
+evaluation already. At most every 0.1 s, ``check_cancelled`` wakes the callers' loops: a signal may
+have cancelled a task (a notebook's stop button), and nothing else would wake the task's loop.
 
 **Costs.** A caller of one query is represented by its future, and a caller of several by one
 ``MultiWaiter``: with an object per query, garbage collection made 1,024 awaits 30 % slower. The
@@ -130,11 +130,11 @@ class Batcher(Generic[Q, R]):
         self._forward_key = optional(function)("forward_key", forward_key)
         self._name = text("name", name)
         self._worker, self._lock = Worker(f"genlm-{name}"), ProcessLock()
-        self._is_wanted: Callable[[], bool] | None = None  # whether callers wait for the task
+        self._is_wanted: Callable[[], bool] | None = None  # whether callers await the worker's task
         self._last_wake = 0.0
         self._given_up: QueryDroppedError | None = None  # set by ``check_cancelled``
         self._is_closed = False
-        self._fences: dict[_Call[Any], int] = {}  # queued calls, and the first query after each
+        self._fences: dict[_Call[Any], int] = {}  # queued calls → number of the next query
         self._waiting: dict[Hashable, PendingQuery] = {}  # the queue, oldest first
         self._running: dict[Hashable, PendingQuery] = {}  # the batch under evaluation
         self._loops: set[Loop] = set()  # loops of callers, including some callers that have left
@@ -237,7 +237,7 @@ class Batcher(Generic[Q, R]):
     # ---------------------------------------------------------------- ending
 
     def drop(self, reason: str | Exception = "the query was dropped before it was answered") -> int:
-        """Fail all callers with a ``QueryDroppedError`` of ``reason``; return their number.
+        """Raise a ``QueryDroppedError`` with ``reason`` in all callers; return their number.
 
         A batch under evaluation ends at its next ``check_cancelled()``; without one, its results
         are discarded. If ``reason`` is an exception, only callers of queued queries get it, and the
@@ -311,7 +311,7 @@ class Batcher(Generic[Q, R]):
         with self._lock.here:
             self.check_open()
             self._worker.put(partial(self._run_call, call))
-            # Last: if an interrupt left a fence without its call, the queue would stop forever.
+            # Last: a fence without its call, left by an interrupt, would stop the queue for good.
             self._fences[call] = self._num_arrived
         return call
 
@@ -570,7 +570,7 @@ class Batcher(Generic[Q, R]):
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
             self._is_wanted, self._given_up, self._running = None, None, {}
             answers: Answers = {}
-            if is_given_up:  # queries that callers joined since then are sent again at once
+            if is_given_up:  # queries that callers joined since ``check_cancelled`` are sent again
                 joined = {key: query for key, query in batch.items() if query.callers}
                 self._waiting = joined | self._waiting
                 self._flush_requested = self._flush_requested or bool(joined)
@@ -607,7 +607,7 @@ class _Call(Generic[T]):
 
 
 _WAKE_SECONDS: Final = 0.1
-"""Least seconds between two wake-ups of loops during a long evaluation."""
+"""Shortest time in seconds between two wake-ups of loops during a long evaluation."""
 
 
 def _nothing() -> None:

@@ -148,7 +148,7 @@ def deliver(answers: Answers) -> None:
     """Settle futures on their own loops, with one wake-up per event loop."""
     for loop, own in answers.items():
         if loop is None:
-            # Another thread may cancel one at any time: claim each future before it is settled.
+            # Claim each future before it is settled, since another thread may cancel it.
             begin = concurrent.futures.Future[Any].set_running_or_notify_cancel
             _settle([pair for pair in own if not pair[0].done() and begin(pair[0])])
         else:

@@ -25,7 +25,7 @@ class Decision(enum.Enum):
     YIELD = "yield"
     """Let the event loop take another turn, then decide again."""
     SLEEP = "sleep"
-    """Do nothing: the next arrival, or the end of the current batch, decides again."""
+    """Do nothing until a query arrives or the current batch ends, then decide again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class BatchPolicy:
 
     A batch is sent when it is full or flushed, when the event loop has had ``quiet_turns`` turns
     in a row without a new query, or ``timeout`` seconds or ``max_turns`` turns after its first
-    query. The last two only matter for programs that send queries in a steady trickle.
+    query. The timeout and ``max_turns`` only matter for programs that send a steady trickle.
 
     Attributes:
         max_batch_size: Most distinct queries in one batch; at least 1. If a batcher weighs

@@ -26,7 +26,7 @@ def batch_abandoned(exc: BaseException) -> QueryDroppedError:
     Args:
         exc: The exception that ended the holder; it becomes the error's cause.
     """
-    error = QueryDroppedError(f"the caller of the batch ended before it was served: {exc!r}")
+    error = QueryDroppedError(f"the caller that held the batch ended with {exc!r}: call again")
     error.__cause__ = exc
     return error
 

@@ -39,9 +39,9 @@ async def draw_from(
 ) -> tuple[int, float, float]:
     """Draw an index from the softmax of a row.
 
-    Concurrent draws from rows of equal width on one device are computed in one batch. The noise
-    comes from torch's global generator of that device. Rows of 16-bit floats are computed in
-    float32, others in their own precision.
+    Concurrent draws from tensors of equal width on one device, or from arrays of equal width, are
+    computed in one batch. The random numbers come from torch's global generator of the device.
+    Rows of 16-bit floats are computed in float32, others in their own precision.
 
     Args:
         weights: Log-weights, float ``[V]``, normalised or not, on any device. Not modified.

@@ -42,7 +42,7 @@ _NAME = "model"
 
 @final
 class AsyncGLM(OfOneProcess):
-    """Generates for many threads at once: ``submit`` a task, ``get_result`` later.
+    """Generates texts for many threads at once: ``submit`` a task, then call ``get_result``.
 
     ``model.generate`` serves one caller at a time; this class batches the concurrent tasks of all
     callers into the same forward passes, on its own ``Engine``. Each row of a task is a request of
@@ -59,8 +59,8 @@ class AsyncGLM(OfOneProcess):
 
     Raises:
         GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has an option that is not
-            in ``HONOURED`` or not valid, or a bound is too small.
-        OptionTypeError: (``TypeError``) If ``model`` is neither of these.
+            in ``HONOURED`` or not valid, or ``max_queue_size`` or ``max_running`` is below 1.
+        OptionTypeError: (``TypeError``) If ``model`` is neither such a model nor an ``AsyncLM``.
     """
 
     def __init__(
@@ -153,14 +153,14 @@ class AsyncGLM(OfOneProcess):
         """
         timeout = check_timeout("timeout", timeout)
         checked(_CHECKS, {"generation_kwargs": generation_kwargs}, GenerationConfigError)
-        # Check before making tensors: torch aborts if one with views is collected at exit.
+        # Check first: if a tensor with views is collected at exit, torch aborts the process.
         with self._lock.here:
             self._check_open()
         own = generation_kwargs or {}
         kwargs = {**self._defaults, **own}
         for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
             if whole in own and new not in own:
-                kwargs.pop(new, None)  # else the constructor's value would override it
+                kwargs.pop(new, None)  # else the constructor's option would override ``own``
         rows, mask, pictures = _rows_of(inputs, self._lm.contexts)
         width = rows.shape[1]
         configs = [_config_of_kwargs(self._base, kwargs, row, width) for row in range(len(rows))]
@@ -275,7 +275,8 @@ class AsyncGLM(OfOneProcess):
         In a fork of the process that called ``start``, this does nothing.
 
         Args:
-            wait: Whether to wait for the started tasks. All tasks still incomplete are cancelled.
+            wait: Whether to wait for the submitted tasks, if ``start()`` has been called. Then all
+                tasks still incomplete are cancelled.
             timeout: Seconds to wait, at most.
         """
         switch("wait", wait)

@@ -16,7 +16,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.readouts.draw import check_possible
 
 _NEVER = -1.0e9
-"""Initial score of all beams but the first, as in transformers: only the first is extended."""
+"""Initial score of all beams but the first, so that the first step extends only that one."""
 
 LogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 
@@ -24,7 +24,7 @@ LogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 @final
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """A beam: its context, the sum of its log-probabilities, and each token's own."""
+    """A beam: its context, its score, and its tokens' log-probabilities if requested."""
 
     context: list[int]
     score: float
@@ -39,8 +39,8 @@ class BeamSearch(TextSequence):
     # that have not ended. The score of an ended text is its sum of log-probabilities / length **
     # ``length_penalty``, without the prompt (Wu et al., 2016, arXiv:1609.08144). The operations
     # run in float32 in the order of transformers' ``model.generate``, so that the texts are the
-    # same. The search ends when no beam can beat the worst of ``num_beams`` ended texts, as
-    # ``beam_early_stopping`` estimates it.
+    # same. ``beam_early_stopping`` decides whether the search ends as soon as ``num_beams`` texts
+    # have ended, or goes on while a beam may still beat the worst of them.
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         super().__init__(lm, prompt, config)
         first = _Beam(list(prompt.token_ids), 0.0)
@@ -68,7 +68,7 @@ class BeamSearch(TextSequence):
         before = torch.tensor([b.score for b in beams], dtype=torch.float32, device=rows.device)
         scores = scores + before[:, None]
         found = scores.flatten().topk(min(self._num_candidates, scores.numel()))
-        check_possible(float(found.values[0]))  # NaN counts as the largest
+        check_possible(float(found.values[0]))  # topk puts NaN first
         candidates: list[_Beam] = []
         for score, index in zip(found.values.tolist(), found.indices.tolist(), strict=True):
             number, token_id = divmod(index, rows.shape[1])
@@ -89,7 +89,7 @@ class BeamSearch(TextSequence):
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
         """Return the tokens of the ``n`` best texts so far, and ``""`` for each as held-back text.
 
-        Both are empty if the search has ended, since ``choose`` has then returned the texts.
+        If the search has ended, there are none of either, since ``choose`` has returned the texts.
         """
         if self.is_finished:
             return [], {}

@@ -61,7 +61,7 @@ class CheckedConfig(abc.ABC):
         """Return a copy with these fields changed.
 
         Raises:
-            ValueError: If a value is invalid, or a name is no field.
+            ValueError: If a value is invalid, or if no field has one of the names.
         """
         self._check_names(fields)
         return dataclasses.replace(self, **fields)
@@ -95,11 +95,11 @@ _BOUNDS = ("top_k", "top_p", "min_p")
 
 _LEFT_OUT = "left out with do_sample=False"
 _ONE_TEXT = (
-    "1, or at most num_beams, unless sampling is on (give a temperature): texts would be equal"
+    "1, or at most num_beams, unless a temperature turns sampling on (else texts would be equal)"
 )
 _BEAMS = "unless num_beams > 1"
 _MAX_BEAMS = 1 << 16
-_NO_SEARCH = "1 with a temperature or response_format"
+_NO_SEARCH = "1 with sampling or a response_format"
 _EARLY_STOPPING = "the early_stopping of transformers, for beam search, is beam_early_stopping here"
 
 
@@ -170,13 +170,13 @@ class GenerationConfig(CheckedConfig):
         min_new_tokens: Tokens of the text before it may end.
         early_stopping: ``False`` ignores end-of-sequence tokens; with ``True`` and ``None`` they
             end a text. Transformers uses this name for ``beam_early_stopping``, so it is refused
-            with ``num_beams > 1``; ``eos_token_id=()`` means ``False`` there.
+            with ``num_beams > 1``; for the effect of ``False``, pass ``eos_token_id=()``.
         eos_token_id: One or several tokens that end a text; ``None`` for the model's own,
             ``lm.eos_token_ids``.
-        stop_words_ids: Lists of token ids; a text that ends with one of them is complete. ``None``
-            means none, as for ``stop`` and ``bad_words_ids``.
-        stop: Strings that end a text; it is cut off before the first of them.
-        bad_words_ids: Lists of token ids that are not generated.
+        stop_words_ids: Lists of token ids; a text that ends with one of these sequences is
+            complete. ``None`` means none, as for ``stop`` and ``bad_words_ids``.
+        stop: Strings that end a text; the text is cut off before the first that occurs in it.
+        bad_words_ids: Lists of token ids; none of these sequences is generated.
         repetition_penalty: Above 0; 1 for none. Divides the positive logits of tokens that have
             occurred, and multiplies the negative ones (Keskar et al., 2019).
         suppress_repetition_in_generation: Whether ``repetition_penalty`` applies only to generated
@@ -192,11 +192,11 @@ class GenerationConfig(CheckedConfig):
             is derived at construction; see ``Constraint.from_response_format``.
         num_beams: Number of beams; 1 for no beam search. The best ``n`` texts are returned, the
             best first.
-        length_penalty: Beams are ranked by log-probability / length ** ``length_penalty``: above
-            0 favours long texts.
+        length_penalty: Beams are ranked by log-probability / length ** ``length_penalty``; a value
+            above 0 favours long texts.
         beam_early_stopping: When a beam search with ``num_beams`` finished texts ends: ``True``
             at once, ``False`` when no beam is better at its current length, ``"never"`` when none
-            can become better; the ``early_stopping`` of transformers.
+            can become better. Transformers calls it ``early_stopping``.
         mm_info: The pictures in the prompt.
 
     Raises:

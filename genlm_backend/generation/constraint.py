@@ -99,16 +99,16 @@ class Constraint:
 
         Args:
             lm: The model that generates the text.
-            schema: A JSON schema, the JSON text of one, or a class that has one: pydantic's, a
-                dataclass, typed dictionaries, or a ``pydantic.TypeAdapter``. The objects of a class
+            schema: A JSON schema, its JSON text, or a type that has one: a pydantic model, a
+                dataclass, a typed dictionary or a ``pydantic.TypeAdapter``. The objects of a class
                 have its fields and no others, unless the class allows extra keys.
             whitespace: A pattern of the white space between the parts of a value; ``""`` for
                 none.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
-            ConstraintError: If it is no schema, or has a keyword or value that no constraint can
-                enforce; most messages have a JSON pointer and an alternative. Annotations are
+            ConstraintError: If ``schema`` is invalid, or has a keyword or value that no constraint
+                can enforce; most messages have a JSON pointer and an alternative. Annotations are
                 allowed: ``title``, ``description``, ``default``, ``examples``, … and any keyword
                 that begins with ``x-``.
         """
@@ -148,8 +148,8 @@ class Constraint:
         """Constrain to one of several texts; many thousands are supported.
 
         Raises:
-            ConstraintError: If ``choices`` is empty, or one of them is empty or no text.
-            ConstraintTypeError: (``TypeError``) If ``choices`` is a text itself, or no iterable.
+            ConstraintError: If ``choices`` is empty, or one of its entries is empty or no text.
+            ConstraintTypeError: (``TypeError``) If ``choices`` is a single text, or no iterable.
         """
         _check_arguments(lm=lm)
         if isinstance(choices, (str, bytes)) or not isinstance(choices, Iterable):
@@ -194,11 +194,11 @@ class Constraint:
 
         Args:
             lm: The model that generates the text.
-            response_format: ``type`` is ``"json_schema"``, ``"json_object"``, ``"regex"``,
-                ``"choice"`` or ``"grammar"``. All but ``"json_object"`` have an entry of that name,
-                with the argument of the ``from_…`` method. A JSON schema may have OpenAI's wrapper,
-                ``{"name": …, "strict": …, "schema": {…}}``; it is enforced whatever ``strict`` is.
-                Or a class that ``from_json_schema`` takes.
+            response_format: A class that ``from_json_schema`` accepts, or a mapping. Its ``"type"``
+                is ``"json_schema"``, ``"json_object"``, ``"regex"``, ``"choice"`` or ``"grammar"``;
+                all but ``"json_object"`` need an entry of that name, the argument of the ``from_…``
+                method. A JSON schema may have OpenAI's wrapper, ``{"name": …, "strict": …,
+                "schema": {…}}``; it is enforced whatever ``strict`` is.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
@@ -222,8 +222,8 @@ class Constraint:
         if kind not in makers or set(asked) != {"type", kind}:
             known = ", ".join(repr(name) for name in ["json_object", *makers])
             raise ConstraintError(
-                f"response_format must have a 'type' of {known}, and for all but 'json_object' one "
-                f"entry of that name; got {shown(dict(asked))}"
+                f"response_format must have a 'type' (one of {known}), for all but 'json_object' "
+                f"an entry of that name, and nothing else; got {shown(dict(asked))}"
             )
         given = asked[kind]
         wanted = unwrapped(given) if kind == "json_schema" else given
@@ -268,14 +268,14 @@ class Constraint:
     def masks(constraints: Iterable[Constraint], *, may_end: bool = True) -> list[PackedMask]:
         """Return the masks of many constraints, computed in parallel by llguidance's threads.
 
-        A mask has one bit per token instead of a bool; ``draw_next_token`` takes it.
+        A mask has one bit per token instead of a bool; ``draw_next_token`` accepts it.
 
         Args:
             constraints: The constraints, of any models and grammars.
             may_end: See ``mask``.
 
         Raises:
-            OptionTypeError: (``TypeError``) If one is no ``Constraint``.
+            OptionTypeError: (``TypeError``) If an item is not a ``Constraint``.
             ConstraintError: If ``mask`` of one of the constraints would raise this error.
         """
         all_of = list(_check_many("constraints", constraints))
@@ -324,9 +324,9 @@ class Constraint:
 
         Raises:
             ConstraintViolation: (``ValueError``) If the text has ended.
-            OptionTypeError: (``TypeError``) If ``row`` or ``mask`` is no tensor.
+            OptionTypeError: (``TypeError``) If ``row`` or ``mask`` is of another type.
             OptionError: (``ValueError``) If a shape or dtype is wrong, or the probabilities of the
-                allowed tokens sum to more than exp(0.1): ``row`` is then no log-probabilities.
+                allowed tokens sum to more than exp(0.1), as those of logits may.
         """
         size = self._vocab_size
         wanted = f"a tensor of the log-probabilities of all tokens, float [{size}]"
@@ -420,8 +420,8 @@ class Constraint:
             if error.startswith("NoExtensionBias"):
                 where = f"after {len(self.token_ids)} tokens" if self.token_ids else "at the start"
                 raise ConstraintError(
-                    f"no token is possible {where}: no text satisfies the constraint from there, "
-                    "or no token of the vocabulary begins one"
+                    f"no token is possible {where}: no continuation satisfies the constraint, or "
+                    "no token of the vocabulary begins one"
                 )
             raise ConstraintError(f"the constraint failed: {error}")
 

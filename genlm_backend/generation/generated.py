@@ -24,7 +24,7 @@ class GeneratedToken:
         finish_reason: For the last token of a text, why it ends: ``"eos"``, ``"stop"`` (a stop
             string or list of ids, or a complete ``response_format``) or ``"length"``; else
             ``None``.
-        index: Index of its text among the ``n`` of its prompt.
+        index: Index of its text among the ``n`` texts of its prompt.
     """
 
     token_id: int
@@ -63,7 +63,7 @@ class Generation:
     Attributes:
         token_ids: Its tokens, including the one that ended it.
         text: Its characters, without special tokens, cut off before a stop string.
-        finish_reason: ``"eos"``, ``"stop"``, ``"length"``, or ``"interrupted"`` by an engine.
+        finish_reason: ``"eos"``, ``"stop"`` or ``"length"``; in an engine, also ``"interrupted"``.
         tokens: Each token with the requested log-probabilities.
         score: For a beam, its log-probability / length ** ``length_penalty``; else ``None``.
     """
@@ -108,7 +108,7 @@ class GenerationStatus(enum.Enum):
     INTERRUPTED = "interrupted"
     """The request was stopped; its tokens so far can be read."""
     FAILED = "failed"
-    """An exception ended it; the queue yields its tokens so far before it raises the exception."""
+    """An exception ended it; the queue yields the unread tokens, then raises the exception."""
 
     @property
     def is_final(self) -> bool:
@@ -127,11 +127,11 @@ class GeneratedElements:
         logprobs: The log-probabilities of the tokens, if requested.
         top_logprobs: The most probable tokens at each position, each an id and a log-probability,
             if requested.
-        index: Index of the text among the ``n`` of the request.
+        index: Index of the text among the ``n`` texts of the request.
         finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` if the text ends
             with these tokens; else ``None``.
         num_cached_tokens: Prompt tokens that were found in the prefix cache.
-        num_host_tokens: Of these, the tokens that had to be copied from the host tier.
+        num_host_tokens: Those of them that had to be copied from the cache's host tier.
         tokens: Each new token with the requested log-probabilities.
     """
 

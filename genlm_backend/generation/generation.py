@@ -29,7 +29,7 @@ from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 
 Prompts: TypeAlias = "Sequence[str] | Sequence[Chat] | Sequence[Sequence[int]] | Sequence[Context]"
-"""Several prompts: a list of texts, of chats, or of token ids."""
+"""Several prompts: a list of texts, of chats, of lists of token ids, or of contexts."""
 
 _shows_fields = shows_options(
     GenerationFields,
@@ -72,7 +72,7 @@ async def generate(
 
     Args:
         lm: The model; its other concurrent queries share the batches.
-        prompt: A text, a chat, token ids, or a list of any of these. The model's tokenizer adds
+        prompt: A text, a chat, token ids, or a list of such prompts. The model's tokenizer adds
             its special tokens to a text, but no second BOS if the text spells one, as a rendered
             chat may. The chat template renders a chat's messages,
             ``[{"role": …, "content": …}, …]``.
@@ -87,7 +87,7 @@ async def generate(
 
     Raises:
         ContextError: (``ValueError``) If a prompt is empty, leaves no room for a token, or
-            cannot be encoded: the model's tokenizer takes no text, or has no chat template.
+            cannot be encoded, as without a chat template or with a tokenizer that takes no text.
         ContextTypeError: (``TypeError``) If a prompt's ids are not integers.
         GenerationConfigError: (``ValueError``) If the configuration does not fit the model.
     """
@@ -188,7 +188,7 @@ def _checked(lm: AsyncLM, prompts: list[Any], config: GenerationConfig, many: bo
 
 
 def _with_length(config: GenerationConfig) -> tuple[bool, GenerationConfig]:
-    """Return whether no default length is needed, and the configuration, with one if needed."""
+    """Add the default length if it is needed; return whether it is not, and the configuration."""
     # A ``response_format`` ends the text, so the default of 20 tokens does not apply.
     lengths = config.max_new_tokens, config.max_length, config.response_format
     if lengths != (None, None, None):

@@ -85,7 +85,7 @@ def own_config(lm: AsyncLM) -> Any:
     named = None if config is None else listed_ids(config.eos_token_id)
     if config is None or named is None:
         return config
-    # Ids outside the vocabulary are dropped: they cannot be generated.
+    # Ids outside the vocabulary are dropped, since they cannot be generated.
     known = [token_id for token_id in named if 0 <= token_id < len(lm.byte_vocab)]
     if len(known) < len(named):
         config = copy.deepcopy(config)
@@ -126,7 +126,7 @@ def _check_neutral(config: Any, given: Mapping[str, Any], is_search: bool) -> No
     ignored |= set() if config.do_sample else _OF_SAMPLING
     ignored |= set() if is_search else _OF_BEAMS
     # A key of transformers in no table comes from a newer release: any value but None is refused.
-    # Keys that some checkpoints have and transformers does not define are ignored, as it does.
+    # Keys of checkpoints that transformers does not define are ignored, as by transformers.
     for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):
         value = given[name]
         is_neutral = value is None or (name in _NEUTRAL and _NEUTRAL[name](value))

@@ -104,9 +104,8 @@ def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
             )
         if not has_images and not isinstance(message.get("content"), str):
             raise ContextError(
-                "the content of a message must be text: pass images with "
-                "mm_info=MultiMediaInfo(images=[…]); sounds and other parts are not supported; got "
-                f"{shown(message)}"
+                f"the content of a message must be text, got {shown(message)}: pass images with "
+                "mm_info=MultiMediaInfo(images=[…]); sounds and other parts are not supported"
             )
     processor = getattr(lm, "processor", None) if has_images else None
     source: Any = processor if getattr(processor, "chat_template", None) else lm.tokenizer
@@ -176,7 +175,7 @@ def _max_length(
     if min(known) <= prompt_length:
         raise ContextError(
             f"the prompt has {prompt_length} tokens and leaves no room for a new one: "
-            f"prompt and text may have {min(known)} together"
+            f"prompt and text may have at most {min(known)} together"
         )
     return min(known)
 

@@ -51,7 +51,7 @@ class WeightedTexts:
         log_weights: Their log-weights, ``-inf`` for texts that are not possible: float64 ``[N]``.
         log_z: The logarithm of the estimate of the normalising constant: the probability that a
             text of the model is allowed, times its expected factor.
-        log_z_error: Standard error of ``log_z``, from the spread over the repeats; NaN for one.
+        log_z_error: Standard error of ``log_z``, from the spread over repeats; NaN for one repeat.
         ess: Effective sample size of each repeat after each step: float64 ``[steps, repeats]``.
         group: The particles, one group per repeat.
     """
@@ -115,25 +115,25 @@ async def smc(
         lm: The model. A step makes one pass for each ``batch_size`` of distinct contexts.
         prompt: The prompt: a text or token ids.
         n: Number of particles of each repeat.
-        max_tokens: Tokens of a text, at most. A text of this length that has not ended is a text,
-            unless there is a constraint: then its weight is 0.
+        max_tokens: Tokens of a text, at most. A text that has not ended at this length counts, but
+            with a constraint its weight is 0.
         constraint: The constraint on the whole text, copied for each particle. It decides which
             token ends a text.
         allowed: Tokens that may be drawn at every step, in the types of ``draw_next_token``.
         twist: Returns the logarithm of a factor for a text so far, given its token ids; ``-inf``
-            only if no continuation is possible. A coroutine function is called for all particles
-            at once, such as a batched critic.
+            only if no continuation is possible. Called once per particle that drew a
+            token, the calls awaited concurrently, so that a critic can evaluate them as one batch.
         proposal: Options of ``ParticleGroup.draw`` to draw the tokens with, such as
-            ``{"temperature": 1.5}``. Those that exclude tokens exclude texts.
-        ends: Token ids that end a text; or strings, for all tokens whose text ends with one of
-            them, such as ``"."``. By default the model's ``eos_token_ids``, to which strings add.
-            Not with a constraint.
-        threshold: Resample below this share of the effective sample size; see
-            ``ParticleGroup.resample``.
+            ``{"temperature": 1.5}``. Options that exclude tokens also exclude texts.
+        ends: Token ids that end a text, or strings, such as ``"."``, for all tokens that end with
+            one of them; strings add to the model's ``eos_token_ids``, which are the default. Not
+            with a constraint.
+        threshold: Resample a repeat when its effective sample size is below this share of ``n``;
+            see ``ParticleGroup.resample``.
         scheme: The resampling scheme; see ``genlm_backend.resampling``.
-        repeats: Number of independent runs, which share passes; ``log_z_error`` is from them.
+        repeats: Number of independent runs; they share passes, and give ``log_z_error``.
         seed: Seed of all random numbers; ``None`` for a fresh one.
-        lora_name: The adapter to read the texts with.
+        lora_name: The LoRA adapter to use.
         progress: Show a bar of the steps.
 
     Raises:
@@ -180,7 +180,7 @@ async def smc(
             num_steps += 1
             bar.update()
             sizes.append(group.ess)
-            if num_steps < length:  # copies of the last step would be a waste
+            if num_steps < length:  # after the last step, copies would be a waste
                 ancestors = group.resample(share, chosen)
                 log_twists = log_twists[ancestors]
                 if states is not None and group.resampled.any():

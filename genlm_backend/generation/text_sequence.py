@@ -118,7 +118,7 @@ class Text:
         return self._show(len(self._bytes) - next(held, 0))
 
     def end(self) -> str:
-        """Return the held-back characters; an incomplete character becomes U+FFFD."""
+        """Return the held-back characters; an incomplete one becomes U+FFFD."""
         return self._show(len(self._bytes)) + self._decoder.decode(b"", final=True)
 
     def _show(self, end: int) -> str:
@@ -149,7 +149,7 @@ class Sample(TextSequence):
         self._top: tuple[tuple[int, float], ...] = ()
 
     async def ask(self) -> None:
-        """Have the model draw a token, or draw it here from processed and masked logits."""
+        """Let the model draw a token, or draw one here from processed and masked logits."""
         context, lora_name = self.asked_of(self.contexts[0]), self._config.lora_name
         drawing = partial(
             SampleReadout,
@@ -195,8 +195,8 @@ class Sample(TextSequence):
         self._drawn = None
         if drawn.token_id < 0:
             raise ConstraintError(
-                f"no token may follow the first {len(context)}: a constraint, bad_words_ids, "
-                "no_repeat_ngram_size, min_length or min_new_tokens forbids each"
+                f"no token may follow the {len(context)} tokens so far: a constraint, "
+                "bad_words_ids, no_repeat_ngram_size, min_length or min_new_tokens forbids each"
             )
         token_id = drawn.token_id
         context.append(token_id)
@@ -204,7 +204,7 @@ class Sample(TextSequence):
             self._constraint.advance(token_id)
         new = self._text.add(self._bytes(token_id))
         is_stopped = self._text.is_stopped
-        if self._constraint is not None:  # a complete text needs no eos: its weight is not used
+        if self._constraint is not None:  # a complete text needs no eos, as no weight is used
             is_stopped |= self._constraint.is_ended or self._constraint.must_end
         reason = self._finish_reason(context, is_stopped)
         if reason is not None:
@@ -222,7 +222,7 @@ def make_processors(
     config: GenerationConfig, prompt_length: int, eos_token_ids: list[int]
 ) -> LogitsProcessorList:
     """Return a configuration's logits processors: those of ``model.generate``, then OpenAI's."""
-    made = LogitsProcessorList()  # called with ids [1, n] and logits [1, vocab]
+    made = LogitsProcessorList()  # called with ids [texts, n] and scores [texts, vocab]
     if config.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
         is_late = config.suppress_repetition_in_generation

@@ -77,8 +77,8 @@ class HarnessLM(TemplateLM):
     Args:
         pretrained: A name that ``load_model_by_name`` takes, or an ``AsyncLM``.
         backend: The backend; see ``load_model_by_name``.
-        batch_size: Distinct contexts in a batch. 1, the harness's default, and ``"auto"`` leave
-            it to the model.
+        batch_size: Distinct contexts in a batch, at most. With 1, the harness's default, or
+            ``"auto"``, the model's default applies.
         max_batch_size: Upper bound of the harness's search for a batch size; ignored.
         device: The device, for transformers; for other backends see their options. The harness
             passes ``"cuda:0"`` by default, so a CUDA device is ignored if torch has none.
@@ -173,7 +173,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token before texts without context; warns of a BOS that chats repeat."""
+        """Id of the token before texts without context; see ``default_beginning`` for a warning."""
         if self._begins_by_default:
             return default_beginning(self.lm, "prefix_token_id")
         return self._prefix_token_id
@@ -192,7 +192,7 @@ class HarnessLM(TemplateLM):
     ) -> list[int]:
         """Return token ids; for ``None``, ``add_bos_token`` decides about special tokens."""
         if add_special_tokens is None:
-            # A text that spells the prefix token gets no special tokens.
+            # A text that already begins with the prefix token's text gets no special tokens.
             begins = string.startswith(self._prefix)
             add_special_tokens = False if begins else self._add_bos_token
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}

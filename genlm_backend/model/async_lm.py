@@ -78,7 +78,7 @@ class AsyncLM(Closing):
 
     Concurrent awaits share batches. A row is a ``torch.Tensor`` of shape ``[len(byte_vocab)]`` and
     dtype float32: normalised natural log-probabilities, computed in float32 whatever the model's
-    dtype. The caller may modify it. Ids that no token has are ``-inf``. Up to rounding, a row
+    dtype. The caller may modify it. Ids that no token has get ``-inf``. Up to rounding, a row
     depends only on its context and adapter, not on the other contexts of its batch or on the
     contents of the cache.
 
@@ -91,7 +91,7 @@ class AsyncLM(Closing):
         vocab_size: Width of the model's rows, if it may differ from the tokenizer's. If the model
             is wider, the extra ids are undefined; if it is narrower, the tokenizer's extra ids are
             cut, with a warning.
-        self_check: Compare probe texts with the bytes of their tokens.
+        self_check: Whether to compare probe texts with the bytes of their tokens.
 
     Attributes:
         tokenizer: The ``tokenizer`` argument, unchanged.
@@ -186,8 +186,8 @@ class AsyncLM(Closing):
     ) -> Context:
         """Return token ids as a ``Context``, which the model's methods take in place of token ids.
 
-        ``context + [token]`` makes a longer one. Making it and looking up its cached prefix costs
-        the same at any length.
+        ``context + [token]`` makes a longer one. Making it, and looking up its cached prefix, costs
+        about the same at any length.
 
         Args:
             token_ids: Token ids. With ``images`` it may be a text.
@@ -200,9 +200,8 @@ class AsyncLM(Closing):
             ContextTypeError: (``TypeError``) If the ids are not integers.
             ContextError: (``ValueError``) If an id is outside the vocabulary, or the ``Context``
                 is another model's.
-            PictureError: (``ValueError``) If the model takes no pictures, the context has some
-                already, their number differs from the number of image tokens, or one cannot be
-                read.
+            PictureError: (``ValueError``) If the model takes no pictures, the context already has
+                some, a picture cannot be read, or their number differs from that of image tokens.
         """
         if images is not None:
             if isinstance(token_ids, Context) and token_ids.pictures is not None:
@@ -474,7 +473,7 @@ class AsyncLM(Closing):
         Raises:
             OptionTypeError: (``TypeError``) If an option has a wrong type.
             OptionError: (``ValueError``) If ``top`` is below 0 or above the size of the vocabulary,
-                or a group is for another vocabulary.
+                or a group does not fit the vocabulary.
             Exception: Any error of ``score``.
         """
         prompts = [self.contexts.of(prompt, "prompt")]
@@ -622,7 +621,7 @@ class AsyncLM(Closing):
             **options: Options of ``draw_next_token``. ``n`` numbers are taken from ``generator``,
                 none at temperature 0. ``top_k``, ``top_p`` and ``min_p`` are applied once, before
                 the first draw. Distinct draws at ``temperature=0`` are the most probable tokens in
-                order. If no token is possible, ``impossible="return"`` returns ``n`` draws.
+                order. If no token is possible, ``"return"`` gives ``n`` draws without a token.
 
         Raises:
             Exception: Any error of ``draw_next_token``; also ``OptionError`` (``ValueError``) if
@@ -748,7 +747,7 @@ class AsyncLM(Closing):
         """Sample a continuation of each prompt; the options have been checked."""
         temperature, seed = options.pop("temperature"), options.pop("seed")
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
-        if len(prompts) == 1 and not progress:  # imports no tqdm: Python may be exiting
+        if len(prompts) == 1 and not progress:  # without tqdm, which cannot be imported at exit
             return [await self._sample(prompts[0], lora_name, samplers[0], **options)]
         with progress_bar(len(samplers), progress) as bar:
 
@@ -790,12 +789,12 @@ class AsyncLM(Closing):
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> ParticleGroup:
-        """Return particles that all begin with a prompt, as arrays; nothing is computed yet.
+        """Return a group of particles that all begin with a prompt; nothing is computed yet.
 
         Args:
-            prompt: A text, token ids or a ``Context``. Or several of these in a list, for a group
-                of particles each.
-            n: Number of particles; with several prompts, of each group, or one number per prompt.
+            prompt: A text, token ids or a ``Context``; or a list of several, each of which gets its
+                own particles, with separate weights and resampling.
+            n: Number of particles of each prompt; or a list with one number per prompt.
             seed: Seed of the draws and of the resampling; ``None`` for a fresh one.
             lora_name: The adapter to read the contexts with.
 
@@ -824,8 +823,8 @@ class AsyncLM(Closing):
     ) -> list[StepResult]:
         """Return the results of a ``ParticleGroup``'s steps, here from each context.
 
-        ``with_draws`` returns the steps with their draws, if they have none yet. It is called once,
-        if possible while the pass runs.
+        ``with_draws``, if given, returns the steps with their draws, which ``steps`` then lack. It
+        is called once, if possible while the pass runs.
         """
         results = list[StepResult]()
         for step in steps if with_draws is None else with_draws():
@@ -936,7 +935,7 @@ class AsyncLM(Closing):
         return LMStatistics()
 
     def close(self) -> None:
-        """Fail every waiting caller and free the model; a second call has no effect."""
+        """Raise an error in every waiting caller, and free the model; may be called again."""
 
 
 def _listed(token_ids: TokenIds) -> TokenIds:

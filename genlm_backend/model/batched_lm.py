@@ -106,7 +106,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             forward pass; 0 keeps none.
         row_cache: A row cache to use instead of one bounded by ``row_cache_bytes``.
         output_device: Device of the returned rows: "cpu", "cuda:0", …
-        self_check: Compare a few probe texts with the bytes of their tokens.
+        self_check: Whether to compare a few probe texts with the bytes of their tokens.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option has a wrong type.
@@ -137,7 +137,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         given, _ = self._parted(locals())
         self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
         if "check_cancelled" in vars(evaluator):  # another model has set it, as below
-            raise OptionError("the evaluator belongs to another model, whose thread calls it")
+            raise OptionError("the evaluator belongs to another model: make one for each model")
         self.output_device: torch.device = given["output_device"]
         self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
         self._adapters = AdapterNames()
@@ -322,7 +322,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             return await self._submit_all(own)
         rows = asyncio.ensure_future(self._batcher.submit_all(own))
         try:
-            for _ in range(self._batcher.policy.quiet_turns + 2):  # until the batch is sent
+            for _ in range(self._batcher.policy.quiet_turns + 2):  # usually, it is sent then
                 await asyncio.sleep(0)
             given = with_draws()
             results = await rows
@@ -427,10 +427,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
         query = self._query(prompt_tokens, lora_name)
         if not self._call_for(query, lambda: self._evaluator.pin(query)) and self.kv_reuse:
             budget = self._evaluator.counts().state_bytes_budget
-            states = f", or its recurrent state into the rest of state_cache_bytes={budget}"
+            states = f", or its recurrent state into state_cache_bytes={budget} beside theirs"
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
-                f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
+                f"{self.kv_capacity} tokens of kv_cache_bytes beside the pinned prompts"
                 f"{states if budget else ''}"
             )
         self._is_kept(query)
@@ -501,8 +501,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def processor(self) -> Any:
         """The transformers processor that reads pictures, loaded on first use.
 
-        In a text, its ``image_token`` marks where a picture goes. ``None`` for a model that takes
-        only text, or was passed in without a processor.
+        In a text, its ``image_token`` marks where a picture goes. ``None`` if the model takes only
+        text, or was made from a loaded model without a processor.
 
         Raises:
             PictureError: (``ValueError``) If the model's directory or repository has none.
@@ -609,7 +609,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return LMStatistics.of(self._batcher.statistics(), counts, self._rows)
 
     def close(self) -> None:
-        """Fail every waiting caller and free the model.
+        """Raise a ``QueryDroppedError`` in every waiting caller, and free the model.
 
         Blocks until a running forward pass ends. In a fork of the model's process it does nothing.
         """

@@ -26,7 +26,7 @@ class LMStatistics(Readable, EvaluatorCounts):
             different lengths, chunks of a long one) and a mock takes none.
         batch_sizes: Number of batches by number of distinct contexts.
         tokens_computed: Tokens that went through the model, without padding.
-        tokens_reused: Tokens whose keys and values were in the cache.
+        tokens_reused: Tokens that were found in the cache instead of being computed.
         row_cache_hits: Awaits answered from the row cache.
         num_joined: Awaits that joined an equal query, waiting or under evaluation.
         num_skipped: Queries never evaluated, because all their callers were cancelled.

@@ -1,4 +1,4 @@
-"""ResultCollector runs a batch on the evaluator and checks its results; AdapterNames."""
+"""ResultCollector runs batches and checks the results; AdapterNames lists loaded adapters."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ResultCollector:
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
     def weight(self, query: Query) -> float:
-        """Return a query's weight in a batch: 1 if the evaluator limits batches, else its own."""
+        """Return a query's weight in a batch, which is 1 if the evaluator limits batches."""
         return 1.0 if self._is_bounded else query.weight
 
     def forward_key(self, query: Query) -> Hashable:

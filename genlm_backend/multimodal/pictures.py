@@ -123,7 +123,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 @final
 @dataclass(frozen=True, slots=True)
 class PictureRules:
-    """How a model computes contexts with pictures; ``Evaluator.picture_rules`` finds out.
+    """How a model computes contexts with pictures, as ``Evaluator.picture_rules`` returns it.
 
     Attributes:
         is_prompt_one: Whether prompt tokens attend to later ones too (PaliGemma), so that the whole

@@ -14,7 +14,7 @@ from genlm_backend.errors import OptionError, OptionTypeError
 from genlm_backend.readouts.draw import packed_mask
 
 Masks = tuple[NDArray[np.uint8], NDArray[np.int64]]
-"""Distinct masks, uint8 ``[M, ceil(V / 8)]``, and each particle's, int64 ``[n]``; -1 for none."""
+"""Distinct masks, uint8 ``[M, ceil(V / 8)]``; index of each particle's, int64 ``[n]``, or -1."""
 
 
 def masks_of(
@@ -31,8 +31,8 @@ def masks_of(
     if isinstance(allowed, Sequence) and not isinstance(allowed, (str, bytes)):
         if len(allowed) != num_particles or any(isinstance(own, int) for own in allowed):
             raise OptionError(
-                f"allowed must have one mask or constraint for each of the {num_particles} "
-                f"particles, or be one mask for all, with token ids in an array or a set; got "
+                f"allowed must be a list with a mask or constraint for each of the {num_particles} "
+                "particles, or one mask for all (token ids as an array or a set, not a list); got "
                 f"{shown(allowed)}"
             )
         return _of_each([allowed[i] for i in active.tolist()], active, vocab_size)

@@ -1,16 +1,15 @@
 """ParticleGroup: many particles of one program, as arrays.
 
-A particle is a prompt, the tokens after it and a log-weight. A group holds them in arrays, and asks
-the model for all of its particles by one query per step. Equal contexts are one row of the pass.
+A particle is a prompt, the tokens after it and a log-weight. A group holds these in arrays. With a
+local model, a step is a query for up to ``batch_size`` distinct contexts, each one row of the pass.
 
-**What a step sends.** For each distinct context: the number of its prefix's node in the cache, its
-last token and its length. From a local model come back the draws, and the numbers of the new nodes.
-A node that was evicted is found to be missing by its number; then the step is answered from the
+**What a step sends.** For each distinct context, a step sends the number of its prefix's node in
+the cache, its last token and its length. A local model returns the draws, and the numbers of the
+new nodes. If a node was evicted, its number is not found, and the step is answered from the
 contexts, which the group can make from its prompts and tokens at any time.
 
-**Nothing changes before a result is there.** A draw changes no array but the node numbers and the
-count of draws, once its result has arrived. So a cancelled or failed draw leaves the group as it
-was, and repeats the same random numbers.
+**Nothing changes before the result.** When it arrives, a draw changes only the node numbers and the
+count of draws. So after a cancelled or failed draw, the next one takes the same random numbers.
 
 **Random numbers** come from Philox by (seed, index of the particle, number of draws so far). So a
 draw depends neither on other queries of its batch nor on which particles are finished, and copies
@@ -126,9 +125,9 @@ class ParticleGroup:
     """Particles of one or more groups, as arrays; made by ``lm.particles``.
 
     A step is ``draw``, ``append``, ``reweight`` and, as needed, ``finish`` and ``resample``. A
-    particle is *finished* once ``finish`` has named it, and *dead* at a log-weight of ``-inf``;
-    neither is computed. While an await of the group runs, its other methods raise an error. One
-    thread at a time may use a group.
+    particle is *finished* once ``finish`` has named it, and *dead* at a log-weight of ``-inf``; the
+    model computes nothing for these. While an await of the group runs, calls that change or copy
+    the group, and further awaits, raise an error. One thread at a time may use a group.
 
     Attributes:
         group_ids: The group of each particle: int64 ``[N]``.
@@ -156,8 +155,8 @@ class ParticleGroup:
         self._log_weights = np.zeros(size)
         self.is_done = np.zeros(size, np.bool_)
         self.resampled, self.history = np.zeros(len(prompts), np.bool_), list[Ints]()
-        # The ledger: all tokens after the prompts. A step holds these arrays, so that written
-        # elements never change: ``append`` writes after the lengths that a step has copied.
+        # The ledger: all tokens after the prompts. A step holds these arrays, so written elements
+        # must never change: ``append`` writes after the lengths that a step has copied.
         self._tokens = np.zeros((size, 16), np.int32)  # [N, T] int32
         self._num_tokens = np.zeros(size, np.int64)
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
@@ -238,15 +237,15 @@ class ParticleGroup:
             raise OptionTypeError(f"log_increments must be numbers, got {shown(log_increments)}")
         if added.shape not in ((), (len(self),)):
             raise OptionError(
-                f"log_increments must have one number for each of the {len(self)} particles; got "
-                f"the shape {list(added.shape)}"
+                f"log_increments must be one number, or one for each of the {len(self)} particles; "
+                f"got the shape {list(added.shape)}"
             )
         added = np.broadcast_to(added.astype(np.float64), len(self))
         wrong = np.flatnonzero(np.isnan(added) | (added == math.inf))
         if len(wrong):
             raise OptionError(
-                f"log_increments[{wrong[0]}] is {added[wrong[0]]}: a weight is a finite number, "
-                "and its logarithm -inf at the least"
+                f"log_increments[{wrong[0]}] is {added[wrong[0]]}: it must be a finite number, or "
+                "-inf to make the particle dead"
             )
         self._log_weights = self._log_weights + added
 
@@ -284,7 +283,7 @@ class ParticleGroup:
         Args:
             threshold: Resample a group if its effective sample size is below this share of its
                 number of particles; 0 to 1.
-            scheme: A name in ``genlm_backend.resampling``, or a function like those.
+            scheme: A name in ``genlm_backend.resampling.SCHEMES``, or a function like these.
             retained: For conditional sequential Monte Carlo, the index of one particle of each
                 group, int ``[G]``, that stays where it is. Only with ``"multinomial"``, whose
                 other ancestors stay independent of it.
@@ -422,7 +421,7 @@ class ParticleGroup:
         min_p: float = 0.0,
         uniforms: ArrayLike | None = None,
     ) -> Draws:
-        """Draw a token for each particle; ``append`` them to move on.
+        """Draw a token for each active particle; ``append`` the tokens to move on.
 
         A draw moves no particle. Equal contexts are computed once, and drawn from separately. Up to
         rounding, the tokens are those that ``draw_next_token`` draws by the same random numbers. A
@@ -432,9 +431,10 @@ class ParticleGroup:
             allowed: The tokens that may be drawn: one mask for all particles (bools ``[V]``, a
                 ``PackedMask`` or token ids in an array or set); bools ``[N, V]``; a list with a
                 mask, a ``Constraint`` or ``None`` for each particle; or a function without
-                arguments that returns one of these, called once on this thread; a coroutine of a
-                local model calls it while the pass runs. Constraints in equal states share a mask.
-            allowed_by_group: Or the tokens for each group: bools ``[G, V]``.
+                arguments that returns one of these, called once, on this thread: while the forward
+                pass runs if ``draw`` is awaited on a transformers or MLX model in this process,
+                before it otherwise. Constraints in equal states share a mask.
+            allowed_by_group: Instead of ``allowed``, the tokens for each group: bools ``[G, V]``.
             temperature: As for ``draw_next_token``.
             top_k: As for ``draw_next_token``.
             top_p: As for ``draw_next_token``.
@@ -480,7 +480,7 @@ class ParticleGroup:
     draw_sync = blocking(draw, "draws")
 
     async def logprobs(self) -> Rows:
-        """Return the rows of the distinct contexts of the particles that are still drawn from.
+        """Return the rows of the active particles' distinct contexts.
 
         Raises:
             Exception: Any error of ``draw``.
@@ -596,10 +596,11 @@ class ParticleGroup:
         return masks_by_group(by_group, vocab_size, self.group_ids[active], self.num_groups)
 
     def _distinct(self, active: Ints) -> tuple[Ints, Ints]:
-        """Return one of the active particles for each distinct context, and each one's context.
+        """Number the distinct contexts of the active particles.
 
         Returns:
-            Indices into ``active``, int64 ``[R]``, and the context of each: int64 ``[n]``.
+            A particle of each context, as an index into ``active``, int64 ``[R]``; and the number
+            of each active particle's context, int64 ``[n]``.
         """
         lengths = (self._prompt_lengths + self._num_tokens)[active]
         most, longest = self._model.max_length, int(lengths.max(initial=0))
@@ -646,7 +647,8 @@ class ParticleGroup:
 
     def _context_maker(self, particles: Ints) -> Callable[[int], Context]:
         """Return a function that makes the present context of each of some particles."""
-        # All arrays are copies, or are not written to where they are read.
+        # The function may be called later: it holds copies, and arrays whose parts that it reads
+        # are never overwritten.
         sizes, hints = self._num_tokens[particles].tolist(), self._hints[particles].tolist()
         rows, groups = particles.tolist(), self.group_ids[particles].tolist()
         return partial(
@@ -658,8 +660,8 @@ class ParticleGroup:
         if np.isnan(found[:, 4]).any():
             own = active[np.isnan(found[:, 4])]
             raise EvaluationError(
-                f"the model says NaN of what comes next for {len(own)} of {len(self)} particles, "
-                f"such as particle {own[0]}: finish() them to go on with the others"
+                f"the model's next-token row is NaN for {len(own)} of {len(self)} particles, such "
+                f"as particle {own[0]}: finish() them to go on with the others"
             )
         is_possible = found[:, 4] > -math.inf
         token_ids, numbers = np.full(len(self), -1, np.int64), np.zeros((3, len(self)))

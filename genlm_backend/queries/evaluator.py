@@ -51,8 +51,8 @@ class EvaluatorInfo:
         takes_steps: Whether it answers a ``ParticleStep``. If not, callers query it for each
             context of a particle group.
         image_token_id: The placeholder id of picture parts; ``None`` for a model without pictures.
-        eos_token_ids: The EOS ids of the model's generation config; ``None`` if it has none;
-            the tokenizer's id is then used.
+        eos_token_ids: The EOS ids of the model's generation config; ``None`` if it has none, so
+            that the tokenizer's id is used.
         omits_undefined: Whether its rows already give no probability to ``undefined_ids``. If not,
             ``BatchedLM`` checks and corrects each row.
     """
@@ -166,8 +166,8 @@ def _nothing() -> None:
 class Evaluator(abc.ABC):
     """A backend that answers queries. One thread makes all calls but ``counts`` and ``close``.
 
-    It uses no futures, event loop or tokenizer, and all arguments and results pickle, so that it
-    can run in another process. ``BatchedLM`` wraps it as a model.
+    Its interface has no futures, event loop or tokenizer, and all arguments and results can be
+    pickled, so that it can run in another process. ``BatchedLM`` makes a model from it.
 
     Attributes:
         info: Its capabilities, if they are known before ``open()``; else ``None``.
@@ -308,7 +308,7 @@ class RestartableEvaluator(Evaluator):
 
     @abc.abstractmethod
     def load_adapters(self) -> None:
-        """Load the adapters of ``adapters`` that are missing, and remove all others.
+        """Load those of ``adapters`` that are not loaded, and remove loaded ones that it lacks.
 
         If one cannot be loaded, only queries that name it fail, with an ``AdapterError``.
         """

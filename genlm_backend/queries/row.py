@@ -157,7 +157,7 @@ def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield runs of rows consecutive in one table: the first row's index, a ``[n, vocab]`` view."""
+    """Yield each run of rows consecutive in one table: its first index and its ``[n, vocab]``."""
     start = 0
     while start < len(rows):
         stop, table, index = start + 1, rows[start].table, rows[start].index
@@ -174,7 +174,7 @@ def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def stacked(rows: Sequence[Row]) -> torch.Tensor:
-    """Return the log-probabilities of rows, ``[n, vocab]``, as a view if consecutive."""
+    """Return the log-probabilities of rows, ``[n, vocab]``, a view if consecutive in a table."""
     parts = [table for _, table in _tables(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -274,7 +274,7 @@ def rows_of_logits(
     infinities and NaN too. Except on CUDA, probabilities sum to one up to the rounding of each.
     torch's ``log_softmax`` does not ensure that: on some CPUs, the sum over 49,152 is off by 2e-5.
 
-    The rows are views of shared tables; ``alone`` copies them, so that none keeps the others.
+    The rows are views of shared tables, so that each keeps the others alive; ``alone`` copies them.
 
     Args:
         logits: Vectors of logits.
@@ -424,7 +424,7 @@ class RowCache(Generic[R]):
             kept = [(key, row.to(self._device), size) for key, row, size in kept]
         most = math.inf if self.max_rows is None else self.max_rows
         with self._lock.here:
-            # Their queries came before the latest ``clear()``.
+            # The rows' queries came before the latest ``clear()``.
             if num_clears is not None and num_clears != self.num_clears:
                 return
             for key, row, size in kept:

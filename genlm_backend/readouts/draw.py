@@ -99,7 +99,7 @@ def check_possible(score: float, error: type[Exception] = EvaluationError) -> No
 # -------------------------------------------------------------------- masks of allowed tokens
 
 _NO_TOKEN: Final = (
-    "{} contains no token, as after the end of a constraint (is_ended): pass "
+    "{} contains no token, maybe since a constraint has ended (is_ended): pass "
     "impossible='return' to get a draw without a token"
 )
 
@@ -294,11 +294,11 @@ class Inversion:
         return float(self._ends[-1])
 
     def sum_of_weights(self) -> float:
-        """Return NumPy's sum of the whole array; ``total`` sums blocks, which rounds otherwise."""
+        """Return NumPy's sum of the whole array; ``total`` sums block sums and rounds differently."""
         return float(self._weights.sum(dtype=np.float64))
 
     def index(self, point: float) -> int:
-        """Return the index at which the cumulative sum exceeds ``point`` times its nonzero end."""
+        """Return the index at which the cumulative sum exceeds ``point`` times the total, not 0."""
         block = _search(self._ends, self._sums, point)
         # Read this from the array that was searched: a new sum could round to above the point.
         begin = self._ends[block - 1] if block else 0.0

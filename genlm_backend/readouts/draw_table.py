@@ -1,4 +1,4 @@
-"""Draws from a table of rows, by inverting cumulative sums; one wait for the rows' device."""
+"""Draws from a table of rows, by inverting cumulative sums, with few waits for its device."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ class Pools:
         pool_of: torch.Tensor,
         are_logits: bool,
     ) -> torch.Tensor:
-        """Draw from the pools of a slice; see ``draw``. No step waits for the device."""
+        """Draw from the pools of a slice; see ``draw``."""
+        # At temperature 1, for consecutive rows without bounds, no step waits for the device.
         device = table.device
         # 1. Scores: the pools' rows, with -inf for tokens that are not allowed.
         indices = self.rows[own]
@@ -221,7 +222,7 @@ def _without_rounding(log_allowed: torch.Tensor, rows: torch.Tensor) -> torch.Te
 
 
 ROUNDING: Final = 5e-5
-"""Bound on a row's log-sum: rounding causes 6e-7 in this library, 2e-5 in torch's log_softmax."""
+"""Bound on the rounding of a row's log-sum: 6e-7 in this library, 2e-5 in torch's log_softmax."""
 
 REORDERED: Final = 1e-12
 """Bound on the difference of two log-sums in float64 of equal terms in different orders."""
@@ -230,7 +231,7 @@ REORDERED: Final = 1e-12
 def _inverted(
     weights: torch.Tensor, points: torch.Tensor, pool_of: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where the cumulative weights of each draw's pool pass its point, and their sums."""
+    """Return where each draw's point is in its pool's cumulative weights, and the pools' sums."""
     # Search block sums first, then one block: a cumulative sum over the vocabulary would take
     # several times as long as a plain sum. Both searches are in float64, which keeps the rarest
     # tokens from rounding away; the sum of a block is off by 1e-7 of it.

@@ -126,7 +126,7 @@ class ParticleStep(Query):
     def are_sound(self, values: Any) -> NDArray[np.bool_]:
         """Return whether each row is free of NaN, given the step's values: bool ``[R]``."""
         if self.draws is None:
-            return ~values[:, 0].isnan().cpu().numpy()  # a NaN spoils the whole row
+            return ~values[:, 0].isnan().cpu().numpy()  # one NaN makes all of the row NaN
         are_sound = np.ones(len(self), np.bool_)
         pools, pool_of = self.draws.pools, self.draws.pool_of
         are_sound[pools.rows[pool_of[np.isnan(values[:, 4])]]] = False
@@ -145,5 +145,5 @@ class ParticleStep(Query):
 
     @property
     def takes_logits(self) -> bool:
-        """Whether ``values`` takes logits."""
+        """Whether ``values`` may be given logits instead of log-probabilities."""
         return self.draws is not None and self.draws.pools.are_plain

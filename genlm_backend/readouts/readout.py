@@ -105,7 +105,7 @@ def answers_by_rows(
     undefined_ids: Sequence[int] = (),
     is_unknown: Callable[[Any], bool] = lambda kind: True,
 ) -> Any:
-    """Answer queries by ``evaluate``, but compute readouts of ``is_unknown`` classes from rows."""
+    """Answer queries by ``evaluate``, but compute readouts of unknown classes from rows."""
     kinds = {kind for kind in set(map(type, queries)) if issubclass(kind, Readout)}
     kinds = {kind for kind in kinds if is_unknown(kind)}
     unknown = {i for i, q in enumerate(queries) if type(q) in kinds} if kinds else set[int]()

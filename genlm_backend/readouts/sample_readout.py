@@ -313,8 +313,8 @@ def drawings_of(
         if len(given) != num_draws or are_ids:
             raise OptionError(
                 f"allowed must have one element per context, got {len(given)} for {num_draws} "
-                "contexts: for all of them, pass [ids] * len(contexts), or a mask as an array of "
-                "bools"
+                "contexts; to use one for all of them, pass [ids] * len(contexts), or a mask as an "
+                "array of bools"
             )
         may_fail = alike["may_fail"]
         masks = [

@@ -167,7 +167,7 @@ TOKENS_PER_ROW: Final = 200
 @final
 @dataclass(frozen=True, slots=True)
 class ScoreQuery(Query):
-    """A text and the index of its first scored token. Equal scorings have equal answers.
+    """A text and the index of its first scored token. Equal queries have equal answers.
 
     The answer is float32 ``[num_targets]``: for each token from ``start`` on, its log-probability
     in the row of the tokens before it.
@@ -249,7 +249,7 @@ def check_scorings(
     adapter: Adapter | None = None,
     beside: ScoreExtras = NO_EXTRAS,
 ) -> list[ScoreQuery]:
-    """Return a scoring per continuation, each after its own prompt or all after one prompt."""
+    """Return a query per continuation, each after its own prompt or all after one prompt."""
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
         prompt = prompts if isinstance(prompts, Context) else before  # an iterator is used up

@@ -40,7 +40,7 @@ class BackgroundLoop:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; ``close()`` cancels it if it does not end soon."""
-        with self._lock.here:  # so that ``close()`` stops the loop after it, not before
+        with self._lock.here:  # so that ``close()`` cannot stop the loop in between
             if not self.is_closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()

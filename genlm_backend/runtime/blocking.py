@@ -58,7 +58,7 @@ async def in_form(lm: S) -> S:
 
 
 def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that never waits, as one that calls blocking methods."""
+    """Run a coroutine that never waits, such as one of blocking calls only; return its result."""
     answer = None
     try:
         while coroutine.send(answer) is None:  # a bare yield of is_blocking, not a future

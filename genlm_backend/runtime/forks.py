@@ -61,7 +61,7 @@ class ProcessLock:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the process that claimed it is one that this process was forked from."""
+        """Whether this process was forked from the process that claimed the lock."""
         return self._is_claimed and self._owner != _process
 
     def claim(self) -> None:

@@ -23,7 +23,7 @@ FREEZE: Final = "GENLM_BACKEND_FREEZE"
 """Environment variable that disables ``freeze_imports`` if it is 0."""
 
 _numbers = ProcessLock()
-"""Held while ``use_num_threads`` changes torch's default for new threads for a moment."""
+"""Held while ``use_num_threads`` briefly changes torch's default for new threads."""
 
 
 @functools.cache
@@ -45,8 +45,8 @@ def _pause_function() -> Callable[[int], int] | None:
 
 def use_num_threads(count: int) -> int:
     """Set torch's number of threads for the calling thread only; return the previous number."""
-    # ``torch.set_num_threads`` also sets the default of threads that have not run an operator yet;
-    # a fresh thread reads that default first and restores it.
+    # ``torch.set_num_threads`` also sets the default of threads that have not run an operator yet,
+    # so another, fresh thread reads that default before the call and restores it afterwards.
     import torch
 
     with _numbers.here, ThreadPoolExecutor(1) as other:
@@ -119,9 +119,9 @@ _interval = _SwitchInterval()
 
 def frequent_switches() -> contextlib.AbstractContextManager[None]:
     """While inside, a thread that waits for the GIL asks for it after 20 microseconds."""
-    # Each of a pass's thousand operators releases the GIL, which a thread that computes in Python
-    # then keeps for 5 ms by default: a pass of 0.1 s takes 8 s. With an interval of 20 us, it takes
-    # about 1 s, and the other threads lose some 15 %.
+    # Each of a pass's thousand operators releases the GIL. By default, another thread that computes
+    # in Python then keeps it for 5 ms, so that a pass of 0.1 s takes 8 s. With an interval of 20 us
+    # it takes about 1 s, and the other threads lose some 15 %.
     return _interval.shortened()
 
 

@@ -107,7 +107,7 @@ class LocalEvaluator(Evaluator):
         return in_parts(queries, [others, *([i] for i in pictured)], self._answers)
 
     def _tell_if_room_is_short(self) -> None:
-        """Warn once if half of all computed tokens were recomputed or did not fit in the cache."""
+        """Warn once if half of the computed tokens or more were recomputed, or found no room."""
         tree, cache = self.scheduler.tree, self.scheduler.cache
         num_again = tree.num_recomputed + self.scheduler.tokens_without_room
         num_slots = tree.num_slots if cache.pool.bytes_per_slot else 0
@@ -187,4 +187,4 @@ class LocalEvaluator(Evaluator):
 _ADAPTER, _IS_READ_OFF = attrgetter("adapter"), attrgetter("needs_row")
 
 _FEWEST_AGAIN: Final = 256
-"""Least number of recomputed tokens before the warning that room is short."""
+"""Fewest tokens, recomputed or without room, for the warning that room is short."""

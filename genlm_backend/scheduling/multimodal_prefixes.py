@@ -52,8 +52,8 @@ class MultimodalPrefixes:
         """Return the result of a context, run alone and without the cache."""
         job, pictures = ScheduledQuery.of(query), query.context.pictures
         assert pictures is not None
-        # The model counts image tokens. If one occurs after the opening, as text, the tokens after
-        # the opening go through the model in a second pass.
+        # A model requires as many image tokens as its pictures have parts. So if one more occurs
+        # after the opening, as text, the tokens after the opening go through it in a second pass.
         is_apart = _holds_parts(job, pictures)
         attention = MultimodalPrefillAttention(pictures, self._cache.layout, goes_on=is_apart)
         end, size = pictures.num_tokens, len(query.context)

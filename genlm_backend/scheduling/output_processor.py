@@ -51,7 +51,7 @@ class OutputProcessor:
         return rows_of_logits(logits, self.device, self._undefined_ids(), in_place=True)
 
     def hand_out(self, logits: torch.Tensor, wanted: Sequence[_Output]) -> None:
-        """Store the scores and rows of a pass in its jobs; scores first: rows overwrite logits."""
+        """Store a pass's scores and then its rows, which overwrite the logits, in its jobs."""
         scored = [(index, job, at - job.first) for index, job, at in wanted if job.targets]
         if scored:
             indices = sorted({index for index, _, _ in scored})

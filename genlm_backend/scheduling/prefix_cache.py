@@ -75,7 +75,7 @@ class PrefixCache:
         return self.tree.match(context.packed(0, most), adapter, context.cache_hint)
 
     def pin(self, node: int) -> bool:
-        """Pin a node, and the state of ``resumed(node)``; return ``False`` if that cannot be."""
+        """Pin a node and the state of ``resumed(node)``; return ``False`` if it finds no room."""
         tree = self.tree
         self._check_pin(node)
         if tree.states.num_states and not tree.states.pin(self.resumed(node)):
@@ -84,7 +84,7 @@ class PrefixCache:
         return True
 
     def resumed(self, node: int) -> int:
-        """Return the last ancestor with a state, to resume a repeated query, or ``node``."""
+        """Return the last ancestor with a state, where a repeated query resumes, or ``node``."""
         tree = self.tree
         start = int(tree.states.last(tree.nodes.parent[[node]])[0])
         return start if tree.nodes.depth[start] else node
@@ -124,7 +124,7 @@ class PrefixCache:
     # ---------------------------------------------------------------- rows of a pass
 
     def states_behind(self, nodes: NDArray[np.int32]) -> BatchStates | None:
-        """Return copies of the states after nodes, which must be all roots or none."""
+        """Return copies of the states after nodes, either all of which or none are roots."""
         if not self.state_pool.num_states:
             return None
         begins = not self.tree.nodes.depth[nodes].any()

@@ -3,8 +3,8 @@
 **Three ways.** If each context has one uncached token, the batch is a *decode step*: three integers
 per row (the node before it, its token, its slot) go into arrays. Other cacheable contexts are
 *planned* into chunks, waves and groups (``prefill_plan.py``): prompts, texts to score, and rows
-whose cached lengths are far apart. A decode step pads to the longest row, so that padding would
-prevail if that exceeded twice the shortest plus 64 tokens. Contexts that the cache cannot hold run
+whose cached lengths are far apart: a decode step pads to the longest row, which must not exceed
+twice the shortest plus 64 tokens, or padding would prevail. Contexts that the cache cannot hold run
 *uncached*, from their first token.
 
 **Nodes come first.** ``append`` makes nodes before a pass fills their slots, and ``insert`` makes
@@ -20,8 +20,8 @@ computed are inserted. Scores of a text that overflows stay NaN.
 **Recurrent states** belong to nodes. A context continues only from a node with a state; its
 matched tokens after that node are computed again. A pass copies its rows' states, since the model
 writes in place, and stores the results at the rows' last nodes. States do not tolerate padding, so
-rows of a pass have equal numbers of new tokens. Some models continue from a state only token by
-token, with a pass for each.
+rows of a pass have equal numbers of new tokens. Some models continue from a state only one token at
+a time, with a pass for each token.
 
 **Limits of models.** Beyond some length, "longrope" and "dynamic" RoPE scaling use other rotary
 frequencies, so cached keys are wrong: such contexts run whole, each alone. Llama 4 scales
@@ -169,8 +169,8 @@ class Scheduler:
 
     def row_alone(self, query: RowQuery) -> Row:
         """Return the row of a context, run whole and alone, without the cache."""
-        # A model with dynamic rotary frequencies keeps its longest context's until a short one
-        # runs, which resets them.
+        # A model with dynamic rotary frequencies keeps those of its longest context until a short
+        # context resets them.
         if len(query.context) > self.can.max_cacheable_len:
             self.run_uncached([RowQuery([0], query.adapter)])
         (row,) = self.run_uncached([query])
@@ -292,7 +292,7 @@ class Scheduler:
             )
 
     def computed(self, query: RowQuery) -> int | None:
-        """Compute and cache a context, and a state to repeat it from; return its node, if any."""
+        """Cache a context, and a state to repeat it from; return its node, ``None`` if not kept."""
         tree, size = self.tree, len(query.context)
         if self.cache.keeps:
             self.check_cacheable(size)
@@ -394,8 +394,8 @@ class Scheduler:
     ) -> list[Result]:
         """Return the results, with those at ``nan_indices`` computed again, whole and uncached."""
         sound = list(answers)
-        # A masked key has weight zero, and 0 × NaN is NaN: a context that overflows spoils its own
-        # earlier tokens, and the results of other contexts that end there.
+        # A masked key has weight zero, and 0 × NaN is NaN. So if numbers overflow at one token, the
+        # earlier tokens of its context become NaN too, and so do other contexts that end at those.
         if nan_indices:
             again = self.run_uncached([queries[i] for i in nan_indices], pads=False)
             for i, answer in zip(nan_indices, again, strict=True):
@@ -446,7 +446,7 @@ class Scheduler:
         Args:
             nodes: The node of each row's cached prefix.
             sizes: The length of each row's context without its last token.
-            queries: The row queries among the rows, which must be of text alone.
+            queries: The row queries among the rows; one with pictures makes the answer ``False``.
         """
         depths = self.tree.nodes.depth[nodes]
         least, deepest = int(depths.min()), int(depths.max())
@@ -555,7 +555,7 @@ class Scheduler:
     # ---------------------------------------------------------------- particle steps
 
     def _evaluate_steps(self, queries: list[Query]) -> list[Result]:
-        """Answer a batch with particle steps: on arrays if its rows are cached up to one token."""
+        """Answer a batch with particle steps, on arrays if each row lacks only its last token."""
         steps = [query for query in queries if type(query) is ParticleStep]
         others = [query for query in queries if type(query) is not ParticleStep]
         answers = dict[Query, Result]()
@@ -579,7 +579,7 @@ class Scheduler:
         if not self.cache.keeps or step.has_pictures or sizes.max() >= self.can.max_cacheable_len:
             return None
         found = nodes.numbered(step.hints, step.hint_key, self.tree.root(step.adapter))
-        if (nodes.depth[found] > sizes).any():  # a row that was computed already is one too deep
+        if (nodes.depth[found] > sizes).any():  # rows computed before are one too deep
             found = nodes.ancestors(found, sizes)
         if self.cache.state_pool.num_states:
             found = self._at_states(found, step.lengths)
@@ -588,7 +588,7 @@ class Scheduler:
     def _decode_steps(
         self, steps: Sequence[ParticleStep], others: Sequence[Query]
     ) -> dict[Query, Result]:
-        """Answer steps and row queries by one decode step; return nothing if that cannot be."""
+        """Answer steps and row queries by one decode step; return ``{}`` if that is impossible."""
         tree, cache = self.tree, self.cache
         tree.new_step(sum(map(len, steps)) + len(others))
         # 1. Match: arrays of the node before each row's last token, and of that token.

@@ -52,8 +52,8 @@ class Continuation(NamedTuple):
 
     Attributes:
         text: The word, without the blanks around it; bytes that are not UTF-8 become ``"�"``.
-        logprob: The log-probability of the tokenisations found, in nats: a lower bound, to which
-            at most the unexplored probability (``Continuations.log_rest``) has to be added.
+        logprob: The log-probability of the tokenisations found, in nats: a lower bound, since the
+            unexplored probability (``Continuations.log_rest``) may belong to this word.
     """
 
     text: str
@@ -71,7 +71,7 @@ class Continuations(list[Continuation]):
             others or to the end; ``-inf`` for none.
         is_proven: Whether the order is certain: the unexplored probability is less than every gap
             between consecutive words, including the gap to the best word left out. With fewer
-            than ``n`` words, only if nothing is unexplored.
+            than ``n`` words, it is certain only if nothing is unexplored.
     """
 
     def __init__(
@@ -212,9 +212,9 @@ async def prefix_logprob(
     texts and tokens without bytes do not continue the text.
 
     The search first follows sequences that are probable for their length; its queries share
-    batches with the model's other queries. Apart from ``log_rest``, the result is exact up to
-    rounding. Very many improbable sequences together may be as probable as a long text, so the
-    upper bound of a text of many words may be loose although the lower bound is tight.
+    batches with the model's other queries. Both bounds are exact up to rounding. Very many
+    improbable sequences together may be as probable as a long text, so the upper bound for a text
+    of many words may be loose although the lower bound is tight.
 
     Args:
         lm: The model.
@@ -475,7 +475,7 @@ class _Ways:
         self._alphabet, self._byte_vocab, self._data = lm.alphabet, lm.byte_vocab, data
         self._words, self._word_ends = words, word_ends
         wanted = [data + blank for blank in BLANKS] if word_ends else [data]
-        # If the caller defines words, the longest blank stands for an unfinished character.
+        # With the caller's ``words``, an unfinished character, no longer than a blank, may follow.
         self.longest = max(map(len, wanted))
         self._is_default = words == NOT_BLANK
         self._wanted = wanted if self._is_default else [data]
@@ -486,7 +486,7 @@ class _Ways:
         self._steps: Final = cache(self._steps_after)
 
     def _steps_after(self, spelt: bytes) -> tuple[list[tuple[int, bytes]], list[ReadoutOf]]:
-        """Return the next tokens after ``spelt`` with the bytes up to their ends, and readouts."""
+        """Return the tokens after ``spelt`` with the bytes up to their ends, and the readouts."""
         alphabet, size = self._alphabet, len(self._byte_vocab)
         rests = [own[len(spelt) :] for own in self._wanted if own.startswith(spelt)]
         parts = {r[:i] for r in rests for i in range(1, min(alphabet.longest + 1, len(r)))}

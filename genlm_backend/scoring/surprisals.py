@@ -217,8 +217,8 @@ async def surprisal(
     probability includes all longer words that begin with it.
 
     A text is scored after the tokenizer's BOS (``bos_token_id``), which the result has as its
-    ``context``; without a BOS, pass ``context``. If the chat template writes the BOS before each
-    message, a warning is given: in training, no text may have followed the BOS directly. Texts
+    ``context``; without a BOS, pass ``context``. A warning is given if the chat template writes the
+    BOS before each message, since plain texts perhaps never followed the BOS in training. Texts
     share batches with each other and with the model's other queries.
 
     Args:
@@ -274,7 +274,7 @@ async def surprisal(
 surprisal_sync = blocking(surprisal, "surprisals")
 
 _AT_ONCE: Final = 200
-"""Most texts per call of ``batch_score_with`` in the blocking form, which then updates its bar."""
+"""Most texts per ``batch_score_with`` in the blocking form, whose bar moves after each call."""
 
 
 @final
@@ -300,7 +300,7 @@ class _Asked:
             self._begin = self._begin_of(given["context"], "context")
         elif given["context"] is not None:
             raise OptionError(
-                "context is for all texts, and contexts has one for each: pass only one"
+                "context is for all texts, and contexts has one for each: pass only one option"
             )
         has_ends = has_blanks and given["word_ends"] is not False
         groups = [word_begins(lm)] if has_ends else []
@@ -337,7 +337,7 @@ class _Asked:
     def _begin_of(self, context: Any, name: str) -> tuple[list[int], bool]:
         """Return a text's context, and whether no word is open at the context's end."""
         ids = context_ids(self.lm, context, name)
-        # Without a context, no word has begun before the text; with one, the last may have ended.
+        # Without a context, no word is open before the text; with one, its last word may be.
         return ids, context is None or is_between_words(self.lm, ids)
 
 
@@ -389,7 +389,7 @@ class _Text:
             done = stop
         if self._begins is None:
             return
-        # The last word's end needs the masses after the last token: score an arbitrary token there.
+        # The last word's end needs the masses after the last token, so score any token there.
         room = len(ids) if max_length is None else max_length - len(begin)
         if done - start <= room:
             self.parts[1][-1] = [*self.parts[1][-1], ids[0]]

@@ -21,7 +21,7 @@ from genlm_backend.runtime.blocking import warn_caller
 from genlm_backend.tokenization.bos import adds_bos, begins_turns
 
 Span: TypeAlias = tuple[int, int]
-"""Begin and end in characters of a text."""
+"""Begin and end of a part of a text, as character indices."""
 
 Words: TypeAlias = str | re.Pattern[str] | Callable[[str], Iterable[Span]]
 """A regular expression of words, or a function from a text to the spans of its words."""
@@ -147,7 +147,7 @@ def _spells(spelt: Sequence[bytes], data: bytes) -> bool:
 
 
 def check_words(name: str, words: Words) -> re.Pattern[str] | Callable[[str], Iterable[Span]]:
-    """Check an expression or function that finds words; compile an expression."""
+    """Check a definition of words, an expression or a function; compile an expression."""
     if isinstance(words, str):
         try:
             return re.compile(words)
@@ -184,8 +184,8 @@ def spans_of(words: Words, text: str) -> list[Span]:
             ) from error
         if not end <= start < stop <= len(text):
             raise OptionError(
-                f"words must return spans of characters in order, within {len(text)}; got "
-                f"{(start, stop)} after {end}"
+                f"words must return non-empty spans in order, within the text's {len(text)} "
+                f"characters; got {(start, stop)} after {end}"
             )
         found.append((start, stop))
         end = stop
@@ -221,7 +221,7 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
         if not has_bos:
             raise OptionError(
                 "the tokenizer has no BOS token (bos_token_id) to begin texts with: pass context=, "
-                "such as [lm.tokenizer.eos_token_id], which separates texts in training"
+                "such as [lm.tokenizer.eos_token_id] if it separated texts in training"
             )
         return [default_beginning(lm)]
     if isinstance(context, str):
@@ -249,8 +249,8 @@ def default_beginning(lm: AsyncLM, option: str = "context") -> int:
         if begins_turns(lm.tokenizer):
             warn_caller(
                 f"texts are scored after {lm.tokenizer.bos_token!r}, the tokenizer's bos_token, "
-                "which the chat template writes before each message: plain texts may never have "
-                f"followed it in training. Pass {option}=, the token that separated texts then"
+                "which the chat template writes before each message: plain texts perhaps never "
+                f"followed it in training. Pass the token that separated texts there as {option}="
             )
     return int(lm.tokenizer.bos_token_id)
 

@@ -19,7 +19,7 @@ from genlm_backend.tokenization.decoder import (
 )
 from genlm_backend.tokenization.token import ByteVocab
 
-# A vocabulary may have thousands of added tokens: Gemma's has 6,400, of two kinds.
+# Added tokens to check per kind, since there may be thousands: Gemma has 6,400, of two kinds.
 _TEXTS_OF_A_KIND: Final = 64
 
 
@@ -63,8 +63,8 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
     unknown_ids = {rust.token_to_id(unknown)} if unknown else set()
     if not unknown or not hasattr(rust.model, "unk_token"):
-        # A Unigram model does not expose its unknown id, which may differ from the tokenizer's:
-        # take it from the probe's ids, except for the replacement of the space before a word.
+        # A Unigram model does not expose its unknown id, which may differ from the tokenizer's. It
+        # is among the unheard-of character's ids, as may be the replacement of a space before it.
         heard = [i for i in unheard_of_ids if spellings[i] != texts.written_space]
         heard = [i for i in heard if byte_strings[i].strip()]
         unknown_ids.update(i for i in heard if byte_strings[i] not in unheard_of.encode())
@@ -142,7 +142,7 @@ def _spellings(rust: Any) -> list[str | None]:
 def _unheard_of(
     encode: Callable[[str], list[int] | None], spellings: Sequence[str | None]
 ) -> tuple[str, list[int]]:
-    """Return a character that the tokens it is encoded to do not contain, and their ids."""
+    """Return a character that no token of its encoding contains, and the ids of these tokens."""
     # Rare ideographs that have long been in Unicode: no normaliser changes or drops them.
     for character in map(chr, range(0x2A6D6, 0x20000, -1)):
         ids = encode(character) or []
@@ -184,7 +184,7 @@ def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
 def _printing(
     rust: Any, byte_strings: Sequence[bytes], spellings: Sequence[str | None]
 ) -> Callable[[list[int]], tuple[list[int], str]] | None:
-    """Return a function from ids to those that can be compared and the text the decoder prints.
+    """Return a function from ids to those that can be compared, and the text printed for these.
 
     ``None`` if the tokenizer declares no decoder.
     """
@@ -218,7 +218,7 @@ class _Texts:
 
     def __init__(self, rust: Any, decoder: CompiledDecoder) -> None:
         self.decoder, self.normalizer = decoder, rust.normalizer
-        # Probe the normaliser: one written in Python has no state to inspect.
+        # Probe the normaliser, since one written in Python has no state to inspect.
         self.writes_spaces = " " not in self.normalized("x x")
         self.writes_byte_level = self.normalized("ß") == "ÃŁ"
         pieces = [("x x", (0, 3))]

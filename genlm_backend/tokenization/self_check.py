@@ -62,7 +62,7 @@ def _check_printed(vocab: ByteVocab, text: str, ids: list[int]) -> None:
     """Compare the text that the declared decoder prints for ``ids`` with their bytes."""
     if vocab.prints is None:
         return
-    # ``_comes_back`` ignores white space, which Rust tokenizers may change; this does not.
+    # Unlike ``_comes_back``, this compares white space too, which Rust tokenizers may change.
     kept, printed = vocab.prints(ids)
     if _is_printed(vocab, kept, printed):
         return

@@ -66,7 +66,7 @@ class Vocabulary(tuple[list[Token], list[str]]):
     def of_model(self, size: int | None) -> Vocabulary:
         """Return the vocabulary resized to a model's rows; warn about tokens that the model lacks.
 
-        ``None`` keeps the tokenizer's size. The warning has a ``stacklevel`` of 4.
+        ``None`` keeps the tokenizer's size. The warning names the line three calls up.
         """
         num_ids = len(self.byte_vocab)
         if size is None or size == num_ids:
@@ -90,9 +90,9 @@ def decode_vocab(
 ) -> Vocabulary:
     """Return the bytes and the text of every token id of ``tokenizer``.
 
-    The bytes come from the decoder that the object declares (or, for SentencePiece, tiktoken and
-    mistral-common, from the model it holds), so no file is loaded or fetched. They are the bytes
-    that the id contributes in the middle of a text. A special token's bytes are its name; the
+    The bytes come from the object alone, such as its decoder or the model or table that it holds,
+    so no file is loaded or fetched. They are the bytes that the id contributes in the middle of a
+    text. A special token's bytes are its name; the
     bytes of other added tokens are the decoded text, or their content in byte-level vocabularies.
 
     Args:

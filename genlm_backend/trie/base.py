@@ -28,9 +28,9 @@ class VocabularyTrie(abc.ABC):
     so that children come before parents and the root is last; equal vocabularies get equal numbers.
 
     Weights are one real number per entry, in ``decode``'s order: NumPy arrays, or torch tensors
-    on any device (no gradients flow through). Half precision, float32 and booleans give float32
+    on any device (without gradients). Half precision, float32 and booleans give float32
     results; float64 and integers give float64 (float32 on MPS). A NaN propagates to the prefixes
-    of its token and nowhere else. Do not modify weights until an asynchronous call returns.
+    of its token and nowhere else. Do not modify weights before an asynchronous call returns.
 
     Args:
         decode: The vocabulary: ``Token`` objects, ``bytes``, strings, or other iterables of

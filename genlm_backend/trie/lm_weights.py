@@ -42,13 +42,13 @@ async def lm_trie_weights(
     """Return each node's weight under the model's next-token distribution: ``[trie.num_nodes]``.
 
     Concurrent calls share the model's forward passes and an asynchronous trie's batches. The
-    weights stay on a GPU if the model returns its rows there (``output_device``) and the trie is a
-    ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` there.
+    weights stay on a GPU if the model returns its rows on it (``output_device``) and the trie is a
+    ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` on it.
 
     Args:
         lm: The model that computes the log-probabilities.
-        trie: A trie over tokens of ``lm.byte_vocab``, all or some of them, in any order. The
-            calling thread itself evaluates a trie that is not asynchronous.
+        trie: A trie over tokens of ``lm.byte_vocab``, all or some of them, in any order. A trie
+            that is not asynchronous is evaluated in the calling thread.
         token_ids: Token ids of the context.
         operation: How the tokens below a node are combined. "sum": the probability that the next
             token begins with the node's prefix.

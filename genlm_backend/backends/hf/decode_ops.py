@@ -88,7 +88,7 @@ _ROUNDING: Final = 3e-2
 def decode_ops_for(
     device: torch.device, dtype: torch.dtype, dim: int, group_size: int
 ) -> DecodeOps | None:
-    """Return the operators for heads of ``dim`` elements; ``None`` if they fail the trial."""
+    """Return the operators for heads of ``dim`` elements; ``None`` if none pass a trial."""
     if device.type not in DECODE_OPS:
         return None
     try:
@@ -102,7 +102,7 @@ def decode_ops_for(
             exc_info=error,
         )
         return None
-    logger.debug("operators for decode steps in %s have errors of %s", dtype, distances)
+    logger.debug("operators for decode steps in %s differ from the formula by %s", dtype, distances)
     return ops if max(distances) <= _ROUNDING else None
 
 

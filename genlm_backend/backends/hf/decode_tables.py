@@ -24,12 +24,12 @@ MAX_SPLITS: Final = 32
 """Most extents per row after division; if there would be more, long extents stay undivided."""
 
 MAX_RUNS: Final = 16
-"""Runs of consecutive slots in a prefix beyond which the prefix is read slot by slot."""
+"""Most runs of consecutive slots in a prefix that is read by extents, not slot by slot."""
 
 NUM_BLOCKS: Final = 264
 """Blocks of queries, by extent and head, that keep a device busy: twice the multiprocessors of an
-H100. With at most half as many, long extents are divided: 4,096 tokens of one row then take 26 us
-instead of 80 there, and many rows take no longer."""
+H100. With at most half as many, long extents are divided: an H100 then reads 4,096 tokens for one
+row in 26 us instead of 80, and takes no longer for many rows."""
 
 QUERIES_OF_BLOCK: Final = 128
 """Queries in a block of the operator for extents."""
@@ -38,8 +38,8 @@ SHORTEST_SPLIT: Final = 128
 """Tokens in a part of a divided extent, at least."""
 
 MANY_READ: Final = 1 << 14
-"""Tokens of a prefix times its rows, beyond which the prefix is read by extents. Below, an H100
-takes 9 us to read 128 tokens of 64 rows slot by slot, and 15 by extents."""
+"""Tokens of a prefix times its rows, beyond which the prefix is read by extents. With less, for
+example 128 tokens for 64 rows, an H100 takes 9 us slot by slot, and 15 by extents."""
 
 LONG: Final = 512
 """Tokens of a prefix beyond which extents are faster even for a few rows."""
@@ -117,7 +117,7 @@ class DecodeTables(NamedTuple):
             per_row *= 8
         splits, starts = self.shared.splits, self.shared.starts
         num_splits = splits.shape[1] and _power_of_two(splits.shape[1])
-        # The operator launches blocks for the whole capacity of extents.
+        # Kept small, since the operator launches blocks for the whole capacity of extents.
         most = num_rows * num_splits
         room = next((size for size in (4, 16, 64) if len(starts) <= size), most)
         num_extents, window = min(most, room), self.recent.shape[1]

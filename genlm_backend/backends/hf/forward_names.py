@@ -1,7 +1,7 @@
 """Parameter names of a model's ``forward``, and the cache's name in its inputs and outputs.
 
 Transformers names a cache ``cache`` from release 5.24 on; before, most models named it
-``past_key_values``, and some that keep recurrent states alone ``cache_params``. Code that comes
+``past_key_values``; some with only recurrent states named it ``cache_params``. Code that comes
 with a checkpoint may keep the old name.
 """
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 FusedAddRMSNorm: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
 ]
-"""A function of two terms, a norm's weight and epsilon, to the sum and the normalised sum."""
+"""Takes two terms and a norm's weight and epsilon; returns their sum, and the norm of the sum."""
 
 
 def _of_cuda() -> FusedAddRMSNorm:
@@ -106,7 +106,7 @@ def _may_be_plain(layer: Any) -> bool:
 
 @torch.inference_mode()
 def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
-    """Return the kernel for a layer; ``None`` if the fused layer differs from the layer's code."""
+    """Return the kernel for a layer; ``None`` if outputs differ from those of the layer's code."""
     weight, seen = layer.input_layernorm.weight, list[dict[str, Any]]()
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, 1, len(weight), generator=generator, dtype=torch.float32)
@@ -164,7 +164,7 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def fuse_norms(copies: Mapping[nn.Module, Any]) -> None:
-    """Have norms of a view call torch's ``rms_norm`` if both agree on random numbers."""
+    """Let norms of a view call torch's ``rms_norm`` if that agrees with them on random numbers."""
     for module, own in copies.items():
         eps = _eps_of(module)
         if eps is not None and _is_root_mean_square(module, eps):

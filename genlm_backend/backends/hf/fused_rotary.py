@@ -1,7 +1,7 @@
 """Rotary positions of a view in one launch, on devices that have a kernel.
 
 Many modeling modules of transformers define ``apply_rotary_pos_emb``: ten elementwise operators in
-each layer. Many of these functions are equal, and some differ.
+each layer. Many of these functions are equal, but some differ, so each is compared with the kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
-    """Have modules rotate by the kernel if it agrees with their function on random numbers."""
+    """Let modules rotate by the kernel if it agrees with their function on random numbers."""
     asked: dict[tuple[Any, ...], _Rotation | None] = {}
     for module, own in copies.items():
         decorated = type(own).forward
@@ -58,7 +58,7 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
         rotation = asked[key]
         if rotation is None:
             continue
-        # The view's ``forward`` has the module's code and decorators, but globals of its own.
+        # The view's ``forward`` has the module's code and decorators, but other globals.
         found = _Globals(forward.__globals__, rotation)
         copied = _copied(forward, found, forward.__closure__ or ())
         made = _decorated(decorated, forward, copied)
@@ -102,7 +102,7 @@ class _Rotation:
 
 @final
 class _Globals(dict[str, Any]):
-    """Live globals of a module, with ``rotation`` for its function until the name is rebound."""
+    """A module's live globals, with ``rotation`` instead of its original until that is rebound."""
 
     def __init__(self, of_module: dict[str, Any], rotation: _Rotation) -> None:
         # ``warnings`` and imports read dunder names from the ``dict`` itself, past ``__missing__``.

@@ -53,14 +53,14 @@ logger = logging.getLogger(__name__)
 
 @final
 class HFEvaluator(LocalEvaluator):
-    """Answers queries by a causal language model of transformers, with a cache if that works."""
+    """Answers queries by a causal language model of transformers, with a cache if probes allow."""
 
     _runner: HFRunner
 
     def __init__(
         self, model: Any, *, output_device: torch.device | None = None, **options: Any
     ) -> None:
-        """Check a model and its ``HFOptions``, and put it into evaluation mode; run nothing."""
+        """Check ``HFOptions`` and a model, and put the model into evaluation mode; run nothing."""
         self._options = hf_options(options)
         check_hf_model(model)
         model.eval()
@@ -96,8 +96,8 @@ class HFEvaluator(LocalEvaluator):
             warnings.warn(
                 f"rows of this {type(runner.model).__name__} depend on the other rows of their "
                 "batch by more than rounding: computed alone, a row differs from the same row "
-                f"among others by a root mean square of {support.spread_alone:.2g}, since kernels "
-                "for its quantised weights have several precisions on this processor",
+                f"among others by a root mean square of {support.spread_alone:.2g}; kernels for "
+                "quantised weights may compute one row in another precision than many",
                 stacklevel=2,
             )
         can = Capabilities(
@@ -124,7 +124,7 @@ class HFEvaluator(LocalEvaluator):
             device=str(runner.device),
             takes_adapters=True,
             uses_openmp=runner.device.type == "cpu",
-            scores=not support.reason,  # right rows from slots prove causality
+            scores=not support.reason,  # if rows from slots are right, attention is causal
             omits_undefined=True,
             reads_out=True,
             takes_steps=True,
@@ -135,7 +135,7 @@ class HFEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- rows and scores
 
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
-        self._runner.activate(adapter)  # and leaves it active afterwards
+        self._runner.activate(adapter)  # it stays active afterwards
         return nullcontext()
 
     def picture_rules(
@@ -207,7 +207,7 @@ _CACHED_TYPES: Final = """
     zaya
 """
 CACHED_TYPES: Final = frozenset(_CACHED_TYPES.split())
-"""Model types whose caching the tests cover; the probe warns if one cannot be cached."""
+"""Model types whose caching the tests cover; a warning tells if one cannot be cached."""
 
 
 def layout_of(
@@ -262,7 +262,7 @@ def hf_prefix_cache(
     if attends and not num_slots:
         raise OptionError(
             f"kv_cache_bytes={budget} has no room for one token, which takes "
-            f"{layout.bytes_per_slot} bytes, and the same again for a reserved slot: raise it, or "
+            f"{layout.bytes_per_slot} bytes, and for a reserved slot of that size: raise it, or "
             "set 0 to cache nothing"
         )
     states = host_states = host_pool = None

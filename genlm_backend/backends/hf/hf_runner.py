@@ -104,7 +104,7 @@ class HFRunner(Runner):
         self._dress(view)
         if plain is not None and not _are_alike(self._logits(view, token_ids), plain):
             kind = type(self.model).__name__
-            logger.warning("layers of %s run unfused: fused, they return other logits", kind)
+            logger.warning("layers of %s run unfused, since fusing changes the logits", kind)
             self._fuses = False
             view.undress()
             self._dress(view)
@@ -152,17 +152,17 @@ class HFRunner(Runner):
             if self._merges:
                 merge_linear_layers(view.copies)
             fused_residuals.fuse_residuals(view.copies)
-        fuse_rotary(view.copies)  # on a device that has the kernel
+        fuse_rotary(view.copies)  # does nothing on a device without the kernel
         view.pick()
         view.check_between_layers(self._check_cancelled)
 
     def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
-        """Load an adapter in PEFT's format into a view of its own, and try it."""
+        """Load an adapter in PEFT's format into a new view, and try it."""
         self._check()
         if adapter.name in adapters_of(self.model):
             raise AdapterError(
                 f"the model already has an adapter named {adapter.name!r}, which was added "
-                "without this library"
+                "without this library: choose another name"
             )
         if any(layer.merged_adapters for layer in layers_of_peft(self.model)):
             raise AdapterError(

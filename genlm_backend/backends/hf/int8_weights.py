@@ -2,7 +2,7 @@
 
 A weight is an int8 times a scale of its output, ``max|w| / 127``. Activations have a scale for each
 row, ``max|x| / 16256`` (both scales as in LLM.int8(), arXiv:2208.07339, section 2.1), and two
-digits of 8 bits, ``x = scale * (128 * high + low)``: a single digit visibly changes SmolLM2's rows.
+digits of 8 bits, ``x = scale * (128 * high + low)``: with one digit, SmolLM2's rows change visibly.
 Integer products are exact but for the last bit of sums beyond ``2**24``; apart from that, no row
 depends on the other rows of its batch.
 """
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _LARGEST: Final = 127  # the largest code of a weight
 _ZERO: Final = 128  # the zero point of unsigned digits
 _SMALLEST: Final = 1e-30  # smaller maxima count as zero
-_MAX_WIDTH: Final = 1 << 16  # inputs, so that sums of products fit into 32 bits
+_MAX_WIDTH: Final = 1 << 16  # most inputs: sums of products then fit into 32 bits
 
 
 def quantize(model: Any) -> None:
@@ -134,7 +134,7 @@ def _is_exact() -> bool:
     scale, zero = torch.ones(3, dtype=torch.float32), torch.zeros(3, dtype=torch.int32)
     try:
         found = _products(digits, torch.ops.onednn.qlinear_prepack(codes, None), scale, zero)
-    except (RuntimeError, AttributeError) as error:  # a build of torch without them
+    except (RuntimeError, AttributeError) as error:  # a build of torch without these operators
         logger.debug("int8 products cannot be computed", exc_info=error)
         return False
     return torch.equal(found.long(), (digits.long() - _ZERO) @ codes.long().t())

@@ -41,7 +41,7 @@ def _rotate_heads(
     tl.store(to + HALF, other_rotated.to(first.dtype), mask=is_there)
 
 
-# Otherwise Triton would compile again for 1 and for multiples of 16.
+# If it specialised these arguments, Triton would compile again for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_tokens", "num_heads", "num_key_heads", "query_blocks"])
 def _rotate(
     query, keys, cos, sin, found_query, found_keys, num_tokens, num_heads, num_key_heads,
@@ -158,7 +158,7 @@ def _fused_add_rms_norm(
 def fused_add_rms_norm(
     given: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return ``given + residual`` and its norm (arXiv:1910.07467), ``[..., width]`` each."""
+    """Return ``given + residual`` and its RMS norm (arXiv:1910.07467), ``[..., width]`` each."""
     width, shape = given.shape[-1], given.shape
     rows, others = (
         one if one.stride(1) == 1 else one.contiguous()

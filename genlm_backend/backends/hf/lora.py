@@ -41,7 +41,7 @@ def put_adapter(path: str, view: ModelView, bare: ModelView, is_cached: bool) ->
             _take_out(one)
         _put_layers(saved, view, bare, is_cached)
     except Exception as error:  # PEFT and its file readers raise many types
-        is_said = isinstance(error, (ValueError, OSError))  # other types need their name
+        is_said = isinstance(error, (ValueError, OSError))  # others need the type's name
         reason = str(error) if is_said else f"{type(error).__name__}: {error}"
         raise AdapterError(f"the adapter {path!r} cannot be loaded: {reason}") from error
 
@@ -64,7 +64,7 @@ def _read(path: str) -> _Saved:
     if isinstance(init, str) and init not in _PLAIN_INITIALISATIONS:
         raise ValueError(
             f"init_lora_weights={init!r} changes the model's own weights, which all other queries "
-            "use: convert it to a plain LoRA (path_initial_model_for_weight_conversion)"
+            "use: convert the adapter to a plain LoRA (path_initial_model_for_weight_conversion)"
         )
     # Cloned, since mapped weights change when another adapter is copied over the file.
     return config, {name: w.clone() for name, w in load_peft_weights(path, device="cpu").items()}
@@ -89,7 +89,8 @@ def _put_layers(saved: _Saved, view: ModelView, bare: ModelView, is_cached: bool
         )
     if not _are_alike(_row(plain), before):
         raise ValueError(
-            "loading it changed the model's rows without an adapter: load the model again"
+            "loading it changed the rows that the model gives without any adapter; load the model "
+            "again"
         )
 
 
@@ -109,7 +110,7 @@ def _injected(saved: _Saved, view: ModelView) -> torch.Tensor:
     config, weights = saved
     model = base_of(view.module)
     vars(model).pop("peft_config", None)
-    # PEFT may overwrite a weight of the model if the adapter's file has one of that name.
+    # PEFT may overwrite a weight of the model if the adapter's file has one of the same name.
     names = {_own_name(key) for key in weights}
     named = dict(model.named_parameters(remove_duplicate=False))
     kept = _kept_apart(view, {parameter for name, parameter in named.items() if name in names})
@@ -138,7 +139,7 @@ def _kept_apart(
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             vars(module)[name] = vars(module)[name].copy()
         for name, shared in module._parameters.items():
-            if type(shared) is nn.Parameter:  # not a quantised weight's class
+            if type(shared) is nn.Parameter:  # not a subclass for quantised weights
                 if shared not in own:
                     data = shared.detach().clone() if shared in written else shared.detach()
                     own[shared] = nn.Parameter(data, requires_grad=False)
@@ -193,11 +194,10 @@ def _row(model: Any) -> torch.Tensor:
 
 
 def _inconsistency(model: Any, is_cached: bool) -> float:
-    """Return how far rows differ with later tokens in the pass, or if computed from a cache."""
+    """Return how far rows differ if later tokens are in the pass, or if a cache is used."""
     begun = _outputs(model, 1, 4, use_cache=True) if is_cached else None
-    longer = _outputs(model, 1, 6).logits[
-        0
-    ]  # before the cache is used again, as other contexts may run in between
+    # Before the cache is used again, since other contexts may run in between.
+    longer = _outputs(model, 1, 6).logits[0]
     differences = [_difference(_row(model), longer[2])]
     if begun is not None:
         kept = {"use_cache": True, **given_cache(model, returned_cache(begun))}

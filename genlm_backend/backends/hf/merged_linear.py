@@ -172,7 +172,7 @@ class _MergedLinear:
 
 @torch.inference_mode()
 def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None:
-    """Return the kernel for a gated layer; ``None`` if they differ on random numbers."""
+    """Return the kernel for a gated layer; ``None`` if it differs from the layer's code."""
     children = vars(module)["_modules"]
     if {*children} - {"gate_proj", "up_proj", "down_proj", "act_fn"} or "forward" in vars(module):
         return None
@@ -187,7 +187,7 @@ def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None
         points = torch.linspace(-60, 60, 961, dtype=torch.float32, device=weight.device)
         if not torch.allclose(module.act_fn(points), functional.silu(points), atol=1e-6):
             return None
-        # The largest gate or up-projection becomes 1, 30 and 100, so that a clamp would show.
+        # The largest gate or up-projection of each row becomes 1, 30 or 100: a clamp would show.
         largest = functional.linear(given, weight).float().abs().amax(1).clamp(min=1e-6)
         given = given * (torch.tensor([1.0, 30.0, 100.0], device=weight.device) / largest)[:, None]
         given = given.to(weight.dtype)

@@ -1,4 +1,4 @@
-"""Finds by trial passes, not by its name, how a model continues after pictures."""
+"""Finds how a model continues after pictures, by trial passes instead of the model's name."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _TIMES_THE_LEAST: Final = 4
 """Largest accepted distance of rows, as a multiple of the least one that any rules give."""
 
 _NUM_TAIL: Final = 12
-"""Number of tokens after the prompt."""
+"""Number of tokens that a trial adds to the prompt."""
 
 _NUM_ROWS: Final = 3
-"""Number of rows that are compared, at the last of the ``_NUM_TAIL`` tokens."""
+"""Number of rows that are compared: those after the last tokens."""
 
 
 def image_token_id(model: Any) -> int | None:
@@ -56,8 +56,8 @@ def examine_pictures(
 ) -> PictureRules:
     """Find by a few passes the rules by which a model continues text after pictures."""
     # By each set of rules, a prompt and more tokens run whole, then in two passes: the opening, and
-    # the rest from its cache. The first rules win whose rows are at most 4 times as far from the
-    # whole ones as the nearest, or within a hundredth of the distance that a wrong token makes.
+    # the rest from its cache. The first rules win whose distance from the whole rows is at most 4
+    # times the least, or at most a hundredth of the distance that a wrong token makes.
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
     of_tokens = frozenset(n for n, value in inputs.items() if value.shape == (1, size))
@@ -133,7 +133,7 @@ def _in_steps(
 
 @torch.inference_mode()
 def _as_the_model_goes_on(runner: HFRunner, pictures: Pictures, ids: list[int]) -> torch.Tensor:
-    """Return the last rows of a prompt and more tokens, run in two passes by ``DynamicCache``."""
+    """Return the last rows of a prompt and more tokens, run in two passes with ``DynamicCache``."""
     size, taken, cache = pictures.num_tokens, _parameters(runner.model), DynamicCache()
     dtype = next(runner.model.parameters()).dtype
     inputs = {

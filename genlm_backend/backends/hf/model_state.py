@@ -32,7 +32,7 @@ _GROWING: Final = re.compile("dynamic|longrope")
 """Matches ``rope_type`` if the model replaces its frequencies when contexts grow."""
 
 _ATTENTION: Final = "_attn_implementation"
-"""Prefix of config keys that name an attention function; a pass itself detects a change."""
+"""Prefix of config keys that name an attention function; passes detect changes themselves."""
 
 
 _PARTS: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
@@ -43,8 +43,8 @@ _PARTS: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_
 class ModelSnapshot:
     """A model as it was when it was wrapped: modules, tensors, mode, adapters and configs."""
 
-    # Views share the model's tensors and hooks, and follow no other change. After another change,
-    # cached keys and values would be wrong. Views keep the owner's adapters as wrapped.
+    # Views share the model's tensors and hooks. They keep the owner's adapters as wrapped, and do not
+    # follow other changes, after which cached keys and values would be wrong anyway.
     def __init__(self, model: Any, *, is_apart: bool) -> None:
         self._model, self._is_apart = model, is_apart
         layers = layers_of_peft(model)
@@ -70,8 +70,8 @@ class ModelSnapshot:
 
     def check_settings(self) -> bool:
         """Raise ``ModelStateError`` if settings changed; return whether any attribute changed."""
-        # Compares whole lists, in which Python skips identical objects: 0.2 ms for 400 modules, for
-        # every batch.
+        # Compares whole lists, in which Python skips identical objects, since this runs before
+        # every batch: it takes 0.2 ms for 400 modules.
         if (
             [*map(type, self._looked_at)] == self._kinds
             and _are_same(self._live, self._seen)
@@ -129,7 +129,7 @@ class ModelSnapshot:
         return found
 
     def _placed(self) -> list[tuple[torch.dtype, torch.device] | None]:
-        """Return each tensor's dtype and device, ``None`` for removed ones: 0.07 ms for 300."""
+        """Return each tensor's dtype and device, ``None`` if removed (0.07 ms for 300 tensors)."""
         live = [tensors.get(key) for tensors, key, _ in self._tensors]
         return [None if tensor is None else (tensor.dtype, tensor.device) for tensor in live]
 
@@ -155,7 +155,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def _code(module: Any) -> Any:
-    """Return the uncompiled ``forward`` set on a module; ``None`` if it has its class's."""
+    """Return the uncompiled ``forward`` set on a module; ``None`` if it runs its class's."""
     forward = vars(module).get("forward")
     forward = getattr(forward, AS_WRITTEN, forward)
     return None if forward == MethodType(type(module).forward, module) else forward

@@ -40,7 +40,7 @@ _CAPTURING: Final = "_output_capturing_hooks_installed"
 """Attribute that transformers sets on models with hooks that capture hidden states."""
 
 _LONG: Final = 64
-"""Number of new tokens from which a pass checks between layers if it is cancelled."""
+"""Number of new tokens from which a pass checks between layers whether it is cancelled."""
 
 AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 """Attribute of compiled code that holds the original function."""
@@ -95,7 +95,7 @@ class ModelView:
         self.undress()
 
     def undress(self) -> None:
-        """Reset modules to the class and ``forward`` they were made with, and to present hooks."""
+        """Reset modules to their first class and ``forward``, and to the model's present hooks."""
         for module, own in self.copies.items():
             kind, attributes = self._bare[own]
             own.__class__ = kind
@@ -148,7 +148,7 @@ class ModelView:
     def logits(self, batch: ForwardBatch, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Run the view; return logits at the outputs of a batch: ``[num_outputs, model_vocab]``."""
         # Few positions need logits, and projecting all of them onto a wide vocabulary is slow. So
-        # hidden states are picked before the output embedding; later scaling and soft caps run.
+        # hidden states are picked before the output embedding; scaling and soft caps follow it.
         name = self.cache_argument or "cache"
         named = {name if n == "cache" else n: inputs[n] for n in inputs}
         self._batch, self._is_picked = batch, False
@@ -159,7 +159,7 @@ class ModelView:
         return logits[0] if self._is_picked else _at_outputs(logits, batch)
 
     def pick(self) -> None:
-        """Have the output embedding project only positions whose logits are wanted."""
+        """Let the output embedding project only the positions whose logits are wanted."""
         head = self.module.get_output_embeddings() if self.copies else None
         is_own = head not in self.copies and any(head is m for m in self.module.modules())
         if head is None or not is_own:
@@ -169,7 +169,7 @@ class ModelView:
             vars(head)["forward"] = self._picking
 
     def check_between_layers(self, check_cancelled: Callable[[], object]) -> None:
-        """Have a long pass call ``check_cancelled`` before each layer."""
+        """Let a long pass call ``check_cancelled`` before each layer."""
         lists = [own for own in self.copies.values() if isinstance(own, nn.ModuleList)]
         # The list with the most modules holds the layers; lists of experts are inside it.
         for layer in max(lists, key=lambda own: len([*own.modules()]), default=()):
@@ -235,13 +235,15 @@ def view_of(model: Any, token_ids: torch.Tensor, **options: Any) -> ModelView:
             with _left_by(view) as left:
                 found = view.module(input_ids=token_ids, **options)
         except Exception as error:  # third-party model code may raise anything
-            logger.info("%s runs its own modules: copies of them failed", name, exc_info=error)
+            why = "making or running the copies failed"
+            logger.info("%s will run its own modules, not copies: %s", name, why, exc_info=error)
             return ModelView(model, is_apart=False)
         # Code that finds modules other than by attributes would run the model's own modules.
         if not left and _have_equal_logits(found if own is None else own, found):
             return view
         view.close()
-    logger.info("%s runs its own modules: copies of them do not compute the same", name)
+    why = "the copies call the originals or give other logits"
+    logger.info("%s will run its own modules, not copies: %s", name, why)
     return ModelView(model, is_apart=False)
 
 

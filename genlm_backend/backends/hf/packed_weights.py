@@ -1,4 +1,4 @@
-"""Packed weights: linear layers with weights in the layout that oneDNN reads fastest.
+"""Packed weights: linear layers with weights in oneDNN's blocked layout.
 
 oneDNN reorders a matrix into blocks once, instead of reading the stored layout in every product.
 Whether that is faster depends on the processor and on the shape, so a trial decides.
@@ -27,14 +27,14 @@ DTYPES: Final = (torch.float32, torch.bfloat16)
 """Dtypes of the weights that may be packed."""
 
 _NUM_ROWS: Final = 20  # rows of a product, in packing and in trials
-_NUM_LAYERS: Final = 4  # layers of one shape in turn, so that no weight is in the CPU's caches
+_NUM_LAYERS: Final = 4  # layers that take turns, so that no weight is in the CPU's caches
 _NUM_ROUNDS: Final = 5
 _GAIN: Final = 0.95
 
 
 @final
 class PackedWeights:
-    """Packed copies of a model's linear weights, for shapes that a trial finds faster."""
+    """Packed copies of a model's linear weights, if a trial of their shape was faster with them."""
 
     # A layer stops using its copy once torch counts its weight as modified, or the weight moves.
     # Writes that torch does not count (through ``.data``, or by fused optimizers) need
@@ -62,7 +62,7 @@ class PackedWeights:
         self._remember()
 
     def place(self, views: Mapping[nn.Module, Any]) -> None:
-        """Have the views of a model's layers compute with packed weights."""
+        """Let the views of a model's layers compute with packed weights."""
         for one in self._packed:
             view: Any = views.get(one.layer)
             if type(view) in (nn.Linear, PackedLinear):
@@ -70,7 +70,7 @@ class PackedWeights:
                 vars(view)["packed"] = one
 
     def check_weights(self) -> None:
-        """Have layers use their packed weight until torch counts a change of the original."""
+        """Let a layer use its packed weight if, as torch counts, its own has not moved or changed."""
         # Compares whole lists, because this runs before every batch.
         is_there = [*map(_address, self._parameters)] == self._addresses
         if is_there and self._are_used and [*map(_version, self._parameters)] == self._versions:

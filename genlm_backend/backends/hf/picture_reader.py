@@ -41,7 +41,7 @@ class _Read(NamedTuple):
 
 
 def check_processor(name: str, processor: Any) -> Any:
-    """Refuse an object that cannot be called, unlike processors and functions that load them."""
+    """Refuse an object that is not callable; processors and functions that load one are."""
     if processor is not None and not callable(processor):
         raise OptionTypeError(
             f"{name} must be a processor of transformers, as AutoProcessor.from_pretrained(…) "
@@ -119,7 +119,7 @@ class PictureReader:
         if isinstance(images, Mapping):
             if isinstance(prompt, str):
                 raise PictureError(
-                    "outputs of a processor need the input_ids that it returned, not a text"
+                    "outputs of a processor as images need its input_ids as the prompt, not a text"
                 )
             ids = list(array("i", self._contexts.packed(prompt)))
             return self._of_inputs(ids, images, max_length)
@@ -213,8 +213,8 @@ class PictureReader:
         rules, values = self._rules, np.array(ids, np.int32)
         self._contexts.packed([i for i in ids if i != self._image_token_id])
         (parts,) = np.nonzero(values == self._image_token_id)
-        # All pictures share one fingerprint if there is only one, if the parts of each alone do not
-        # add up to the whole, or if parts of two are adjacent and may attend to each other.
+        # All parts share one fingerprint if there is only one picture, if pictures read alone have
+        # more or fewer parts, or if parts of two are adjacent and may attend to each other.
         starts = np.cumsum(counts, dtype=np.int64)[:-1]
         is_one = sum(counts) != len(parts) or (np.diff(parts)[starts - 1] == 1).any()
         if is_one:

@@ -135,7 +135,7 @@ def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix
         ):
             raise PrefixFileError(f"{path} is from another model: the mean of its keys differs")
     if not all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point()):
-        raise PrefixFileError(f"{path} has keys or values that are infinite or NaN")
+        raise PrefixFileError(f"{path} has numbers that are infinite or NaN")
     codes = [
         tuple(tensors[f"codes.{number}.{i}"] for i in range(len(layer.codec().columns())))
         for number, layer in enumerate(layout.layers)
@@ -239,7 +239,7 @@ class PrefixFiles:
         return ids
 
     def look_again(self) -> None:
-        """Have the next file read the weights again, which may have changed uncounted by torch."""
+        """Forget digests, since weights may have changed in ways that torch does not count."""
         self._digests.clear()
 
     def _fingerprint(self, adapter: Adapter | None) -> dict[str, str]:
@@ -263,7 +263,7 @@ def weights_digest(model: Any) -> str:
     digest = hashlib.sha256(json.dumps(_settings(model)).encode())
     for tensor in _weights(model):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
-        if tensor.is_meta or not tensor.numel():  # offloaded between passes
+        if tensor.is_meta or not tensor.numel():  # offloaded between passes, or empty, or empty
             continue
         # The bits are added up as integers along two dimensions, which is exact and reads the
         # weights twice. It does not protect against weights that were made to collide.

@@ -56,8 +56,8 @@ logger = logging.getLogger(__name__)
 _PROBE_LENGTH: Final = 24
 _COUNTS_COLUMNS: Final = {"gpt_neo", "imagegpt", "mpt"}
 _SHARE_OF_SPREAD: Final = 0.1
-_SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding can flip the next
-_ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # some five seconds on one thread
+_SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations amplify rounding
+_ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # whose passes take some five seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def check_hf_model(model: Any) -> None:
 
 
 def longest_context(model: Any) -> int | None:
-    """Return the longest context by a model's config; ``None`` if that sets no limit (or -1)."""
+    """Return the longest context by a model's config; ``None`` if that is unset or -1."""
     config = model.config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     return length if length is None or length > 0 else None
@@ -147,7 +147,7 @@ def vocab_width(model: Any) -> int:
 
 
 def rotary_limit(model: Any) -> float:
-    """Return the longest context with the rotary frequencies of shorter ones, or ``inf``."""
+    """Return the longest context with the same rotary frequencies as shorter ones, or ``inf``."""
     # For "longrope" and "dynamic", transformers recomputes the frequencies for long contexts, so
     # that all positions depend on the length of the context.
     limits = [
@@ -184,11 +184,11 @@ def hf_probe(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSup
 
 
 def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None) -> bool:
-    """Return whether padding keeps a row; stop passing positions if only that is right."""
+    """Return whether padding keeps a row; omit positions later if rows are right only then."""
     length = min(_PROBE_LENGTH, max_length or _PROBE_LENGTH)
     generator = random.Random(1)
     long = [generator.randrange(vocab_size) for _ in range(length)]
-    size = min(length // 2, 11)  # a prime: some models pad contexts to a multiple
+    size = min(length // 2, 11)  # 11 is no multiple of the sizes to which some models pad
     if not size:
         return True
     short = TokenChunk(long[:size], outputs=(size - 1,))
@@ -293,8 +293,8 @@ class _SlotTrial:
         self._long, self._short = long, other[: len(other) // 2]
         wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
         last = (len(long) - 1,)
-        # One pass of equal lengths, so that nothing is padded. If tokens after the half changed its
-        # row, it would differ from the row from slots, which no tokens follow.
+        # One pass of equal lengths, so that nothing is padded. The half has later tokens here, but
+        # not in slots: if these changed its row, the two rows would differ.
         whole = runner.forward(
             pack(
                 [

@@ -1,6 +1,6 @@
 """Trial passes of a model without a prefix tree, and the distances between their rows.
 
-They work with any library: its runner makes the states of a pass, and its pool keeps them.
+They run models of any library: its runner makes the states of a pass, and its pool keeps them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def difference_of(
     whole: Sequence[torch.Tensor],
     rounding: float,
 ) -> tuple[float, bool]:
-    """Return the distance of cached from whole rows, and if several tokens may run at once."""
+    """Return the distance of cached from whole rows, and whether several tokens may run at once."""
     (long, short), (long_row, short_row) = contexts, whole
     if states is not None:
         trial = _StateTrial(runner, states, attention)

@@ -60,7 +60,7 @@ class AsyncLlamaCppLM(ProcessLM):
             code do not wait for each other. A failed assertion of llama.cpp then ends that process
             alone: queries raise an ``EngineDiedError`` until ``restart()``. The vocabulary is
             loaded in both processes.
-        eos_token_ids: The ids that end a text if a call names none. Default: the file's ids for
+        eos_token_ids: The ids that end a text in a call that gives none. Default: the file's ids for
             ends of texts and of chat turns.
         **options: ``row_cache_bytes``, ``output_device`` and ``self_check``, as for ``BatchedLM``.
 

@@ -52,7 +52,7 @@ class AsyncMlxLM(WholeLM):
             attends.
         max_length: The longest context to accept. Default: the length in the model's arguments, if
             they have one.
-        eos_token_ids: The ids that end a text if a call names none. Default: the tokenizer's;
+        eos_token_ids: The ids that end a text in a call that gives none. Default: the tokenizer's;
             the tokenizer of ``mlx_lm.load`` has the model's.
         **options: ``row_cache_bytes``, ``output_device`` and ``self_check``, as for ``BatchedLM``.
 

@@ -37,23 +37,23 @@ if TYPE_CHECKING:  # it imports vLLM
 class AsyncVirtualLM(BatchedLM):
     """A model evaluated by vLLM, whose next-token log-probabilities can be awaited.
 
-    Each context becomes a session in vLLM: more tokens extend it, and a fork shares its full
-    blocks and usually copies one. ``max_num_seqs`` and vLLM's blocks bound the sessions; the least
-    recently used end first. Forward passes run on one thread, so that no event loop waits for them.
+    Each context becomes a session in vLLM. More tokens extend a session; a fork of it shares its
+    full blocks and usually copies one. ``max_num_seqs`` and the number of vLLM's blocks limit the
+    sessions; the least recently used are ended first. One thread runs all forward passes.
 
     LoRA adapters need an engine with ``engine_opts={"enable_lora": True}``; one step of vLLM can
     use ``max_loras`` of them, and ``max_lora_rank`` bounds their rank.
 
     ``sample`` and ``batch_sample`` use vLLM's own sampler, so that no row leaves vLLM. A seed gives
-    other draws than on other backends. A temperature must be 0 or at least 0.01, because vLLM
+    other draws than it gives on other backends. A temperature must be 0 or at least 0.01, because vLLM
     raises any value in between to 0.01.
 
     Args:
         engine: The engine; ``from_name`` loads one.
         cache_size: Maximum number of rows to keep; 0 bounds them by bytes only.
-        cache_opts: ``max_bytes`` of the rows kept, instead of ``row_cache_bytes``, and
-            ``move_to_cpu``: whether to keep rows in main memory, whatever the output device.
-        max_length: The longest context to accept, in tokens. vLLM's blocks bound it too, and
+        cache_opts: ``max_bytes``, which replaces ``row_cache_bytes``, and ``move_to_cpu``,
+            whether to keep rows in main memory, whatever the output device.
+        max_length: The longest context to accept, in tokens. vLLM's blocks limit it too, and so does
             ``max_model_len - 1`` (vLLM needs one position for the token that it samples).
         **options: ``batch_size``, ``timeout``, ``row_cache_bytes``, ``output_device`` and
             ``self_check``, as for ``BatchedLM``.
@@ -102,9 +102,10 @@ class AsyncVirtualLM(BatchedLM):
     ) -> Self:
         """Load a model with vLLM.
 
-        The engine runs in this process. It gets a process of its own if this process has an engine
-        already, with several workers, or with ``VLLM_ENABLE_V1_MULTIPROCESSING=1``. A script that
-        loads such an engine needs an ``if __name__ == "__main__":`` guard.
+        The engine runs in this process, or in another if this process already has an engine, for
+        several workers, with another executor than "uni", or with
+        ``VLLM_ENABLE_V1_MULTIPROCESSING=1``. A script that loads an engine in another process needs
+        an ``if __name__ == "__main__":`` guard.
 
         Args:
             model_name: A repository on the hub, a local directory, or ``"smollm2"``.
@@ -166,7 +167,7 @@ class AsyncVirtualLM(BatchedLM):
     async def _sampled(
         self, completions: Sequence[Completion], when_ended: Callable[[Any], None]
     ) -> list[Sampled]:
-        """Return the sample of each completion; cancel all unfinished ones if one fails."""
+        """Return the sample of each completion; if one fails, cancel the unfinished ones."""
         self._batcher.call_soon(lambda: self._begin_samples(completions))
         futures = [asyncio.wrap_future(completion.future) for completion in completions]
         for future in futures:
@@ -204,7 +205,7 @@ class AsyncVirtualLM(BatchedLM):
             pass
 
     def cleanup(self) -> None:
-        """Close the model: the older name of ``close()``."""
+        """Close the model; an older name of ``close()``."""
         self.close()
 
 
@@ -212,8 +213,8 @@ class AsyncVirtualLM(BatchedLM):
 class VLLMLoader:
     """A picklable callable that loads a model with vLLM in the process that calls it.
 
-    Pass it to ``ProcessEvaluator`` or ``RayEvaluator``, and those to ``AsyncReplicas``: each
-    replica is then a vLLM engine with its own sessions and prefix caching.
+    Pass one to each ``ProcessEvaluator`` or ``RayEvaluator`` of an ``AsyncReplicas``, so that each
+    replica is a vLLM engine with its own sessions and prefix cache.
 
     Args:
         model_name: A repository on the hub, a local directory, or ``"smollm2"``.
@@ -229,7 +230,7 @@ class VLLMLoader:
 
     def __call__(self) -> VLLMEvaluator:
         """Load the model in this process; its rows are returned on the CPU."""
-        # Only the callers' process needs the tokenizer.
+        # Only the process that makes the ``AsyncReplicas`` needs the tokenizer.
         options = {"skip_tokenizer_init": True, **self.engine_opts}
         return VLLMEvaluator(load_engine(self.model_name, options), torch.device("cpu"))
 

@@ -41,14 +41,14 @@ from genlm_backend.readouts.sampling import listed_ids
 if TYPE_CHECKING:
     from genlm_backend.readouts.readout import RowQueries
 
-# A vLLM process first imports the main program and its imports, perhaps Numba. It then unpickles
-# its arguments, which imports this file, before it scans the modules.
+# Early enough: a vLLM process imports the main program (which may import Numba), then unpickles its
+# arguments (which imports this file), and only then scans the modules.
 let_modules_be_scanned()
 
 TAG = "genlm_row"
 """Key of a request's tag in its ``extra_args``."""
 
-try:  # the second model runner takes logits processors since release 0.31
+try:  # vLLM's second model runner accepts logits processors from 0.31 on
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 except ImportError:
     LogitsProcessorV2: Any = object
@@ -99,7 +99,7 @@ def _let_requests_rewind() -> None:
         if self.generator is not None and self.generator.device.type == "cpu":
             self.generator = RewindableGenerator.beside(self.generator)
 
-    if finish.__module__ != __name__:  # else an earlier engine has patched it
+    if finish.__module__ != __name__:  # otherwise it has been replaced already
         CachedRequestState.__post_init__ = finish_with_own_generator
 
 
@@ -107,7 +107,7 @@ def _let_requests_rewind() -> None:
 class RowCapture(LogitsProcessor, LogitsProcessorV2):
     """A logits processor that copies the logits of tagged requests and changes none."""
 
-    # Both model runners of vLLM accept it: the first reports moves within the batch
+    # Each of vLLM's two model runners accepts it. The first reports moves within the batch
     # (``update_state``), the second a fixed slot for each request (``add_request``).
     logits: ClassVar[dict[str, torch.Tensor]] = {}
     """Logits by request tag; on the class, because vLLM does not expose the instance."""
@@ -145,7 +145,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
         return tag is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Copy the logits of tagged requests and note generators' states; return the logits."""
+        """Copy the logits of tagged requests, record generators' states; return ``logits`` itself."""
         if ctx is None:
             tagged = self._tags
         else:
@@ -160,8 +160,8 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
     @classmethod
     def take_rows(cls, tags: list[str]) -> list[Row]:
         """Return the rows of one or more requests, and drop their logits."""
-        # Not in ``apply``, which runs in inference mode: the rows would be inference tensors, which
-        # cannot be modified later, and computing them would wait for the CUDA device.
+        # ``apply`` does not compute the rows: it runs in inference mode, so they could not be modified
+        # later, and it would have to wait for the CUDA device.
         logits = torch.stack([cls.logits.pop(tag) for tag in tags])
         return rows_of_logits(logits, in_place=True)
 
@@ -175,14 +175,14 @@ class RowExtension:
         # Of the tensor-parallel workers only rank 0 returns rows; the others return ``None``.
         is_asked = get_tensor_model_parallel_rank() == 0 and kept.keys() >= set(tags)
         rows = RowCapture.take_rows(tags) if is_asked else None
-        kept.clear()  # one call takes a part's rows; other logits are never read
+        kept.clear()  # this call took all rows of its batch; nothing reads other logits
         if rows is None:
             return None
         logprobs = torch.stack([row.logprobs for row in rows]).cpu()
         return logprobs.numpy().tobytes(), [row.logsumexp for row in rows]
 
     def read_genlm_rows(self, tags: list[str], wanted: bytes) -> bytes | None:
-        """Return pickled readouts of rows, or ``None`` without the rows; drop all logits."""
+        """Return pickled readouts of rows, or ``None`` from a worker without them; drop all logits."""
         if get_tensor_model_parallel_rank() != 0 or not RowCapture.logits.keys() >= set(tags):
             RowCapture.logits.clear()
             return None
@@ -197,7 +197,7 @@ class RowExtension:
 
 
 def core_request(**own: Any) -> Any:
-    """Return a request for the core; a ``resumable`` one stays there and can be extended."""
+    """Return a request for the core; a ``resumable`` one stays in it and can be extended."""
     others = {"pooling_params": None, "cache_salt": None, "data_parallel_rank": None}
     return EngineCoreRequest(**own, **others, arrival_time=time.time())
 
@@ -293,7 +293,7 @@ class Core:
     def logprobs_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, int, int]:
         """Return a prompt's log-probabilities and ids after token 0, and its token counts."""
         stats, told = output.prefill_stats, output.new_prompt_logprobs_tensors
-        # vLLM leaves garbage for cached tokens; the caller compares the ids with the prompt's.
+        # vLLM leaves garbage at cached tokens, so the caller compares the ids with the prompt's.
         logprobs, ids = told.logprobs[:, 0].float(), told.logprob_token_ids[:, 0].long()
         return logprobs, ids, stats.num_computed_tokens, stats.num_cached_tokens
 

@@ -12,7 +12,7 @@ from genlm_backend.queries.query import RowQuery
 from genlm_backend.readouts.sampling import Sampled, seed_of
 
 LEAST_TEMPERATURE: Final = 0.01
-"""The lowest positive temperature at which vLLM samples: it raises lower ones to this."""
+"""The lowest positive temperature at which vLLM samples; it raises lower ones to this."""
 
 _numbers = itertools.count()
 

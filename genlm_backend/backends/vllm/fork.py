@@ -56,8 +56,8 @@ class ForkConnector(KVConnectorBase_V1):
         if not params:
             return 0, False
         num_shared, source = params[NUM_SHARED], self._requests.get(params[SOURCE])
-        # A preempted source has too few computed tokens. One that resumes in this step may share
-        # blocks that another request computes in this step, which is after the copies.
+        # A preempted source has too few computed tokens. A source that resumes in this step may share
+        # blocks that another request computes only in this step, after the copies.
         if source is None or source.num_computed_tokens < num_shared:
             return 0, False
         if source.request_id in self._begun:
@@ -85,8 +85,8 @@ class ForkConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Add the planned copies to the step, and all picture features to its new requests."""
-        # vLLM omits the features of cached pictures. A preempted request needs them once that
-        # cache is empty: ``clear_cache()`` preempts all requests and empties it.
+        # vLLM omits the features of pictures in its encoder cache. Requests need them again once
+        # ``clear_cache()`` has emptied that cache and preempted them.
         for new in scheduler_output.scheduled_new_reqs:
             if new.mm_features:
                 new.mm_features = self._requests[new.req_id].mm_features

@@ -54,7 +54,7 @@ def check_release() -> None:
     if _minor(found) not in SEEN:
         warnings.warn(
             f"AsyncVirtualLM is tested with vLLM {_shown(SEEN[0])} to {_shown(SEEN[-1])}, not "
-            f"with {found}: each model's rows are compared when it is loaded",
+            f"with {found}: check_rows=True, the default, compares some rows of each loaded model",
             stacklevel=3,
         )
 

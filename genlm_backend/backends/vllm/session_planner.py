@@ -71,9 +71,9 @@ class SessionPlanner:
         found = self._engine.run(sessions, self._end_oldest, own)
         if not found and not self.table.num_computed:
             raise EvaluationError(f"vLLM has no room for any of {len(sessions)} contexts")
-        # Completions may take blocks reserved for the part, and then wait for blocks that it holds,
-        # so that rows are missing. All sessions end in that case, so that the next part has room
-        # for at least one row.
+        # If rows are missing, completions have taken blocks reserved for the part, and wait for
+        # blocks that its sessions hold. End all sessions then, so that the next part has room for
+        # at least one row.
         if len(found) == len(sessions):
             self.table.commit()
         else:
@@ -131,7 +131,7 @@ class SessionPlanner:
                             f"a context of {len(query.context)} tokens does not fit into vLLM's "
                             f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
                         )
-                    self._engine.step(self._end_oldest)  # they hold blocks until they end
+                    self._engine.step(self._end_oldest)  # completions hold blocks until they end
                     check_cancelled()
                     placement = self.table.place(query)
             reserved += needed
@@ -197,8 +197,8 @@ class SessionPlanner:
     def start(self, completions: list[Completion], forbidden: frozenset[int]) -> None:
         """Hand completions to the engine; an error fails all of them that are unsettled."""
         # Prompts of more than a block in total are first computed as sessions and then forked, so
-        # that each distinct prompt is computed once, long ones in chunks. A part is small enough to
-        # begin in one step while the prompts' sessions live.
+        # that each distinct prompt is computed once, long ones in chunks. A part is so small that
+        # all its completions begin in one step, before the prompts' sessions end.
         is_short = sum(len(c.prompt.context) for c in completions) <= self._engine.block_size
         size = len(completions) if is_short else max(1, self._engine.max_sessions // 2)
         try:

@@ -58,7 +58,7 @@ class SessionTable:
         self._clock = itertools.count()
         self._sessions: dict[str, _Session] = {}
         self._by_context: dict[RowQuery, _Session] = {}
-        # The current part: queries cannot reuse its placements before ``commit``, because the
+        # Placements of the current part, which no query reuses before ``commit``, because the
         # engine has not computed them.
         self._round: list[Placement] = []
         self._held: set[str] = set()
@@ -73,7 +73,7 @@ class SessionTable:
         return len(self._sessions)
 
     def place(self, query: RowQuery) -> Placement:
-        """Extend or fork the session with the longest common prefix, or start one; hold it."""
+        """Extend or fork the session with the longest common prefix, and hold it; or start one."""
         best, num_shared = self._longest_prefix(query)
         if best is None:
             placement = Placement(query, next(self._ids), is_new=True)
@@ -144,7 +144,7 @@ class SessionTable:
         self._extended.clear()
 
     def _longest_prefix(self, query: RowQuery) -> tuple[_Session | None, int]:
-        """Return the session that shares most of ``query`` before its last token, and how much."""
+        """Return the session with most of ``query`` but its last token, and how many tokens."""
         most = len(query.context) - 1
         pictures = query.context.pictures
         is_kept = most >= (1 if pictures is None else pictures.num_tokens)
@@ -159,7 +159,7 @@ class SessionTable:
             if min(len(wanted), len(session.token_ids)) < best_key[0]:
                 continue
             shared = common_length(session.token_ids, wanted)
-            # At equal length, a free session that ends there wins, because it can be extended.
+            # Of equal lengths, prefer a whole session that this part does not extend: extend it.
             key = (shared, shared == len(session.token_ids) and session.id not in self._extended)
             if key > best_key:
                 best, best_key = session, key

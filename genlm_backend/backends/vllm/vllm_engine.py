@@ -74,8 +74,8 @@ class VLLMEngine:
         self.block_size: int = self._core.block_size
         self.num_blocks: int = self._core.num_blocks - 1  # vLLM keeps one for itself
         self.kv_cache_dtype: str | None = self._core.kv_cache_dtype
-        # With LoRA enabled, vLLM's head applies the sampled tokens' adapter indices to all tokens
-        # of a prompt, which outnumber them: on the CPU the engine dies.
+        # With LoRA enabled, vLLM's output layer has an adapter index for each sampled token only, and
+        # would need one for every token of a prompt to score: on the CPU the engine dies.
         self.scores_texts = not self._core.takes_adapters
         self.num_steps = 0
         self.has_died = False
@@ -117,12 +117,12 @@ class VLLMEngine:
         _check_options(options)
         made, max_adapters = _arguments(options), None
         if made.get("enable_lora"):
-            # While an adapter replaces another of its name, both need a slot: vLLM reloads an
-            # adapter without a slot from its files, which may have changed.
+            # While one adapter replaces another of the same name, each needs a slot: vLLM would
+            # reload an adapter without a slot from its files, which may have changed.
             num_places = made.get("max_loras", 1)
             if current_platform.is_cpu():
-                # On the CPU a request without an adapter gets the one in the last slot (vLLM issue
-                # 48421), so an extra slot stays empty; a second one is for a replaced adapter.
+                # On the CPU a request without an adapter uses the last slot's adapter (vLLM issue
+                # 48421), so an extra last slot stays empty; another is for a replaced adapter.
                 max_adapters, num_places = num_places, num_places + 2
                 made["max_loras"] = num_places
             made["max_cpu_loras"] = max(made.get("max_cpu_loras") or 0, num_places) + 1
@@ -133,8 +133,8 @@ class VLLMEngine:
             or any(options.get(name, 1) != 1 for name in _PARALLEL)
             or options.get("distributed_executor_backend") not in (None, "uni")
         )
-        # The variables are set only while vLLM loads. The default is its first model runner, on
-        # which rows have been compared. vLLM seeds the global generators: restore their states.
+        # The variables are set only while vLLM loads. Its first model runner is the default, because
+        # rows have been compared with it. vLLM seeds the global generators: restore their states.
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
         variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
         with environment(variables), random_state_kept():
@@ -172,7 +172,7 @@ class VLLMEngine:
     def run(
         self, session_ids: list[str], relieve: Callable[[], bool], wanted: RowQueries | None = None
     ) -> dict[str, Any]:
-        """Step until each session has a row or no room is left; return a result per session."""
+        """Step until all sessions have rows or no room is left; return the results of those with rows."""
         requests, self._requests = self._requests, []
         self._call(self._core.add, requests)
         waiting = set(session_ids)
@@ -200,8 +200,7 @@ class VLLMEngine:
     def score(self, texts: list[ScoreQuery], relieve: Callable[[], bool]) -> list[Scored]:
         """Return the scores of texts by vLLM's ``prompt_logprobs``; ``relieve`` as for ``run``."""
         found = self._scored(texts, relieve, is_fresh=False)
-        # vLLM computes no logits of cached tokens: texts with cached targets run again from the
-        # start.
+        # vLLM computes no logits of cached tokens, so texts with cached targets run again, uncached.
         again = [i for i, each in enumerate(found) if not each.is_whole]
         if again:
             fresh = self._scored([texts[i] for i in again], relieve, is_fresh=True)
@@ -243,7 +242,7 @@ class VLLMEngine:
 
     def _scored_text(self, output: Any, text: ScoreQuery) -> Scored:
         logprobs, ids, num_computed, num_reused = self._core.logprobs_of(output)
-        # A preempted text may resume after blocks that another text computed: compare the ids too.
+        # A preempted text may resume after blocks that another computed, so compare the ids too.
         targets = torch.tensor(text.targets, dtype=torch.int64)
         is_whole = num_reused < text.start and torch.equal(ids[text.start - 1 :], targets)
         return Scored(logprobs[text.start - 1 :].clone(), num_computed, num_reused, is_whole)
@@ -259,7 +258,7 @@ class VLLMEngine:
                 self._call(self._core.forget_logits, list(untaken))
 
     def reset(self) -> None:
-        """Wait for ended requests to go, and forget all cached blocks; completions run again."""
+        """Wait for ended requests to go, forget all blocks; completions are computed again."""
         self._wait_for_ends()
         self._call(self._core.reset)
 
@@ -357,7 +356,7 @@ class VLLMEngine:
         return len(self._sessions) + len(self.completions) + len(self._texts)
 
     def _is_relieved(self, relieve: Callable[[], bool]) -> bool:
-        """Return whether to step again: too few steps were empty, or ``relieve`` made room."""
+        """Return whether to step again: few steps have been empty, or ``relieve`` has made room."""
         if self._num_empty_steps < _MOST_EMPTY_STEPS:
             return True
         self._num_empty_steps = 0
@@ -399,7 +398,7 @@ class VLLMEngine:
         while self._core.num_requests > self._num_requests:
             self._step()
             if time.monotonic() > deadline:
-                raise EvaluationError(f"vLLM did not answer for {_PATIENCE:.0f} seconds")
+                raise EvaluationError(f"vLLM did not end requests within {_PATIENCE:.0f} s")
         self._num_empty_steps = 0
 
     def _request(self, name: str, query: RowQuery, start: int, params: Any, resumable: bool) -> Any:
@@ -449,7 +448,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         known = ", ".join(map(repr, capture.KV_CACHE_DTYPES_ON_CPU))
         raise UnsupportedModelError(
             f"kv_cache_dtype={kept!r}: vLLM accepts it on the CPU, but returns wrong rows; its "
-            f"attention there supports {known}"
+            f"attention on the CPU supports {known}"
         )
 
 
@@ -468,12 +467,12 @@ def _values_explained() -> Iterator[None]:
 
 
 def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
-    """Raise if a model's config has recurrent states, before its weights are loaded."""
+    """Raise if a model has recurrent states by its config, before its weights are loaded."""
     own = {field.name for field in fields(EngineArgs)}  # all of vllm.LLM's except a chat template
     given = {name: value for name, value in arguments.items() if name in own}
     if given.get("hf_overrides", {}) is None:  # ``None``, which only vllm.LLM accepts
         del given["hf_overrides"]
-    # vLLM configures its logger later and then repeats these messages.
+    # Drop messages here: vLLM configures its logger later, and then logs them again.
     log, nobody = logging.getLogger("vllm"), logging.NullHandler()
     log.addHandler(nobody)
     try:
@@ -494,9 +493,9 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         "gpu_memory_utilization": 0.9,
         "disable_hybrid_kv_cache_manager": True,  # vLLM does so itself for most connectors
         **options,
-        "disable_log_stats": False,  # the statistics count the free blocks
+        "disable_log_stats": False,  # the statistics report the free blocks
         "async_scheduling": False,
-        "mm_processor_cache_gb": 0,  # later requests would omit cached features
+        "mm_processor_cache_gb": 0,  # with a cache, later requests would omit features
         "logits_processors": [*(options.get("logits_processors") or ()), capture.RowCapture],
         "worker_extension_cls": f"{capture.__name__}.{capture.RowExtension.__name__}",
         "kv_transfer_config": KVTransferConfig(

@@ -137,7 +137,7 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- caching
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many tokens before a context's last a session holds; 0 on a host tier."""
+        """Return how many tokens of a context a session holds, without its last; 0 for "host"."""
         return 0 if tier == "host" else self.planner.table.source_of(query)[1]
 
     def pin(self, query: RowQuery) -> bool:
@@ -145,7 +145,7 @@ class VLLMEvaluator(Evaluator):
         raise CacheError("vLLM cannot pin a prompt: it ends the oldest sessions to make room")
 
     def clear(self) -> None:
-        """End all sessions, and forget all blocks; running samples are computed again."""
+        """End all sessions, and forget all blocks; running samples compute theirs again."""
         self.planner.end_sessions()
         self.engine.reset()
 
@@ -235,21 +235,21 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
         engine.num_steps = 0
     differences = [*map(_distance, found, expected)]
     # A difference counts if it exceeds 0.05 and half the difference that a wrong last cached token
-    # makes. In 16 bits, rounding in all layers makes a root mean square of 0.05, that token 0.3.
+    # makes. In 16 bits, rounding makes a root mean square difference of 0.05, a wrong token 0.3.
     for difference, spread in zip(differences, spreads, strict=True):
         if not difference <= max(_ROUNDING, spread / 2):
             raise UnsupportedModelError(
                 f"with vLLM {installed_release()}, rows of this model depend on the cache: "
-                "log-probabilities of an extended or forked context differ from the same context "
-                f"computed whole by a root mean square of {difference:.2g} (one wrong token "
+                "log-probabilities of an extended or forked context differ from those of the same "
+                f"context computed whole by a root mean square of {difference:.2g} (one wrong token "
                 f"changes them by {spread:.2g}). Use engine_opts={{'enforce_eager': True}} or "
-                f"{{'dtype': 'float32'}}, another release or backend 'hf', or run it anyway with "
-                "check_rows=False"
+                f"{{'dtype': 'float32'}}, another release or backend 'hf', or accept the rows "
+                "with check_rows=False"
             )
 
 
 def _distance(row: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the root mean square difference of two rows, over ids that either finds likely."""
+    """Return the root mean square difference of two rows, over ids that are likely in either."""
     # All ids count if none is likely. Infinite if a row excludes an id that is likely in the other.
     likely = (row > _LEAST) | (other > _LEAST)
     row, other = (row[likely], other[likely]) if likely.any() else (row, other)

@@ -43,8 +43,8 @@ class Engine(OfOneProcess, Closing):
     beams of a model run at once, and only if the KV cache has room for their maximum lengths; the
     others wait in order.
 
-    Methods that use a model raise an ``UnknownModelError`` (``KeyError``) if no model has the name,
-    and those that take a request an ``UnknownRequestError`` (``ValueError``) for another engine's.
+    Methods for installed models raise an ``UnknownModelError`` (``KeyError``) if none has the name,
+    and methods for requests an ``UnknownRequestError`` (``ValueError``) if another engine made it.
 
     Use it in a ``with`` or ``async with`` statement, or call ``close()``. It belongs to the process
     that created it: a fork of that process gets a ``ForkedError``.
@@ -310,7 +310,7 @@ class Engine(OfOneProcess, Closing):
         return requests[0] if is_one else requests
 
     def stop_request(self, request: GenerationRequest) -> None:
-        """Interrupt a request; its tokens so far can be read. An ended request does not change."""
+        """Interrupt a request; its tokens so far can be read. An ended request stays as it is."""
         self._check_request(request)
         with self._lock.here:
             model = self._models[request.model_name]
@@ -358,13 +358,13 @@ class Engine(OfOneProcess, Closing):
         timeout: float | None = None,
         **fields: Any,
     ) -> list[Generation]:
-        """Generate the texts after a prompt, awaiting room in the queue if it is full.
+        """Return the texts after a prompt; if the queue is full, wait without blocking the loop.
 
         Cancelling the coroutine interrupts the request.
 
         Raises:
             RequestQueueFullError: (``queue.Full``) If the queue was full for ``timeout`` seconds;
-                otherwise as ``start_request_ids`` and the request itself.
+                otherwise as ``start_request_ids``, or the error with which the request failed.
         """
         served, prepared = self._prepare(model_name, [prompt], config, fields)
         await served.asubmit(prepared, timeout)

@@ -211,7 +211,7 @@ class ModelEntry:
             raise self._full()
 
     async def asubmit(self, requests: Submission, timeout: float | None) -> None:
-        """Do as ``submit``, without blocking the event loop."""
+        """Do the same as ``submit``, without blocking the event loop."""
         timeout = check_timeout("timeout", timeout)
         try:
             async with asyncio.timeout(timeout):

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @final
 class Signal:
-    """Wakes all waiters of a state change; call both methods under the lock of that state."""
+    """Wakes all that wait for a state to change; call both methods under the lock of that state."""
 
     def __init__(self) -> None:
         self._waiters: list[Future[None]] = []
@@ -59,7 +59,7 @@ def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> 
 
 
 async def await_for(attempt: Callable[[], T | Future[None]]) -> T:
-    """Do as ``wait_for``, without blocking the event loop."""
+    """Do the same as ``wait_for``, without a timeout and without blocking the event loop."""
     while isinstance(found := attempt(), Future):
         await asyncio.wrap_future(found)
     return found
@@ -80,8 +80,8 @@ class _Text:
 class ResultQueue:
     """The results of one request. Any method may be called from any thread.
 
-    ``get``, ``get_with_timeout``, ``get_nowait``, ``aget`` and both kinds of iteration read from
-    the same queue: each token is returned once. If a request has several texts, each result has
+    ``get``, ``get_with_timeout``, ``get_nowait``, ``aget``, ``for`` and ``async for`` read from the
+    same queue, and each token is returned once. If a request has several texts, each result has
     tokens of only one. After the last token of an ended request, these methods return ``None`` and
     iterations stop; if the request failed, they raise its exception.
     In a fork of its process, every method raises a ``ForkedError``.

@@ -39,7 +39,7 @@ class RuntimeConfig(CheckedConfig):
     Attributes:
         device: Device of the model: "cpu", "cuda:0", …
         threads: Threads of a forward pass on the CPU.
-        max_batch: Texts generated at once, at most; the others wait in order.
+        max_batch: Texts and beams generated at once, at most; other texts wait in order.
         max_length: Tokens of a prompt and its text together, at most.
         max_queue_size: Submissions in the queue, at most; requests that are started together are
             one submission. ``None`` for no bound.

@@ -34,7 +34,7 @@ def load_library() -> Any:
 
 @cache
 def executor_of(process_id: int) -> Any:
-    """Return the ``LLExecutor`` of this process, whose threads compute masks."""
+    """Return this process's ``LLExecutor``, whose threads compute masks; forks lack the threads."""
     return load_library().LLExecutor()
 
 
@@ -46,7 +46,7 @@ def is_beginning(grammar: str, text: str) -> bool:
 
 
 def error_of(grammar: str) -> str:
-    """Return llguidance's error message about a Lark grammar; ``""`` if it accepts it."""
+    """Return llguidance's error message about a Lark grammar; ``""`` if there is none."""
     matcher = _matcher_of_bytes(grammar)
     return matcher.get_error() if matcher.is_error() else ""
 
@@ -65,7 +65,7 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, lm: AsyncLM) -> None:
-        # The added token is llguidance's EOS, so that its mask ends no text by the model's own EOS.
+        # llguidance's EOS is the added token, so that its masks do not end texts by the model's.
         self.eos_token_id = len(lm.byte_vocab)
         self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
         self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]
@@ -97,7 +97,7 @@ _REGEX = re.compile(
 
 
 def fault_of_generated(message: str) -> str:
-    """Return llguidance's message about a grammar generated from a schema, pattern or choice."""
+    """Return llguidance's message about a generated grammar, without the excerpt that it shows."""
     place = _PLACE.match(message)
     first = max(1, int(place[1]) - 2) if place else 1  # llguidance shows two lines of context
     fault = message.rpartition(f"\n{first:4} | ")[0] or message

@@ -1,8 +1,8 @@
 r"""Patterns of JSON schemas, rewritten for Rust's ``regex``; and formats as patterns.
 
 A rewritten pattern matches only texts that both ECMA 262 and Python's ``re`` match: ``\d`` becomes
-the ASCII digits (ECMA 262), and ``[^\d]`` excludes the digits of all scripts (Python). A wide one,
-for the keys of objects, matches the texts that either matches.
+the ASCII digits (ECMA 262), and ``[^\d]`` excludes the digits of all scripts (Python). A wide
+pattern, for the keys of objects, matches the texts that at least one of the two matches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RUST_ALONE = re.compile(r"\\[AzU]|\\[xu]\{.*|\\[pP][^{]?|\(\?(?![:=!<]|P<).*", 
 
 
 def portable(pattern: str, pointer: str, *, is_wide: bool = False) -> str:
-    """Rewrite a pattern to match the texts that both dialects match, or, if wide, either does."""
+    """Rewrite a pattern to match what both dialects match, or if wide, what either matches."""
     written, before = [], ""
     for part, is_inside, is_negated in _parts(pattern):
         letter = part[1:]
@@ -80,7 +80,7 @@ def _is_odd(part: str, before: str, is_inside: bool) -> bool:
 
 
 def _parts(pattern: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield each part of a pattern, whether it is in square brackets, and in negated ones."""
+    """Yield each part of a pattern, whether a set (``[…]``) has it, and whether a negated one."""
     is_inside = is_negated = False
     for match in _PART.finditer(pattern):
         part = match[0]
@@ -130,4 +130,4 @@ NATIVE_FORMATS: Final = {
     "uri": "",
     "uuid": "",
 }
-"""Formats that llguidance enforces, each with a pattern for lengths that it does not check."""
+"""Formats that llguidance enforces, with patterns for the lengths that it does not check."""

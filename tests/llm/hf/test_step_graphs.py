@@ -453,7 +453,7 @@ def test_three_errors_end_capture_until_clear(monkeypatch, captured, caplog):
             check_rows(evaluator, model, particles(count, 20, 4))
     check_rows(evaluator, model, particles(5, 20, 4, seed=1))
     (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert "after 3 errors" in said
+    assert "after 3 failed captures" in said
     assert "clear_cache()" in said
     assert evaluator.counts().num_captured_steps == 0
     evaluator.clear()
