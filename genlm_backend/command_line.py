@@ -37,7 +37,7 @@ def add_commands(commands: Any) -> None:
     texts.add_argument(
         "--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy"
     )
-    texts.add_argument("--top-p", type=float, metavar="P", help="see top_p of generate")
+    texts.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling within P")
     texts.add_argument(
         "--top-k", type=int, metavar="K", help="sample from the K most probable tokens"
     )

@@ -97,7 +97,7 @@ class ModelNotFoundError(GenlmBackendError, OSError):
 
 
 class MissingExtraError(GenlmBackendError, ImportError):
-    """An optional library is not installed; the message names the extra that installs it."""
+    """An optional library is not installed, or a backend is not available."""
 
 
 class TokenizerDecodeError(GenlmBackendError, ValueError):
@@ -126,7 +126,7 @@ class VocabularyError(GenlmBackendError, ValueError):
 
 
 class VocabularyTypeError(GenlmBackendError, TypeError):
-    """The vocabulary is no list, or an entry is not hashable or no iterable of hashable letters."""
+    """The vocabulary is not a list, or an entry is unhashable or does not have hashable letters."""
 
 
 class WeightsError(GenlmBackendError, ValueError):

@@ -30,7 +30,7 @@ from genlm_backend.attention.softmax_attention import (
 )
 
 LONG_COPY: Final = 4096
-"""About how many tokens of a block are decoded at once, if the pool's format is rounded."""
+"""About how many tokens of a block are decoded at once, if the pool's format rounds."""
 
 
 class AnyKVPool(Protocol[A]):

@@ -21,7 +21,7 @@ A = TypeVar("A", bound=Any)
 @final
 @dataclass(frozen=True, slots=True)
 class ArrayOps(Generic[A]):
-    """The operators of one library; a final ``_`` means that the first argument may be overwritten."""
+    """The operators of one library; those named ``…_`` may overwrite their first argument."""
 
     lib: Any  # has ``concatenate``, ``log``, ``logaddexp``, ``sigmoid`` and ``zeros_like``
     put: Callable[[torch.Tensor, Any], A]

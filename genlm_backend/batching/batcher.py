@@ -102,7 +102,7 @@ class Batcher(Generic[Q, R]):
             exceptions go to the caller. A query above the bound is sent alone. Default: 1.
         forward_key: Returns the key of the computation that answers a query; queries that share it
             count once in a batch. Default: each query counts.
-        name: Name in error messages, and of the thread, after ``genlm-``.
+        name: Name in error messages and, after ``genlm-``, of the thread.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument has another type.
@@ -169,8 +169,8 @@ class Batcher(Generic[Q, R]):
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, or raise the first error among them.
 
-        After an error, queries that are not sent yet are evaluated only for other callers. Raises
-        what ``submit`` raises.
+        After an error, queries not sent yet are evaluated only if other callers wait for them.
+        Raises what ``submit`` raises.
         """
         waiter = MultiWaiter(asyncio.get_running_loop())
         try:
@@ -506,7 +506,7 @@ class Batcher(Generic[Q, R]):
             self._is_busy = True
 
     def _refused(self, error: BaseException, running: Iterable[PendingQuery] = ()) -> Answers:
-        """Empty the queue; return the error as the answer to its callers and ``running``'s."""
+        """Empty the queue; return the error as the answer to its queries and to ``running``."""
         waiting, self._waiting, self._flush_requested = self._waiting, {}, False
         return answers_of((query, error) for query in (*waiting.values(), *running))
 

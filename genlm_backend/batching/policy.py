@@ -163,7 +163,7 @@ class BatcherStatistics(Readable):
 
     @classmethod
     def sum(cls, several: Iterable[Self]) -> Self:
-        """Return the added counts of several batchers."""
+        """Return the sums of the counts of several batchers."""
         several = list(several)
         sizes: Counter[int] = Counter()
         for statistics in several:

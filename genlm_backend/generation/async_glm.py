@@ -153,14 +153,14 @@ class AsyncGLM(OfOneProcess):
         """
         timeout = check_timeout("timeout", timeout)
         checked(_CHECKS, {"generation_kwargs": generation_kwargs}, GenerationConfigError)
-        # Check first: if a tensor with views is collected at exit, torch aborts the process.
+        # Raise errors before making tensors: torch aborts if one with views is collected at exit.
         with self._lock.here:
             self._check_open()
         own = generation_kwargs or {}
         kwargs = {**self._defaults, **own}
         for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
             if whole in own and new not in own:
-                kwargs.pop(new, None)  # else the constructor's option would override ``own``
+                kwargs.pop(new, None)  # else the constructor's value would override this one
         rows, mask, pictures = _rows_of(inputs, self._lm.contexts)
         width = rows.shape[1]
         configs = [_config_of_kwargs(self._base, kwargs, row, width) for row in range(len(rows))]

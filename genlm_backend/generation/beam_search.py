@@ -89,7 +89,7 @@ class BeamSearch(TextSequence):
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
         """Return the tokens of the ``n`` best texts so far, and ``""`` for each as held-back text.
 
-        If the search has ended, there are none of either, since ``choose`` has returned the texts.
+        If the search has ended, both are empty, since ``choose`` has returned the texts.
         """
         if self.is_finished:
             return [], {}

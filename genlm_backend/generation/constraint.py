@@ -194,11 +194,11 @@ class Constraint:
 
         Args:
             lm: The model that generates the text.
-            response_format: A class that ``from_json_schema`` accepts, or a mapping. Its ``"type"``
-                is ``"json_schema"``, ``"json_object"``, ``"regex"``, ``"choice"`` or ``"grammar"``;
-                all but ``"json_object"`` need an entry of that name, the argument of the ``from_…``
-                method. A JSON schema may have OpenAI's wrapper, ``{"name": …, "strict": …,
-                "schema": {…}}``; it is enforced whatever ``strict`` is.
+            response_format: A class that ``from_json_schema`` takes, or a mapping with a ``type``:
+                ``"json_schema"``, ``"json_object"``, ``"regex"``, ``"choice"`` or ``"grammar"``.
+                All but ``"json_object"`` need an entry of that name, with the argument of the
+                ``from_…`` method. A JSON schema may have OpenAI's wrapper, ``{"name": …,
+                "strict": …, "schema": {…}}``; it is enforced whatever ``strict`` is.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:

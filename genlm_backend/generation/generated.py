@@ -131,7 +131,7 @@ class GeneratedElements:
         finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` if the text ends
             with these tokens; else ``None``.
         num_cached_tokens: Prompt tokens that were found in the prefix cache.
-        num_host_tokens: Those of them that had to be copied from the cache's host tier.
+        num_host_tokens: Cached prompt tokens that had to be copied from the cache's host tier.
         tokens: Each new token with the requested log-probabilities.
     """
 

@@ -121,8 +121,8 @@ async def smc(
             token ends a text.
         allowed: Tokens that may be drawn at every step, in the types of ``draw_next_token``.
         twist: Returns the logarithm of a factor for a text so far, given its token ids; ``-inf``
-            only if no continuation is possible. Called once per particle that drew a
-            token, the calls awaited concurrently, so that a critic can evaluate them as one batch.
+            only if no continuation is possible. Each step calls it once per particle that drew a
+            token, and awaits the calls concurrently, so that a critic can evaluate them in a batch.
         proposal: Options of ``ParticleGroup.draw`` to draw the tokens with, such as
             ``{"temperature": 1.5}``. Options that exclude tokens also exclude texts.
         ends: Token ids that end a text, or strings, such as ``"."``, for all tokens that end with

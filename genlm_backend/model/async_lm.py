@@ -349,7 +349,7 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the log-probabilities of chosen tokens after a context: float32 ``[len(chosen)]``.
 
-        They equal the entries of the row bit for bit; see ``next_token_top``.
+        They equal the row's entries bit for bit, and are computed where ``next_token_top`` is.
 
         Args:
             token_ids: The context.
@@ -370,7 +370,7 @@ class AsyncLM(Closing):
     async def next_token_entropy(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
         """Return the entropy of the next-token distribution in nats, summed in float64.
 
-        See ``next_token_top``.
+        It is computed where ``next_token_top`` is.
 
         Raises:
             EvaluationError: (``RuntimeError``) If the row is NaN.
@@ -388,7 +388,7 @@ class AsyncLM(Closing):
         A log-mass is the logarithm of the probability that the next token is in the group, or
         ``-inf`` if no token of the group is possible. The tokens below a node of a trie over the
         vocabulary are ``trie.tokens_below(node)``; ``lm_trie_weights`` computes the masses of all
-        nodes at once. See ``next_token_top``.
+        nodes at once. The log-masses are computed where ``next_token_top`` is.
 
         Args:
             token_ids: The context.
@@ -555,10 +555,10 @@ class AsyncLM(Closing):
     ) -> Draw:
         """Draw the next token after a context, from all tokens or from the allowed ones.
 
-        Up to rounding, ``draw`` returns the same token with the same generator, if the row has
-        ``-inf`` for the tokens that are not allowed. No row is copied or cached; see
-        ``next_token_top``. A particle gains the log-weight ``logprob - log_proposal``. At
-        temperature 1 that equals ``log_allowed``, the log-mass of the tokens that were drawn from.
+        Without ``top_k``, ``top_p`` and ``min_p``, it is up to rounding the token that ``draw``
+        returns, with the same generator, for the row with ``-inf`` at tokens that are not allowed.
+        No row is copied or cached; see ``next_token_top``. A particle gains the log-weight
+        ``logprob - log_proposal``, which equals ``log_allowed`` at temperature 1; see ``Draw``.
 
         Args:
             token_ids: The context.
@@ -747,7 +747,7 @@ class AsyncLM(Closing):
         """Sample a continuation of each prompt; the options have been checked."""
         temperature, seed = options.pop("temperature"), options.pop("seed")
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
-        if len(prompts) == 1 and not progress:  # without tqdm, which cannot be imported at exit
+        if len(prompts) == 1 and not progress:  # tqdm is not imported: Python may be exiting
             return [await self._sample(prompts[0], lora_name, samplers[0], **options)]
         with progress_bar(len(samplers), progress) as bar:
 

@@ -38,8 +38,8 @@ class LMStatistics(Readable, EvaluatorCounts):
         host_bytes_budget: Upper bound of ``host_bytes_used``.
         num_evicted_rows: Rows dropped to stay within the budget.
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
-        num_recomputed_tokens: Tokens computed again after they were dropped. transformers and MLX
-            remember only about the last 65,536 dropped tokens.
+        num_recomputed_tokens: Tokens computed again after they were dropped. The transformers and
+            MLX backends remember only about the last 65,536 dropped tokens.
         num_tokens_to_host: Tokens whose keys and values were moved to the host.
         num_tokens_from_host: Tokens whose keys and values were moved back to the device.
         state_bytes_used: Bytes of the cached recurrent states, if the model has any.

@@ -34,7 +34,7 @@ class Pictures:
         inputs: The other arguments of the model's ``forward``, by name. Those with one element
             for each token of the opening are of shape ``[1, num_tokens]``.
         of_tokens: Names of the inputs with one element for each token.
-        suffix: The value of such inputs for tokens after the opening.
+        suffix: The value of per-token inputs for tokens after the opening.
         image_token_id: The placeholder id of all parts of pictures.
         keeps: Whether text after the opening is computed from the opening's cached keys and values;
             if not, every pass runs the whole context.

@@ -8,8 +8,8 @@ the cache, its last token and its length. A local model returns the draws, and t
 new nodes. If a node was evicted, its number is not found, and the step is answered from the
 contexts, which the group can make from its prompts and tokens at any time.
 
-**Nothing changes before the result.** When it arrives, a draw changes only the node numbers and the
-count of draws. So after a cancelled or failed draw, the next one takes the same random numbers.
+**Nothing changes before the result.** When it arrives, a draw changes the node numbers and counts
+as a draw. So after a cancelled or failed draw, the next one takes the same random numbers.
 
 **Random numbers** come from Philox by (seed, index of the particle, number of draws so far). So a
 draw depends neither on other queries of its batch nor on which particles are finished, and copies
@@ -541,7 +541,7 @@ class ParticleGroup:
     log_masses_sync = blocking(log_masses, "numbers")
 
     async def _read(self, readout: ReadoutOf) -> tuple[list[Any], Ints]:
-        """Return the answers to a readout of each distinct context, and each particle's index."""
+        """Return a readout's answers for the distinct contexts, and each particle's index there."""
         with self._running():
             active = self._active()
             first, row_of = self._distinct(active)
@@ -680,7 +680,7 @@ class ParticleGroup:
     def _keep_hints(
         self, particles: Ints, row_of: Ints, active: Ints, results: Sequence[StepResult]
     ) -> None:
-        """Keep the node numbers of a step's rows, and count the draw."""
+        """Keep the node numbers of a step's rows."""
         if not results:
             return
         key = results[-1].hint_key

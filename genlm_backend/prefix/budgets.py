@@ -35,7 +35,7 @@ class Budgets(NamedTuple):
 
 
 def default_kv_budget(layout: KVLayout) -> int:
-    """Return the default bytes of keys and values, by the device that fits the fewest slots."""
+    """Return the default bytes of keys and values, for as many slots as fit on each device."""
     by_device: dict[torch.device, int] = defaultdict(int)
     for layer in layout.layers:
         by_device[layer.device] += layer.bytes_per_slot
@@ -95,5 +95,5 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
 
 
 def most_rows(num_states: int) -> int:
-    """Return the most rows that a pass may have, since it copies their recurrent states."""
+    """Return the most rows that a pass may have; it copies their recurrent states."""
     return max(_FEWEST_ROWS, num_states // 2)

@@ -18,7 +18,7 @@ class Codec(abc.ABC):
     is_exact = False
     """Whether ``decode(encode(rows))`` is ``rows``, uncopied."""
 
-    # Required: a token's codes depend only on its own row; all-zero codes decode to finite numbers.
+    # A token's codes must depend only on its row, and all-zero codes decode to finite numbers.
     def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:
         self.width, self.dim, self.dtype = width, dim, dtype
 

@@ -144,7 +144,7 @@ def link(parents, tokens, first, children, on_device, stamps, slots, table, node
     for i in range(len(nodes)):
         node = nodes[i]
         parent = parents[node]
-        if children[parent] < 0:  # the node ``first[parent]`` has replaced it
+        if children[parent] < 0:  # ``insert`` replaced it by the node ``first[parent]``
             parent = first[parent]
             parents[node] = parent
         found = child_of(parents, tokens, table, parent, tokens[node])
@@ -197,8 +197,8 @@ def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken,
             num_taken += 1
             stamp, node = stamps[node], parents[node]
             num_below[node] -= 1
-            # A parent inherits its last child's stamp if that is later. If its own is later, it
-            # waits until the queue is filled again.
+            # A parent inherits its last child's stamp if that is later. If the parent's is later,
+            # the parent waits until the queue is filled again.
             is_older = stamps[node] <= stamp
             stamps[node] = max(stamps[node], stamp)
             is_leaf = num_below[node] == 0 and depths[node] > 0

@@ -67,7 +67,7 @@ class Nodes:
     def clear(self) -> None:
         """Forget all nodes, and invalidate all hints."""
         self.key = object()
-        # Numbers below this have been used; 0 means no node. From here on, the arrays are zero.
+        # Numbers from 1 to below this have been used; 0 means no node. Later elements are zero.
         self.num_made = 1
         self._free, self._num_free = np.empty(0, np.int32), 0
         for name, dtype in _FIELDS.items():
@@ -205,7 +205,7 @@ class Nodes:
     def numbered(self, node_uses: Ints, key: object, root: int, missing: int | None = None) -> Ints:
         """Return the nodes of numbers from ``node_uses``; ``missing``, or the root, if stale."""
         nodes = (node_uses & ((1 << _NODE_BITS) - 1)).astype(np.int32)
-        nodes[nodes >= self.num_made] = 0  # of a tree that has been cleared
+        nodes[nodes >= self.num_made] = 0  # given before the tree was cleared
         is_there = self.num_uses[nodes] == node_uses >> _NODE_BITS
         is_there &= (self.root[nodes] == root) & (key is self.key)
         return np.where(is_there, nodes, root if missing is None else missing).astype(np.int32)

@@ -55,7 +55,7 @@ class PrefixTree:
 
     def root(self, namespace: Hashable) -> int:
         """Return the root of a namespace, made on first use."""
-        # Each adapter has a namespace: it changes the keys and values of equal tokens.
+        # Each adapter has a namespace, since equal tokens have other keys and values with it.
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = self.nodes.new_root()
@@ -155,7 +155,7 @@ class PrefixTree:
         self._pins.append(node)
 
     def pinned_with(self, node: int) -> tuple[int, int]:
-        """Return the numbers of pinned nodes and tokens if ``node`` were pinned too."""
+        """Return how many nodes and tokens would be pinned if ``node`` were pinned too."""
         pins = {*self._pins, node}
         paths = [self.nodes.path(pin) for pin in pins]
         return len(pins), len(np.unique(np.concatenate(paths)))
@@ -263,7 +263,7 @@ class PrefixTree:
             gone = self._host.take_leaves(nodes, missing, self._now)
             self._evict_for_good(gone)
             missing -= len(gone)
-        if missing > 0:  # no host node is left below them: those were evicted first
+        if missing > 0:  # nothing is left below them: host nodes were evicted first
             self._evict_for_good(taken[:missing])
             taken = taken[missing:]
         if not len(taken):

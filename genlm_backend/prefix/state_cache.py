@@ -31,7 +31,7 @@ _LONG_AGO: Final = 1 << 40
 """More batches than a process will run."""
 
 NO_STATE: Final = 0
-"""The number of no state: for a root, or a node whose state is not kept."""
+"""The number that means no state, for a root or a node whose state is not kept."""
 
 
 @final

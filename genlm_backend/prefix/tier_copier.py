@@ -10,7 +10,7 @@ import torch
 from genlm_backend.prefix.slot_allocator import ranges_in_a_row
 
 LONG_EXTENT: Final = 16
-"""Mean length of runs of consecutive slots from which each run is copied as a slice."""
+"""If runs of consecutive slots have this mean length or more, each is copied as a slice."""
 
 
 Codes: TypeAlias = Sequence[tuple[torch.Tensor, ...]]

@@ -294,11 +294,11 @@ class Inversion:
         return float(self._ends[-1])
 
     def sum_of_weights(self) -> float:
-        """Return NumPy's sum of the whole array; ``total`` sums block sums and rounds differently."""
+        """Return NumPy's sum of the whole array, which rounds differently from ``total``."""
         return float(self._weights.sum(dtype=np.float64))
 
     def index(self, point: float) -> int:
-        """Return the index at which the cumulative sum exceeds ``point`` times the total, not 0."""
+        """Return the index at which the cumulative sum passes ``point`` times its nonzero total."""
         block = _search(self._ends, self._sums, point)
         # Read this from the array that was searched: a new sum could round to above the point.
         begin = self._ends[block - 1] if block else 0.0

@@ -130,8 +130,7 @@ class Pools:
         pool_of: torch.Tensor,
         are_logits: bool,
     ) -> torch.Tensor:
-        """Draw from the pools of a slice; see ``draw``."""
-        # At temperature 1, for consecutive rows without bounds, no step waits for the device.
+        """Draw from a slice's pools; for consecutive rows, plain draws do not wait for a GPU."""
         device = table.device
         # 1. Scores: the pools' rows, with -inf for tokens that are not allowed.
         indices = self.rows[own]

@@ -71,7 +71,7 @@ class Readout(Query):
 
     @abc.abstractmethod
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` has the form of this query's answers, for that vocabulary."""
+        """Return whether ``answer`` has the form of an answer to this query."""
 
     def of_logprobs(self, logprobs: torch.Tensor) -> Any:
         """Return the answer, given the row's log-probabilities; see ``of_row``."""

@@ -170,10 +170,8 @@ class ScoreQuery(Query):
     """A text and the index of its first scored token. Equal queries have equal answers.
 
     The answer is float32 ``[num_targets]``: for each token from ``start`` on, its log-probability
-    in the row of the tokens before it.
-
-    With extras, the answer is float64 ``[num_targets, beside.width]``, whose columns
-    ``ScoreExtras`` lists.
+    in the row of the tokens before it. With extras, it is float64 ``[num_targets, beside.width]``,
+    whose columns ``ScoreExtras`` lists.
 
     Attributes:
         text: All tokens, prompt and continuation, and the adapter to read them with.

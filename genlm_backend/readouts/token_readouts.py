@@ -255,8 +255,8 @@ _NUM_BLOCKS: Final = 64
 def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
     width = len(row) // _NUM_BLOCKS
     if k <= width // 2:
-        # The k-th largest number is at least the k-th largest block maximum, so only blocks with a
-        # maximum of at least that are searched.
+        # The k-th largest number is at least the k-th largest block maximum, so only blocks whose
+        # maximum reaches the latter are searched.
         blocks = row[: width * _NUM_BLOCKS].reshape(_NUM_BLOCKS, width)
         largest = np.maximum.reduce(blocks, axis=0)
         least = np.partition(largest, -k)[-k]

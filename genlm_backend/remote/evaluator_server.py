@@ -101,8 +101,8 @@ class EvaluatorServer:
             make = pickle.loads(made_by)
         except Exception as error:
             raise EvaluationError(
-                f"the model's process cannot import the code that makes it ({error}): move "
-                "definitions from a script or a notebook into a module"
+                f"the model's process cannot import the code that loads the model ({error}): "
+                "move definitions from a script or a notebook into a module"
             ) from error
         evaluator = make()
         if not isinstance(evaluator, Evaluator):

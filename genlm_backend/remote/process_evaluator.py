@@ -43,7 +43,7 @@ class ProcessEvaluator(RemoteEvaluator):
 
     The model and this process's Python code do not wait for each other's GIL. Float32 rows come
     back through memory that both processes map; everything else is pickled. Errors keep their type
-    if they can be pickled, and a note has their traceback in the child. The child ends when this
+    if they can be pickled, with a note of their traceback in the child. The child ends when this
     process ends. If it ends by itself, queries raise an ``EngineDiedError`` until ``restart()``.
 
     Args:

@@ -66,13 +66,13 @@ class RayEvaluator(RemoteEvaluator):
     """An evaluator in an actor that Ray places; one remote call per batch.
 
     Rows come back through Ray's object store. Errors keep their type if they can be pickled. Ray
-    restarts an actor that dies, on another node if its own is lost; ``restart()`` then loads the
+    restarts an actor that dies, on another node if its node is lost; ``restart()`` then loads the
     model again.
 
     Args:
         make: Makes the evaluator when called in the actor; it has to be picklable.
         num_cpus: Number of cores that Ray reserves for the actor.
-        num_gpus: Number of GPUs that Ray reserves for the actor, which may be a fraction.
+        num_gpus: Number of GPUs that Ray reserves for the actor; fractions are allowed.
         max_restarts: Number of times that Ray restarts the actor; -1 for any number.
 
     Raises:
@@ -138,7 +138,7 @@ class RayEvaluator(RemoteEvaluator):
         return self.ask("open", self._made_by, library_version())
 
     def _is_of_this_session(self) -> bool:
-        """Whether this process is still in the Ray session in which the actor was made."""
+        """Return whether this process is still in the Ray session in which the actor was made."""
         import ray
 
         return ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job
@@ -208,7 +208,7 @@ def _countable(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 def connect(address: Any = None) -> None:
-    """Join a Ray cluster, or start a local one, unless this process is already in one."""
+    """Join a Ray cluster, or start a local one, unless this process is in a cluster already."""
     if address is not None and not isinstance(address, str):
         raise OptionTypeError(f"address must be a string or None, got {address!r}")
     try:

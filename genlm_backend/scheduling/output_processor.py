@@ -19,7 +19,7 @@ from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras, numbers_o
 from genlm_backend.scheduling.prefill_plan import ScheduledQuery
 
 _Output: TypeAlias = tuple[int, ScheduledQuery, int]
-"""The index of a row of logits, the query that needs it, and its position in the context."""
+"""The index of a row of logits, the query that needs the row, and the row's context position."""
 
 
 @final

@@ -746,7 +746,7 @@ def _in_halves(
     evaluate: Callable[[list[Query]], list[Result]],
     starts: NDArray[np.int32] | None = None,
 ) -> list[Result]:
-    """Evaluate a batch in two halves; contexts with one start node stay together if possible."""
+    """Evaluate a batch in two halves; contexts with equal start nodes stay together if possible."""
     order, middle = np.arange(len(queries)), len(queries) // 2
     if starts is not None:
         order = np.argsort(starts, kind="stable")

@@ -250,7 +250,7 @@ def default_beginning(lm: AsyncLM, option: str = "context") -> int:
             warn_caller(
                 f"texts are scored after {lm.tokenizer.bos_token!r}, the tokenizer's bos_token, "
                 "which the chat template writes before each message: plain texts perhaps never "
-                f"followed it in training. Pass the token that separated texts there as {option}="
+                f"followed it in training. Pass {option}=, the token that separated training texts"
             )
     return int(lm.tokenizer.bos_token_id)
 

@@ -92,8 +92,8 @@ def decode_vocab(
 
     The bytes come from the object alone, such as its decoder or the model or table that it holds,
     so no file is loaded or fetched. They are the bytes that the id contributes in the middle of a
-    text. A special token's bytes are its name; the
-    bytes of other added tokens are the decoded text, or their content in byte-level vocabularies.
+    text. A special token's bytes are its name; the bytes of other added tokens are the decoded
+    text, or their content in byte-level vocabularies.
 
     Args:
         tokenizer: The tokenizer: a Hugging Face tokenizer (Rust, slow or mistral-common's), a bare

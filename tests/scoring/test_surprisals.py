@@ -310,7 +310,7 @@ def test_long_texts_are_scored_in_overlapping_windows(stride):
             assert each.surprisal == pytest.approx(-float(row[ids[i]]), abs=1e-5)
         with pytest.raises(OptionError, match="stride must be at most 8"):
             surprisal_sync(lm, text, stride=9)
-        with pytest.raises(ContextError, match="context has 9 tokens, but the model accepts at most 8"):
+        with pytest.raises(ContextError, match="9 tokens, but the model accepts at most 8"):
             surprisal_sync(lm, text, context=[2] * 9)
         # A text that needs no window needs no stride, and a word room for its end.
         surprisal_sync(lm, [text, "a"], contexts=[[0], [2] * 6], by="token", stride=5)

@@ -143,7 +143,7 @@ def _distance(
     kept = torch.randn(num_rows, num_keys, 2 * num_heads * dim, **options)  # the layout of a pool
     query, kept = query.to(dtype), kept.to(dtype)
     keys, values = _by_head(kept, num_heads, dim)
-    scale = 0.7 * dim**-0.5  # not the operators' default
+    scale = 0.7 * dim**-0.5  # not the default, so that an ignored scale would show
     scores = query.double() @ keys.double().transpose(2, 3) * scale
     mask = torch.zeros(num_rows, 1, num_queries, num_keys, dtype=torch.float32)
     if masked == "causal":
@@ -151,7 +151,7 @@ def _distance(
     elif masked == "masked":  # each query attends to the last key at least
         is_left_out = torch.rand(mask.shape, **options) < 0.5
         mask[..., :-1].masked_fill_(is_left_out[..., :-1], -torch.inf)
-        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # all but the last 8 masked; none
+        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # open: the last 8; all
     scores += mask
     expected = scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
     on_device = _by_head(kept.to(device), num_heads, dim)

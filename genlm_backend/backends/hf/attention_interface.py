@@ -2,7 +2,7 @@
 
 Most models of transformers call the attention and mask functions that are registered under the
 name in their config. Ours are registered once for each such name, and a view's configs may name
-them. On a thread without a pass that uses ours, they call the functions that they replace.
+them. If no pass on the thread uses ours, they call the functions that they replace.
 """
 
 from __future__ import annotations

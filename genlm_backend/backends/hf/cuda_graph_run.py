@@ -46,7 +46,7 @@ class DecodeArrays:
             "recent": (rows, shape.window),
             "recent_starts": (rows,),
             "recent_counts": (rows,),
-            "slots": (shape.tokens,),  # last: rarely full, and the copy ends with the last slot
+            "slots": (shape.tokens,),  # last: a copy ends with the last slot used
         }
         are_long = {"token_ids", "positions", "slot_mapping"}
         types = {name: np.dtype(np.int64 if name in are_long else np.int32) for name in shapes}

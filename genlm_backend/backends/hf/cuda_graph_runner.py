@@ -10,11 +10,11 @@ extents are rounded too. Padding rows repeat the first row, including its slot. 
 bounds on the device, reads extents of consecutive slots once for all rows that share them. A Triton
 kernel reads all other slots one by one, and merges the results. A rule on rows and tokens chooses
 between the two, and divides extents. The rule was fitted to times on an H100 (``make gpu``,
-"division"); its choices take at most a fifth longer than the fastest.
+"division"), and its choices took at most a fifth longer than the fastest.
 
 **Invariants.** A captured pass repeats every decision that Python made. So graphs are dropped when
 parameters have moved, when a part of the model is another object, and by ``clear_cache()``. They
-are dropped together, since when one is dropped, torch frees memory that all graphs of its stream
+are dropped together, since dropping one makes torch free memory that all graphs of its stream
 use. All graphs share the memory of their logits. Operators are tried on random numbers before use,
 and logits of each captured pass are compared with those of the same pass run eagerly. While the
 device computes, ``HFRunner`` checks whether the owner has changed the model; if so, it drops the
@@ -60,7 +60,7 @@ MAX_GRAPHS: Final = 64
 """Captured passes, at most. One more drops all; shapes that recur are then captured again."""
 
 MIN_SEEN: Final = 2
-"""Steps with one number of rows up to the captured one; a capture takes as long as a few steps."""
+"""Steps with a number of rows until one is captured, which takes as long as a few steps."""
 
 MIN_SEEN_AGAIN: Final = 8
 """Steps that use a captured pass of more rows, which is slower, before their own is captured."""
@@ -157,7 +157,7 @@ class CudaGraphRunner:
 
     def forget(self) -> None:
         """Drop all captured passes, since weights or anything else in them may have changed."""
-        # Together: when one is dropped, torch frees memory that all graphs of its stream use.
+        # Together: dropping one makes torch free memory that all graphs of its stream use.
         self._views.clear()
         self._alive.clear()
         self._recorder.forget()

@@ -135,7 +135,7 @@ def _distance(
     codes = numbers(_NUM_SLOTS, 2 * _NUM_KEY_HEADS * dim)
     sinks = numbers(_NUM_KEY_HEADS * group_size) if has_sinks else None
     slots = torch.randint(1, _NUM_SLOTS, (sum(_COUNTS),), generator=generator, dtype=torch.int64)
-    scale = 0.7 * dim**-0.5  # not the default of operators
+    scale = 0.7 * dim**-0.5  # not the default, so that an ignored scale would show
     found = _attended(ops, device, query, codes, sinks, slots, scale).cpu().double()
     expected = _by_formula(query.double(), codes.double(), sinks, slots, scale)
     return float((found - expected).abs().max().nan_to_num(torch.inf))

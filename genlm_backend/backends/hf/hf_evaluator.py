@@ -257,7 +257,7 @@ def hf_prefix_cache(
     if of_states and not num_slots:
         raise OptionError(
             f"state_cache_bytes={of_states} leaves no room in kv_cache_bytes={budget} for keys "
-            f"and values: a token takes {layout.bytes_per_slot} bytes"
+            f"and values, {layout.bytes_per_slot} bytes per token: raise kv_cache_bytes"
         )
     if attends and not num_slots:
         raise OptionError(

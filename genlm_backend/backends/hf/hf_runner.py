@@ -30,7 +30,7 @@ _MOST_APART: Final = 0.125
 
 @final
 class HFRunner(Runner):
-    """Runs forward passes of a model, in one view for each adapter and one without."""
+    """Runs forward passes of a model, in one view for each adapter and one without any."""
 
     def __init__(
         self,

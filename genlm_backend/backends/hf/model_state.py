@@ -43,8 +43,8 @@ _PARTS: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_
 class ModelSnapshot:
     """A model as it was when it was wrapped: modules, tensors, mode, adapters and configs."""
 
-    # Views share the model's tensors and hooks. They keep the owner's adapters as wrapped, and do not
-    # follow other changes, after which cached keys and values would be wrong anyway.
+    # Views share the model's tensors and hooks, and keep the owner's adapters as wrapped. They do
+    # not follow other changes, after which cached keys and values would be wrong anyway.
     def __init__(self, model: Any, *, is_apart: bool) -> None:
         self._model, self._is_apart = model, is_apart
         layers = layers_of_peft(model)

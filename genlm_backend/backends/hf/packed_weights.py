@@ -70,7 +70,7 @@ class PackedWeights:
                 vars(view)["packed"] = one
 
     def check_weights(self) -> None:
-        """Let a layer use its packed weight if, as torch counts, its own has not moved or changed."""
+        """Let layers use packed weights unless their own moved or, as torch counts, changed."""
         # Compares whole lists, because this runs before every batch.
         is_there = [*map(_address, self._parameters)] == self._addresses
         if is_there and self._are_used and [*map(_version, self._parameters)] == self._versions:

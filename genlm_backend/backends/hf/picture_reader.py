@@ -44,8 +44,8 @@ def check_processor(name: str, processor: Any) -> Any:
     """Refuse an object that is not callable; processors and functions that load one are."""
     if processor is not None and not callable(processor):
         raise OptionTypeError(
-            f"{name} must be a processor of transformers, as AutoProcessor.from_pretrained(…) "
-            f"loads it, got {shown(processor)}"
+            f"{name} must be a processor of transformers (AutoProcessor.from_pretrained(…)), or a "
+            f"function that loads it, got {shown(processor)}"
         )
     return processor
 
@@ -155,7 +155,7 @@ class PictureReader:
         given = {n: value for n, value in inputs.items() if n not in _OF_TEXT}
         if not all(isinstance(value, torch.Tensor) for value in given.values()):
             raise PictureError(
-                "outputs of a processor must be tensors, such as 'pixel_values', "
+                'outputs of a processor must be tensors (return_tensors="pt"), '
                 f"got {shown(dict(inputs))}"
             )
         if self._image_token_id not in ids:
@@ -166,7 +166,7 @@ class PictureReader:
         known = self._probes[0].inputs
         if given.keys() != known.keys():
             raise PictureError(
-                f"images must have the outputs of {type(self.processor).__name__} for pictures, "
+                f"images must be just what {type(self.processor).__name__} returns for pictures, "
                 f"{', '.join(map(repr, sorted(known)))}, got "
                 f"{', '.join(map(repr, sorted(given))) or 'nothing'}"
             )

@@ -263,7 +263,7 @@ def weights_digest(model: Any) -> str:
     digest = hashlib.sha256(json.dumps(_settings(model)).encode())
     for tensor in _weights(model):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
-        if tensor.is_meta or not tensor.numel():  # offloaded between passes, or empty, or empty
+        if tensor.is_meta or not tensor.numel():  # offloaded between passes, or empty
             continue
         # The bits are added up as integers along two dimensions, which is exact and reads the
         # weights twice. It does not protect against weights that were made to collide.

@@ -57,7 +57,7 @@ _PROBE_LENGTH: Final = 24
 _COUNTS_COLUMNS: Final = {"gpt_neo", "imagegpt", "mpt"}
 _SHARE_OF_SPREAD: Final = 0.1
 _SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations amplify rounding
-_ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # whose passes take some five seconds
+_ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # tiny passes of that many take five seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def check_hf_model(model: Any) -> None:
     """Check by its attributes that ``model`` can be a causal language model with named outputs.
 
     Raises:
-        UnsupportedModelError: If ``model`` is no causal language model, or has no weights.
+        UnsupportedModelError: If ``model`` is no causal language model, or lacks weights.
         ModelStateError: If its config has ``return_dict=False``.
     """
     config = getattr(model, "config", None)
@@ -114,12 +114,12 @@ def check_hf_model(model: Any) -> None:
     is_split = getattr(model, "hf_device_map", None) is not None  # parts may be offloaded
     if not is_split and any(p.is_meta for p in getattr(model, "parameters", tuple)()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no weights: some or all of them are on 'meta'"
+            f"{type(model).__name__} lacks weights: some or all of them are on 'meta'"
         )
 
 
 def longest_context(model: Any) -> int | None:
-    """Return the longest context by a model's config; ``None`` if that is unset or -1."""
+    """Return the longest context by a model's config; ``None`` if that is unset or not positive."""
     config = model.config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     return length if length is None or length > 0 else None
@@ -184,7 +184,7 @@ def hf_probe(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSup
 
 
 def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None) -> bool:
-    """Return whether padding keeps a row; omit positions later if rows are right only then."""
+    """Return whether padding keeps a row; pass no positions later if only that is right."""
     length = min(_PROBE_LENGTH, max_length or _PROBE_LENGTH)
     generator = random.Random(1)
     long = [generator.randrange(vocab_size) for _ in range(length)]
@@ -250,9 +250,8 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
     except UnsupportedModelError as error:
         return KVSupport(reason=str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
-        logger.warning(
-            "%s runs without key-value reuse", type(runner.model).__name__, exc_info=True
-        )
+        name = type(runner.model).__name__
+        logger.warning("%s runs without key-value reuse: a trial failed", name, exc_info=True)
         return KVSupport(reason=f"it does not run with this library's cache: {error!r}")
     if distance(trial.third_row, bare_row) > trial.tolerance:  # due to positions or later tokens
         chunk = TokenChunk(long[:3], outputs=(2,))

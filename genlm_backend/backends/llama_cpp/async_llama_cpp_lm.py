@@ -42,26 +42,26 @@ class AsyncLlamaCppLM(ProcessLM):
 
     Args:
         model_path: The GGUF file, or the first file of a split model.
-        batch_size: Number of distinct contexts evaluated at once: at most 127 (255 if nothing is
-            kept); with recurrent states, half the states kept but at least 8 (31 if none is kept).
+        batch_size: Most distinct contexts evaluated at once: up to 127 (255 if nothing is kept), or
+            with recurrent states up to half of the states kept but at least 8 (31 if none is kept).
         timeout: Seconds that the first query of a batch may wait for others.
         kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp allocates at once; 0 keeps
             none. Recurrent states get half of them, or all if no layer has keys. Default: room for
             16,384 tokens, or for ``max_length`` if that is more, but at most a quarter of the free
-            memory and 4 GiB; states take at most 1 GiB, unless the fewest need more.
+            memory and 4 GiB; states take at most 1 GiB, unless the fewest that suffice take more.
         kv_cache_dtype: Number format of keys and values: "float32" or "float16" (the default).
         max_length: The longest context to accept. Default: the model's training length, but at most
             three quarters of the tokens that fit, so that prompts can be pinned too.
-        num_threads: Number of threads of a pass. They wait for one another, so fewer are faster if
-            other programs use the cores. Default: torch's number of threads.
+        num_threads: Number of threads of a pass. They wait for one another, so fewer may be faster
+            if other programs use the cores. Default: torch's number of threads.
         num_gpu_layers: Number of layers on a GPU, which needs a GPU build of llama-cpp-python; -1
             for all.
         process: Whether the model runs in a process of its own, so that it and the callers' Python
             code do not wait for each other. A failed assertion of llama.cpp then ends that process
             alone: queries raise an ``EngineDiedError`` until ``restart()``. The vocabulary is
             loaded in both processes.
-        eos_token_ids: The ids that end a text in a call that gives none. Default: the file's ids for
-            ends of texts and of chat turns.
+        eos_token_ids: The ids that end a text in a call that gives none. Default: the file's ids
+            for ends of texts and of chat turns.
         **options: ``row_cache_bytes``, ``output_device`` and ``self_check``, as for ``BatchedLM``.
 
     Raises:
@@ -69,8 +69,8 @@ class AsyncLlamaCppLM(ProcessLM):
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds, or there is no memory for it.
         ModelNotFoundError: (``OSError``) If there is no such file, or it is no GGUF file.
-        UnsupportedModelError: (``ValueError``) If llama.cpp does not load it, or it holds no
-            language model.
+        UnsupportedModelError: (``ValueError``) If llama.cpp does not load the file, or it holds
+            no language model.
         TokenizerDecodeError: (``ValueError``) If the bytes of some token are unknown.
     """
 

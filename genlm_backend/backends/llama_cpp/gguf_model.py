@@ -71,7 +71,7 @@ class GGUFModel:
         self.num_trained = max(1, int(lib.llama_model_n_ctx_train(self.pointer)))
         self.bos_token_id = self._id(lib.llama_vocab_bos(vocab))
         self.eos_token_id = self._id(lib.llama_vocab_eos(vocab))
-        # llama.cpp also ends texts at tokens whose names merely look like an end; skip those.
+        # llama.cpp's own list also has tokens whose names merely look like an end; leave these out.
         said = [self.metadata(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
         ends = {int(value) for value in said if value is not None and value.isdigit()}
         if self.eos_token_id is not None:
@@ -136,7 +136,7 @@ class GGUFModel:
                 size = -found
 
     def metadata(self, key: str) -> str | None:
-        """Return a metadata value of the file as text; ``None`` if it has none."""
+        """Return a metadata value of the file as text; ``None`` if the file lacks the key."""
         size = 256
         while True:
             buffer = ctypes.create_string_buffer(size)

@@ -39,7 +39,7 @@ class LlamaContext:
 
     # The first sequences hold contexts. A recurrent state after a sequence's last token has a cell
     # of its own, which copies share. llama.cpp cannot cut a sequence that has a state, so contexts'
-    # sequences have states only during a pass; other sequences hold nothing but states.
+    # sequences have states only during a pass; the sequences after them hold only states.
     def __init__(self, model: GGUFModel, size: ContextSize) -> None:
         self.model, self.size = model, size
         counts = size.sequences
@@ -114,7 +114,7 @@ class LlamaContext:
                 self.copy_state(self._spare, row)  # the spare sequence has none
 
     def passed_states(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Copy the rows' states to sequences that keep them until the next call; return these."""
+        """Copy the rows' states to sequences that last until the next call; return those."""
         after = self.first_passed + np.arange(len(rows))
         for row, sequence in zip(rows.tolist(), after.tolist(), strict=True):
             self.copy_state(row, sequence)
@@ -161,7 +161,7 @@ class LlamaContext:
         if code:
             kind = OutOfCellsError if code == 1 else EvaluationError
             reason = "its cache has no room" if code == 1 else f"llama_decode returned {code}"
-            text = f"llama.cpp computed no rows of {batch.n_tokens} tokens: {reason}"
+            text = f"llama.cpp could not compute {batch.n_tokens} tokens: {reason}"
             raise kind("; ".join([text, *errors]))
 
     def num_bytes(self, sequence: int) -> int:

@@ -80,8 +80,8 @@ def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> Llama
         tolerance = max(_ROUNDING, _SHARE_OF_SPREAD * _distance(whole, of_wrong))
         difference = max(_distance(forked, whole), _distance(other, whole))
         is_same = difference <= tolerance
-        reason = "" if is_same else f"rows of forked contexts differ by {difference:.2g}"
-        return LlamaSupport(of_token, of_state, reason)
+        told = f"rows of forked contexts differ from whole ones by {difference:.2g}"
+        return LlamaSupport(of_token, of_state, "" if is_same else told)
     finally:
         context.close()
 
@@ -313,7 +313,7 @@ class LlamaEvaluator(LocalEvaluator):
         if num_tokens + self._length > tree.num_slots:
             raise CacheError(
                 f"{num_tokens} pinned tokens leave no room for the longest context, of "
-                f"{self._length} tokens, in the {tree.num_slots} of the cache: raise "
+                f"{self._length} tokens, in the cache of {tree.num_slots} tokens: raise "
                 "kv_cache_bytes, or load the model with a lower max_length"
             )
         if num_pins > self._most_rows:

@@ -81,8 +81,8 @@ class LlamaRunner(Runner):
 
     def _computed_apart(self, tokens: _Tokens) -> torch.Tensor:
         """Return the logits of rows that are not cached, row by row if there is a NaN."""
-        # A NaN in any cell reaches every row, since 0 × NaN is NaN. The scheduler has NaN rows
-        # computed again here, so that a row stays NaN only if it is NaN alone, in cleared cells.
+        # A NaN in any cell reaches every row, since 0 × NaN is NaN. The scheduler passes NaN
+        # rows here again, so that a row stays NaN only if it is NaN alone, in cleared cells.
         own, row = np.unique(tokens.row, return_inverse=True)
         is_alone = self.has_nan and len(own) == 1
         if self.has_nan:

@@ -40,7 +40,7 @@ class SequenceStateStore:
         return [np.asarray(numbers, np.int64) - 1 + self._first]
 
     def write(self, numbers: Ints, states: Sequence[NDArray[np.int64]]) -> None:
-        """Copy the states of sequences, in the format of ``read``, to these numbers."""
+        """Store states, given as sequences in the format of ``read``, under these numbers."""
         (sequences,) = self.read(numbers)
         for source, sequence in zip(states[0].tolist(), sequences.tolist(), strict=True):
             self._copy(source, sequence)
@@ -87,6 +87,6 @@ class SequenceCounts(NamedTuple):
 
     @classmethod
     def within(cls, most: int) -> Self:
-        """Return the counts with the most states that fit ``most`` sequences, or for one state."""
+        """Return the counts with the most states in ``most`` sequences, or for one if none fit."""
         counts = map(cls.of_states, range(most, 1, -1))
         return next((found for found in counts if found.total <= most), cls.of_states(1))

@@ -81,7 +81,7 @@ class Sequences:
     # ---------------------------------------------------------------- rows
 
     def place(self, nodes: Nodes, ends: Ints) -> NDArray[np.int64]:
-        """Return a sequence per row with exactly the path to the row's last node (0: empty)."""
+        """Return a sequence per row with exactly the path to the row's last node (0: none)."""
         self._now += 2
         rows, sizes, slots = np.full(len(ends), -1), nodes.depth[ends], nodes.slot[ends]
         for row, (size, slot) in enumerate(zip(sizes.tolist(), slots.tolist(), strict=True)):
@@ -119,7 +119,7 @@ class Sequences:
     def _restore(self, sequence: int, nodes: Nodes, path: Ints) -> None:
         """Fill an empty sequence with a path: copy the longest held part, compute the rest."""
         slots, start = nodes.slot[path], 0
-        if not self._context.model.has_states:  # otherwise the rest would need a state too
+        if not self._context.model.has_states:  # else the rest would need the state before it
             is_there = self._slots[:, : len(path)] == slots
             is_there &= np.arange(len(path)) < self._sizes[:, None]
             for size in (np.flatnonzero(is_there.any(axis=0)) + 1)[::-1].tolist():

@@ -30,8 +30,8 @@ class AsyncMlxLM(WholeLM):
 
     Concurrent awaits become batched forward passes on one worker thread, padded if the model allows
     it. Keys and values of prefixes are kept within a budget and reused token by token; recurrent
-    states, if layers have any, are kept after each queried context. Families that allow neither
-    give the same rows, but run every context whole; ``kv_reuse`` is ``False`` then.
+    states, if layers have any, are kept after each queried context. Models whose caches cannot be
+    reused give the same rows, but run every context whole; ``kv_reuse`` is then ``False``.
     ``add_new_lora`` takes adapters that ``mlx_lm.lora`` makes. The class needs the extra ``mlx``.
 
     Args:
@@ -41,8 +41,8 @@ class AsyncMlxLM(WholeLM):
         prefill_step_size: Maximum tokens of one context per pass; longer contexts go in chunks.
             Contexts that run whole are not divided. Default: 1,024 on a CPU, else 2,048.
         cache_size: Maximum number of rows to keep; 0 bounds them by bytes only.
-        cache_opts: ``max_bytes`` of the rows kept, instead of ``row_cache_bytes``, and
-            ``move_to_cpu``: whether to keep them in main memory, where MLX's rows are anyway.
+        cache_opts: ``max_bytes``, which replaces ``row_cache_bytes``, and ``move_to_cpu``,
+            whether to keep rows in main memory, where MLX's rows are anyway.
         batch_size: Maximum number of distinct contexts evaluated at once.
         kv_cache_bytes: Bytes of keys and values to keep, allocated as they are used; 0 keeps none.
             Default: on the CPU a quarter of the free memory, up to 4 GiB; on Metal half of the
@@ -60,7 +60,7 @@ class AsyncMlxLM(WholeLM):
         MissingExtraError: (``ImportError``) Without MLX.
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds.
-        UnsupportedModelError: (``ValueError``) If it is no language model of mlx-lm.
+        UnsupportedModelError: (``ValueError``) If the model is no language model of mlx-lm.
         TokenizerDecodeError: (``ValueError``) If the bytes of some token are unknown.
     """
 
@@ -122,8 +122,8 @@ class AsyncMlxLM(WholeLM):
             revision: Branch, tag or commit on the hub.
             trust_remote_code: Whether code that comes with the model may run.
             allow_untested: Whether to accept a model that the tests do not compare with
-                transformers: another family, or a config that mlx-lm does not follow. Its rows may
-                differ from ``AsyncTransformer``'s.
+                transformers, because of its family or of settings that no test covers or mlx-lm
+                ignores. Its rows may differ from ``AsyncTransformer``'s.
             **kwargs: Options of the constructor.
 
         Raises:

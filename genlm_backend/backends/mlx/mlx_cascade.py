@@ -1,7 +1,7 @@
-"""MlxCascadeAttention: reads each cached prefix that several rows share once for all of them.
+"""MlxCascadeAttention: reads a cached prefix once for all the rows that share it.
 
-mlx-lm's model modules import ``scaled_dot_product_attention`` by name. During a pass that name is
-bound to a replacement, which passes calls with other caches on to mlx-lm's function.
+mlx-lm's model modules import ``scaled_dot_product_attention`` by name. In a pass with shared
+prefixes, that name is bound to a replacement, which leaves calls with other caches to mlx-lm's own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _NAME: Final = "scaled_dot_product_attention"
 def mlx_attends_otherwise(how: str) -> ModelStateError:
     """Return the error for a model whose attention has changed since it was probed."""
     return ModelStateError(
-        f"the model attends otherwise than when it was wrapped: {how}; was it changed?"
+        f"the model attends otherwise than when it was wrapped: {how}; wrap a changed model again"
     )
 
 

@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 _CPU: Final = torch.device("cpu")
 
 _turn = threading.Lock()
-"""Held during each pass, which temporarily replaces modules of its model: several evaluators may
-share the model."""
+"""Held during each pass, which replaces modules of a model that several evaluators may share."""
 
 
 @final

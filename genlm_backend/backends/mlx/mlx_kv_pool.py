@@ -46,7 +46,7 @@ class MlxKVPool:
         self.bytes_per_slot = sum(shape.bytes_per_slot for shape in shapes)
         self._num_rows = num_slots + 1
         # The arrays grow as slots are first written, so that an unused budget takes no memory.
-        # Heads come first, so that consecutive slots are read in place.
+        # Heads come first, so that consecutive slots of a head are adjacent in memory.
         rows = min(_FIRST_SLOTS, self._num_rows)
         self._kept = [
             [mx.zeros((s.num_heads, rows, dim), s.dtype) for dim in (s.key_dim, s.value_dim)]

@@ -70,7 +70,7 @@ class MlxLoader:
         if not [*path.glob("model*.safetensors")]:
             raise ModelNotFoundError(
                 f"{self.name!r} has no weights in safetensors format: save it with "
-                "save_pretrained of transformers, or convert it: mlx_lm.convert --hf-path "
+                "save_pretrained of transformers, or convert it with mlx_lm.convert --hf-path "
                 f"{self.name} --mlx-path …"
             )
         config = json.loads((path / "config.json").read_text())
@@ -97,7 +97,7 @@ class MlxLoader:
                 f"mlx-lm cannot load {self.name!r} (model_type {kind!r}): {said}"
             ) from error
         if not self.allow_untested and not has_windows(model, config):
-            self._check("mlx-lm uses other sliding windows than its config")
+            self._check("mlx-lm uses other sliding windows than the model's config")
         return model
 
     def _check(self, reason: str) -> None:
@@ -149,7 +149,7 @@ def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
     implied = {"rope_scaling": None, **{n: config[m] for n, m in pairs.items() if m in config}}
     implied = {n: value for n, value in implied.items() if config.get(n) is None}
-    return {**implied, **_rotary(config)}  # transformers prefers these
+    return {**implied, **_rotary(config)}  # which take precedence, as in transformers
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def give_windows(model: Any, config: Mapping[str, Any]) -> None:
         return
     if type(inner).__module__ != "mlx_lm.models.llama" or inner.swa_idx is not None:
         return
-    # mlx-lm's Llama, which it uses for Mistral, reads a window for some layers, but none for all.
+    # mlx-lm runs Mistral as a Llama, whose layers have windows only if ``layer_types`` lists them.
     inner.sliding_window, inner.swa_idx = window, 0
     for layer in inner.layers:
         layer.use_sliding = True

@@ -28,7 +28,7 @@ class MlxRunner(Runner):
         """Return the logits at a batch's outputs, on the CPU: float32 ``[num_outputs, vocab]``."""
         if self.model.training:
             raise ModelStateError(
-                "the model is in training mode, so its rows are random: call eval() on it first"
+                "the model is in training mode, so its rows may be random: call eval() on it first"
             )
         picked = _Picked(batch.input_ids.shape, batch.output_rows, batch.output_columns)
         with (

@@ -61,7 +61,7 @@ def check_mlx_model(model: Any) -> None:
     """Raise an ``UnsupportedModelError`` if a model lacks attributes of mlx-lm's models."""
     if not hasattr(model, "layers") or not hasattr(model, "named_modules"):
         raise UnsupportedModelError(
-            f"{shown(model)} is no language model of mlx-lm: load one with its tokenizer with "
+            f"{shown(model)} is no language model of mlx-lm: load a model and its tokenizer with "
             "mlx_lm.load, or pass a name to from_name"
         )
 
@@ -83,19 +83,19 @@ def _arrays_in(value: Any) -> Iterator[mx.array]:
 
 
 def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
-    """Probe by a few tiny passes which caches and attention backends give a model's own rows."""
+    """Find by tiny passes which caches and attention backends give the rows of whole passes."""
     try:
         logits = runner.forward(pack([TokenChunk([1, 2], outputs=(1,))]), MlxUncachedAttention())
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         name = type(runner.model).__name__
         raise UnsupportedModelError(f"{name} does not run on token ids alone: {error}") from error
-    # Two short contexts run whole, and then from slots, in two steps padded to one batch, or from
-    # recurrent states (``_StateTrial``). A cache is used if its rows differ from whole ones by at
-    # most the dtype's rounding, or 2 % of a wrong token's effect.
+    # Two short contexts run whole, and then with cached keys and values, in two steps as one padded
+    # batch, or with recurrent states (``trial.py``). A cache is used if its rows differ from whole
+    # ones by at most the dtype's rounding, or 2 % of a wrong token's effect.
     vocab_size = logits.shape[1]
     length = min(_length(runner.model), max_length or 1 << 30)
     if length < 6 or vocab_size < 3:
-        reason = f"a context of {length} tokens is too short to tell"
+        reason = f"{length} tokens and {vocab_size} ids are too few to compare rows"
         return MlxSupport(vocab_size, reason=reason, pads=False)
     generator = random.Random(0)
     long, other = ([generator.randrange(vocab_size) for _ in range(length)] for _ in range(2))
@@ -117,9 +117,9 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
             reason or f"rows from the cache differ by {difference:.2g} from rows of whole passes"
         )
         logger.debug("%s: %s", type(runner.model).__name__, reason)
-    # Without slots, a model with keys and values gets no positions per row and counts columns
-    # itself. mlx-lm's "dynamic" rotary positions depend on the columns of a pass once these exceed
-    # a limit, which this short probe does not reach. So such a model is not padded.
+    # Without slots, a model with keys and values gets no positions per row, so it counts columns.
+    # mlx-lm's "dynamic" rotary positions depend on the number of columns beyond a limit, which this
+    # short probe does not reach. So no such model is padded.
     return MlxSupport(vocab_size, reason=reason, pads=pads and not shapes)
 
 

@@ -45,7 +45,7 @@ class AsyncVirtualLM(BatchedLM):
     use ``max_loras`` of them, and ``max_lora_rank`` bounds their rank.
 
     ``sample`` and ``batch_sample`` use vLLM's own sampler, so that no row leaves vLLM. A seed gives
-    other draws than it gives on other backends. A temperature must be 0 or at least 0.01, because vLLM
+    other draws than on the other backends. A temperature must be 0 or at least 0.01, because vLLM
     raises any value in between to 0.01.
 
     Args:
@@ -53,7 +53,7 @@ class AsyncVirtualLM(BatchedLM):
         cache_size: Maximum number of rows to keep; 0 bounds them by bytes only.
         cache_opts: ``max_bytes``, which replaces ``row_cache_bytes``, and ``move_to_cpu``,
             whether to keep rows in main memory, whatever the output device.
-        max_length: The longest context to accept, in tokens. vLLM's blocks limit it too, and so does
+        max_length: The longest context to accept, in tokens. vLLM's blocks limit it too, as does
             ``max_model_len - 1`` (vLLM needs one position for the token that it samples).
         **options: ``batch_size``, ``timeout``, ``row_cache_bytes``, ``output_device`` and
             ``self_check``, as for ``BatchedLM``.
@@ -102,10 +102,9 @@ class AsyncVirtualLM(BatchedLM):
     ) -> Self:
         """Load a model with vLLM.
 
-        The engine runs in this process, or in another if this process already has an engine, for
-        several workers, with another executor than "uni", or with
-        ``VLLM_ENABLE_V1_MULTIPROCESSING=1``. A script that loads an engine in another process needs
-        an ``if __name__ == "__main__":`` guard.
+        The engine gets its own process if this one has an engine, for several workers or another
+        executor than "uni", or with ``VLLM_ENABLE_V1_MULTIPROCESSING=1``; a script that loads such
+        an engine needs an ``if __name__ == "__main__":`` guard. Otherwise it runs in this process.
 
         Args:
             model_name: A repository on the hub, a local directory, or ``"smollm2"``.

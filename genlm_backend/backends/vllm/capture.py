@@ -145,7 +145,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
         return tag is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Copy the logits of tagged requests, record generators' states; return ``logits`` itself."""
+        """Copy the logits of tagged requests, record generators' states; return the logits."""
         if ctx is None:
             tagged = self._tags
         else:
@@ -160,8 +160,8 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
     @classmethod
     def take_rows(cls, tags: list[str]) -> list[Row]:
         """Return the rows of one or more requests, and drop their logits."""
-        # ``apply`` does not compute the rows: it runs in inference mode, so they could not be modified
-        # later, and it would have to wait for the CUDA device.
+        # ``apply`` does not compute the rows: it runs in inference mode, in which they could not be
+        # modified later, and it would have to wait for the CUDA device.
         logits = torch.stack([cls.logits.pop(tag) for tag in tags])
         return rows_of_logits(logits, in_place=True)
 
@@ -182,7 +182,7 @@ class RowExtension:
         return logprobs.numpy().tobytes(), [row.logsumexp for row in rows]
 
     def read_genlm_rows(self, tags: list[str], wanted: bytes) -> bytes | None:
-        """Return pickled readouts of rows, or ``None`` from a worker without them; drop all logits."""
+        """Return pickled readouts of rows, or ``None`` on workers without rows; drop logits."""
         if get_tensor_model_parallel_rank() != 0 or not RowCapture.logits.keys() >= set(tags):
             RowCapture.logits.clear()
             return None

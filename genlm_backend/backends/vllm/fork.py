@@ -56,8 +56,8 @@ class ForkConnector(KVConnectorBase_V1):
         if not params:
             return 0, False
         num_shared, source = params[NUM_SHARED], self._requests.get(params[SOURCE])
-        # A preempted source has too few computed tokens. A source that resumes in this step may share
-        # blocks that another request computes only in this step, after the copies.
+        # A preempted source has too few computed tokens. A source that resumes in this step may
+        # share blocks that another request computes only in this step, after the copies.
         if source is None or source.num_computed_tokens < num_shared:
             return 0, False
         if source.request_id in self._begun:

@@ -71,7 +71,7 @@ class SessionPlanner:
         found = self._engine.run(sessions, self._end_oldest, own)
         if not found and not self.table.num_computed:
             raise EvaluationError(f"vLLM has no room for any of {len(sessions)} contexts")
-        # If rows are missing, completions have taken blocks reserved for the part, and wait for
+        # If rows are missing, completions may have taken blocks reserved for the part, and wait for
         # blocks that its sessions hold. End all sessions then, so that the next part has room for
         # at least one row.
         if len(found) == len(sessions):

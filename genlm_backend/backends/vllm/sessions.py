@@ -144,7 +144,7 @@ class SessionTable:
         self._extended.clear()
 
     def _longest_prefix(self, query: RowQuery) -> tuple[_Session | None, int]:
-        """Return the session with most of ``query`` but its last token, and how many tokens."""
+        """Return the session with the longest common prefix before the last token; its length."""
         most = len(query.context) - 1
         pictures = query.context.pictures
         is_kept = most >= (1 if pictures is None else pictures.num_tokens)
@@ -159,7 +159,7 @@ class SessionTable:
             if min(len(wanted), len(session.token_ids)) < best_key[0]:
                 continue
             shared = common_length(session.token_ids, wanted)
-            # Of equal lengths, prefer a whole session that this part does not extend: extend it.
+            # Among equal lengths, prefer a session that ends there and is free: it can be extended.
             key = (shared, shared == len(session.token_ids) and session.id not in self._extended)
             if key > best_key:
                 best, best_key = session, key

@@ -74,8 +74,8 @@ class VLLMEngine:
         self.block_size: int = self._core.block_size
         self.num_blocks: int = self._core.num_blocks - 1  # vLLM keeps one for itself
         self.kv_cache_dtype: str | None = self._core.kv_cache_dtype
-        # With LoRA enabled, vLLM's output layer has an adapter index for each sampled token only, and
-        # would need one for every token of a prompt to score: on the CPU the engine dies.
+        # With LoRA enabled, vLLM's output layer has an adapter index for each sampled token only,
+        # and would need one for every token of a prompt to score: on the CPU the engine dies.
         self.scores_texts = not self._core.takes_adapters
         self.num_steps = 0
         self.has_died = False
@@ -133,8 +133,8 @@ class VLLMEngine:
             or any(options.get(name, 1) != 1 for name in _PARALLEL)
             or options.get("distributed_executor_backend") not in (None, "uni")
         )
-        # The variables are set only while vLLM loads. Its first model runner is the default, because
-        # rows have been compared with it. vLLM seeds the global generators: restore their states.
+        # The variables are set only while vLLM loads. Its first model runner is the default here:
+        # its rows have been compared. vLLM seeds the global generators: restore their states.
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
         variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
         with environment(variables), random_state_kept():
@@ -172,7 +172,7 @@ class VLLMEngine:
     def run(
         self, session_ids: list[str], relieve: Callable[[], bool], wanted: RowQueries | None = None
     ) -> dict[str, Any]:
-        """Step until all sessions have rows or no room is left; return the results of those with rows."""
+        """Step until each session has a row or no room is left; return a result for each row."""
         requests, self._requests = self._requests, []
         self._call(self._core.add, requests)
         waiting = set(session_ids)
@@ -200,7 +200,7 @@ class VLLMEngine:
     def score(self, texts: list[ScoreQuery], relieve: Callable[[], bool]) -> list[Scored]:
         """Return the scores of texts by vLLM's ``prompt_logprobs``; ``relieve`` as for ``run``."""
         found = self._scored(texts, relieve, is_fresh=False)
-        # vLLM computes no logits of cached tokens, so texts with cached targets run again, uncached.
+        # vLLM computes no logits of cached tokens, so texts with cached targets run again whole.
         again = [i for i, each in enumerate(found) if not each.is_whole]
         if again:
             fresh = self._scored([texts[i] for i in again], relieve, is_fresh=True)

@@ -241,7 +241,7 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
             raise UnsupportedModelError(
                 f"with vLLM {installed_release()}, rows of this model depend on the cache: "
                 "log-probabilities of an extended or forked context differ from those of the same "
-                f"context computed whole by a root mean square of {difference:.2g} (one wrong token "
+                f"context computed whole by a root mean square of {difference:.2g} (a wrong token "
                 f"changes them by {spread:.2g}). Use engine_opts={{'enforce_eager': True}} or "
                 f"{{'dtype': 'float32'}}, another release or backend 'hf', or accept the rows "
                 "with check_rows=False"

@@ -81,10 +81,8 @@ class VLLMPictureReader:
             (places,) = np.nonzero(own & parts)
             values[places] = codes(feature.identifier.encode(), len(places))
         if not features or (values == image_token_id).any() or not parts.any():
-            raise PictureError(
-                "the prompt as vLLM read it has no image tokens, or some that belong to none of the "
-                "pictures"
-            )
+            found = "no image tokens, or some that belong to none of the pictures"
+            raise PictureError(f"the prompt as vLLM read it has {found}")
         num_tokens = max(f.mm_position.offset + f.mm_position.length for f in features)
         written = torch.frombuffer(bytearray(pickle.dumps(features)), dtype=torch.uint8)
         made = Pictures.of(ids, {_FEATURES: written}, num_tokens, image_token_id, reader=_READER)

@@ -80,7 +80,7 @@ def _is_odd(part: str, before: str, is_inside: bool) -> bool:
 
 
 def _parts(pattern: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield each part of a pattern, whether a set (``[…]``) has it, and whether a negated one."""
+    """Yield each part of a pattern, whether it is in a set (``[…]``), and in a negated set."""
     is_inside = is_negated = False
     for match in _PART.finditer(pattern):
         part = match[0]

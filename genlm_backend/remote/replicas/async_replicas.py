@@ -53,8 +53,8 @@ class AsyncReplicas(BatchedLM):
     from the contexts that it was sent before, whose keys and values it caches. Rows, batches and
     adapters work as with one evaluator; ``batch_size`` holds for each replica.
 
-    If a replica dies, the others get its contexts, and it is restarted if its evaluator allows it:
-    four attempts after pauses of 0, 1, 5 and 20 s, later ones by ``restart()``. A query raises an
+    If a replica dies, the others get its contexts. Its restart, if its evaluator has one, is tried
+    after pauses of 0, 1, 5 and 20 s, and later by ``restart()``. A query raises an
     ``EngineDiedError`` if all replicas are dead, or if three have died while they computed it (a
     restarted replica counts again).
 
@@ -68,7 +68,7 @@ class AsyncReplicas(BatchedLM):
         output_device: Device of the returned rows: "cpu", "cuda:0", …
         per_forward: Cost of a forward pass in addition to its tokens, counted in tokens. A larger
             value gives more weight to the passes that already wait at a replica.
-        self_check: Compare a few probe texts with the bytes of their tokens.
+        self_check: Whether to compare a few probe texts with the bytes of their tokens.
         processor: The processor for pictures, as for ``AsyncTransformer``.
 
     Raises:
@@ -124,8 +124,8 @@ class AsyncReplicas(BatchedLM):
     ) -> Self:
         """Load a transformers model several times, each in a process of its own.
 
-        Replicas are assigned to the CUDA devices in turn, unless there is none, or ``device_map``
-        or ``weights`` is given. They divide the cores then, unless ``num_threads`` is given.
+        Replicas are assigned to the CUDA devices in turn. If there is none, or ``device_map`` or
+        ``weights`` is given, they divide the cores instead, unless ``num_threads`` is given.
 
         Args:
             model_id: A repository on the hub, a local directory, or ``"smollm2"``.
@@ -178,7 +178,7 @@ class AsyncReplicas(BatchedLM):
                 cluster. Default: ``RAY_ADDRESS``, a cluster that runs on this machine, or a new
                 one; ``"local"`` starts a new one.
             num_cpus: Cores that Ray reserves for each actor; also the default of ``num_threads``.
-            num_gpus: Number of GPUs that Ray reserves for each actor, which may be a fraction.
+            num_gpus: Number of GPUs that Ray reserves for each actor; fractions are allowed.
             max_restarts: Number of times that Ray restarts an actor; -1 for any number.
             **options: As for ``from_name``.
 

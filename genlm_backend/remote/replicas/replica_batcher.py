@@ -19,7 +19,7 @@ from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.together import together
 
 _MOST_DEATHS: Final = 3
-"""A query's caller gets the error once this many replicas have died while they computed it."""
+"""A query's caller gets the error once this many replicas have died while computing it."""
 
 
 @final
@@ -107,7 +107,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
             self._note_left()
 
     def _note_left(self) -> None:
-        """Remove queries for which no caller waits any more from the loads."""
+        """Remove from the loads the queries for which no caller waits any more."""
         while self._left:
             query, choice = self._left.popleft()
             own, count = self._asked.get(query, (None, 0))

@@ -54,9 +54,9 @@ class Router:
         """Choose a replica for a context of packed 32-bit ids; at least one has to be alive."""
         matches = self._sent.matches(space, packed)
         # A replica's cost is its waiting tokens, plus the context's tokens that it was not sent,
-        # weighted, since later contexts wait for them too. Contexts divide the cost of common
-        # tokens: a context stays with its prefix until the queue there costs more than its share
-        # of computing the prompt a second time.
+        # with a weight, since later contexts wait for them too. Contexts divide the cost of common
+        # tokens, so a context stays with its prefix until waiting for that replica costs more than
+        # the context's share of computing the prefix a second time.
         costs = [
             (self._wait(load, match) + _PER_REPEATED * match.part, replica)
             for replica, (load, match) in enumerate(zip(self.loads, matches, strict=True))
@@ -125,7 +125,7 @@ class _Node:
 
 
 class _Match(NamedTuple):
-    """Tokens of a context sent to a replica, those that wait there, and a share of the rest."""
+    """How much of a context a replica was sent, how much of that waits, a share of the rest."""
 
     num_known: int
     num_waiting: int
