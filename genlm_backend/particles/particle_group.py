@@ -39,15 +39,14 @@ from genlm_backend.errors import (
 )
 from genlm_backend.particles.masks import Masks, check_ids, masks_by_group, masks_of
 from genlm_backend.queries.context import Context
-from genlm_backend.readouts.draw import TEMPERATURE
+from genlm_backend.readouts.draw import TEMPERATURE, Doubles
 from genlm_backend.readouts.draw_table import Pools, SamplingFilter
 from genlm_backend.readouts.particle_step import ParticleStep, StepResult, TableDraws
 from genlm_backend.readouts.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
 from genlm_backend.resampling import Scheme, multinomial, scheme_of
 from genlm_backend.runtime.blocking import blocking, in_form
 
-Ints = NDArray[np.int64]
-Doubles = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 class ParticleModel(Protocol):
@@ -82,7 +81,7 @@ class Draws(NamedTuple):
         log_proposals: Log-probabilities with which the tokens were drawn: float64.
     """
 
-    token_ids: Ints
+    token_ids: Indices
     logprobs: Doubles
     log_allowed: Doubles
     log_proposals: Doubles
@@ -103,7 +102,7 @@ class Rows(NamedTuple):
     """
 
     table: torch.Tensor
-    row_of: Ints
+    row_of: Indices
 
 
 class ParticleTop(NamedTuple):
@@ -115,7 +114,7 @@ class ParticleTop(NamedTuple):
         log_rest: Log-mass of all other tokens: float64 ``[N]``.
     """
 
-    token_ids: Ints
+    token_ids: Indices
     logprobs: NDArray[np.float32]
     log_rest: Doubles
 
@@ -140,7 +139,7 @@ class ParticleGroup:
         self,
         lm: Any,
         prompts: Sequence[Context],
-        group_ids: Ints,
+        group_ids: Indices,
         seed: np.random.SeedSequence,
         lora_name: str | None,
     ) -> None:
@@ -154,7 +153,7 @@ class ParticleGroup:
         self._rng = np.random.default_rng(of_resampling)
         self._log_weights = np.zeros(size)
         self.is_done = np.zeros(size, np.bool_)
-        self.resampled, self.history = np.zeros(len(prompts), np.bool_), list[Ints]()
+        self.resampled, self.history = np.zeros(len(prompts), np.bool_), list[Indices]()
         # The ledger: all tokens after the prompts. A step holds these arrays, so written elements
         # must never change: ``append`` writes after the lengths that a step has copied.
         self._tokens = np.zeros((size, 16), np.int32)  # [N, T] int32
@@ -272,7 +271,7 @@ class ParticleGroup:
         threshold: float = 0.5,
         scheme: str | Scheme = "systematic",
         retained: ArrayLike | None = None,
-    ) -> Ints:
+    ) -> Indices:
         """Resample the groups whose effective sample size is low; return all ancestors.
 
         Particle ``i`` becomes a copy of particle ``ancestors[i]``, of the same group. Copy the
@@ -327,7 +326,7 @@ class ParticleGroup:
             self._take(ancestors)
         return ancestors.copy()
 
-    def _retained(self, retained: ArrayLike | None, scheme: Scheme) -> Ints | None:
+    def _retained(self, retained: ArrayLike | None, scheme: Scheme) -> Indices | None:
         if retained is None:
             return None
         if scheme is not multinomial:
@@ -345,7 +344,7 @@ class ParticleGroup:
             )
         return kept.astype(np.int64)
 
-    def _take(self, indices: Ints) -> None:
+    def _take(self, indices: Indices) -> None:
         """Replace each particle's tokens, and whether it is finished, by another's."""
         self.is_done, self._tokens = self.is_done[indices], self._tokens[indices]
         self._num_tokens, self._hints = self._num_tokens[indices], self._hints[indices]
@@ -455,7 +454,7 @@ class ParticleGroup:
             bounds = _bounds(top_k, top_p, min_p) if divisor else None
             active = self._active()
             first, row_of = self._distinct(active)
-            steps, places = self._steps(active[first]), list[Ints]()
+            steps, places = self._steps(active[first]), list[Indices]()
             is_late = callable(allowed) and not hasattr(allowed, "state_key")
 
             def with_draws() -> list[ParticleStep]:
@@ -540,7 +539,7 @@ class ParticleGroup:
 
     log_masses_sync = blocking(log_masses, "numbers")
 
-    async def _read(self, readout: ReadoutOf) -> tuple[list[Any], Ints]:
+    async def _read(self, readout: ReadoutOf) -> tuple[list[Any], Indices]:
         """Return a readout's answers for the distinct contexts, and each particle's index there."""
         with self._running():
             active = self._active()
@@ -568,11 +567,11 @@ class ParticleGroup:
         finally:
             self._is_running = False
 
-    def _active(self) -> Ints:
+    def _active(self) -> Indices:
         """Return the indices of the particles that are neither finished nor dead: ``[n]``."""
         return np.flatnonzero(self.is_active)
 
-    def _in_group(self, active: Ints, row_of: Ints) -> Ints:
+    def _in_group(self, active: Indices, row_of: Indices) -> Indices:
         found = np.full(len(self), -1, np.int64)
         found[active] = row_of
         return found
@@ -587,7 +586,7 @@ class ParticleGroup:
             raise OptionError(f"uniforms must be {len(self)} numbers in [0, 1), got {shown(given)}")
         return found
 
-    def _masks(self, allowed: Any, by_group: Any, active: Ints) -> Masks | None:
+    def _masks(self, allowed: Any, by_group: Any, active: Indices) -> Masks | None:
         vocab_size = len(self._model.byte_vocab)
         if by_group is None:
             return masks_of(allowed, vocab_size, active, len(self))
@@ -595,7 +594,7 @@ class ParticleGroup:
             raise OptionError("pass allowed or allowed_by_group, not both")
         return masks_by_group(by_group, vocab_size, self.group_ids[active], self.num_groups)
 
-    def _distinct(self, active: Ints) -> tuple[Ints, Ints]:
+    def _distinct(self, active: Indices) -> tuple[Indices, Indices]:
         """Number the distinct contexts of the active particles.
 
         Returns:
@@ -625,7 +624,7 @@ class ParticleGroup:
         rows = np.array(row_of, np.int64)
         return np.unique(rows, return_index=True)[1], rows
 
-    def _steps(self, particles: Ints) -> list[ParticleStep]:
+    def _steps(self, particles: Indices) -> list[ParticleStep]:
         """Return steps of at most ``batch_size`` rows, without draws.
 
         Args:
@@ -645,7 +644,7 @@ class ParticleGroup:
             for own in parts
         ]
 
-    def _context_maker(self, particles: Ints) -> Callable[[int], Context]:
+    def _context_maker(self, particles: Indices) -> Callable[[int], Context]:
         """Return a function that makes the present context of each of some particles."""
         # The function may be called later: it holds copies, and arrays whose parts that it reads
         # are never overwritten.
@@ -655,7 +654,7 @@ class ParticleGroup:
             _context, self._prompts, groups, self._tokens, rows, sizes, hints, self._hint_key
         )
 
-    def _draws(self, active: Ints, found: Doubles) -> Draws:
+    def _draws(self, active: Indices, found: Doubles) -> Draws:
         """Return the draws of the group, given the numbers of ``Pools.draw`` for active ones."""
         if np.isnan(found[:, 4]).any():
             own = active[np.isnan(found[:, 4])]
@@ -670,7 +669,7 @@ class ParticleGroup:
         numbers[:, active] = np.where(is_possible, found[:, 1:4].T, np.array(_IMPOSSIBLE)[:, None])
         return Draws(token_ids, *numbers)
 
-    def _rows(self, tables: Sequence[torch.Tensor], active: Ints, row_of: Ints) -> Rows:
+    def _rows(self, tables: Sequence[torch.Tensor], active: Indices, row_of: Indices) -> Rows:
         device = self._model.device
         own = [table.to("cpu" if device is None else device) for table in tables]
         empty = torch.empty(0, len(self._model.byte_vocab), dtype=torch.float32, device=device)
@@ -678,7 +677,7 @@ class ParticleGroup:
         return Rows(table, self._in_group(active, row_of))
 
     def _keep_hints(
-        self, particles: Ints, row_of: Ints, active: Ints, results: Sequence[StepResult]
+        self, particles: Indices, row_of: Indices, active: Indices, results: Sequence[StepResult]
     ) -> None:
         """Keep the node numbers of a step's rows."""
         if not results:
@@ -708,8 +707,8 @@ class _Plan(NamedTuple):
     uniforms: Doubles
 
     def with_draws(
-        self, steps: Sequence[ParticleStep], row_of: Ints
-    ) -> tuple[list[ParticleStep], list[Ints]]:
+        self, steps: Sequence[ParticleStep], row_of: Indices
+    ) -> tuple[list[ParticleStep], list[Indices]]:
         """Return steps with their draws, and the indices of the draws of each.
 
         Args:
@@ -725,7 +724,7 @@ class _Plan(NamedTuple):
         ends = np.cumsum([0, *map(len, steps)])
         pool_ends = np.searchsorted(rows, ends)
         draw_ends = np.searchsorted(pool_of, pool_ends).tolist()
-        made, places = list[ParticleStep](), list[Ints]()
+        made, places = list[ParticleStep](), list[Indices]()
         for i, step in enumerate(steps):
             own = slice(pool_ends[i], pool_ends[i + 1])
             size = int(pool_ends[i + 1] - pool_ends[i])
@@ -772,7 +771,7 @@ def _context(
 
 
 def _spread(
-    rows: Sequence[Any], row_of: Ints, missing: float, shape: tuple[int, ...], dtype: Any
+    rows: Sequence[Any], row_of: Indices, missing: float, shape: tuple[int, ...], dtype: Any
 ) -> NDArray[Any]:
     """Return each particle's entry of ``rows``; ``missing`` for a particle without one."""
     found = np.full((len(row_of), *shape), missing, dtype)
