@@ -75,9 +75,10 @@ class WeightedTexts:
 
     def most_common(self, n: int | None = None) -> list[tuple[str, float]]:
         """Return the texts with the largest total weights, and those weights."""
-        totals = dict.fromkeys(self.texts, 0.0)
+        totals = dict[str, float]()
         for text, weight in zip(self.texts, self.weights.tolist(), strict=True):
-            totals[text] += weight
+            if weight:
+                totals[text] = totals.get(text, 0.0) + weight
         return sorted(totals.items(), key=itemgetter(1), reverse=True)[:n]
 
     def __repr__(self) -> str:
@@ -213,6 +214,9 @@ def _end_ids(lm: AsyncLM, ends: Any) -> frozenset[int]:
         raise OptionError(f"ends must be token ids or strings, got {shown(wrong or given)}")
     ids = {int(end) for end in given if not isinstance(end, str)}
     check_known_ids("ends", ids, len(lm.byte_vocab))
+    for end in given:
+        if isinstance(end, str) and not any(bytes(t).endswith(end.encode()) for t in lm.byte_vocab):
+            raise OptionError(f"ends has {end!r}, with which no token of the vocabulary ends")
     suffixes = tuple(end.encode() for end in given if isinstance(end, str))
     if suffixes:
         ids |= lm.eos_token_ids

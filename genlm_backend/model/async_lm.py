@@ -828,7 +828,7 @@ class AsyncLM(Closing):
         """
         results = list[StepResult]()
         for step in steps if with_draws is None else with_draws():
-            contexts = list(map(step.context_of, range(len(step))))
+            contexts = list(map(step.contexts.context, range(len(step))))
             if step.draws is None:
                 values: Any = await self.batch_next_token_logprobs(contexts, lora_name=lora_name)
             else:

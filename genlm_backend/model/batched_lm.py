@@ -315,7 +315,9 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._batcher.check_open()
         adapter = self._adapter(lora_name)
         self._before_wait()
-        if with_draws is not None and await is_blocking():
+        is_here = type(self._batcher) is Batcher
+        is_here = is_here and not isinstance(self._evaluator, RestartableEvaluator)
+        if with_draws is not None and (not is_here or await is_blocking()):  # rows would be sent
             steps, with_draws = with_draws(), None
         own = [replace(step, adapter=adapter) for step in steps]
         if with_draws is None:

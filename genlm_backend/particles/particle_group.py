@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
@@ -41,7 +40,7 @@ from genlm_backend.particles.masks import Masks, check_ids, masks_by_group, mask
 from genlm_backend.queries.context import Context
 from genlm_backend.readouts.draw import TEMPERATURE, Doubles
 from genlm_backend.readouts.draw_table import Pools, SamplingFilter
-from genlm_backend.readouts.particle_step import ParticleStep, StepResult, TableDraws
+from genlm_backend.readouts.particle_step import ParticleStep, StepContexts, StepResult, TableDraws
 from genlm_backend.readouts.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
 from genlm_backend.resampling import Scheme, multinomial, scheme_of
 from genlm_backend.runtime.blocking import blocking, in_form
@@ -162,7 +161,7 @@ class ParticleGroup:
         self._prompt_lengths = lengths[group_ids]
         last = [prompt[-1] if len(prompt) else 0 for prompt in prompts]
         self._last_tokens = np.array(last, np.int32)[group_ids]
-        self._hints, self._hint_key = np.zeros(size, np.int64), object()
+        self._hints, self._hint_key = np.zeros(size, np.int64), None
         known = dict[Context, int]()
         self._prompt_ids = [known.setdefault(own, i) for i, own in enumerate(prompts)]
         self._has_pictures = any(prompt.pictures is not None for prompt in prompts)
@@ -387,7 +386,7 @@ class ParticleGroup:
 
     def contexts(self) -> list[Context]:
         """Return each particle's context: its prompt and its tokens."""
-        return list(map(self._context_maker(np.arange(len(self))), range(len(self))))
+        return list(map(self._contexts_of(np.arange(len(self))).context, range(len(self))))
 
     def __getitem__(self, indices: Any) -> ParticleGroup:
         """Return a new group of copies of particles, with random numbers of its own.
@@ -544,8 +543,8 @@ class ParticleGroup:
         with self._running():
             active = self._active()
             first, row_of = self._distinct(active)
-            lm, context_of = await in_form(self._model), self._context_maker(active[first])
-            contexts = [context_of(i) for i in range(len(first))]
+            lm, context_of = await in_form(self._model), self._contexts_of(active[first]).context
+            contexts = list(map(context_of, range(len(first))))
             answers = await lm.batch_read(contexts, readout, self._lora_name) if contexts else []
             return answers, self._in_group(active, row_of)
 
@@ -638,20 +637,23 @@ class ParticleGroup:
                 hint_key=self._hint_key,
                 lengths=(self._prompt_lengths + self._num_tokens)[own].astype(np.int32),
                 tokens=self._last_tokens[own],
-                context_of=self._context_maker(own),
+                contexts=self._contexts_of(own),
                 has_pictures=self._has_pictures,
             )
             for own in parts
         ]
 
-    def _context_maker(self, particles: Indices) -> Callable[[int], Context]:
-        """Return a function that makes the present context of each of some particles."""
-        # The function may be called later: it holds copies, and arrays whose parts that it reads
-        # are never overwritten.
-        sizes, hints = self._num_tokens[particles].tolist(), self._hints[particles].tolist()
-        rows, groups = particles.tolist(), self.group_ids[particles].tolist()
-        return partial(
-            _context, self._prompts, groups, self._tokens, rows, sizes, hints, self._hint_key
+    def _contexts_of(self, particles: Indices) -> StepContexts:
+        """Return the present contexts of some particles."""
+        # They may be made later: they hold copies, and arrays of which no read part is overwritten.
+        return StepContexts(
+            prompts=self._prompts,
+            groups=self.group_ids[particles],
+            tokens=self._tokens,
+            rows=particles,
+            sizes=self._num_tokens[particles],
+            hints=self._hints[particles],
+            hint_key=self._hint_key,
         )
 
     def _draws(self, active: Indices, found: Doubles) -> Draws:
@@ -683,8 +685,8 @@ class ParticleGroup:
         if not results:
             return
         key = results[-1].hint_key
-        hints = np.zeros_like(self._hints) if key is not self._hint_key else self._hints.copy()
-        own = [r.hints if r.hint_key is key else np.zeros_like(r.hints) for r in results]
+        hints = np.zeros_like(self._hints) if key != self._hint_key else self._hints.copy()
+        own = [r.hints if r.hint_key == key else np.zeros_like(r.hints) for r in results]
         hints[active] = np.concatenate(own)[row_of]
         self._hints, self._hint_key = hints, key
 
@@ -749,25 +751,6 @@ def _bounds(top_k: Any, top_p: Any, min_p: Any) -> SamplingFilter | None:
         number(0, 1)("min_p", min_p),
     )
     return None if bounds == SamplingFilter() else bounds
-
-
-def _context(
-    prompts: Sequence[Context],
-    groups: Sequence[int],
-    tokens: NDArray[np.int32],
-    rows: Sequence[int],
-    sizes: Sequence[int],
-    hints: Sequence[int],
-    hint_key: object,
-    index: int,
-) -> Context:
-    """Return a context: the prompt of its group, and the first tokens of a row of the ledger."""
-    context = prompts[groups[index]]
-    if sizes[index]:
-        context = context.followed_by(tokens[rows[index], : sizes[index]].tobytes())
-    if hints[index]:
-        context.cache_hint = hint_key, hints[index]
-    return context
 
 
 def _spread(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias, final
 
@@ -66,7 +67,7 @@ class Nodes:
 
     def clear(self) -> None:
         """Forget all nodes, and invalidate all hints."""
-        self.key = object()
+        self.key = uuid.uuid4().bytes  # also equal to no key of another process
         # Numbers from 1 to below this have been used; 0 means no node. Later elements are zero.
         self.num_made = 1
         self._free, self._num_free = np.empty(0, np.int32), 0
@@ -207,5 +208,5 @@ class Nodes:
         nodes = (node_uses & ((1 << _NODE_BITS) - 1)).astype(np.int32)
         nodes[nodes >= self.num_made] = 0  # given before the tree was cleared
         is_there = self.num_uses[nodes] == node_uses >> _NODE_BITS
-        is_there &= (self.root[nodes] == root) & (key is self.key)
+        is_there &= (self.root[nodes] == root) & (key == self.key)
         return np.where(is_there, nodes, root if missing is None else missing).astype(np.int32)

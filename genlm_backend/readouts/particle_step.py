@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -76,6 +76,46 @@ class StepResult(NamedTuple):
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
+class StepContexts:
+    """The contexts of a step's rows, made when they are needed.
+
+    Attributes:
+        prompts: The prompts of the groups.
+        groups: Index of each row's prompt: int64 ``[R]``.
+        tokens: The tokens after the prompts, by particle: int32 ``[N, T]``.
+        rows: Index of each row's particle: int64 ``[R]``.
+        sizes: Number of each row's tokens after its prompt: int64 ``[R]``.
+        hints: Numbers of cached nodes, as in ``StepResult``: int64 ``[R]``.
+        hint_key: The state of the cache in which the hints are valid.
+    """
+
+    prompts: Sequence[Context]
+    groups: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    hints: NDArray[np.int64]
+    hint_key: object
+
+    def context(self, index: int) -> Context:
+        """Return the context of a row."""
+        context, size = self.prompts[self.groups[index]], self.sizes[index]
+        if size:
+            context = context.followed_by(self.tokens[self.rows[index], :size].tobytes())
+        if self.hints[index]:
+            context.cache_hint = self.hint_key, int(self.hints[index])
+        return context
+
+    def __reduce__(self) -> tuple[type[StepContexts], tuple[Any, ...]]:
+        own = self.tokens[self.rows, : self.sizes.max(initial=0)]  # no other particle's tokens
+        numbers, groups = np.unique(self.groups, return_inverse=True)
+        prompts = [self.prompts[i] for i in numbers.tolist()]
+        rows = np.arange(len(own))
+        return StepContexts, (prompts, groups, own, rows, self.sizes, self.hints, self.hint_key)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
 class ParticleStep(Query):
     """The contexts of ``R`` rows, and what to compute from their rows.
 
@@ -84,7 +124,7 @@ class ParticleStep(Query):
         hint_key: The state of the cache in which the hints are valid.
         lengths: Lengths of the contexts: int32 ``[R]``.
         tokens: Last tokens of the contexts: int32 ``[R]``.
-        context_of: Returns the context of a row, given its index.
+        contexts: The contexts.
         draws: What to draw; ``None`` to return the rows themselves.
         has_pictures: Whether a context begins with pictures.
         adapter: The adapter to read the contexts with, or ``None``.
@@ -94,7 +134,7 @@ class ParticleStep(Query):
     hint_key: object
     lengths: NDArray[np.int32]
     tokens: NDArray[np.int32]
-    context_of: Callable[[int], Context]
+    contexts: StepContexts
     draws: TableDraws | None = None
     has_pictures: bool = False
     adapter: Adapter | None = None
@@ -107,7 +147,7 @@ class ParticleStep(Query):
     @property
     def context(self) -> Context:
         """The context of the first row."""
-        return self.context_of(0)
+        return self.contexts.context(0)
 
     @property
     def weight(self) -> float:
@@ -134,7 +174,7 @@ class ParticleStep(Query):
 
     def row_queries(self) -> list[RowQuery]:
         """Return a query for each row."""
-        return [RowQuery(self.context_of(i), self.adapter) for i in range(len(self))]
+        return [RowQuery(self.contexts.context(i), self.adapter) for i in range(len(self))]
 
     def values(self, table: torch.Tensor, *, are_logits: bool = False) -> Any:
         """Return the values of a ``StepResult``, given the rows: float32 ``[R, V]``."""

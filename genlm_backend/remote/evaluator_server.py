@@ -17,6 +17,7 @@ from genlm_backend.errors import (
 from genlm_backend.queries.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.queries.query import Query
 from genlm_backend.queries.row import Row
+from genlm_backend.readouts.particle_step import StepResult
 from genlm_backend.readouts.readout import answers_by_rows
 from genlm_backend.remote.arguments import ArgumentDecoder
 from genlm_backend.remote.messages import (
@@ -152,4 +153,6 @@ def sendable(answer: Any) -> Any:
     """Return an answer that is not in the table: a tensor on the CPU, a packed error, or itself."""
     if isinstance(answer, torch.Tensor):  # scores: pickling a view would copy its whole storage
         return answer.detach().cpu().clone()
+    if isinstance(answer, StepResult):
+        return answer._replace(values=sendable(answer.values))
     return PackedError.of(answer) if isinstance(answer, BaseException) else answer

@@ -86,7 +86,7 @@ class RemoteEvaluator(RestartableEvaluator):
         is_here = not (info.device or "").startswith("cuda") or torch.cuda.is_available()
         device = info.device if is_here else None
         # Its threads are not this process's, and ``evaluate`` answers readouts in any case.
-        return replace(info, uses_openmp=False, reads_out=True, takes_steps=False, device=device)
+        return replace(info, uses_openmp=False, reads_out=True, device=device)
 
     @final
     def restart(self) -> EvaluatorInfo:

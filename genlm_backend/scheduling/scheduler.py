@@ -640,7 +640,7 @@ class Scheduler:
             table, values = tables[step]
             bad = np.flatnonzero(own == 0).tolist()
             if bad:
-                again = [RowQuery(step.context_of(i), step.adapter) for i in bad]
+                again = [RowQuery(step.contexts.context(i), step.adapter) for i in bad]
                 table = self._outputs.table(table) if step.takes_logits else table.clone()
                 for i, row in zip(bad, self.run_uncached([*again], pads=False), strict=True):
                     table[i] = row.logprobs.to(table.device)

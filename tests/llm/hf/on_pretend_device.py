@@ -14,7 +14,7 @@ from genlm_backend.attention.torch import torch_ops
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.queries.query import RowQuery
 from genlm_backend.readouts.draw_table import Pools, SamplingFilter
-from genlm_backend.readouts.particle_step import ParticleStep, TableDraws
+from genlm_backend.readouts.particle_step import ParticleStep, StepContexts, TableDraws
 from genlm_backend.readouts.sample_readout import SampleReadout
 from genlm_backend.readouts.score_query import ScoreQuery
 from genlm_backend.readouts.token_readouts import Entropy, Masses, Top
@@ -151,8 +151,10 @@ def steps_of(evaluator, options):
         draws = TableDraws(pools, np.linspace(0, 0.9, 4), np.arange(4))
         lengths = np.array([*map(len, contexts)], np.int32)
         tokens = np.array([context[-1] for context in contexts], np.int32)
-        made = [RowQuery(context).context for context in contexts]
-        step = ParticleStep(hints, key, lengths, tokens, made.__getitem__, draws)
+        made, own = [RowQuery(context).context for context in contexts], np.arange(4)
+        none = np.zeros((4, 0), np.int32)
+        steps = StepContexts(made, own, none, own, 0 * own, 0 * own, None)
+        step = ParticleStep(hints, key, lengths, tokens, steps, draws)
         ((values, hints, key),) = evaluator.evaluate([step])
         yield values[:, :4]
         contexts = [[*c, int(drawn)] for c, drawn in zip(contexts, values[:, 0], strict=True)]
