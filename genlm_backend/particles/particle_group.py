@@ -162,6 +162,7 @@ class ParticleGroup:
         last = [prompt[-1] if len(prompt) else 0 for prompt in prompts]
         self._last_tokens = np.array(last, np.int32)[group_ids]
         self._hints, self._hint_key = np.zeros(size, np.int64), None
+        self._hinted_lengths = np.zeros(size, np.int64)  # of the contexts that the hints are of
         known = dict[Context, int]()
         self._prompt_ids = [known.setdefault(own, i) for i, own in enumerate(prompts)]
         self._has_pictures = any(prompt.pictures is not None for prompt in prompts)
@@ -348,6 +349,7 @@ class ParticleGroup:
         self.is_done, self._tokens = self.is_done[indices], self._tokens[indices]
         self._num_tokens, self._hints = self._num_tokens[indices], self._hints[indices]
         self._last_tokens = self._last_tokens[indices]
+        self._hinted_lengths = self._hinted_lengths[indices]
 
     # ---------------------------------------------------------------- tokens
 
@@ -404,6 +406,7 @@ class ParticleGroup:
         group._num_tokens, group._hints = self._num_tokens[chosen], self._hints[chosen]
         group._last_tokens, group._hint_key = self._last_tokens[chosen], self._hint_key
         group._log_weights = self._log_weights[chosen]
+        group._hinted_lengths = self._hinted_lengths[chosen]
         return group
 
     # ---------------------------------------------------------------- awaits
@@ -608,8 +611,9 @@ class ParticleGroup:
                 f"most {most}: finish() such particles"
             )
         hints = self._hints[active]
-        if len(active) and hints.all():
-            # Equal prefix nodes, lengths and last tokens mean equal contexts.
+        are_near = (hints != 0) & (lengths - self._hinted_lengths[active] <= 1)
+        if len(active) and are_near.all():
+            # Equal nodes of all tokens but the last, lengths and last tokens mean equal contexts.
             _, codes = np.unique(hints, return_inverse=True)
             codes = codes * (longest + 1) + lengths
             codes = codes * len(self._model.byte_vocab) + self._last_tokens[active]
@@ -689,6 +693,8 @@ class ParticleGroup:
         own = [r.hints if r.hint_key == key else np.zeros_like(r.hints) for r in results]
         hints[active] = np.concatenate(own)[row_of]
         self._hints, self._hint_key = hints, key
+        self._hinted_lengths = self._hinted_lengths.copy()
+        self._hinted_lengths[active] = (self._prompt_lengths + self._num_tokens)[active]
 
     def _count_draw(self) -> None:
         self._num_draws += 1

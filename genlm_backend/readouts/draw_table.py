@@ -165,6 +165,8 @@ class Pools:
             token_ids = torch.where(greedy, scores.argmax(-1)[pool_of], token_ids)
         # 4. Log-probabilities of the tokens and of their draws.
         top, tempered = largest[:, 0].double(), totals.log()
+        if are_logits:  # a log-softmax of infinite logits would be NaN, too
+            top = torch.where(top.isfinite(), top, torch.nan)
         log_allowed = torch.zeros_like(top)
         if is_bounded:
             log_allowed = top + tempered if are_plain else log_sums(scores)

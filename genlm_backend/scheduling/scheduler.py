@@ -641,9 +641,11 @@ class Scheduler:
             bad = np.flatnonzero(own == 0).tolist()
             if bad:
                 again = [RowQuery(step.contexts.context(i), step.adapter) for i in bad]
-                table = self._outputs.table(table) if step.takes_logits else table.clone()
-                for i, row in zip(bad, self.run_uncached([*again], pads=False), strict=True):
-                    table[i] = row.logprobs.to(table.device)
+                rows_again = self.run_uncached([*again], pads=False)
+                with torch.inference_mode():  # the table is an inference tensor
+                    table = self._outputs.table(table) if step.takes_logits else table.clone()
+                    for i, row in zip(bad, rows_again, strict=True):
+                        table[i] = row.logprobs.to(table.device)
                 values = step.values(table)
             answers[step] = StepResult(values, tree.nodes.node_uses(own), key)
         if others:
@@ -665,6 +667,9 @@ class Scheduler:
             errors = [row for row in rows if isinstance(row, Exception)]
             hints = [wanted[query].context.cache_hint for query in own]
             numbers = np.array([hint[1] if hint[0] is key else 0 for hint in hints], np.int64)
+            root = self.tree.root(step.adapter)
+            depths = self.tree.nodes.depth[self.tree.nodes.numbered(numbers, key, root)]
+            numbers[depths != step.lengths] = 0  # contexts that were not cached whole
             values = None if errors else step.values(stacked(rows))
             answers[step] = errors[0] if errors else StepResult(values, numbers, key)
         return answers

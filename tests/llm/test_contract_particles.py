@@ -237,6 +237,17 @@ def test_group_of_a_closed_model_raises(backend):
         group.draw_sync()
 
 
+def test_tokens_appended_between_draws_keep_contexts_apart(lm, backend):
+    group, reference = lm.particles(PROMPT, 4, seed=0), Reference(backend, [PROMPT] * 4)
+    for step in range(4):
+        uniforms = np.linspace(0.1, 0.9, 4)
+        draws = group.draw_sync(uniforms=uniforms)
+        reference.check(draws, uniforms, tolerance=backend.tolerance)
+        for ids in (np.arange(4), np.full(4, 8))[: 1 + step % 3]:
+            group.append(ids)
+            reference.append(ids)
+
+
 def test_masks_of_every_kind_draw_the_same(lm):
     rng = np.random.default_rng(3)
     masks = random_masks(rng, 2)
@@ -271,6 +282,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("cancel"), st.integers(0, 4)),
         st.tuples(st.just("others"), st.integers(1, 4)),
         st.tuples(st.just("part"), st.integers(1, 6)),
+        st.tuples(st.just("append"), st.integers(1, 40)),
     ),
     min_size=4,
     max_size=14,
@@ -329,6 +341,11 @@ def test_any_history_matches_particles_one_by_one(backend, lm, operations, seed,
                 for _ in range(argument):
                     own = [*reference.ids[rng.integers(count)], int(rng.integers(VOCAB))]
                     others.append((own, asyncio.ensure_future(lm.next_token_logprobs(own))))
+            elif kind == "append":  # of few ids, so that last tokens are equal by chance
+                for _ in range(argument):
+                    ids = rng.integers(-1, 3, count)
+                    group.append(ids)
+                    reference.append(ids)
             elif kind == "part":
                 chosen = np.sort(rng.choice(count, min(argument, count), replace=False))
                 group, count = group[chosen], len(chosen)

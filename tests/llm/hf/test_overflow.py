@@ -3,13 +3,14 @@
 import math
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.errors import CacheError
+from genlm_backend.errors import CacheError, EvaluationError
 from genlm_backend.queries.row import rows_of_logits
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -181,3 +182,25 @@ def test_nan_token_is_excluded_from_mean_keys():
         for context, own in zip(([5, 6, 7], [20, 21, 22], [23, 24]), expected, strict=True):
             row = lm.next_token_logprobs_sync(context)
             assert float((own.exp() * (own - row)).sum()) < 0.1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "minus inf"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"top_k": 3}], ids=str)
+def test_particle_with_nan_row_is_named_and_the_others_go_on(value, options):
+    model = families.make("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(0.1)
+        model.model.embed_tokens.weight[4] = value
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        group = lm.particles([1, 2, 3], 3, seed=0)
+        for last in (0, 4):  # the second step is on arrays
+            group.append([5, last, 6])
+            if last == 0:
+                group.draw_sync(**options)
+        with pytest.raises(EvaluationError, match="NaN for 1 of 3 particles, such as particle 1"):
+            group.draw_sync(**options)
+        group.finish(np.arange(3) == 1)
+        draws = group.draw_sync(**options)
+        assert (draws.token_ids >= 0).tolist() == [True, False, True]
+        expected = fresh_row(model, [1, 2, 3, 5, 5])[draws.token_ids[0]]
+        assert draws.logprobs[0] == pytest.approx(float(expected), abs=1e-5)
