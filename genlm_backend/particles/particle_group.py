@@ -649,7 +649,8 @@ class ParticleGroup:
 
     def _contexts_of(self, particles: Indices) -> StepContexts:
         """Return the present contexts of some particles."""
-        # They may be made later: they hold copies, and arrays of which no read part is overwritten.
+        # The contexts may be made later. So all arrays are copies, except ``_tokens``: ``append``
+        # writes only after these sizes, and ``resample`` makes a new array.
         return StepContexts(
             prompts=self._prompts,
             groups=self.group_ids[particles],

@@ -192,6 +192,6 @@ def check_unique(decode: Sequence[Any]) -> None:
             ) from error
         if first != position:
             raise VocabularyError(
-                f"decode[{first}] and decode[{position}] are the same entry, {key!r}: pass entries "
-                f"that spell the same bytes as Tokens with different ids"
+                f"decode[{first}] and decode[{position}] are the same entry, {key!r}: two "
+                "entries with the same bytes must be Tokens with different ids"
             )

@@ -95,7 +95,7 @@ class ModelView:
         self.undress()
 
     def undress(self) -> None:
-        """Reset modules to their first class and ``forward``, and to the model's present hooks."""
+        """Restore the modules' own class and ``forward``; give them the model's current hooks."""
         for module, own in self.copies.items():
             kind, attributes = self._bare[own]
             own.__class__ = kind

@@ -37,7 +37,7 @@ _MOST_OF_PROMPT: Final = 64
 
 @final
 class VLLMEvaluator(Evaluator):
-    """Answers queries with vLLM's sessions and its prompt log-probabilities."""
+    """Answers queries by sessions in a vLLM engine, and scores by its prompt log-probabilities."""
 
     def __init__(
         self, engine: VLLMEngine, output_device: torch.device, max_length: int | None = None
