@@ -96,6 +96,7 @@ NOT_HERE = {
     "AsyncLM": "abstract; its options are those of MockAsyncLM",
     "AsyncLlamaCppLM": "where llama.cpp is, its options are those of AsyncTransformer; else none",
     "AsyncMlxLM": "where MLX is, its options are those of AsyncTransformer; else it says so",
+    "Batched": "made by batched",
     "Context": "made by a model",
     "Continuation": "made by the library",
     "Continuations": "made by the library",
@@ -104,6 +105,7 @@ NOT_HERE = {
     "Surprisal": "made by the library",
     "Surprisals": "made by the library",
     "SurprisalsOfTexts": "made by the library",
+    "WeightedTexts": "made by the library",
 }
 
 

@@ -145,12 +145,9 @@ async def smc(
     """
     instance(AsyncLM, "an AsyncLM")("lm", lm)
     optional(instance(Constraint, "a Constraint"))("constraint", constraint)
-    length, num_repeats = integer(1)("max_tokens", max_tokens), integer(1)("repeats", repeats)
-    count, share, chosen = (
-        integer(1)("n", n),
-        number(0, 1)("threshold", threshold),
-        scheme_of(scheme),
-    )
+    length = integer(1)("max_tokens", max_tokens)
+    num_repeats, count = integer(1, 1 << 20)("repeats", repeats), integer(1, 1 << 24)("n", n)
+    share, chosen = number(0, 1)("threshold", threshold), scheme_of(scheme)
     if constraint is not None and ends is not None:
         raise OptionError("ends is for texts without a constraint, which decides how texts end")
     factor = optional(function)("twist", twist)

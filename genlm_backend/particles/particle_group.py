@@ -36,7 +36,7 @@ from genlm_backend.errors import (
     OptionTypeError,
     ParticleError,
 )
-from genlm_backend.particles.masks import Masks, check_ids, masks_by_group, masks_of
+from genlm_backend.particles.masks import Masks, as_array, check_ids, masks_by_group, masks_of
 from genlm_backend.queries.context import Context
 from genlm_backend.readouts.draw import TEMPERATURE, Doubles
 from genlm_backend.readouts.draw_table import Pools, SamplingFilter
@@ -231,7 +231,7 @@ class ParticleGroup:
             ParticleError: (``RuntimeError``) While an await of the group runs.
         """
         self._check_idle()
-        added = np.asarray(log_increments)
+        added = as_array("log_increments", log_increments)
         if added.dtype.kind not in "fiu":
             raise OptionTypeError(f"log_increments must be numbers, got {shown(log_increments)}")
         if added.shape not in ((), (len(self),)):
@@ -239,7 +239,8 @@ class ParticleGroup:
                 f"log_increments must be one number, or one for each of the {len(self)} particles; "
                 f"got the shape {list(added.shape)}"
             )
-        added = np.broadcast_to(added.astype(np.float64), len(self))
+        with np.errstate(over="ignore"):
+            added = np.broadcast_to(added.astype(np.float64), len(self))
         wrong = np.flatnonzero(np.isnan(added) | (added == math.inf))
         if len(wrong):
             raise OptionError(
@@ -259,7 +260,7 @@ class ParticleGroup:
             ParticleError: (``RuntimeError``) While an await of the group runs.
         """
         self._check_idle()
-        done = np.asarray(is_done)
+        done = as_array("is_done", is_done)
         if done.dtype != bool or done.shape != (len(self),):
             raise OptionError(
                 f"is_done must be bools [{len(self)}], got {done.dtype} {list(done.shape)}"
@@ -334,7 +335,7 @@ class ParticleGroup:
                 "retained is for scheme='multinomial': the other schemes' ancestors depend on each "
                 "other, so that keeping one of them would bias the rest"
             )
-        kept = np.asarray(retained)
+        kept = as_array("retained", retained)
         is_fit = kept.dtype.kind in "iu" and kept.shape == (self.num_groups,)
         is_fit = is_fit and bool(((kept >= 0) & (kept < len(self))).all())
         if not is_fit or (self.group_ids[kept] != np.arange(self.num_groups)).any():
@@ -583,10 +584,14 @@ class ParticleGroup:
             counter = np.array([0, 0, self._num_draws, 0], np.uint64)
             stream = np.random.Philox(key=self._key, counter=counter)
             return np.random.Generator(stream).random(len(self))
-        found = np.asarray(given, np.float64)
-        if found.shape != (len(self),) or not ((found >= 0) & (found < 1)).all():
+        found = as_array("uniforms", given)
+        if (
+            found.dtype.kind not in "fiu"
+            or found.shape != (len(self),)
+            or not ((found >= 0) & (found < 1)).all()
+        ):
             raise OptionError(f"uniforms must be {len(self)} numbers in [0, 1), got {shown(given)}")
-        return found
+        return found.astype(np.float64)
 
     def _masks(self, allowed: Any, by_group: Any, active: Indices) -> Masks | None:
         vocab_size = len(self._model.byte_vocab)
@@ -770,6 +775,9 @@ def _spread(
     return found
 
 
+_MOST_PARTICLES: Final = 1 << 24
+
+
 def is_one_prompt(prompt: Any) -> bool:
     """Return whether a prompt of ``lm.particles`` is a single one, and not a list of prompts."""
     if isinstance(prompt, (str, Context)) or getattr(prompt, "ndim", 1) != 1:
@@ -788,7 +796,7 @@ def group_of(
         raise OptionError(
             f"n must be one number, or one for each of {len(prompts)} prompts; got {len(counts)}"
         )
-    sizes = [integer(1)("n", count) for count in counts]
+    sizes = [integer(1, _MOST_PARTICLES)("n", count) for count in counts]
     own_seed = np.random.SeedSequence(optional(integer(0))("seed", seed))
     return ParticleGroup(
         lm, prompts, np.repeat(np.arange(len(prompts)), sizes), own_seed, lora_name

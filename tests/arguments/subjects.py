@@ -19,8 +19,10 @@ from genlm_backend import (
     MockAsyncLM,
     MultiMediaInfo,
     ParallelTokenCharacterTrie,
+    ParticleGroup,
     Token,
     TokenCharacterTrie,
+    batched,
     continuations,
     continuations_sync,
     decode_vocab,
@@ -30,6 +32,8 @@ from genlm_backend import (
     load_model_by_name,
     prefix_logprob,
     prefix_logprob_sync,
+    smc,
+    smc_sync,
     stream,
     surprisal,
     surprisal_sync,
@@ -93,6 +97,7 @@ SHARED: dict[str, Any] = {}
 EOS = range(families.VOCAB)
 SAMPLE = {"max_tokens": 2, "eos_token_ids": EOS}
 GENERATED = {"lm": LM, "prompt": [1], "max_new_tokens": 1, "eos_token_id": [*EOS]}
+SMC = {"lm": LM, "prompt": [1], "n": 2, "max_tokens": 2, "ends": [*EOS]}
 BACKENDS = {"mock": LM, "hf": HF, "vllm": VLLM}
 REPLICAS = [MockEvaluator(families.VOCAB) for _ in range(2)]
 BACKENDS["replicas"] = AsyncReplicas(word_tokenizer(), REPLICAS)
@@ -106,6 +111,10 @@ def engine_method(name):
     return lambda **given: getattr(SHARED["engine"], name)(**given)
 
 
+def group_method(name):
+    return lambda **given: getattr(LM.particles([1], 2), name)(**given)
+
+
 def glm_method(name):
     return lambda **given: getattr(SHARED["glm"], name)(**given)
 
@@ -113,6 +122,26 @@ def glm_method(name):
 SUBJECTS: dict[str, Subject] = {
     "BatchPolicy": Subject(BatchPolicy),
     "Batcher": Subject(Batcher, {"evaluate": list}, (Batcher.__init__,)),
+    "batched": Subject(lambda **given: batched(**given)(list), {}, (batched,)),
+    "smc": Subject(smc, {"lm": LM, "prompt": [1], "n": 2, "max_tokens": 2, "ends": [*EOS]}),
+    "smc_sync": Subject(
+        smc_sync, {"lm": LM, "prompt": [1], "n": 2, "max_tokens": 2, "ends": [*EOS]}
+    ),
+    "MockAsyncLM.particles": Subject(LM.particles, {"prompt": [1], "n": 2}),
+    **{
+        f"ParticleGroup.{name}": Subject(group_method(name), given, (getattr(ParticleGroup, name),))
+        for name, given in {
+            "append": {"token_ids": [1, 2]},
+            "draw": {},
+            "draw_sync": {},
+            "finish": {"is_done": [True, False]},
+            "log_masses": {"groups": [[1]]},
+            "logprobs_of": {"token_ids": [1]},
+            "resample": {},
+            "reweight": {"log_increments": 0.0},
+            "top": {"k": 1},
+        }.items()
+    },
     "RowCache": Subject(RowCache, {"budget": 10}),
     "OutputCache": Subject(OutputCache, {"maxsize": 3}),
     "Sampler": Subject(Sampler),
