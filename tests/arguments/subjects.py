@@ -123,10 +123,8 @@ SUBJECTS: dict[str, Subject] = {
     "BatchPolicy": Subject(BatchPolicy),
     "Batcher": Subject(Batcher, {"evaluate": list}, (Batcher.__init__,)),
     "batched": Subject(lambda **given: batched(**given)(list), {}, (batched,)),
-    "smc": Subject(smc, {"lm": LM, "prompt": [1], "n": 2, "max_tokens": 2, "ends": [*EOS]}),
-    "smc_sync": Subject(
-        smc_sync, {"lm": LM, "prompt": [1], "n": 2, "max_tokens": 2, "ends": [*EOS]}
-    ),
+    "smc": Subject(smc, SMC, names=tuple(sorted({*inspect.signature(smc).parameters} - {"twist"}))),
+    "smc_sync": Subject(smc_sync, SMC, names=("twist",), accepting=(TypeError,)),  # of the twist
     "MockAsyncLM.particles": Subject(LM.particles, {"prompt": [1], "n": 2}),
     **{
         f"ParticleGroup.{name}": Subject(group_method(name), given, (getattr(ParticleGroup, name),))
