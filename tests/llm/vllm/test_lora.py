@@ -140,7 +140,7 @@ def test_removed_adapter_frees_its_slot_and_its_name(lm, models):
     before = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
     torch.testing.assert_close(before, fresh_row(merged["a"], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
     lm.remove_lora("a")
-    with pytest.raises(UnknownAdapterError, match=r"'a' is loaded \('b'\)"):
+    with pytest.raises(UnknownAdapterError, match=r"'a' is loaded \(loaded: 'b'\)"):
         lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
     for name in (None, "b"):
         row = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], name)
