@@ -143,7 +143,7 @@ def check_loading(
             )
         chosen, found = "hf", REPLICAS
     elif meant := [name for name in options if "replica" in str(name)]:
-        raise OptionTypeError(f"{meant[0]} is no option; did you mean replicas?")
+        raise OptionTypeError(f"{meant[0]} is not an option; did you mean replicas?")
     module, class_name = found
     backend_class = getattr(importlib.import_module(module), class_name)
     if chosen in BACKENDS:

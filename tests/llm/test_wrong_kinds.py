@@ -158,7 +158,7 @@ def test_weight_missing_from_the_checkpoint_is_named(tmp_path):
 def test_a_misspelt_option_of_loading_is_named(tmp_path):
     path = saved(families.make("llama"), tmp_path)
     for options, message in [
-        ({"hf_opts": {"devcie_map": "cpu"}}, "devcie_map is no option of hf_opts.*device_map"),
+        ({"hf_opts": {"devcie_map": "cpu"}}, "devcie_map is not an option of hf_opts.*device_map"),
         ({"device": "cpu"}, r"^device is not an option .*device_map.* go into hf_opts$"),
     ]:
         with pytest.raises(GenlmBackendError, match=message) as raised:

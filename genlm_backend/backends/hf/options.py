@@ -103,7 +103,7 @@ def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
             or "; options of bitsandbytes belong in bitsandbytes_opts"
         )
         raise OptionTypeError(
-            f"{found[1]} is no option of hf_opts: neither from_pretrained nor the model's config "
+            f"{found[1]} is not an option of hf_opts: neither from_pretrained nor the model's config "
             f"accepts it{near}"
         ) from error
 
