@@ -103,8 +103,8 @@ def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
             or "; options of bitsandbytes belong in bitsandbytes_opts"
         )
         raise OptionTypeError(
-            f"{found[1]} is not an option of hf_opts: neither from_pretrained nor the model's config "
-            f"accepts it{near}"
+            f"{found[1]} is not an option of hf_opts: neither from_pretrained nor the model's "
+            f"config accepts it{near}"
         ) from error
 
 
