@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from genlm_backend.model.async_lm import AsyncLM
     from genlm_backend.model.batched_lm import BatchedLM
     from genlm_backend.model.lm_statistics import LMStatistics
+    from genlm_backend.particles.particle_group import Draws, ParticleTop, Rows
     from genlm_backend.queries.context import Context
     from genlm_backend.queries.evaluator import (
         Evaluator,
@@ -48,6 +49,7 @@ __all__ = [
     "BatchedLM",
     "Context",
     "Draw",
+    "Draws",
     "Evaluator",
     "EvaluatorCounts",
     "EvaluatorInfo",
@@ -55,12 +57,14 @@ __all__ = [
     "MockAsyncLM",
     "MockEvaluator",
     "PackedMask",
+    "ParticleTop",
     "ProcessEvaluator",
     "RayEvaluator",
     "Readout",
     "RestartableEvaluator",
     "Row",
     "RowQuery",
+    "Rows",
     "SampleReadout",
     "Sampled",
     "ScoreQuery",

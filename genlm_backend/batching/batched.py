@@ -33,7 +33,7 @@ class Batched(Closing, Generic[Q, R]):
         key: Callable[[Q], Hashable] | None,
     ) -> None:
         is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-        self._loop = asyncio.new_event_loop() if is_async else None
+        self._loop: asyncio.AbstractEventLoop | None = None  # made by the first batch
         self.__wrapped__, self.__doc__ = function, inspect.getdoc(function)
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         evaluate = self._evaluate if is_async else function
@@ -41,7 +41,8 @@ class Batched(Closing, Generic[Q, R]):
 
     def _evaluate(self, queries: list[Q]) -> Sequence[R | Exception]:
         """Run the coroutine function, on the worker thread, in one event loop for all batches."""
-        assert self._loop is not None
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
         return self._loop.run_until_complete(cast(Any, self.__wrapped__)(queries))
 
     async def __call__(self, query: Q) -> R:

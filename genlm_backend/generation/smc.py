@@ -36,7 +36,7 @@ from genlm_backend.runtime.blocking import blocking, in_form, is_blocking
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 
-Twist = Callable[[list[int]], float | Awaitable[float]]
+Twist = Callable[[tuple[int, ...]], float | Awaitable[float]]
 """Returns the logarithm of a factor of a text's weight, given its token ids."""
 
 
@@ -121,9 +121,10 @@ async def smc(
         constraint: The constraint on the whole text, copied for each particle. It decides which
             token ends a text.
         allowed: Tokens that may be drawn at every step, in the types of ``draw_next_token``.
-        twist: Returns the logarithm of a factor for a text so far, given its token ids; ``-inf``
-            only if no continuation is possible. Each step calls it once per particle that drew a
-            token, and awaits the calls concurrently, so that a critic can evaluate them in a batch.
+        twist: Returns the logarithm of a factor for a text so far, given a tuple of its ids;
+            ``-inf`` only if no continuation is possible. Each step calls it once per particle that
+            drew a token. If it is a coroutine function, such as one made by ``batched``, a step
+            awaits its calls concurrently.
         proposal: Options of ``ParticleGroup.draw`` to draw the tokens with, such as
             ``{"temperature": 1.5}``. Options that exclude tokens also exclude texts.
         ends: Token ids that end a text, or strings, such as ``"."``, for all tokens that end with
@@ -146,7 +147,7 @@ async def smc(
     instance(AsyncLM, "an AsyncLM")("lm", lm)
     optional(instance(Constraint, "a Constraint"))("constraint", constraint)
     length = integer(1)("max_tokens", max_tokens)
-    num_repeats, count = integer(1, 1 << 20)("repeats", repeats), integer(1, 1 << 24)("n", n)
+    num_repeats, count = integer(1, 1 << 20)("repeats", repeats), integer(1)("n", n)
     share, chosen = number(0, 1)("threshold", threshold), scheme_of(scheme)
     if constraint is not None and ends is not None:
         raise OptionError("ends is for texts without a constraint, which decides how texts end")
@@ -165,7 +166,11 @@ async def smc(
         while num_steps < length and group.is_active.any():
             masks: Any = mask if states is None else states
             if states is not None and mask is not None:
-                masks = [each & mask for each in Constraint.masks(states)]
+                active = np.flatnonzero(group.is_active).tolist()
+                own_masks = zip(active, Constraint.masks([states[i] for i in active]), strict=True)
+                masks = [None] * len(states)
+                for i, each in own_masks:
+                    masks[i] = each & mask
             draws = await own.draw(allowed=masks, **options)
             group.append(draws.token_ids)
             group.reweight(draws.log_increments)
@@ -211,13 +216,11 @@ def _end_ids(lm: AsyncLM, ends: Any) -> frozenset[int]:
         raise OptionError(f"ends must be token ids or strings, got {shown(wrong or given)}")
     ids = {int(end) for end in given if not isinstance(end, str)}
     check_known_ids("ends", ids, len(lm.byte_vocab))
-    for end in given:
-        if isinstance(end, str) and not any(bytes(t).endswith(end.encode()) for t in lm.byte_vocab):
-            raise OptionError(f"ends has {end!r}, with which no token of the vocabulary ends")
-    suffixes = tuple(end.encode() for end in given if isinstance(end, str))
-    if suffixes:
-        ids |= lm.eos_token_ids
-        ids |= {i for i, token in enumerate(lm.byte_vocab) if bytes(token).endswith(suffixes)}
+    for end in (end.encode() for end in given if isinstance(end, str)):
+        found = {i for i, token in enumerate(lm.byte_vocab) if bytes(token).endswith(end)}
+        if not found:
+            raise OptionError(f"ends has {end.decode()!r}, with which no token ends")
+        ids |= found | lm.eos_token_ids
     return frozenset(ids)
 
 
@@ -234,14 +237,14 @@ def _ended(
 
 
 async def _twists(
-    twist: Callable[[list[int]], Any], group: ParticleGroup, draws: Draws
+    twist: Callable[[tuple[int, ...]], Any], group: ParticleGroup, draws: Draws
 ) -> NDArray[np.float64]:
     """Return the twist of each particle that has drawn a token, 0 for the others."""
     ids, chosen = group.token_ids(), np.flatnonzero(draws.token_ids >= 0)
-    values = [twist(ids[i]) for i in chosen.tolist()]
+    values = [twist(tuple(ids[i])) for i in chosen.tolist()]
     if any(map(inspect.isawaitable, values)):
         if await is_blocking():
-            for value in values:
+            for value in filter(inspect.iscoroutine, values):
                 value.close()
             raise OptionTypeError("twist is a coroutine function: await smc(…) instead of smc_sync")
         values = await together(values)

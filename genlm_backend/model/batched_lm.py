@@ -335,10 +335,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
         values = self._batcher.call_soon(
             lambda: [step.values(own.values) for step, own in zip(given, results, strict=True)]
         )
-        found = await asyncio.wrap_future(values)
-        return [
-            own._replace(values=own_values) for own, own_values in zip(results, found, strict=True)
-        ]
+        pairs = zip(results, await asyncio.wrap_future(values), strict=True)
+        return [result._replace(values=of_step) for result, of_step in pairs]
 
     particle_results_sync = blocking(particle_results, "results")
 

@@ -17,7 +17,7 @@ Masks = tuple[NDArray[np.uint8], NDArray[np.int64]]
 """Distinct masks, uint8 ``[M, ceil(V / 8)]``; index of each particle's, int64 ``[n]``, or -1."""
 
 
-def as_array(name: str, values: Any) -> NDArray[Any]:
+def to_array(name: str, values: Any) -> NDArray[Any]:
     """Return numbers or bools, of an array, a tensor on any device or a list, as an array."""
     try:
         if isinstance(values, torch.Tensor):
@@ -34,7 +34,7 @@ def masks_of(
     if allowed is None:
         return None
     if isinstance(allowed, torch.Tensor):
-        allowed = as_array("allowed", allowed)
+        allowed = to_array("allowed", allowed)
     if isinstance(allowed, np.ndarray) and allowed.dtype == bool and allowed.ndim == 2:
         _check_rows("allowed", allowed, num_particles, vocab_size, "particle")
         return np.packbits(allowed[active], axis=1), np.arange(len(active))
@@ -54,7 +54,7 @@ def masks_by_group(
     allowed: Any, vocab_size: int, group_ids: NDArray[np.int64], num_groups: int
 ) -> Masks:
     """Check ``allowed_by_group``; return the masks of particles with these group ids."""
-    table = as_array("allowed_by_group", allowed)
+    table = to_array("allowed_by_group", allowed)
     _check_rows("allowed_by_group", table, num_groups, vocab_size, "group")
     return np.packbits(table, axis=1), group_ids
 
@@ -98,7 +98,7 @@ def _bits(packed: Sequence[bytes]) -> NDArray[np.uint8]:
 
 def check_ids(name: str, values: Any, num_particles: int, vocab_size: int) -> NDArray[np.int32]:
     """Check one token id for each particle, -1 for none; return them as int32 ``[N]``."""
-    ids = as_array(name, values)
+    ids = to_array(name, values)
     if ids.dtype.kind not in "iu" and ids.size:
         raise OptionTypeError(f"{name} must be integers [{num_particles}], got {shown(values)}")
     if ids.shape != (num_particles,):

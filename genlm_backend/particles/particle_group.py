@@ -36,11 +36,12 @@ from genlm_backend.errors import (
     OptionTypeError,
     ParticleError,
 )
-from genlm_backend.particles.masks import Masks, as_array, check_ids, masks_by_group, masks_of
+from genlm_backend.particles.masks import Masks, check_ids, masks_by_group, masks_of, to_array
 from genlm_backend.queries.context import Context
 from genlm_backend.readouts.draw import TEMPERATURE, Doubles
 from genlm_backend.readouts.draw_table import Pools, SamplingFilter
 from genlm_backend.readouts.particle_step import ParticleStep, StepContexts, StepResult, TableDraws
+from genlm_backend.readouts.sample_readout import NO_DRAW
 from genlm_backend.readouts.token_readouts import ReadoutOf, chosen_of, masses_of, top_of
 from genlm_backend.resampling import Scheme, multinomial, scheme_of
 from genlm_backend.runtime.blocking import blocking, in_form
@@ -231,7 +232,7 @@ class ParticleGroup:
             ParticleError: (``RuntimeError``) While an await of the group runs.
         """
         self._check_idle()
-        added = as_array("log_increments", log_increments)
+        added = to_array("log_increments", log_increments)
         if added.dtype.kind not in "fiu":
             raise OptionTypeError(f"log_increments must be numbers, got {shown(log_increments)}")
         if added.shape not in ((), (len(self),)):
@@ -260,7 +261,7 @@ class ParticleGroup:
             ParticleError: (``RuntimeError``) While an await of the group runs.
         """
         self._check_idle()
-        done = as_array("is_done", is_done)
+        done = to_array("is_done", is_done)
         if done.dtype != bool or done.shape != (len(self),):
             raise OptionError(
                 f"is_done must be bools [{len(self)}], got {done.dtype} {list(done.shape)}"
@@ -314,7 +315,8 @@ class ParticleGroup:
         for group in np.flatnonzero(is_low).tolist():
             own = np.flatnonzero(self.group_ids == group)
             found = np.asarray(chosen(log_weights[own], len(own), self._rng))
-            if found.shape != own.shape or found.min() < 0 or found.max() >= len(own):
+            is_fit = found.shape == own.shape and found.dtype.kind in "iu"
+            if not is_fit or found.min() < 0 or found.max() >= len(own):
                 raise OptionError(f"scheme must return {len(own)} indices below {len(own)}")
             ancestors[own] = own[found]
             log_weights[own] = log_z[group]
@@ -335,7 +337,7 @@ class ParticleGroup:
                 "retained is for scheme='multinomial': the other schemes' ancestors depend on each "
                 "other, so that keeping one of them would bias the rest"
             )
-        kept = as_array("retained", retained)
+        kept = to_array("retained", retained)
         is_fit = kept.dtype.kind in "iu" and kept.shape == (self.num_groups,)
         is_fit = is_fit and bool(((kept >= 0) & (kept < len(self))).all())
         if not is_fit or (self.group_ids[kept] != np.arange(self.num_groups)).any():
@@ -343,6 +345,9 @@ class ParticleGroup:
                 f"retained must be the index of one particle of each of the {self.num_groups} "
                 f"groups, got {shown(retained)}"
             )
+        is_dead = self._log_weights[kept] == -math.inf
+        if (is_dead & (self.log_z > -math.inf)).any():
+            raise OptionError(f"retained has particle {kept[is_dead][0]}, whose weight is zero")
         return kept.astype(np.int64)
 
     def _take(self, indices: Indices) -> None:
@@ -454,7 +459,7 @@ class ParticleGroup:
         with self._running():
             points = self._uniforms(uniforms)
             divisor = TEMPERATURE("temperature", temperature)
-            bounds = _bounds(top_k, top_p, min_p) if divisor else None
+            bounds = _bounds(top_k, top_p, min_p)
             active = self._active()
             first, row_of = self._distinct(active)
             steps, places = self._steps(active[first]), list[Indices]()
@@ -463,7 +468,7 @@ class ParticleGroup:
             def with_draws() -> list[ParticleStep]:
                 given = allowed() if is_late else allowed
                 masks = self._masks(given, allowed_by_group, active)
-                plan = _Plan(divisor, bounds, masks, points[active])
+                plan = _Plan(divisor, bounds if divisor else None, masks, points[active])
                 made, places[:] = plan.with_draws(steps, row_of)
                 return made
 
@@ -475,7 +480,7 @@ class ParticleGroup:
             for result, own in zip(results, places, strict=True):
                 found[own] = result.values
             draws = self._draws(active, found)
-            self._keep_hints(active[first], row_of, active, results)
+            self._keep_hints(active, row_of, results)
             self._count_draw()
             return draws
 
@@ -493,7 +498,7 @@ class ParticleGroup:
             lm = await in_form(self._model)
             steps = self._steps(active[first])
             results = await lm.particle_results(steps, self._lora_name) if steps else []
-            self._keep_hints(active[first], row_of, active, results)
+            self._keep_hints(active, row_of, results)
             return self._rows([result.values for result in results], active, row_of)
 
     logprobs_sync = blocking(logprobs, "rows")
@@ -584,7 +589,7 @@ class ParticleGroup:
             counter = np.array([0, 0, self._num_draws, 0], np.uint64)
             stream = np.random.Philox(key=self._key, counter=counter)
             return np.random.Generator(stream).random(len(self))
-        found = as_array("uniforms", given)
+        found = to_array("uniforms", given)
         if (
             found.dtype.kind not in "fiu"
             or found.shape != (len(self),)
@@ -678,7 +683,7 @@ class ParticleGroup:
         token_ids, numbers = np.full(len(self), -1, np.int64), np.zeros((3, len(self)))
         numbers[:2, self._log_weights == -math.inf] = -math.inf
         token_ids[active[is_possible]] = found[is_possible, 0]
-        numbers[:, active] = np.where(is_possible, found[:, 1:4].T, np.array(_IMPOSSIBLE)[:, None])
+        numbers[:, active] = np.where(is_possible, found[:, 1:4].T, np.array(NO_DRAW[1:])[:, None])
         return Draws(token_ids, *numbers)
 
     def _rows(self, tables: Sequence[torch.Tensor], active: Indices, row_of: Indices) -> Rows:
@@ -688,9 +693,7 @@ class ParticleGroup:
         table = torch.cat(own) if len(own) > 1 else own[0].clone() if own else empty
         return Rows(table, self._in_group(active, row_of))
 
-    def _keep_hints(
-        self, particles: Indices, row_of: Indices, active: Indices, results: Sequence[StepResult]
-    ) -> None:
+    def _keep_hints(self, active: Indices, row_of: Indices, results: Sequence[StepResult]) -> None:
         """Keep the node numbers of a step's rows."""
         if not results:
             return
@@ -705,10 +708,6 @@ class ParticleGroup:
     def _count_draw(self) -> None:
         self._num_draws += 1
         self._is_drawn = True
-
-
-_IMPOSSIBLE: Final = (-math.inf, -math.inf, 0.0)
-"""``logprob``, ``log_allowed`` and ``log_proposal`` of a draw without a token."""
 
 
 @final
@@ -780,11 +779,8 @@ _MOST_PARTICLES: Final = 1 << 24
 
 def is_one_prompt(prompt: Any) -> bool:
     """Return whether a prompt of ``lm.particles`` is a single one, and not a list of prompts."""
-    if isinstance(prompt, (str, Context)) or getattr(prompt, "ndim", 1) != 1:
-        return True
-    if hasattr(prompt, "ndim") or not isinstance(prompt, Sequence):
-        return True
-    return not prompt or isinstance(prompt[0], (int, np.integer))
+    is_listed = isinstance(prompt, Sequence) and not isinstance(prompt, (str, Context))
+    return not is_listed or not prompt or isinstance(prompt[0], (int, np.integer))
 
 
 def group_of(

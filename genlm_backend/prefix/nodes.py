@@ -67,7 +67,7 @@ class Nodes:
 
     def clear(self) -> None:
         """Forget all nodes, and invalidate all hints."""
-        self.key = uuid.uuid4().bytes  # also equal to no key of another process
+        self.key = uuid.uuid4().bytes  # unequal to the keys of other processes, too
         # Numbers from 1 to below this have been used; 0 means no node. Later elements are zero.
         self.num_made = 1
         self._free, self._num_free = np.empty(0, np.int32), 0

@@ -350,9 +350,7 @@ def log_softmax(
     """
     is_own, logits = in_place, logits.detach()
     if undefined_ids:
-        ids = _ids_on(logits.device, tuple(undefined_ids))
-        fill = logits.index_fill_ if in_place else logits.index_fill
-        logits, is_own = fill(1, ids, -torch.inf), True
+        logits, is_own = fill_undefined(logits, undefined_ids, in_place), True
     if logits.is_cuda:  # one fused kernel: few launches
         table = torch.log_softmax(logits, -1, dtype=torch.float32)
         return table, logits.amax(-1) - table.amax(-1)
@@ -372,6 +370,16 @@ def log_softmax(
 
 
 _FEW_NUMBERS: Final = 1 << 19
+
+
+def fill_undefined(
+    logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
+) -> torch.Tensor:
+    """Return logits with ``-inf`` for undefined ids; unchanged if there are none."""
+    if not undefined_ids:
+        return logits
+    ids = _ids_on(logits.device, tuple(undefined_ids))
+    return (logits.index_fill_ if in_place else logits.index_fill)(1, ids, -torch.inf)
 
 
 @functools.lru_cache(maxsize=32)

@@ -153,11 +153,8 @@ class Pools:
         cuts = None if self.bounds is None else self.bounds[own]
         if cuts is not None and any(cuts):
             is_cut = ~_within(cuts, scores, weights)
-            scores, weights = (
-                scores.masked_fill(is_cut, -torch.inf),
-                weights.masked_fill_(is_cut, 0),
-            )
-            is_bounded = True
+            scores, is_bounded = scores.masked_fill(is_cut, -torch.inf), True
+            weights.masked_fill_(is_cut, 0)
         # 3. Tokens, from the cumulative sums of the weights.
         token_ids, totals = _inverted(weights, points, pool_of)
         if is_greedy.any():
@@ -169,7 +166,9 @@ class Pools:
             top = torch.where(top.isfinite(), top, torch.nan)
         log_allowed = torch.zeros_like(top)
         if is_bounded:
-            log_allowed = top + tempered if are_plain else log_sums(scores)
+            # Summed in one go, in float64, to compare with the sum of the whole row.
+            sums = weights.sum(1, dtype=torch.float64)
+            log_allowed = top + sums.log() if are_plain else log_sums(scores)
             log_allowed = _without_rounding(log_allowed, rows)
         logprobs = rows[pool_of, token_ids].double()
         if are_logits:  # the sum of the weights normalises them: no log-softmax is needed

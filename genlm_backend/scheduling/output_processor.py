@@ -10,6 +10,7 @@ import torch
 
 from genlm_backend.queries.row import (
     Row,
+    fill_undefined,
     log_softmax,
     rows_of_logits,
     scores_of_logits,
@@ -39,11 +40,7 @@ class OutputProcessor:
     @torch.inference_mode()
     def defined(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits as float32, with ``-inf`` for ids that no token has, in place."""
-        undefined_ids = self._undefined_ids()
-        if undefined_ids:
-            ids = torch.tensor(undefined_ids, dtype=torch.int64, device=logits.device)
-            logits = logits.index_fill_(1, ids, -torch.inf)
-        return logits.float()
+        return fill_undefined(logits, self._undefined_ids(), in_place=True).float()
 
     @torch.inference_mode()
     def rows(self, logits: torch.Tensor) -> list[Row]:

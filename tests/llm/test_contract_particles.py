@@ -194,6 +194,12 @@ def test_other_calls_are_refused_while_a_draw_runs(lm):
     asyncio.run(main())
 
 
+def resampled_onto_a_dead_particle(lm):
+    group = lm.particles(PROMPT, 3)
+    group.reweight([0, -math.inf, 0])
+    group.resample(1.0, "multinomial", retained=[1])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -212,6 +218,12 @@ def test_other_calls_are_refused_while_a_draw_runs(lm):
         (lambda lm: lm.particles(PROMPT, 2).resample(2), OptionError, "threshold"),
         (lambda lm: lm.particles(PROMPT, 2).resample(scheme="x"), OptionError, "systematic"),
         (lambda lm: lm.particles(PROMPT, 2).resample(retained=[0]), OptionError, "multinomial"),
+        (lambda lm: resampled_onto_a_dead_particle(lm), OptionError, "particle 1, whose weight"),
+        (
+            lambda lm: lm.particles(PROMPT, 2).draw_sync(temperature=0, top_k=-1),
+            OptionError,
+            "top_k",
+        ),
         (lambda lm: lm.particles(PROMPT, 2).draw_sync(temperature=-1), OptionError, "temperature"),
         (lambda lm: lm.particles(PROMPT, 2).draw_sync(top_p=0), OptionError, "top_p"),
         (lambda lm: lm.particles(PROMPT, 2).draw_sync(uniforms=[0, 1]), OptionError, "uniforms"),
@@ -264,6 +276,8 @@ def test_masks_of_every_kind_draw_the_same(lm):
     for kind in kinds:
         found.append(group.draw_sync(uniforms=uniforms, **kind).token_ids.tolist())
     assert found == [found[0]] * len(kinds)
+    everything = group.draw_sync(uniforms=uniforms, allowed=np.ones(VOCAB, bool))
+    assert (everything.log_allowed == 0).all()  # exactly
     one = [group.draw_sync(uniforms=uniforms, allowed=own) for own in (masks[0], packed[0])]
     assert one[0].token_ids.tolist() == one[1].token_ids.tolist()
     assert masks[0][one[0].token_ids].all()
