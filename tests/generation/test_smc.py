@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from genlm_backend import AsyncTransformer, MockAsyncLM, smc, smc_sync
+from genlm_backend import AsyncTransformer, MockAsyncLM, batched, smc, smc_sync
 from genlm_backend.errors import OptionError, OptionTypeError
 from genlm_backend.generation import Constraint
 from genlm_backend.resampling import SCHEMES
@@ -217,6 +217,11 @@ def test_smc_with_a_coroutine_twist_calls_it_at_once_and_gives_the_result_of_smc
 
     found = asyncio.run(smc(mock_lm, PROMPT, N, **{**OPTIONS, "twist": twist}))
     assert most == 6 * N
+    with batched(lambda queries: [favour(ids) for ids in queries]) as critic:
+        assert numbers(asyncio.run(smc(mock_lm, PROMPT, N, **{**OPTIONS, "twist": critic}))) == (
+            numbers(found)
+        )
+        assert critic.statistics().num_batches < 6 * N
     assert numbers(found) == numbers(smc_sync(mock_lm, PROMPT, N, **OPTIONS))
 
 

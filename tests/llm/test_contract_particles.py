@@ -260,6 +260,23 @@ def test_tokens_appended_between_draws_keep_contexts_apart(lm, backend):
             reference.append(ids)
 
 
+def test_contexts_that_the_cache_holds_in_part_keep_apart(lm, backend):
+    """Long particles with equal last tokens, which leave no room for each other."""
+    rng, count, prompt = np.random.default_rng(0), 6, PROMPT * 7
+    group, reference = lm.particles(prompt, count, seed=0), Reference(backend, [prompt] * count)
+    for step in range(16):
+        uniforms = rng.random(count)
+        draws = group.draw_sync(uniforms=uniforms)
+        reference.check(draws, uniforms, tolerance=backend.tolerance)
+        ids = np.full(count, 7) if step % 4 == 3 else rng.integers(1, 9, count)
+        group.append(ids)
+        reference.append(ids)
+        if step % 4 == 0:  # all become copies of the first
+            group.reweight(np.where(np.arange(count) == 0, 0.0, -60.0))
+            ancestors = group.resample(1.0)
+            reference.ids = [list(reference.ids[i]) for i in ancestors]
+
+
 def test_masks_of_every_kind_draw_the_same(lm):
     rng = np.random.default_rng(3)
     masks = random_masks(rng, 2)

@@ -13,6 +13,7 @@ from genlm_backend import MockAsyncLM
 from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
 from genlm_backend.queries.query import RowQuery
 from genlm_backend.readouts.draw import draw, draw_token, weights_of
+from genlm_backend.readouts.draw_table import Pools
 from genlm_backend.readouts.sample_readout import (
     NO_DRAW,
     SampleReadout,
@@ -559,3 +560,18 @@ def test_sampling_bounds_are_validated_and_applied(lm):
     assert drawn[:2] == (int(row.argmax()), row.max().item())
     assert drawn[2:] == pytest.approx((row.max().item(), 0.0), abs=1e-6)
     assert lm.draw_next_token_sync([1], top_k=1, temperature=0).log_allowed == 0
+
+
+def test_draws_from_logits_are_those_from_log_probabilities_and_infinite_ones_are_nan():
+    generator = np.random.default_rng(0)
+    logits = torch.from_numpy(generator.normal(0, 3, (4, 300)).astype(np.float32))
+    pools = Pools(np.arange(4), np.ones(4))
+    pool_of = np.repeat(np.arange(4), 50)
+    uniforms = generator.random(200)
+    found = pools.draw(logits, uniforms, pool_of, are_logits=True)
+    expected = pools.draw(logits.log_softmax(-1), uniforms, pool_of)
+    assert (found[:, 0] == expected[:, 0]).all()
+    np.testing.assert_allclose(found[:, 1:4], expected[:, 1:4], rtol=0, atol=1e-5)
+    logits[0, 7], logits[1], logits[2, 9] = torch.inf, -torch.inf, torch.nan
+    is_nan = np.isnan(pools.draw(logits, uniforms, pool_of, are_logits=True)[:, 4])
+    assert is_nan.tolist() == (pool_of < 3).tolist()
