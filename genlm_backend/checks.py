@@ -1,8 +1,8 @@
 """Checks of arguments: each returns the value in its proper type, or raises an error.
 
 A check takes a name and a value, so that a table of checks can describe a constructor's options.
-An integer is anything that ``operator.index`` takes, such as NumPy's integers, but no ``bool``. A
-``bool`` is no number either, and a ``float`` is no integer, even if it has no fraction.
+An integer is anything that ``operator.index`` takes, such as a NumPy integer, except a ``bool``. A
+``bool`` is not a number either, and a ``float`` is not an integer, even without a fraction.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_names(
 def check_option_names(
     kind: type, given: Iterable[str], library_opts: str = "", is_loading: bool = False
 ) -> None:
-    """Raise an ``OptionTypeError`` unless a constructor has every option.
+    """Raise an ``OptionTypeError`` unless a class's constructor has every given option.
 
     With ``is_loading``, the options of the class's ``from_name`` are allowed too.
     """
@@ -79,14 +79,14 @@ def loading_option_names(kind: type) -> list[str]:
     if owner is None:
         return own
     parameters = inspect.signature(vars(owner)["from_name"].__get__(None, kind)).parameters.values()
-    # A subclass may refuse options of the inherited ``from_name``.
+    # Leave out options of an inherited ``from_name`` that the subclass's constructor refuses.
     refused = {*_option_names(owner)} - {*own}
     named = (p.name for p in parameters if p.default is not p.empty and p.name not in refused)
     return [*dict.fromkeys([*own, *named])]
 
 
 def _option_names(kind: type) -> Iterator[str]:
-    """Yield the option names of a constructor, and of those it may pass ``**kwargs`` on to."""
+    """Yield a constructor's options, and those of base classes that its ``**kwargs`` may reach."""
     for owner in kind.__mro__:
         if "__init__" not in vars(owner):
             continue
@@ -121,7 +121,7 @@ def defaults_of(kind: type) -> dict[str, Any]:
 def checked_options(
     kind: type, given: Mapping[str, Any], of: str, also: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return checked options with the defaults of a ``TypedDict``; refuse names that it lacks."""
+    """Check options against a ``TypedDict``, and add its defaults; refuse names that it lacks."""
     check_names(given, options_of(kind), of, also=also)
     return {n: own.check(n, given.get(n, own.default)) for n, own in options_of(kind).items()}
 
@@ -130,7 +130,7 @@ def shows_options(kind: type, **defaults: Any) -> Callable[[F], F]:
     """Return a decorator that makes ``help`` show the options of a function with ``**options``.
 
     Args:
-        kind: The ``TypedDict`` of the options, whose types are ``Annotated`` with an ``Option``.
+        kind: The ``TypedDict`` of the options; each has an ``Option`` or is in ``defaults``.
         **defaults: Defaults of this function, which override those of the options.
     """
 
@@ -207,7 +207,7 @@ def _index(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # a tensor with several elements, or with no data
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor without data
         return None
 
 
@@ -297,7 +297,7 @@ def listed(name: str, value: Any) -> list[Any]:
 
 
 def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
-    """Return a check of each element of an iterable; it refuses strings, bytes and mappings."""
+    """Return a check of an iterable's elements; it refuses strings, bytes and mappings."""
 
     def check_all(name: str, value: Any) -> tuple[T, ...]:
         is_text = isinstance(value, (str, bytes, bytearray, Mapping))
@@ -315,15 +315,14 @@ def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
 
 
 def _has_tokens(value: Any) -> bool:
-    """Return whether a list, tuple or set holds objects with a ``token_id``, such as tokens."""
     is_plain = isinstance(value, (list, tuple, set, frozenset))
     return is_plain and any(hasattr(each, "token_id") for each in value)
 
 
 def known_device(name: str, value: Any) -> Any:
-    """Return a device or its name unchanged if torch knows it, on this machine or not.
+    """Return a device or its name unchanged if torch knows it, even if this machine lacks it.
 
-    Refuses the device "meta", whose tensors hold no numbers.
+    Refuses the device "meta", whose tensors hold no data.
     """
     import torch
 
@@ -360,7 +359,7 @@ MAX_THREADS = 4096
 """Largest number of threads: OpenMP aborts a process that asks for too many."""
 
 MAX_VOCAB = 1 << 24
-"""Largest number of token ids, above that of known models; each id costs a Python object."""
+"""Largest number of token ids, each of which costs a Python object; known models have fewer."""
 
 byte_count = integer(0, MAX_BYTES)
 
@@ -370,13 +369,13 @@ _seconds = optional(number(0, is_finite=False))
 
 
 def timeout(name: str, value: Any) -> float | None:
-    """Return the seconds to wait, or ``None`` (no limit) above ``threading.TIMEOUT_MAX``."""
+    """Return the seconds to wait; ``None`` (no limit) if above ``threading.TIMEOUT_MAX``."""
     seconds = _seconds(name, value)
     return None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
 
 
 def absolute_path(name: str, value: Any) -> str:
-    """Return an absolute path, with ``~`` and links resolved; the file need not exist."""
+    """Return an absolute path, with ``~`` and symbolic links resolved; the file need not exist."""
     path = instance((str, Path), "a path")(name, value)
     if not str(path):
         raise OptionError(f"{name} must be a non-empty path, got {shown(value)}")

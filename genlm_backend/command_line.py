@@ -15,10 +15,10 @@ from typing import Any, Final, TypeAlias
 from genlm_backend.errors import OptionError
 
 TextFunction: TypeAlias = Callable[[Any, str], Coroutine[Any, Any, dict[str, Any]]]
-"""A coroutine function from a model and a text to the fields of the text's line of JSON."""
+"""A coroutine function: from a model and a text, it returns the fields of the text's JSON line."""
 
 _AT_ONCE: Final = 200
-"""Texts that are scored concurrently, at most."""
+"""Largest number of texts that are scored concurrently."""
 
 
 def add_commands(commands: Any) -> None:
@@ -37,11 +37,11 @@ def add_commands(commands: Any) -> None:
     texts.add_argument(
         "--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy"
     )
-    texts.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling within P")
+    texts.add_argument("--top-p", type=float, metavar="P", help="probability of the nucleus")
     texts.add_argument(
         "--top-k", type=int, metavar="K", help="sample from the K most probable tokens"
     )
-    texts.add_argument("--seed", type=int, help="seed of the draws for each text")
+    texts.add_argument("--seed", type=int, help="seed of each text's random draws")
     texts.add_argument(
         "--stop", action="append", metavar="TEXT", help="end at this text; may be repeated"
     )
@@ -53,13 +53,13 @@ def _command(
     parser = commands.add_parser(
         name,
         help=f"{about}, as lines of JSON",
-        description=f"Print {about}: one line of JSON per text, in input order, once it is ready.",
+        description=f"Print {about}: one line of JSON per text, in input order, when ready.",
     )
     parser.add_argument(
         "files",
         nargs="*",
         metavar="FILE",
-        help="files with one text per line; blank lines are skipped; '-' or none: standard input",
+        help="files of one text per line; blank lines are skipped; '-' or no file: standard input",
     )
     parser.add_argument("--whole", action="store_true", help="read each file as one text")
     parser.add_argument("--model", default="smollm2", metavar="NAME", help="default: smollm2")
@@ -79,7 +79,7 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
     either.add_argument(
         "--context",
         metavar="TEXT",
-        help="the context of each text, read after the token that texts begin with; "
+        help="the context before each text, read after the beginning-of-sequence token; "
         "default: that token alone",
     )
     either.add_argument(
@@ -87,7 +87,7 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
         dest="context",
         metavar="ID,…",
         type=_ids,
-        help="the context as token ids, with nothing before them",
+        help="the context as token ids; no other token is read before them",
     )
 
 
@@ -207,7 +207,7 @@ async def _print_answers(
 
     def read() -> None:
         end: OptionError | None = None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no more texts are needed
+        with contextlib.suppress(RuntimeError):  # a closed loop needs no more texts
             try:
                 for text in texts:
                     places.acquire()

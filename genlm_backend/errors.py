@@ -1,7 +1,7 @@
-"""The library's own exceptions; for timeouts and file errors it raises the built-in ones.
+"""The library's own exceptions; timeouts and file errors raise built-in exceptions.
 
-Except for the base class, each is also a subclass of the fitting standard exception, so that
-``except ValueError`` works without this module::
+Except for the base class, each is also a subclass of the standard exception in parentheses, so
+that ``except ValueError`` works without an import of this module::
 
     GenlmBackendError
     ├── OptionError (ValueError)             an argument out of its bounds
@@ -22,7 +22,7 @@ Except for the base class, each is also a subclass of the fitting standard excep
     ├── WeightsTypeError (TypeError)         weights that are not real numbers
     ├── ConstraintError (ValueError)         a constraint that cannot be built
     │   └── ConstraintViolation              a token that a constraint does not allow
-    ├── ConstraintTypeError (TypeError)      choices that are no list of texts
+    ├── ConstraintTypeError (TypeError)      choices that are not a list of texts
     ├── GenerationConfigError (ValueError)   an invalid field of a GenerationConfig
     ├── RuntimeConfigError (ValueError)      an invalid field of a RuntimeConfig
     ├── UnknownModelError (KeyError)         a model name that an engine does not have
@@ -34,8 +34,8 @@ Except for the base class, each is also a subclass of the fitting standard excep
     ├── DeviceError (ValueError)             a device that cannot be used
     ├── PrefixFileError (ValueError)         a file that holds no prefix of this model
     ├── ReplacedNameError (NotImplementedError)  a name of genlm-backend 0.3.1 that was replaced
-    ├── BatcherClosedError (RuntimeError)    a query after close()
-    ├── ForkedError (RuntimeError)           used in a fork of the process that created it
+    ├── BatcherClosedError (RuntimeError)    no answer after close(), or at exit
+    ├── ForkedError (RuntimeError)           an object used in a fork of its process
     ├── NotPicklableError (TypeError)        an object that cannot be pickled
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
     ├── EvaluationError (RuntimeError)       an evaluation gave no valid result
@@ -107,7 +107,7 @@ class TokenizerDecodeError(GenlmBackendError, ValueError):
         tokenizer: The class name of the tokenizer.
         token_id: The id of the token at fault, or ``None`` if no single token is.
         token: The token as the vocabulary spells it, or ``None``.
-        reason: Why its bytes cannot be determined.
+        reason: Why the bytes cannot be determined.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class VocabularyTypeError(GenlmBackendError, TypeError):
 
 
 class WeightsError(GenlmBackendError, ValueError):
-    """The shape of weights or sums does not fit the trie, or ``mass`` got logarithms."""
+    """The shape of weights or sums does not fit the trie, or ``mass`` got negative sums."""
 
 
 class WeightsTypeError(GenlmBackendError, TypeError):
@@ -138,7 +138,7 @@ class WeightsTypeError(GenlmBackendError, TypeError):
 
 
 class ConstraintError(GenlmBackendError, ValueError):
-    """No constraint can be built from the arguments, or it allows no token or has failed."""
+    """A constraint cannot be built from the arguments, allows no token, or has failed."""
 
 
 class ConstraintViolation(ConstraintError):
@@ -164,7 +164,7 @@ class UnknownModelError(GenlmBackendError, KeyError):
 
 
 class UnknownRequestError(GenlmBackendError, ValueError):
-    """The argument is no request, or a request of another engine."""
+    """The argument is not a request, or is a request of another engine."""
 
 
 class UnknownTaskError(GenlmBackendError, KeyError):
@@ -194,15 +194,15 @@ class ReplacedNameError(GenlmBackendError, NotImplementedError):
 
 
 class BatcherClosedError(GenlmBackendError, RuntimeError):
-    """A query was submitted after ``close()``, or when the interpreter had ended the threads."""
+    """No answer can come: the model or engine has been closed, or the interpreter is exiting."""
 
 
 class ForkedError(GenlmBackendError, RuntimeError):
-    """A model, engine or trie was used in a fork, which has no copy of its threads."""
+    """A model, engine or trie was used in a fork of its process, where its threads do not run."""
 
 
 class NotPicklableError(GenlmBackendError, TypeError):
-    """A model, engine or trie cannot be pickled or copied, and a constraint cannot be pickled."""
+    """Models, engines and tries cannot be pickled or copied; constraints cannot be pickled."""
 
 
 class QueryDroppedError(GenlmBackendError, RuntimeError):

@@ -42,7 +42,7 @@ def systematic(log_weights: ArrayLike, n: int, rng: np.random.Generator) -> Ance
     """Resample at ``n`` equidistant points with one random offset (Kitagawa, 1996).
 
     Raises:
-        OptionTypeError: (``TypeError``) If an argument has another type.
+        OptionTypeError: (``TypeError``) If an argument has a wrong type.
         OptionError: (``ValueError``) If a weight is NaN or infinite, all are zero, or ``n`` < 0.
     """
     weights, count, rng = _checked(log_weights, n, rng)
@@ -88,9 +88,9 @@ def residual(log_weights: ArrayLike, n: int, rng: np.random.Generator) -> Ancest
 def ssp(log_weights: ArrayLike, n: int, rng: np.random.Generator) -> Ancestors:
     """Round ``n * weight`` up or down at random, by the Srinivasan sampling process.
 
-    Each index gets ``floor(n * weight)`` copies or one more, as by ``systematic``. Unlike those of
-    ``systematic``, the estimates converge for any order of the weights (Gerber, Chopin and
-    Whiteley, 2019, arXiv:1708.06551).
+    Each index gets ``floor(n * weight)`` copies or one more, as by ``systematic``. Estimates with
+    ``ssp`` converge for any order of the weights, unlike those with ``systematic`` (Gerber, Chopin
+    and Whiteley, 2019, arXiv:1708.06551).
 
     Raises:
         Exception: Any error of ``systematic``.
@@ -114,7 +114,7 @@ def ssp(log_weights: ArrayLike, n: int, rng: np.random.Generator) -> Ancestors:
             held, share = i if full == held else held, total - 1
             if share <= 0:
                 held = -1
-    if copies.sum() < count:  # rounding left less than one copy
+    if copies.sum() < count:  # rounding kept the last fraction below 1
         copies[held if held >= 0 else int(rests.argmax())] += 1
     return np.repeat(np.arange(len(weights)), copies)
 
@@ -173,7 +173,7 @@ def _at(weights: NDArray[np.float64], points: NDArray[np.float64]) -> Ancestors:
     """Return the index at which the cumulative weights pass each of the sorted points."""
     ends = weights.cumsum()
     found = np.searchsorted(ends, points * ends[-1], side="right")
-    return np.minimum(found, np.flatnonzero(weights)[-1])  # rounding may exceed the last end
+    return np.minimum(found, np.flatnonzero(weights)[-1])  # a point may round up to the last end
 
 
 def _copies(
@@ -198,7 +198,7 @@ def _relative(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
 def _checked(
     log_weights: ArrayLike, n: int, rng: np.random.Generator
 ) -> tuple[NDArray[np.float64], int, np.random.Generator]:
-    """Check a scheme's arguments; return the normalised weights, and the others."""
+    """Check a scheme's arguments; return the normalised weights, ``n`` and ``rng``."""
     count, rng = integer(0)("n", n), _GENERATOR("rng", rng)
     weights = _relative(_log_weights(log_weights))
     if not weights.any():

@@ -19,7 +19,7 @@ from genlm_backend.runtime.compiled import compiled
 def divide(
     parent: Any, depth: Any, slot: Any, nodes: Any, is_long: Any, few_tokens: int, numbers: Any
 ) -> Any:
-    """Divide the cached tokens of ``B`` rows into shared prefixes and suffixes, in linear time."""
+    """Divide the cached tokens of ``B`` rows into shared prefixes and one suffix for each row."""
     found, first, above, last = _climb(parent, depth, nodes, numbers)
     slots, positions = np.empty(len(above), np.int64), np.empty(len(above), np.int64)
     for k in range(1, len(above)):
@@ -59,7 +59,7 @@ def _climb(parent: Any, depth: Any, nodes: Any, numbers: Any) -> Any:
 
 @compiled
 def _count(first: Any, above: Any, last: Any, is_long: Any) -> Any:
-    """Return how many rows have each token, and how many of these have many new tokens."""
+    """Return how many rows have each token, and how many of these rows have many new tokens."""
     num_rows, num_long = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
     for row in range(len(last)):
         num_rows[last[row]] += 1
@@ -73,9 +73,9 @@ def _count(first: Any, above: Any, last: Any, is_long: Any) -> Any:
 
 @compiled
 def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
-    """Order rows by a tree walk; return the index of each token's first row, and the order."""
+    """Return where each token's rows begin in the order of a tree walk, and that order."""
     starts, num_placed = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
-    stops = np.zeros(len(above), np.int64)  # end of the rows placed so far
+    stops = np.zeros(len(above), np.int64)  # end of each token's rows placed so far
     num_last = np.zeros(len(above), np.int64)
     for row in range(len(last)):
         num_last[last[row]] += 1
@@ -122,7 +122,7 @@ def _shared(
                 else:
                     num_others += size
                 start = stop - 1
-            num_saved = (num_rows[top] - 1) * num_others  # gathered once, not once per row
+            num_saved = (num_rows[top] - 1) * num_others  # tokens gathered once instead of per row
             if num_others > 0 and (num_saved >= few_tokens or num_long[top] > 0):
                 bounds[num_prefixes] = num_shared
                 num_prefixes += 1

@@ -7,15 +7,16 @@ may have a single row), and one *suffix* per row: its short runs, from any posit
 longest suffix. Suffixes are gathered row by row. ``cascade_run.py`` executes the plan.
 
 **Division.** A compiled loop walks the paths of all rows once. In the order of that walk, the rows
-below a node are an interval, so that the time is linear in the distinct tokens and the columns of
+below a node are an interval, so that the time is linear in the distinct tokens and the entries of
 the suffix. A run of few tokens goes to the suffix (``FEW_TOKENS``), unless one of its rows has many
 new tokens (``MANY_NEW_TOKENS``). A prefix with consecutive slots is read in place, which is why the
 allocator prefers consecutive slots.
 
-**Extension.** A decode step takes the plan of the step before, permutes its rows and adds a column
-to the suffix (``advanced``). Tokens that rows have come to share since are gathered for each row.
-``is_stale`` asks for a new plan once the suffix is more than twice as wide and 64 columns wider, or
-once more tokens have been gathered repeatedly than the first pass of the plan read.
+**Extension.** A decode step takes the plan of the step before, reorders, copies or drops its rows,
+and adds a column to the suffix (``advanced``). Tokens that rows have come to share since then are
+gathered for each row. ``is_stale`` asks for a new plan once the suffix is more than twice as wide
+and more than 64 columns wider, or once more tokens have been gathered repeatedly than the first
+pass of the plan read.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FEW_TOKENS = 384
-"""Tokens times rows from which a separate product for a run of cached tokens pays off."""
-# Below, the small operators of a product and its merge take longer than gathering the tokens.
+"""From this number of tokens times rows, a separate product for a run of tokens pays off."""
+# Below this, the small operators of a product and its merge take longer than gathering the tokens.
 
 MANY_NEW_TOKENS: Final = 16
-"""New tokens of a row from which even short runs of its cached tokens become prefixes."""
+"""In rows with at least this many new tokens, even short runs of cached tokens become prefixes."""
 # In the suffix, each cached token would add a column to a mask with one row per new token.
 
 MIN_ADDED: Final = 64
@@ -48,7 +49,7 @@ MIN_ADDED: Final = 64
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrefixes:
-    """The cached tokens of ``B`` rows, each a path from a node of a prefix tree up to its root."""
+    """The cached tokens of ``B`` rows: for each row, the path from a tree node to the root."""
 
     # The tree's own arrays, indexed by node; valid until the tree changes.
     parent: NDArray[np.int32]
@@ -71,13 +72,13 @@ class CachedPrefixes:
         return self.depth[self.nodes].astype(np.int64)
 
     def columns(self, num_columns: int) -> NDArray[np.int64]:
-        """Return the last slots of every row, padded on the left: int64 ``[B, num_columns]``."""
+        """Return the slots of each row's last tokens, left-padded: int64 ``[B, num_columns]``."""
         slots = np.full((len(self.nodes), num_columns), PADDING_SLOT, np.int64)
         self.write_last(slots[:, ::-1])
         return slots
 
     def write_last(self, slots: NDArray[np.int64]) -> None:
-        """Write the slots of the last tokens of every row, the last one first."""
+        """Write the slots of each row's last tokens into ``slots``, the last token's first."""
         cascade_loops.write_last(self.parent, self.depth, self.slot, self.nodes, slots)
 
 
@@ -103,7 +104,7 @@ class CascadePlan:
     # Slots and their positions, padded on the left; padding is slot 0 at position -1.
     suffix: NDArray[np.int64]  # [2, B, P] int64
     prefix_lens: NDArray[np.int64]  # [B] int64
-    # For ``is_stale``: suffix width, tokens read and row numbers when the plan was made.
+    # For ``is_stale``: suffix width, tokens read and each row's number when the plan was made.
     num_columns: int
     num_tokens: int
     origins: NDArray[np.int64]  # [B] int64
@@ -138,8 +139,7 @@ class CascadePlan:
     @property
     def is_stale(self) -> bool:
         """Whether the next step should make a new plan instead of advancing this one."""
-        # Tokens that rows have come to share since are gathered for each row. A new plan pays once
-        # the suffix is twice as wide, or more tokens were gathered repeatedly than the plan reads.
+        # The paragraph "Extension" of the module's docstring explains these bounds.
         num_added = self.suffix.shape[2] - self.num_columns
         return num_added > max(MIN_ADDED, self.num_columns) or self.num_repeated > self.num_tokens
 

@@ -1,8 +1,8 @@
 """Cascade attention of one forward pass: a cached prefix of several rows is read once for all.
 
-The queries of all rows that share a prefix attend to it in one product. Another product attends
-from each row's queries to its other cached tokens and its new ones. The results are merged by the
-logsumexps of their scores (Hydragen: Juravsky et al., 2024, arXiv:2402.05099)::
+The queries of all rows that share a prefix attend to it in one product. In another product, the
+queries of each row attend to its other cached tokens and its new tokens. The results are merged by
+the logsumexps of their scores (Hydragen: Juravsky et al., 2024, arXiv:2402.05099)::
 
     rows 0 1 2 ──▶ ┌ shared: 4,096 tokens, read once ┐ ──▶ ┌ rest 0 ┬ new 0 ┐
                    └─────────────────────────────────┘     ├ rest 1 ┼ new 1 ┤
@@ -30,7 +30,7 @@ from genlm_backend.attention.softmax_attention import (
 )
 
 LONG_COPY: Final = 4096
-"""About how many tokens of a block are decoded at once, if the pool's format rounds."""
+"""About how many cached tokens are decoded at once from a pool that is not exact."""
 
 
 class AnyKVPool(Protocol[A]):
@@ -51,11 +51,11 @@ class AnyKVPool(Protocol[A]):
 class Block(Generic[A]):
     """Cached keys that one product reads, the rows that attend to them, and the mask."""
 
-    # The heads of a GQA group become extra queries: the first head's ``Q``, then the second's.
-    rows: A | None  # [G]; ``None`` for all
-    slots: A | slice  # [1, n], or [B, P] of suffixes
+    # The heads of a GQA group become extra queries: all ``Q`` of one head, then of the next.
+    rows: A | None  # [G] indices; ``None`` for all rows
+    slots: A | slice  # [1, n] of a prefix, or [B, P] of suffixes
     num_tokens: int
-    mask: A | None  # float32 [1, 1, G * group * Q, n], or [B, 1, group * Q, P + Q] of suffixes
+    mask: A | None  # float32 [1, 1, G * group * Q, n], or [B, 1, group * Q, P + Q]
 
     def slots_in(self, start: int, stop: int) -> A | slice:
         slots = self.slots
@@ -88,14 +88,14 @@ class CascadeRun(Generic[A]):
         self._pool, self._batch, self._plan = pool, batch, plan
         self.max_prefix_len = int(batch.prefix_lens.max())
         self._blocks: dict[tuple[object, ...], tuple[Block[A], list[Block[A]]]] = {}
-        # The mask objects that layers get, by identity, and their bool masks.
+        # By ``id``: each mask object that layers get, and its bool mask.
         self._allowed: dict[int, tuple[object, torch.Tensor | None]] = {}
         # The layer that has called ``take_kv`` but not ``attend`` yet, its keys and its values.
         self._new: tuple[int, A, A] | None = None
         self.num_attended = 0
 
     def is_complete(self, num_layers: int) -> bool:
-        """Return whether ``num_layers`` layers have attended, and none is pending."""
+        """Return whether ``num_layers`` layers attended, and none has only called ``take_kv``."""
         return self._new is None and self.num_attended == num_layers
 
     def take_kv(self, layer: int, keys: A, values: A) -> tuple[A, A]:
@@ -162,7 +162,7 @@ class CascadeRun(Generic[A]):
     def _in_block(
         self, softmax: SoftmaxAttention[A], query: A, layer: int, block: Block[A]
     ) -> AttentionState[A]:
-        """Attend to a block: at once if the pool is exact, else in parts of ``LONG_COPY`` or so."""
+        """Attend to a block, about ``LONG_COPY`` tokens at a time unless the pool is exact."""
         mask, size = block.mask, block.num_tokens
         attend = softmax.attend if mask is None else softmax.attend_if_any
         num_extents = 1 if self._pool.is_exact else max(1, round(size / LONG_COPY))
@@ -181,7 +181,7 @@ class CascadeRun(Generic[A]):
     def _blocks_of(
         self, allowed: torch.Tensor | None, group_size: int, device: Any
     ) -> tuple[Block[A], list[Block[A]]]:
-        """Return the suffix block, and the prefix blocks that a layer's mask allows.
+        """Return the suffix block, and the prefix blocks in which a layer's mask allows any key.
 
         Args:
             allowed: The mask, bool ``[B, 1, Q, positions]``; ``None`` for a causal one.

@@ -43,7 +43,7 @@ class BatchStates(abc.ABC):
 
     @abc.abstractmethod
     def behind(self, rows: NDArray[np.int64]) -> list[Any]:
-        """Return the states after the last tokens of rows, ``[len(rows), *shape]`` each.
+        """Return the states after the last tokens of some rows, ``[len(rows), *shape]`` each.
 
         Args:
             rows: Indices of the rows, ascending.
@@ -73,7 +73,7 @@ class ForwardBatch:
     )
 
     def new_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``slot_mapping`` and ``unpadded_index`` on a device, moved there once."""
+        """Return ``slot_mapping`` and ``unpadded_index`` on a device, copied at the first call."""
         if device not in self._new_on:
             columns = self.unpadded_index
             moved = None if columns is None else columns.to(device)
@@ -131,7 +131,7 @@ def pack_decode(
     plan: CascadePlan | None,
     states: BatchStates | None = None,
 ) -> ForwardBatch:
-    """Return the batch of a decode step: one new token per row, with its logits as output."""
+    """Return the batch of a decode step: one new token per row, whose logits are the output."""
     prefix_lens, (rows, columns, ones) = past.num_tokens, _of_step(len(token_ids))
     return ForwardBatch(
         input_ids=torch.from_numpy(token_ids)[:, None],
@@ -165,7 +165,7 @@ class AttentionBackend(abc.ABC, Generic[Given]):
     """How the new tokens of a forward pass attend to the cached tokens before them."""
 
     def plan(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan | None:
-        """Return a cascade plan for the batch; ``None`` leaves it to ``forward_context``."""
+        """Return a cascade plan, or ``None`` if ``forward_context`` makes its own or needs none."""
         return None
 
     @abc.abstractmethod
@@ -173,11 +173,11 @@ class AttentionBackend(abc.ABC, Generic[Given]):
         """Return a context manager within which the runner makes one forward pass.
 
         A backend with a cache writes the new tokens' keys and values to the slots of the batch,
-        during the pass or at the exit.
+        during the pass or when the context exits.
 
         Returns:
             A context manager that yields further arguments of the model: a dictionary for
-            transformers; for mlx-lm a list of caches, or ``None`` for the model's own.
+            transformers; for mlx-lm a list of caches, or ``None`` for the model's own caches.
         """
 
 
@@ -202,7 +202,7 @@ class Runner(abc.ABC):
         """Return the recurrent states of the rows of a pass.
 
         Args:
-            layout: The shapes of their tensors.
+            layout: The tensors of a state, with their layers and shapes.
             before: States after the cached tokens, from ``StatePool.read``; ``None`` if no row has
                 cached tokens.
         """

@@ -41,7 +41,7 @@ class ArrayOps(Generic[A]):
 
 
 MAX_SCORES: Final = 4 << 20
-"""About how many scores the formula holds at once; further queries follow in parts."""
+"""About how many scores the unfused formula computes at once; it splits queries to fit."""
 
 _SMALLEST: Final = float(np.finfo(np.float32).min)
 _TINIEST: Final = float(np.finfo(np.float32).tiny)
@@ -54,7 +54,7 @@ class AttentionState(Generic[A]):
 
     ops: ArrayOps[A]
     values: A  # [N, heads, M, value_dim]
-    logsumexp: A  # [N, heads, M] float32
+    logsumexp: A  # [N, heads, M] float32 or float64
 
     def merge_state(self, other: AttentionState[A], rows: A | None) -> None:
         """Merge in the attention to other keys, for ``rows`` or, if ``None``, for all rows."""
@@ -99,7 +99,7 @@ class SoftmaxAttention(Generic[A]):
     def attend(
         self, query: A, keys: A, values: A, mask: A | None, causal_group: int = 0
     ) -> AttentionState[A]:
-        """Attend, by a fused operator if one fits; ``causal_group`` > 0 means a causal mask."""
+        """Attend, if possible by a fused operator; ``causal_group``: a causal mask's group size."""
         if self.softcap is None:
             found = self.ops.fused(query, keys, values, self.scaling, mask, causal_group)
             if found is not None:
@@ -107,7 +107,7 @@ class SoftmaxAttention(Generic[A]):
         return self.attend_if_any(query, keys, values, mask)
 
     def attend_if_any(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
-        """Attend by the formula, which allows queries that may attend to no key."""
+        """Attend by the formula, which also works for queries that may attend to no key."""
         num_queries = query.shape[2]
         size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
         if num_queries <= size:
@@ -134,7 +134,7 @@ class SoftmaxAttention(Generic[A]):
         if mask is not None:
             scores += mask
         largest = ops.largest(scores)
-        if mask is not None:  # or fully masked queries would get NaN weights
+        if mask is not None:  # else fully masked queries would get NaN weights
             largest = ops.at_least_(largest, _SMALLEST)
         scores -= largest
         weights = ops.exp_(scores)

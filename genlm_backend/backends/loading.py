@@ -34,7 +34,7 @@ _SECONDS: Final = 5.0
 
 
 def resolve_name(name: str) -> str:
-    """Return the path or repository id for ``name``; a directory precedes a bundled model."""
+    """Return the path or repository id of a name; directories have priority over bundled models."""
     name = check_name(name)
     if Path(name).is_dir():
         return name
@@ -46,7 +46,7 @@ def check_name(name: Any) -> str:
 
 
 def is_gguf(name: str) -> bool:
-    """Return whether a name is a GGUF file, or a directory with GGUF files and no config.json."""
+    """Return whether a name ends in ".gguf" or is a directory of such files without config.json."""
     path = Path(name)
     if path.is_dir():
         return not (path / "config.json").exists() and any(path.glob("*.gguf"))
@@ -92,7 +92,7 @@ def check_reachable(path: str) -> None:
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn an ``OSError`` of loading into a ``ModelNotFoundError`` that tells where it looked."""
+    """Turn an ``OSError`` of loading into a ``ModelNotFoundError`` that explains it."""
     try:
         with bars_where_seen():
             yield

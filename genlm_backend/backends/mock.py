@@ -65,7 +65,7 @@ class MockAsyncLM(BatchedLM):
         """Mock a named model: load its tokenizer and end-of-text ids, but no weights.
 
         Args:
-            model_name: A name that ``load_model_by_name`` takes.
+            model_name: A repository on the hub, a local directory, or ``"smollm2"``.
             **kwargs: Options of the constructor.
         """
         from genlm_backend.backends.loading import load_tokenizer, named_ends

@@ -35,7 +35,7 @@ REPLICAS: Final = ("genlm_backend.remote.replicas.async_replicas", "AsyncReplica
 """The (module, class) used instead of ``"hf"`` if ``replicas`` is among the options."""
 
 ABSENT: Final = {"sgl": ("genlm_backend.compat.replaced", "AsyncSGLTransformer")}
-"""Backends that this library does not have; the class's error names a replacement."""
+"""Name of a backend that this library lacks → (module, class), whose error names a replacement."""
 
 
 @overload

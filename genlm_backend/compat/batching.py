@@ -57,9 +57,9 @@ async def join_batch(
 ) -> list[tuple[Any, ...]] | None:
     """Add entries to the batch of the running event loop.
 
-    The first caller holds the batch until one turn of the event loop (and, with ``linger``, one
-    wait) adds no entry. It then gets all entries, and must resolve every future that is not done
-    before it awaits anything.
+    The first caller holds the batch until one turn of the event loop adds no entry; with
+    ``linger``, it then waits once and repeats this. It then gets all entries, and must resolve
+    every future that is not done before it awaits anything.
 
     Args:
         store: A ``weakref.WeakKeyDictionary``, one for each kind of batch.

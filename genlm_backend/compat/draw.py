@@ -41,7 +41,7 @@ async def draw_from(
 
     Concurrent draws from tensors of equal width on one device, or from arrays of equal width, are
     computed in one batch. The random numbers come from torch's global generator of the device.
-    Rows of 16-bit floats are computed in float32, others in their own precision.
+    Computations use at least float32, and at least the precision of the row.
 
     Args:
         weights: Log-weights, float ``[V]``, normalised or not, on any device. Not modified.
@@ -292,7 +292,7 @@ def inverse_cdf(log_weights: torch.Tensor) -> torch.Tensor:
     import torch
 
     probabilities = _probabilities(log_weights)
-    # A parallel cumsum may increase at an element of zero probability, so set its end to 0.
+    # A parallel cumsum may increase at an element of zero probability, so set it to 0 there.
     ends = probabilities.cumsum(-1).masked_fill_(probabilities == 0, 0)
     total = ends.amax(-1, keepdim=True)
     point = torch.rand_like(total) * total

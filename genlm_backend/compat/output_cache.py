@@ -13,13 +13,13 @@ from genlm_backend.checks import integer, switch
 
 @final
 class OutputCache:
-    """A mapping from keys to tensors that evicts the least recently used ones.
+    """A mapping from keys to tensors that evicts the least recently used tensors.
 
     Kept for programs written for genlm-backend 0.3.1. The models of this library keep their rows in
     a ``RowCache``, whose bound is in bytes.
 
     Args:
-        maxsize: Tensors to keep, at most.
+        maxsize: Largest number of tensors to keep.
         move_to_cpu: Whether to keep tensors in main memory; lookups return them on their original
             device.
 

@@ -44,7 +44,7 @@ class TokenTrie(_Replaced):
 
     instead = (
         "every model caches the keys, values and rows of the prefixes it has seen; "
-        "lm.statistics() returns how many, lm.clear_cache() removes them"
+        "lm.statistics() counts their bytes, lm.clear_cache() removes them"
     )
 
 

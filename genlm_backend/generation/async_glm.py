@@ -47,20 +47,20 @@ class AsyncGLM(OfOneProcess):
     ``model.generate`` serves one caller at a time; this class batches the concurrent tasks of all
     callers into the same forward passes, on its own ``Engine``. Each row of a task is a request of
     that engine, which queues the requests. Any method may be called from any thread. Tasks that
-    are submitted before ``start()`` wait for it.
+    are submitted before ``start()`` wait for that call.
 
     Args:
         model: A causal language model of transformers, or an ``AsyncLM``, which ``shutdown`` does
             not close.
         tokenizer: The model's tokenizer; optional, since tasks are token ids.
-        max_queue_size: Tasks that may wait for others to end, at least 1.
+        max_queue_size: Number of tasks that may wait for running tasks to end, at least 1.
         generation_kwargs: Default options of the tasks; see ``HONOURED``.
         max_running: Texts generated at once, at most; by default the model's ``batch_size``.
 
     Raises:
         GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has an option that is not
             in ``HONOURED`` or not valid, or ``max_queue_size`` or ``max_running`` is below 1.
-        OptionTypeError: (``TypeError``) If ``model`` is neither such a model nor an ``AsyncLM``.
+        OptionTypeError: (``TypeError``) If ``model`` is of another type.
     """
 
     def __init__(
@@ -148,12 +148,12 @@ class AsyncGLM(OfOneProcess):
                 read. Nothing is queued after an error.
             GenerationConfigError: (``ValueError``) If ``generation_kwargs`` are wrong.
             RequestQueueFullError: (``queue.Full``) If the queue was full for ``timeout`` seconds.
-            ModelStateError: (``RuntimeError``) If the queue is full and ``start()`` has not been
-                called, and after ``shutdown()``.
+            ModelStateError: (``RuntimeError``) After ``shutdown()``; or if the queue is full before
+                ``start()``, and ``timeout`` is not 0.
         """
         timeout = check_timeout("timeout", timeout)
         checked(_CHECKS, {"generation_kwargs": generation_kwargs}, GenerationConfigError)
-        # Raise errors before making tensors: torch aborts if one with views is collected at exit.
+        # Raise errors before making tensors: torch aborts if a tensor with views is freed at exit.
         with self._lock.here:
             self._check_open()
         own = generation_kwargs or {}
@@ -219,8 +219,7 @@ class AsyncGLM(OfOneProcess):
             UnknownTaskError: (``KeyError``) If there is no such task, or its result has been
                 collected.
             CancelledError: (of ``concurrent.futures``) If ``shutdown`` cancelled the task.
-            ModelStateError: (``RuntimeError``) Without waiting, if ``start()`` has not been called,
-                even if another thread might call it later.
+            ModelStateError: (``RuntimeError``) At once, if ``start()`` has not been called yet.
             Exception: The error with which the task failed.
         """
         timeout = check_timeout("timeout", timeout)
@@ -249,7 +248,7 @@ class AsyncGLM(OfOneProcess):
         return task
 
     def is_ready(self, task_id: int) -> bool:
-        """Return whether a task has a result or an error, so that ``get_result`` does not wait.
+        """Return whether a task has ended, so that ``get_result`` does not wait.
 
         Raises:
             UnknownTaskError: (``KeyError``) As for ``get_result``.
@@ -275,8 +274,8 @@ class AsyncGLM(OfOneProcess):
         In a fork of the process that called ``start``, this does nothing.
 
         Args:
-            wait: Whether to wait for the submitted tasks, if ``start()`` has been called. Then all
-                tasks still incomplete are cancelled.
+            wait: Whether to wait for the submitted tasks, if ``start()`` has been called, before
+                all incomplete tasks are cancelled.
             timeout: Seconds to wait, at most.
         """
         switch("wait", wait)
@@ -318,7 +317,7 @@ class AsyncGLM(OfOneProcess):
         if self._engine is None:
             raise ModelStateError(
                 f"{what} because this AsyncGLM has not been started: call start(), or use it in a "
-                f"with statement"
+                "with statement"
             )
 
     def _full(self) -> RequestQueueFullError:
@@ -402,8 +401,8 @@ def _config_of_kwargs(
     for name, value in kwargs.items():
         if name not in HONOURED:
             raise GenerationConfigError(
-                f"{name} is not a supported option{near_names(name, HONOURED)}; the supported ones "
-                f"are: {', '.join(HONOURED)}"
+                f"{name} is not a supported option (supported: {', '.join(HONOURED)})"
+                f"{near_names(name, HONOURED)}"
             )
         if name not in _APART:
             setattr(merged, name, _plain(name, value))
@@ -413,7 +412,7 @@ def _config_of_kwargs(
     if merged.max_new_tokens is None and merged.max_length is None:
         merged.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     config = GenerationConfig.from_hf(merged)
-    # As in ``model.generate``: without ``eos_token_id``, only the length ends a text.
+    # As in ``model.generate``: without ``eos_token_id``, no token ends a text.
     if merged.eos_token_id is None:
         ours["eos_token_id"] = ()
     # Convert total lengths, which include the padding, to numbers of new tokens.
@@ -445,7 +444,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
-"""Entries that collators make of texts; a text model uses only the ids and attention mask."""
+"""Inputs that collators make of texts; a text model uses only the ids and attention mask."""
 
 
 def _rows_of(

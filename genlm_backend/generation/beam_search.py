@@ -47,7 +47,7 @@ class BeamSearch(TextSequence):
         self._beams = [first] + [_Beam(first.context, _NEVER)] * (config.num_beams - 1)
         self._ended: list[_Beam] = []
         self._rows: torch.Tensor | None = None
-        # More candidates than beams, so that ``num_beams`` are left when some of them end.
+        # More candidates than beams, so that ``num_beams`` are left when some end.
         self._num_candidates = max(2, 1 + len(prompt.eos_token_ids)) * config.num_beams
 
     async def ask(self) -> None:
@@ -87,9 +87,9 @@ class BeamSearch(TextSequence):
         return self._texts(best)
 
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
-        """Return the tokens of the ``n`` best texts so far, and ``""`` for each as held-back text.
+        """Return the tokens of the ``n`` best texts so far, and an empty held-back text for each.
 
-        If the search has ended, both are empty, since ``choose`` has returned the texts.
+        If the search has ended, both results are empty, since ``choose`` has returned the texts.
         """
         if self.is_finished:
             return [], {}
@@ -100,7 +100,7 @@ class BeamSearch(TextSequence):
         return self._texts(self._ended[: self._config.n]), nothing_held_back
 
     def _told(self, row: torch.Tensor, token_id: int) -> LogProbs:
-        """Return a token's log-probability, and the most probable tokens with theirs."""
+        """Return a token's log-probability, and the most probable tokens with log-probabilities."""
         top = row.topk(min(self._config.top_logprobs, len(row)))
         pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return float(row[token_id]), pairs

@@ -61,7 +61,7 @@ class CheckedConfig(abc.ABC):
         """Return a copy with these fields changed.
 
         Raises:
-            ValueError: If a value is invalid, or if no field has one of the names.
+            ValueError: If a value is invalid, or a name is not that of a field.
         """
         self._check_names(fields)
         return dataclasses.replace(self, **fields)
@@ -77,7 +77,7 @@ class MultiMediaInfo:
             ``[height, width, 3]``, paths or the bytes of files.
 
     Raises:
-        GenerationConfigError: (``ValueError``) If ``images`` is no list.
+        GenerationConfigError: (``ValueError``) If ``images`` is not a list.
     """
 
     images: Sequence[Any]
@@ -178,7 +178,8 @@ class GenerationConfig(CheckedConfig):
         stop: Strings that end a text; the text is cut off before the first that occurs in it.
         bad_words_ids: Lists of token ids; none of these sequences is generated.
         repetition_penalty: Above 0; 1 for none. Divides the positive logits of tokens that have
-            occurred, and multiplies the negative ones (Keskar et al., 2019).
+            occurred, and multiplies the negative logits (Keskar et al., 2019); in beam search,
+            multiplies log-probabilities.
         suppress_repetition_in_generation: Whether ``repetition_penalty`` applies only to generated
             tokens, and not to those of the prompt.
         no_repeat_ngram_size: Size of the n-grams that may not occur twice; 0 for no such rule.
@@ -194,9 +195,9 @@ class GenerationConfig(CheckedConfig):
             best first.
         length_penalty: Beams are ranked by log-probability / length ** ``length_penalty``; a value
             above 0 favours long texts.
-        beam_early_stopping: When a beam search with ``num_beams`` finished texts ends: ``True``
-            at once, ``False`` when no beam is better at its current length, ``"never"`` when none
-            can become better. Transformers calls it ``early_stopping``.
+        beam_early_stopping: When to end a beam search that has ``num_beams`` finished texts:
+            ``True`` at once, ``False`` when no beam beats the worst text at its current length,
+            ``"never"`` when none can still beat it. Transformers' name is ``early_stopping``.
         mm_info: The pictures in the prompt.
 
     Raises:

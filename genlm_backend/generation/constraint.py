@@ -62,7 +62,7 @@ class Constraint:
     from the model restricted to the grammar, prefix by prefix. Give each particle of a program
     its own constraint; ``fork`` copies one.
 
-    Draw a text ``while not constraint.is_ended``. The token that ends a text has a probability, so
+    Draw tokens ``while not constraint.is_ended``. The token that ends a text has a probability, so
     draw and weigh it like any other, even if no other token may follow. A loop that skips it then
     leaves that probability out of some weights, and samples another distribution.
 
@@ -148,8 +148,8 @@ class Constraint:
         """Constrain to one of several texts; many thousands are supported.
 
         Raises:
-            ConstraintError: If ``choices`` is empty, or one of its entries is empty or no text.
-            ConstraintTypeError: (``TypeError``) If ``choices`` is a single text, or no iterable.
+            ConstraintError: If ``choices`` is empty, or an entry is empty or is not a text.
+            ConstraintTypeError: (``TypeError``) If ``choices`` is a single text or is not iterable.
         """
         _check_arguments(lm=lm)
         if isinstance(choices, (str, bytes)) or not isinstance(choices, Iterable):
@@ -285,7 +285,7 @@ class Constraint:
         found = dict[int, PackedMask]()
         for vocab_size in {each._vocab_size for each in distinct.values()}:
             own = [each for each in distinct.values() if each._vocab_size == vocab_size]
-            # llguidance's vocabulary has one more token than the model, its own EOS.
+            # llguidance's vocabulary has one more token than the model's: an EOS of its own.
             table = np.zeros((len(own), vocab_size // 32 + 1), np.int32)
             going_on = [(each._matcher, i) for i, each in enumerate(own) if not each._is_ended]
             if going_on:
@@ -318,7 +318,7 @@ class Constraint:
                 ``asyncio.to_thread(constraint.mask)``, or one of ``Constraint.masks``.
 
         Returns:
-            The renormalised row, in which all other tokens are ``-inf``; and the logarithm of the
+            The renormalised row, in which excluded tokens are ``-inf``; and the logarithm of the
             allowed tokens' total probability, at most 0: the log-weight of a particle's step. If no
             allowed token is possible, this logarithm and the whole row are ``-inf``.
 
@@ -326,7 +326,7 @@ class Constraint:
             ConstraintViolation: (``ValueError``) If the text has ended.
             OptionTypeError: (``TypeError``) If ``row`` or ``mask`` is of another type.
             OptionError: (``ValueError``) If a shape or dtype is wrong, or the probabilities of the
-                allowed tokens sum to more than exp(0.1), as those of logits may.
+                allowed tokens sum to more than exp(0.1), as with logits.
         """
         size = self._vocab_size
         wanted = f"a tensor of the log-probabilities of all tokens, float [{size}]"
@@ -353,7 +353,7 @@ class Constraint:
         Raises:
             ConstraintViolation: (``ValueError``) If the token is not allowed here; the state is
                 unchanged then.
-            OptionTypeError: (``TypeError``) If the id is no integer.
+            OptionTypeError: (``TypeError``) If ``token_id`` is not an integer.
         """
         token_id = _check_token_id("token_id", token_id)
         is_known = 0 <= token_id < self._vocab_size and not self._is_ended

@@ -61,7 +61,7 @@ class Generation:
     """A generated text.
 
     Attributes:
-        token_ids: Its tokens, including the one that ended it.
+        token_ids: Its token ids, including the id of the token that ended it.
         text: Its characters, without special tokens, cut off before a stop string.
         finish_reason: ``"eos"``, ``"stop"`` or ``"length"``; in an engine, also ``"interrupted"``.
         tokens: Each token with the requested log-probabilities.
@@ -157,7 +157,7 @@ class GeneratedElements:
 
     @property
     def token_id(self) -> int | None:
-        """The last new token; ``None`` if there are only characters."""
+        """Id of the last new token; ``None`` if there is no new token, but only characters."""
         return self.token_ids[-1] if self.token_ids else None
 
     @property
@@ -183,8 +183,8 @@ class RequestStatistics(Readable):
     Attributes:
         time_in_queue: From its start until its first query to the model.
         time_to_first_token: From its start until its first token.
-        time_per_token: Time from its first to its last token, divided by the length of its longest
-            text minus 1; its texts are generated concurrently.
+        time_per_token: Time from its first to its last token, divided by n - 1 if its longest
+            text has n tokens; the texts of a request are generated concurrently.
         time_in_total: From its start until it ended, or until now.
         num_prompt_tokens: Tokens of the prompt.
         num_generated_tokens: Tokens generated, in all texts.

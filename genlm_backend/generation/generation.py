@@ -87,7 +87,7 @@ async def generate(
 
     Raises:
         ContextError: (``ValueError``) If a prompt is empty, leaves no room for a token, or
-            cannot be encoded, as without a chat template or with a tokenizer that takes no text.
+            cannot be encoded, for example for lack of a chat template or a text tokenizer.
         ContextTypeError: (``TypeError``) If a prompt's ids are not integers.
         GenerationConfigError: (``ValueError``) If the configuration does not fit the model.
     """
@@ -188,7 +188,7 @@ def _checked(lm: AsyncLM, prompts: list[Any], config: GenerationConfig, many: bo
 
 
 def _with_length(config: GenerationConfig) -> tuple[bool, GenerationConfig]:
-    """Add the default length if it is needed; return whether it is not, and the configuration."""
+    """Return whether the text is bounded, and the configuration, with a default length if not."""
     # A ``response_format`` ends the text, so the default of 20 tokens does not apply.
     lengths = config.max_new_tokens, config.max_length, config.response_format
     if lengths != (None, None, None):
@@ -228,7 +228,6 @@ def make_drafts(
 
 
 def check_streamable(config: GenerationConfig) -> None:
-    """Raise a ``GenerationConfigError`` unless ``n`` and ``num_beams`` are 1."""
     for name in ("n", "num_beams"):
         if getattr(config, name) != 1:
             raise GenerationConfigError(f"{name} must be 1 to stream, got {getattr(config, name)}")

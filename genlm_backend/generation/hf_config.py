@@ -56,7 +56,6 @@ _OF_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 _OF_BEAMS = {"renormalize_logits"}
 """Keys that matter only for the scores of beams."""
 
-
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "begin_suppress_tokens": not_,
     "cache_implementation": lambda value: value != "quantized",
@@ -75,7 +74,7 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "token_healing": not_,
     "typical_p": lambda value: value >= 1,
 }
-"""Key of transformers → whether a value leaves the text unchanged; ``None`` does for all keys."""
+"""Key of transformers → whether a value leaves the text unchanged, as ``None`` always does."""
 
 
 def own_config(lm: AsyncLM) -> Any:
@@ -85,7 +84,7 @@ def own_config(lm: AsyncLM) -> Any:
     named = None if config is None else listed_ids(config.eos_token_id)
     if config is None or named is None:
         return config
-    # Ids outside the vocabulary are dropped, since they cannot be generated.
+    # EOS ids outside the vocabulary are dropped, since they cannot be generated.
     known = [token_id for token_id in named if 0 <= token_id < len(lm.byte_vocab)]
     if len(known) < len(named):
         config = copy.deepcopy(config)
@@ -94,7 +93,7 @@ def own_config(lm: AsyncLM) -> Any:
 
 
 def fields_of_hf(config: Any) -> dict[str, Any]:
-    """Convert a transformers configuration to ``GenerationConfig`` fields of the same effect."""
+    """Convert a transformers configuration to ``GenerationConfig`` fields with the same effect."""
     given = config.to_diff_dict()
     fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
     if given.get("num_return_sequences") is not None:
@@ -110,10 +109,10 @@ def fields_of_hf(config: Any) -> dict[str, Any]:
         fields.setdefault("top_k", _HF_TOP_K)
     else:
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            fields.pop(name, None)  # transformers ignores it too
+            fields.pop(name, None)  # transformers ignores them too
     for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
         if new in fields:
-            fields.pop(whole, None)  # as in transformers, the number of new tokens overrides it
+            fields.pop(whole, None)  # as in transformers, the limit of new tokens wins
     for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
         if isinstance(fields.get(least), int) and isinstance(fields.get(most), int):
             fields[least] = min(fields[least], fields[most])
@@ -126,7 +125,7 @@ def _check_neutral(config: Any, given: Mapping[str, Any], is_search: bool) -> No
     ignored |= set() if config.do_sample else _OF_SAMPLING
     ignored |= set() if is_search else _OF_BEAMS
     # A key of transformers in no table comes from a newer release: any value but None is refused.
-    # Keys of checkpoints that transformers does not define are ignored, as by transformers.
+    # Keys that only the checkpoint defines are ignored, as in transformers.
     for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):
         value = given[name]
         is_neutral = value is None or (name in _NEUTRAL and _NEUTRAL[name](value))

@@ -1,4 +1,4 @@
-"""Prompt: a prompt with its limits and constraint, checked before the model is called."""
+"""Prompt: a prompt with its length limit and constraint, checked before the model runs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _context(lm: AsyncLM, prompt: str | Chat | TokenIds, config: GenerationConfi
 
 
 def _check_is_one(prompt: Any) -> None:
-    """Raise a ``ContextTypeError`` for several prompts, a single message or no prompt."""
+    """Raise a ``ContextTypeError`` for several prompts, a single message or a non-iterable."""
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
     if isinstance(prompt, Mapping) and "role" in prompt:
         hint = ": pass a chat as a list of messages"
@@ -96,7 +96,7 @@ def _check_is_one(prompt: Any) -> None:
 
 
 def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
-    """Render a chat up to the start of the answer: token ids, or text if it has images."""
+    """Render a chat up to the start of the answer, as token ids, or as text if it has images."""
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ContextError(
@@ -120,12 +120,12 @@ def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
 
 
 def is_chat(text: object) -> TypeGuard[Chat]:
-    """Whether ``text`` is a chat's messages, and not a text or a list of texts."""
+    """Return whether ``text`` is a chat's messages, and not a text or a list of texts."""
     return isinstance(text, (list, tuple)) and bool(text) and isinstance(text[0], Mapping)
 
 
 def is_many(prompt: Any) -> bool:
-    """Whether ``prompt`` is a list of prompts: of texts, chats, or token ids."""
+    """Return whether ``prompt`` is a list of prompts: texts, chats, or sequences of token ids."""
     is_list = isinstance(prompt, (list, tuple)) and bool(prompt) and not is_chat(prompt)
     return is_list and isinstance(prompt[0], (str, list, tuple, Context))
 
@@ -170,7 +170,7 @@ def _max_length(
     known = [limit for limit in limits if limit is not None]
     if not known:
         raise GenerationConfigError(
-            "max_new_tokens must be given: this model has no maximum length"
+            "max_new_tokens or max_length must be given: this model has no maximum length"
         )
     if min(known) <= prompt_length:
         raise ContextError(

@@ -33,7 +33,7 @@ from genlm_backend.runtime.together import together
 
 
 class TextSequence(abc.ABC):
-    """A draft of a prompt's texts: await ``ask()``, call ``choose()``, until ``is_finished``."""
+    """Generates texts: await ``ask()``, then call ``choose()``, until ``is_finished``."""
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         self._lm, self._prompt, self._config = lm, prompt, config
@@ -43,8 +43,8 @@ class TextSequence(abc.ABC):
         self.is_finished = False
         self.scores: dict[int, float] = {}
         self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
-        # Only the constraint knows whether an eos token is part of the text, so the mask enforces
-        # the minimum lengths.
+        # A constraint may allow an eos token inside a text, so its mask, and no logits processor,
+        # enforces the minimum lengths.
         if prompt.constraint is not None:
             config = config.replace(min_length=0, min_new_tokens=0)
         eos = sorted(prompt.eos_token_ids)
@@ -52,7 +52,7 @@ class TextSequence(abc.ABC):
 
     @abc.abstractmethod
     async def ask(self) -> None:
-        """Query the model for ``contexts``; await it once before each ``choose()``."""
+        """Query the model for ``contexts``; to be awaited once before each ``choose()``."""
 
     @abc.abstractmethod
     def choose(self) -> list[GeneratedToken]:
@@ -60,14 +60,14 @@ class TextSequence(abc.ABC):
 
     @abc.abstractmethod
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
-        """Return tokens not yet returned by ``choose``, and each text's held-back characters."""
+        """Return tokens that ``choose`` has not returned, and each text's held-back characters."""
 
     def asked_of(self, context: list[int]) -> TokenIds:
         """Return the context to query, with the prompt's pictures if it has any."""
         begin = self._prompt.context
         return context if begin.pictures is None else begin + context[len(begin) :]
 
-    # ---------------------------------------------------------------- for the kinds of draft
+    # ---------------------------------------------------------------- for subclasses
 
     def _finish_reason(self, context: list[int], is_stopped: bool) -> str | None:
         if context[-1] in self._prompt.eos_token_ids and self._is_end(context[-1]):
@@ -79,13 +79,13 @@ class TextSequence(abc.ABC):
         return "length" if len(context) >= self.max_length else None
 
     def _is_end(self, token_id: int) -> bool:
-        """Whether a chosen token ends the text, instead of being part of it."""
+        """Return whether a chosen token ends the text, instead of being part of it."""
         if self._constraint is not None:
             return self._constraint.is_ended
         return token_id in self._prompt.eos_token_ids
 
     def _bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text: none if it is special or ends the text."""
+        """Return the bytes that a token adds to the text: none if it is special or the end."""
         is_silent = token_id in self._lm.special_ids or self._is_end(token_id)
         return b"" if is_silent else self._lm.byte_vocab[token_id].byte_string
 
@@ -122,7 +122,7 @@ class Text:
         return self._show(len(self._bytes)) + self._decoder.decode(b"", final=True)
 
     def _show(self, end: int) -> str:
-        # Never take back returned bytes: no stop string can begin in them.
+        # Bytes that were returned before cannot be taken back.
         end = max(end, self._num_shown)
         shown = self._decoder.decode(bytes(self._bytes[self._num_shown : end]))
         self._num_shown = end
@@ -131,7 +131,7 @@ class Text:
 
 @final
 class Sample(TextSequence):
-    """One text; the model draws its tokens, or this class if logits are processed or masked."""
+    """A sampled text; the model draws its tokens, unless logits are processed or masked here."""
 
     def __init__(
         self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int, stream: int
@@ -149,7 +149,7 @@ class Sample(TextSequence):
         self._top: tuple[tuple[int, float], ...] = ()
 
     async def ask(self) -> None:
-        """Let the model draw a token, or draw one here from processed and masked logits."""
+        """Let the model draw a token, or draw one here from processed or masked logits."""
         context, lora_name = self.asked_of(self.contexts[0]), self._config.lora_name
         drawing = partial(
             SampleReadout,
@@ -204,7 +204,7 @@ class Sample(TextSequence):
             self._constraint.advance(token_id)
         new = self._text.add(self._bytes(token_id))
         is_stopped = self._text.is_stopped
-        if self._constraint is not None:  # a complete text needs no eos, as no weight is used
+        if self._constraint is not None:  # a sample has no weight, so a complete text needs no eos
             is_stopped |= self._constraint.is_ended or self._constraint.must_end
         reason = self._finish_reason(context, is_stopped)
         if reason is not None:
@@ -221,7 +221,7 @@ class Sample(TextSequence):
 def make_processors(
     config: GenerationConfig, prompt_length: int, eos_token_ids: list[int]
 ) -> LogitsProcessorList:
-    """Return a configuration's logits processors: those of ``model.generate``, then OpenAI's."""
+    """Return a configuration's logits processors: first ``model.generate``'s, then OpenAI's."""
     made = LogitsProcessorList()  # called with ids [texts, n] and scores [texts, vocab]
     if config.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)

@@ -33,7 +33,7 @@ from genlm_backend.scoring.words import default_beginning
 from genlm_backend.tokenization.bos import adds_bos
 
 try:
-    # Import the harness's models first: it loads them lazily only if its registry is empty.
+    # Import the harness's own models first: it does so itself only while its registry is empty.
     import lm_eval.models  # noqa: F401 # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
@@ -53,7 +53,7 @@ _AT_ONCE: Final = 512
 """Continuations that one call scores, at most; the progress bar is updated after each call."""
 
 _UNBOUNDED: Final = 2048
-"""The window, in tokens, of a model without a maximum, as in the harness's own models."""
+"""Context window, in tokens, of a model without a maximum, as in the harness's own models."""
 
 _OF_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p")
 
@@ -77,10 +77,10 @@ class HarnessLM(TemplateLM):
     Args:
         pretrained: A name that ``load_model_by_name`` takes, or an ``AsyncLM``.
         backend: The backend; see ``load_model_by_name``.
-        batch_size: Distinct contexts in a batch, at most. With 1, the harness's default, or
-            ``"auto"``, the model's default applies.
+        batch_size: Distinct contexts in a batch, at most. 1 (the harness's default) and ``"auto"``
+            keep the model's default.
         max_batch_size: Upper bound of the harness's search for a batch size; ignored.
-        device: The device, for transformers; for other backends see their options. The harness
+        device: The device, for models of transformers; other backends ignore it. The harness
             passes ``"cuda:0"`` by default, so a CUDA device is ignored if torch has none.
         max_gen_toks: Tokens of a generated text, at most, if its task sets no limit.
         add_bos_token: Whether texts begin with ``bos_token_id``; ``None`` leaves it to the
@@ -173,7 +173,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token before texts without context; see ``default_beginning`` for a warning."""
+        """Id of the token before texts without context; ``default_beginning`` may warn about it."""
         if self._begins_by_default:
             return default_beginning(self.lm, "prefix_token_id")
         return self._prefix_token_id
@@ -190,7 +190,7 @@ class HarnessLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **others: Any
     ) -> list[int]:
-        """Return token ids; for ``None``, ``add_bos_token`` decides about special tokens."""
+        """Return token ids; if ``add_special_tokens`` is ``None``, ``add_bos_token`` decides."""
         if add_special_tokens is None:
             # A text that already begins with the prefix token's text gets no special tokens.
             begins = string.startswith(self._prefix)
@@ -258,9 +258,9 @@ class HarnessLM(TemplateLM):
     def _scored(
         self, pairs: Sequence[tuple[list[int], list[int]]], is_shown: bool
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Yield the index and answer of each pair: its log-likelihood, and whether it is greedy."""
+        """Yield each pair's index and answer: log-likelihood, and whether the text is greedy."""
         cut = [self._cut(context, continuation) for context, continuation in pairs]
-        # Sorted neighbours share the longest prefixes, so the prefix cache still holds these.
+        # In sorted order, neighbours share the longest prefixes, which are then still cached.
         order = sorted(range(len(cut)), key=lambda i: cut[i][0] + cut[i][1])
         with progress_bar(len(cut), is_shown, "scoring") as bar:
             for start in range(0, len(order), _AT_ONCE):
@@ -346,7 +346,7 @@ class HarnessLM(TemplateLM):
 
 
 def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
-    """Return the ``batch_size`` option; no option for the harness's default of 1 and "auto"."""
+    """Return the ``batch_size`` option, if any: ``None``, 1 and "auto" keep the model's default."""
     if batch_size in (None, 1, "1") or str(batch_size).startswith("auto"):
         return {}
     if isinstance(batch_size, str) and batch_size.isdecimal():
@@ -357,7 +357,7 @@ def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
 def _loaded(
     pretrained: str, backend: str | None, options: dict[str, Any], device: str | None
 ) -> AsyncLM:
-    """Load a model; options that its backend lacks go to the backend's library, if it has one."""
+    """Load a model; a backend with ``library_opts`` passes options that it lacks to its library."""
     kind, _ = check_loading(
         pretrained, backend, {n: v for n, v in options.items() if n == "replicas"}
     )

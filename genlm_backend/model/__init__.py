@@ -1,1 +1,1 @@
-"""AsyncLM, the interface of models, and BatchedLM, which implements it over an evaluator."""
+"""AsyncLM, the interface of models, and BatchedLM, which implements it with an evaluator."""

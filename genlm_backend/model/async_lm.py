@@ -84,7 +84,7 @@ class AsyncLM(Closing):
 
     Every log-probability method takes ``lora_name``, the adapter to read the context with. A
     subclass has to define ``next_token_logprobs`` and ``next_token_logprobs_sync``. By default, the
-    other methods call one of these for each context; override those that can be faster.
+    other log-probability methods call one of these for each context; overrides can be faster.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
@@ -110,7 +110,7 @@ class AsyncLM(Closing):
     """Checks of the constructor's options, by name."""
 
     library_opts: ClassVar[str] = ""
-    """Option of ``from_name`` that is passed on to the library that loads the model, if any."""
+    """Name of the ``from_name`` option that holds arguments for the backend's library, if any."""
 
     def __init__(
         self, tokenizer: Any, *, vocab_size: int | None = None, self_check: bool = True
@@ -152,8 +152,8 @@ class AsyncLM(Closing):
     def eos_token_ids(self) -> frozenset[int]:
         """The ids that end a text, unless a call passes its own.
 
-        They come from the model's generation config, which may name several. If it names no token
-        of the vocabulary, the tokenizer's EOS is used; without one, the set is empty.
+        They come from the model's generation config, which may name several. If the config names
+        no token of the vocabulary, the tokenizer's EOS is used; without one, the set is empty.
         """
         return default_ends(self._own_eos, self.tokenizer, self._is_token)
 
@@ -162,7 +162,7 @@ class AsyncLM(Closing):
 
     @property
     def alphabet(self) -> Alphabet:
-        """The tokens sorted by bytes; EOS tokens, special ones and those without bytes are last."""
+        """The tokens sorted by bytes; EOS, special tokens and tokens without bytes come last."""
         ends = self.special_ids | self.eos_token_ids
         if self._alphabet is None or self._alphabet[0] != ends:
             self._alphabet = ends, Alphabet(self.byte_vocab, ends, self.undefined_ids)
@@ -555,8 +555,8 @@ class AsyncLM(Closing):
     ) -> Draw:
         """Draw the next token after a context, from all tokens or from the allowed ones.
 
-        Without ``top_k``, ``top_p`` and ``min_p``, it is up to rounding the token that ``draw``
-        returns, with the same generator, for the row with ``-inf`` at tokens that are not allowed.
+        Without ``top_k``, ``top_p`` and ``min_p``, the token is, up to rounding, the one that
+        ``draw`` returns, with the same generator, for the row with ``-inf`` at forbidden tokens.
         No row is copied or cached; see ``next_token_top``. A particle gains the log-weight
         ``logprob - log_proposal``, which equals ``log_allowed`` at temperature 1; see ``Draw``.
 
@@ -747,7 +747,7 @@ class AsyncLM(Closing):
         """Sample a continuation of each prompt; the options have been checked."""
         temperature, seed = options.pop("temperature"), options.pop("seed")
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
-        if len(prompts) == 1 and not progress:  # tqdm is not imported: Python may be exiting
+        if len(prompts) == 1 and not progress:  # tqdm's import may fail while Python exits
             return [await self._sample(prompts[0], lora_name, samplers[0], **options)]
         with progress_bar(len(samplers), progress) as bar:
 
@@ -821,10 +821,10 @@ class AsyncLM(Closing):
         lora_name: str | None,
         with_draws: Callable[[], list[ParticleStep]] | None = None,
     ) -> list[StepResult]:
-        """Return the results of a ``ParticleGroup``'s steps, here from each context.
+        """Return the results of a ``ParticleGroup``'s steps, here computed context by context.
 
         ``with_draws``, if given, returns the steps with their draws, which ``steps`` then lack. It
-        is called once, if possible while the pass runs.
+        is called once, if possible during the model's forward pass.
         """
         results = list[StepResult]()
         for step in steps if with_draws is None else with_draws():

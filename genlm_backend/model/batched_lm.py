@@ -81,7 +81,7 @@ class LMOptions(RowOptions, total=False):
 
 
 class PictureReading(Protocol):
-    """Turns prompts with pictures into contexts, by one model's processor."""
+    """Turns prompts with pictures into contexts, with one model's processor."""
 
     processor: Any
     """The transformers processor; ``None`` if there is none."""
@@ -90,7 +90,7 @@ class PictureReading(Protocol):
 
 
 class BatchedLM(OfOneProcess, AsyncLM):
-    """A model over an evaluator, with checks, batching, a row cache and named adapters.
+    """A model that runs on an evaluator, with checks, batching, a row cache and named adapters.
 
     The model's worker thread makes all calls of the evaluator except ``counts`` and ``close``.
 
@@ -99,7 +99,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         evaluator: The evaluator, which no other model may share.
         batch_size: Number of distinct contexts evaluated at once, at most, or the evaluator's
             ``max_batch_size`` if that is less. Unless the evaluator has such a maximum, a text to
-            score counts as its length / 200.
+            score counts as ``length / 200`` contexts.
         timeout: Seconds that the first query of a batch may wait for others. The bound rarely
             matters: a batch is sent as soon as the event loop has no further query to add.
         row_cache_bytes: Bytes of rows to keep, at most, so that a repeated context costs no
@@ -317,21 +317,22 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._before_wait()
         is_here = type(self._batcher) is Batcher
         is_here = is_here and not isinstance(self._evaluator, RestartableEvaluator)
-        if with_draws is not None and (not is_here or await is_blocking()):  # rows would be sent
+        # Another process would have to send the rows; a blocking call cannot draw meanwhile.
+        if with_draws is not None and (not is_here or await is_blocking()):
             steps, with_draws = with_draws(), None
         own = [replace(step, adapter=adapter) for step in steps]
         if with_draws is None:
             return await self._submit_all(own)
         rows = asyncio.ensure_future(self._batcher.submit_all(own))
         try:
-            for _ in range(self._batcher.policy.quiet_turns + 2):  # usually, it is sent then
+            for _ in range(self._batcher.policy.quiet_turns + 2):  # usually, the batch is sent then
                 await asyncio.sleep(0)
             given = with_draws()
             results = await rows
         finally:
             rows.cancel()
             del rows
-        # On the worker, whose thread alone uses the model's device.
+        # Only the worker's thread may use the model's device.
         values = self._batcher.call_soon(
             lambda: [step.values(own.values) for step, own in zip(given, results, strict=True)]
         )
@@ -408,7 +409,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> int:
         """Return how many of a context's tokens are cached now and need not be computed.
 
-        The last token always goes through the model. See ``AsyncLM`` for ``tier``.
+        The last token is not counted: its logits are the answer. See ``AsyncLM`` for ``tier``.
         """
         query, tier = self._query(token_ids, lora_name), check_tier("tier", tier)
         return await self._number_of(lambda e: e.num_cached(query, tier))
@@ -427,7 +428,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         query = self._query(prompt_tokens, lora_name)
         if not self._call_for(query, lambda: self._evaluator.pin(query)) and self.kv_reuse:
             budget = self._evaluator.counts().state_bytes_budget
-            states = f", or its recurrent state into state_cache_bytes={budget} beside theirs"
+            states = f", or its recurrent state does not fit into state_cache_bytes={budget}"
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
                 f"{self.kv_capacity} tokens of kv_cache_bytes beside the pinned prompts"
@@ -637,12 +638,12 @@ def _check_writable(path: Path) -> None:
 
 
 class WholeLM(BatchedLM):
-    """A ``BatchedLM`` whose evaluator can run a context whole, by ``evaluate_whole``."""
+    """A ``BatchedLM`` whose evaluator can run a context without a cache, by ``evaluate_whole``."""
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the row of a context run whole, alone and uncached: float32 ``[vocab]``.
+        """Return the row of a context, computed alone and without a cache: float32 ``[vocab]``.
 
         Use it to check the cache's answers or to time a plain forward pass. Blocks the thread.
         """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LMStatistics(Readable, EvaluatorCounts):
-    """Counts since the model was loaded; bytes and tokens are counted, not estimated.
+    """Counts since the model was loaded, and the present sizes of its caches.
 
     Attributes:
         num_awaits: Requests by any method: for rows, for readouts, and for texts that are scored
@@ -36,7 +36,7 @@ class LMStatistics(Readable, EvaluatorCounts):
         kv_bytes_budget: Upper bound of ``kv_bytes_used``.
         host_bytes_used: Bytes of the keys, values and recurrent states on the host.
         host_bytes_budget: Upper bound of ``host_bytes_used``.
-        num_evicted_rows: Rows dropped to stay within the budget.
+        num_evicted_rows: Rows dropped to stay within ``row_bytes_budget``.
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
         num_recomputed_tokens: Tokens computed again after they were dropped. The transformers and
             MLX backends remember only about the last 65,536 dropped tokens.

@@ -83,11 +83,11 @@ class ResultCollector:
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
     def weight(self, query: Query) -> float:
-        """Return a query's weight in a batch, which is 1 if the evaluator limits batches."""
+        """Return a query's weight in a batch, which is 1 if there is a ``max_batch_size``."""
         return 1.0 if self._is_bounded else query.weight
 
     def forward_key(self, query: Query) -> Hashable:
-        """Return the key of a query's forward pass; the query if the evaluator limits batches."""
+        """Return the key of a query's forward pass, or the query under a ``max_batch_size``."""
         return query if self._is_bounded else query.forward_key
 
     def answers(self, queries: Sequence[Query]) -> list[Result | Exception]:
@@ -110,7 +110,7 @@ class ResultCollector:
         """Evaluate and check the answers, so that readouts are computed only from valid rows."""
         found = self._evaluator.evaluate(queries)
         if not isinstance(found, Sequence) or len(found) != len(queries):
-            return found  # ``_found`` raises its error
+            return found  # ``_found`` raises the error
         return list(map(self._checked, queries, found))
 
     def _refused(self, queries: Sequence[Query]) -> dict[Query, Exception]:

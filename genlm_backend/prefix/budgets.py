@@ -18,7 +18,6 @@ TierName: TypeAlias = Literal["device", "host"]
 check_tier: Final[Check[TierName | None]] = one_of(None, *get_args(TierName))
 """Check of an argument that names a tier or is ``None``."""
 
-
 CUDA_FRACTION: Final = 0.5
 
 _FEWEST_ROWS: Final = 8
@@ -35,7 +34,7 @@ class Budgets(NamedTuple):
 
 
 def default_kv_budget(layout: KVLayout) -> int:
-    """Return the default bytes of keys and values, for as many slots as fit on each device."""
+    """Return the default budget: the bytes of as many slots (or states) as fit on every device."""
     by_device: dict[torch.device, int] = defaultdict(int)
     for layer in layout.layers:
         by_device[layer.device] += layer.bytes_per_slot
@@ -95,5 +94,5 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
 
 
 def most_rows(num_states: int) -> int:
-    """Return the most rows that a pass may have; it copies their recurrent states."""
+    """Return the most rows that a pass may have, since it copies each row's recurrent state."""
     return max(_FEWEST_ROWS, num_states // 2)

@@ -16,9 +16,9 @@ class Codec(abc.ABC):
     """A format for keys and values of one layer: rows ``[n, width]`` of concatenated vectors."""
 
     is_exact = False
-    """Whether ``decode(encode(rows))`` is ``rows``, uncopied."""
+    """Whether ``decode(encode(rows))`` returns ``rows`` itself, uncopied."""
 
-    # A token's codes must depend only on its row, and all-zero codes decode to finite numbers.
+    # A token's codes must depend only on its row; all-zero codes must decode to finite numbers.
     def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:
         self.width, self.dim, self.dtype = width, dim, dtype
 
@@ -50,13 +50,13 @@ _SHARES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 @final
 class UInt4(Codec):
-    """Stores vectors as 4-bit integers, with a scale and a zero point for up to 32 elements."""
+    """Stores vectors as 4-bit integers; up to 32 elements share a scale and a zero point."""
 
     # ``x ≈ mean + R (scale * (q + zero))``, ``q`` from 0 to 15, ``zero`` from -127 to 127, the
     # scale in bfloat16: asymmetric quantisation, per token (KIVI: Liu et al., 2024,
-    # arXiv:2402.02750, section 3). ``encode`` first subtracts each channel's mean and rotates each
-    # vector by a Hadamard matrix ``R``, so that no channel is much larger than the others (QuaRot:
-    # Ashkboos et al., 2024, arXiv:2404.00456, section 4). The elements that are rotated
+    # arXiv:2402.02750, section 3). ``encode`` first subtracts ``mean``, the mean key, and rotates
+    # each vector by a Hadamard matrix ``R``, so that no channel is much larger than the others
+    # (QuaRot: Ashkboos et al., 2024, arXiv:2404.00456, section 4). The elements that are rotated
     # together decode to no finite number if one of them is infinite or NaN.
     def __init__(
         self, width: int, dim: int, dtype: torch.dtype, mean: torch.Tensor | None = None
@@ -189,7 +189,7 @@ class Cast(Codec):
         return ((self.width, self._kept),)
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Round finite elements to the nearest finite number; infinities and NaN stay."""
+        """Round finite elements to the stored type's finite numbers; keep infinities and NaN."""
         if self.is_exact:
             return (rows,)
         if self._largest < torch.finfo(self.dtype).max:
@@ -210,7 +210,7 @@ KV_CACHE_DTYPES: Final[tuple[KVCacheDtype, ...]] = get_args(KVCacheDtype)
 
 
 def needs_mean(kept: KVCacheDtype | None) -> bool:
-    """Return whether a number format needs the mean key of each layer, computed once."""
+    """Return whether a number format needs the mean key of each layer."""
     return kept == "uint4"
 
 

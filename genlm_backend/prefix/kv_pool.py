@@ -15,7 +15,7 @@ from genlm_backend.prefix.slot_allocator import PADDING_SLOT
 from genlm_backend.prefix.state_cache import StateLayout
 
 FREE_SLOTS: Final = 1 << 20
-"""Slots of a model without attention: they take no bytes, but a tree node takes about 70."""
+"""Number of slots if no layer attends: they take no bytes, but their tree nodes about 70 each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class KVPool:
         self.bytes_per_slot = layout.bytes_per_slot
         self._codecs = [layer.codec() for layer in layout.layers]
         self.is_exact = all(codec.is_exact for codec in self._codecs)
-        # The OS provides a page on its first write: unused CPU slots cost nothing unless pinned.
+        # The OS provides a page on its first write: unused CPU slots take no memory unless pinned.
         self.codes = [
             _empty(codec, num_slots + 1, layer.device, pins)
             for layer, codec in zip(layout.layers, self._codecs, strict=True)

@@ -60,7 +60,7 @@ def _take(parents, tokens, table, node):
         if other == 0:
             break
         home = _home(parents[other], tokens[other], mask)
-        if ((place - home) & mask) >= ((place - hole) & mask):  # its probe passes the hole
+        if ((place - home) & mask) >= ((place - hole) & mask):  # a search for it passes the hole
             table[hole] = other
             hole = place
     table[hole] = 0
@@ -77,7 +77,7 @@ def walk(parents, tokens, first, table, node, wanted):
     """Follow token ids down from a node; return the last node that exists."""
     done = 0
     while done < len(wanted):
-        # Nodes that one call made mostly have consecutive numbers, so that 64 tokens are compared
+        # Nodes that one call added mostly have consecutive numbers, so that 64 tokens are compared
         # without loading each next node first: 4,000 tokens take 1 us, against 12 us one by one.
         while done + _AT_ONCE <= len(wanted) and node + _AT_ONCE < len(first):
             links, ids = first[node : node + _AT_ONCE], tokens[node + 1 : node + 1 + _AT_ONCE]
@@ -102,7 +102,7 @@ def walk(parents, tokens, first, table, node, wanted):
 
 @compiled
 def ancestors(parents, depths, nodes, wanted, found):
-    """Write each node's ancestor of depth ``wanted``, or the node if it is no deeper."""
+    """Write to ``found`` each node's ancestor at depth ``wanted``, or the node if no deeper."""
     for i in range(len(nodes)):
         node = nodes[i]
         while depths[node] > wanted[i]:
@@ -112,7 +112,7 @@ def ancestors(parents, depths, nodes, wanted, found):
 
 @compiled
 def last_states(parents, depths, states, nodes, found):
-    """Write the deepest node with a state on the path to each node, or its root."""
+    """Write to ``found`` the deepest node with a state on the path to each node, or its root."""
     for i in range(len(nodes)):
         node = nodes[i]
         while depths[node] > 0 and states[node] == 0:
@@ -122,7 +122,7 @@ def last_states(parents, depths, states, nodes, found):
 
 @compiled
 def path(parents, depths, node, found):
-    """Write the nodes from the first token to ``node``; their number is its depth."""
+    """Write to ``found`` the nodes from the first token to ``node``, as many as its depth."""
     for i in range(depths[node] - 1, -1, -1):
         found[i] = node
         node = parents[node]
@@ -139,12 +139,12 @@ def fill_digests(digests, parents, tokens, depths, nodes):
 
 @compiled
 def link(parents, tokens, first, children, on_device, stamps, slots, table, nodes, real, spare):
-    """Link nodes to their parents, parents first; a child linked for the same token stays."""
+    """Link nodes to their parents, parents first; an existing child for the same token stays."""
     num_spare = 0
     for i in range(len(nodes)):
         node = nodes[i]
         parent = parents[node]
-        if children[parent] < 0:  # ``insert`` replaced it by the node ``first[parent]``
+        if children[parent] < 0:  # this loop has replaced it by ``first[parent]``
             parent = first[parent]
             parents[node] = parent
         found = child_of(parents, tokens, table, parent, tokens[node])

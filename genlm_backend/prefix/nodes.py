@@ -23,7 +23,7 @@ CacheHint: TypeAlias = tuple[object, int]
 """``Nodes.key``, which ``clear()`` renews, and the node's number in ``Nodes.node_uses``."""
 
 NO_HINT: Final[CacheHint] = (None, 0)
-"""The hint of a context that has not been found."""
+"""The hint of a context whose node is not known."""
 
 _NODE_BITS: Final = 28
 
@@ -68,7 +68,7 @@ class Nodes:
     def clear(self) -> None:
         """Forget all nodes, and invalidate all hints."""
         self.key = uuid.uuid4().bytes  # unequal to the keys of other processes, too
-        # Numbers from 1 to below this have been used; 0 means no node. Later elements are zero.
+        # The lowest number never used; 0 means no node. Array elements from this index on are zero.
         self.num_made = 1
         self._free, self._num_free = np.empty(0, np.int32), 0
         for name, dtype in _FIELDS.items():
@@ -99,7 +99,7 @@ class Nodes:
         linked, self.table = self.table[self.table > 0], table
         node_loops.fill_table(self.parent, self.token, self.table, linked)
 
-    # ---------------------------------------------------------------- coming and going
+    # ---------------------------------------------------------------- adding and removing
 
     def take_nodes(self, count: int) -> Ints:
         """Return the numbers of ``count`` free nodes, which are in use from now on."""
@@ -204,9 +204,9 @@ class Nodes:
         return self.numbered(node_uses, key, root, missing=0)
 
     def numbered(self, node_uses: Ints, key: object, root: int, missing: int | None = None) -> Ints:
-        """Return the nodes of numbers from ``node_uses``; ``missing``, or the root, if stale."""
+        """Return the nodes of numbers from ``node_uses``; ``missing`` or else the root if stale."""
         nodes = (node_uses & ((1 << _NODE_BITS) - 1)).astype(np.int32)
-        nodes[nodes >= self.num_made] = 0  # given before the tree was cleared
+        nodes[nodes >= self.num_made] = 0  # a number from before the tree was cleared
         is_there = self.num_uses[nodes] == node_uses >> _NODE_BITS
         is_there &= (self.root[nodes] == root) & (key == self.key)
         return np.where(is_there, nodes, root if missing is None else missing).astype(np.int32)

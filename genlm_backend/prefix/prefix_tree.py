@@ -47,7 +47,7 @@ class PrefixTree:
     # ---------------------------------------------------------------- the protocol
 
     def new_step(self, num_contexts: int = 1) -> None:
-        """Begin a batch of contexts; earlier nodes may be evicted from now on, unless pinned."""
+        """Begin a batch of contexts; nodes used before it may now be evicted, unless pinned."""
         self._now += 1
         self._used.clear()
         if self.states.num_states:
@@ -55,7 +55,7 @@ class PrefixTree:
 
     def root(self, namespace: Hashable) -> int:
         """Return the root of a namespace, made on first use."""
-        # Each adapter has a namespace, since equal tokens have other keys and values with it.
+        # Each adapter has a namespace: keys and values of equal tokens differ between adapters.
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = self.nodes.new_root()
@@ -76,7 +76,7 @@ class PrefixTree:
         sizes: Ints,
         tokens_of: Callable[[int, int], Any],
     ) -> Ints:
-        """Return the nodes of the longest cached prefixes, int32 ``[n]``, without ``touch``."""
+        """Return the nodes of the longest cached prefixes, int32 ``[n]``, without touching them."""
         root, depths = self.root(namespace), self.nodes.depth
         nodes = self.nodes.at(hints, root)
         nodes[nodes == 0] = root
@@ -99,12 +99,13 @@ class PrefixTree:
             for node in nodes[self.nodes.slot[nodes] < 0].tolist():
                 path = self.nodes.path(node)
                 num_on_device = int((self.nodes.slot[path] > 0).sum())
-                # From the last device node on, which is a leaf of the device tier.
+                # Stamp the path from its last device node on, which is a leaf of the device tier.
                 own = path[max(0, num_on_device - 1) :]
                 stamps[own] = np.maximum(stamps[own], self._now)
 
     def allocate(self, count: int, ends: Ints | Sequence[int] = ()) -> Ints | None:
         """Take ``count`` slots, evicting the LRU leaves; ``None`` if too few can be freed."""
+        # Host nodes on the paths to ``ends`` move to the device, into further slots.
         ends = np.asarray(ends, np.int32)
         below = self._host_paths(ends)
         missing = count + len(below) - self.slots.num_free
@@ -162,8 +163,8 @@ class PrefixTree:
 
     def evict(self, count: int) -> int:
         """Free up to ``count`` slots, least recently used first; return their number."""
-        # Nodes that are pinned or were used since ``new_step`` stay. Evicted tokens move to the
-        # host if it has free slots, or leaves that were not used since then.
+        # Nodes that are pinned or were used since ``new_step`` stay. Evicted tokens move to free
+        # slots on the host, or replace leaves there that were not used since ``new_step``.
         taken = self._device.take_leaves(self.nodes, count, self._now)
         self._num_linked -= len(taken)
         slots = self.nodes.slot[taken]
@@ -192,13 +193,13 @@ class PrefixTree:
         return int((slots > 0).sum() if tier == "device" else (slots < 0).sum())
 
     def clear(self) -> None:
-        """Unpin and free everything; raises if a slot is allocated but not linked."""
+        """Unpin and free everything; raise if a slot is allocated but not linked."""
         if self.slots.num_used != self._num_linked:
             raise CacheError("the cache was cleared while slots were being filled")
         slots = self.nodes.slot[: self.nodes.num_made]
         self.slots.free(slots[slots > 0])
         self.host_slots.free(-slots[slots < 0])
-        self.states.clear()  # first, since counting states reads their nodes
+        self.states.clear()  # before the nodes, which counting states reads
         self.nodes.clear()
         self._roots.clear()
         self._pins.clear()
@@ -214,7 +215,7 @@ class PrefixTree:
         return self.slots.num_slots
 
     def _num_evictable(self, enough: int) -> int:
-        """Return how many slots ``evict`` can free, or a lower bound that is ``enough``."""
+        """Return how many slots ``evict`` can free, or a lower bound of at least ``enough``."""
         depths = self.nodes.depth
         kept = np.concatenate([*self._used, np.array(self._pins, np.int32)])
         num_at_least = self._num_linked - int(depths[kept].sum())
@@ -300,7 +301,7 @@ class PrefixTree:
 
 
 _NUM_DROPPED: Final = 1 << 16
-"""Number of digests of dropped tokens that are remembered: 512 KB."""
+"""Number of dropped tokens whose digests are kept; the digests take 512 KB."""
 
 
 def _indices_of(digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -320,7 +321,7 @@ class _Leaves:
         self._queue, self._stamps = np.empty(0, np.int32), np.empty(0, np.int64)
 
     def take_leaves(self, nodes: Nodes, count: int, now: int) -> Ints:
-        """Take up to ``count`` nodes that were used before ``now``, leaves first."""
+        """Take up to ``count`` nodes that were last used before ``now``, leaves first."""
         num_below = nodes.num_on_device if self._is_on_device else nodes.num_children
         taken, num_taken = np.empty(count, np.int32), 0
         while num_taken < count:

@@ -25,13 +25,13 @@ def ranges_in_a_row(*numbers: NDArray[Any]) -> list[tuple[int, int]]:
 
 @final
 class SlotAllocator:
-    """The free list of a pool, without tensors. Slots count from 1; slot 0 is for padding."""
+    """The free list of a pool, without tensors. Slots have numbers from 1; 0 is for padding."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_used = 0
-        # Slots that were never used follow a high-water mark, so that a large pool needs no list of
-        # a million integers and touches no memory early.
+        # Slots from this one on were never allocated. So a large pool needs no list of a million
+        # integers and touches no memory early.
         self._next_unused = 1
         # Freed slots form ranges that do not touch, indexed by start, by stop and by size.
         self._stops: dict[int, int] = {}
@@ -69,7 +69,7 @@ class SlotAllocator:
             return
         self.num_used -= len(slots)
         if self.num_used < 0:
-            raise CacheError(f"more slots were returned than exist: {self.num_free}")
+            raise CacheError(f"{self.num_free} slots are free, but the pool has {self.num_slots}")
         ordered = np.sort(np.asarray(slots))
         ends = np.flatnonzero(np.diff(ordered) != 1)
         starts = ordered[np.concatenate([[0], ends + 1])].tolist()

@@ -25,7 +25,7 @@ _FEWEST_TO_MOVE: Final = 32
 """Fewest tokens since the previous state for which a copy to the host pays: a guess."""
 
 _NUM_RECENT: Final = 4
-"""Batches over which one round of particles may spread; the latest is needed again last."""
+"""Batches over which a step of all particles may spread; the latest states are needed last."""
 
 _LONG_AGO: Final = 1 << 40
 """More batches than a process will run."""
@@ -152,7 +152,7 @@ class StateCache:
         return int(self._is_used().sum())
 
     def _is_used(self) -> NDArray[np.bool_]:
-        owner = self._owner  # first: other threads read statistics while nodes are added
+        owner = self._owner  # read before ``state``: another thread may be adding nodes
         is_used = self._nodes.state[owner] == np.arange(self.num_states + 1)
         is_used[NO_STATE] = False
         return is_used
@@ -200,7 +200,7 @@ class StateCache:
         is_kept[NO_STATE] = False
         if self._moves is None or len(wanted) > self.num_states - int(is_kept.sum()):
             return False
-        self.touch(wanted)  # or evicting to the host might drop them there
+        self.touch(wanted)  # or an eviction to the host might drop them there
         others = np.setdiff1d(nodes, wanted)
         self.hold(others)
         try:
@@ -222,7 +222,7 @@ class StateCache:
 
     def give(self, nodes: Ints, num_needed: Ints) -> Ints:
         """Assign states to nodes without one on the device; return numbers, 0 for none."""
-        # Numbers on the host are negative. A node that has a device state gets 0.
+        # Host numbers are negative; a node with a device state gets 0. ``num_needed`` counts holds.
         numbers = np.zeros(len(nodes), np.int64)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
         is_needed = num_needed[asked] > 0
@@ -284,8 +284,8 @@ class StateCache:
         num_rows = self._num_rows[can_go]
         is_new, shared = (self._stamp[can_go] == self._now) & (num_rows == 0), can_go[num_rows > 1]
         gone = self._in_order(can_go[~is_new & (num_rows <= 1)], count)
-        # States that several rows of this batch continue from are evicted if the pool has a state
-        # for each context, and otherwise only if needed. New states are evicted only if needed.
+        # States that several rows of this batch continue from make way for optional states only if
+        # the pool has a state for each context. New states make way only for needed ones.
         most = count if self.num_states >= self._num_contexts else num_needed
         gone = np.concatenate([gone, self._in_order(shared, most - len(gone))])
         new = self._in_order(can_go[is_new], num_needed - len(gone))
@@ -298,7 +298,7 @@ class StateCache:
             newest = np.partition(stamps, count - 1)[count - 1]
             if newest < now - _NUM_RECENT:  # the usual case: no recent state is evicted
                 numbers, stamps = numbers[stamps <= newest], stamps[stamps <= newest]
-        # Least recent first; among the last four batches most recent first; this batch last.
+        # By last use, but the last four batches in reverse, and this batch with the oldest of them.
         ranks = np.where(stamps < now - _NUM_RECENT, stamps, 2 * now - stamps)
         ranks[stamps == now] += _NUM_RECENT
         owners = self._owner[numbers]
@@ -362,7 +362,7 @@ class StateCache:
 
 @final
 class HostStateCache:
-    """An LRU cache of recurrent states in host memory; numbered negatively in ``Nodes.state``."""
+    """An LRU cache of recurrent states in host memory, with negative numbers in ``Nodes.state``."""
 
     def __init__(self, nodes: Nodes, num_states: int) -> None:
         self._nodes, self.num_states = nodes, num_states

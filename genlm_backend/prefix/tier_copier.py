@@ -1,4 +1,4 @@
-"""TierCopier: copies keys and values, or recurrent states, between two pools."""
+"""TierCopier: copies keys and values, or recurrent states, between two pools as they are stored."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LONG_EXTENT: Final = 16
 
 
 Codes: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
-"""The tensors of a pool, one tuple for each layer; row ``i`` is slot or state ``i``."""
+"""The tensors of a pool, one tuple for each layer; each row is a slot or a state."""
 
 
 @final
 class TierCopier:
-    """Copies slots between two pools of the same layout, without decoding them."""
+    """Copies slots or states between pools of one layout, whose row 0 has the number ``first``."""
 
     def __init__(self, device: Codes, host: Codes, first: int = 0) -> None:
         self._device, self._host, self._first = device, host, first
@@ -30,8 +30,8 @@ class TierCopier:
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         self._copy(self._host, host_slots, self._device, device_slots)
 
-    # Long runs of slots are copied as slices; others are gathered by ``index_select``. A slice copy
-    # between CUDA and pinned memory is asynchronous: later work on the stream comes after it.
+    # Long runs of slots are copied as slices, short runs by ``index_select``. A slice copy between
+    # CUDA and pinned memory is asynchronous: later work on the stream runs after it.
     def _copy(
         self, source: Codes, from_slots: Sequence[int], to: Codes, to_slots: Sequence[int]
     ) -> None:

@@ -1,4 +1,4 @@
-"""Context: an immutable sequence of token ids; appending one copies at most 511 ids."""
+"""Context: an immutable sequence of token ids; appending an id copies at most 511 others."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Context(Sequence[int]):
         blocks: The full blocks of 512 ids, packed as 32-bit integers; the ids of picture parts are
             negative (see ``Pictures``).
         tail: The packed ids after the last full block.
-        contexts: The factory of its model; contexts of no model share one.
-        cache_hint: The tree node of its latest match, or of the context that it extends;
+        contexts: The factory of its model; contexts of no model share one factory.
+        cache_hint: The prefix-tree node of its latest match, or of the context that it extends;
             ``NO_HINT`` if none. Evaluators write it; equality ignores it.
         pictures: The pictures that it begins with, or ``None``.
     """
@@ -123,7 +123,7 @@ class Context(Sequence[int]):
         return self.contexts.of(token_ids).followed_by(self.packed().tobytes())
 
     def followed_by(self, packed: bytes) -> Context:
-        """Return a new context with ids appended that are packed and already checked."""
+        """Return a new context with packed ids appended, which the caller has checked."""
         tail = self.tail + packed
         return Context.of(self.contexts, tail, self.blocks, self.cache_hint, self.pictures)
 
@@ -145,7 +145,7 @@ class Context(Sequence[int]):
                 return self._first(stop)
             packed = self.packed()[index]
             if self.pictures is not None and len(packed) and min(packed) < 0:
-                raise PictureError("a slice that contains pictures must start at the first token")
+                raise PictureError("a slice with pictures must be [:stop], from the first token on")
             return Context.of(self.contexts, packed.tobytes())
         try:
             position = range(len(self))[index]
@@ -166,8 +166,8 @@ class Context(Sequence[int]):
         if self.pictures is not None and count < self.pictures.num_tokens:
             if len(first) and min(first.packed()) < 0:
                 raise PictureError(
-                    f"the first {count} tokens contain only a part of the pictures, which are the "
-                    f"first {self.pictures.num_tokens} tokens of the context"
+                    f"the first {count} tokens contain only a part of the pictures, which lie "
+                    f"within the first {self.pictures.num_tokens} tokens of the context"
                 )
             first.pictures = None
         return first
@@ -241,7 +241,7 @@ class ContextFactory:
         self._blocks: dict[bytes, bytes] = {}
 
     def of(self, token_ids: Any, name: str = "token_ids") -> Context:
-        """Return token ids as a ``Context`` of this model; checks all but its own contexts."""
+        """Return token ids as this model's ``Context``; its own contexts are not checked again."""
         if isinstance(token_ids, Context):
             if token_ids.contexts is self:
                 return token_ids
@@ -325,7 +325,7 @@ class ContextFactory:
         values = np.frombuffer(packed, np.uint32)  # negative ids become large
         if np.maximum.reduce(values) >= self.vocab_size:
             self.check_id(ids[int(np.argmax(values >= self.vocab_size))])
-        if np.minimum.reduce(values) < 2:  # a bool is packed as 0 or 1
+        if np.minimum.reduce(values) < 2:  # a bool, packed as 0 or 1, is refused
             for index in np.flatnonzero(values < 2).tolist():
                 self.check_id(ids[index])
         return packed
@@ -365,7 +365,7 @@ def listed_contexts(name: str, value: Any) -> list[Any]:
 
 
 def is_one_context(value: Any, parts: Sequence[Any]) -> bool:
-    """Return whether an iterable is one context, not several, by its first element."""
+    """Return whether an iterable is one context, not several, by its type and first element."""
     first = parts[0] if parts else None
     is_id = isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0
     return is_id or isinstance(value, Context)
@@ -417,7 +417,7 @@ def _num_rows(ids: Any) -> int:
 
 
 def _way_out(ids: Any, name: str) -> str:
-    """Return a hint to end an error message on two-dimensional token ids; '' for other shapes."""
+    """Return the end of an error message about two-dimensional ids; '' for other shapes."""
     num_rows = _num_rows(ids)
     if num_rows == 1:
         return f": pass {name}[0], the only row"

@@ -88,8 +88,8 @@ class EvaluatorInfo:
     def kv_capacity(self, batch_size: int) -> int | None:
         """Return how many tokens of ``batch_size`` contexts fit into the KV cache, or ``None``.
 
-        It subtracts the unused slots of each context's last block, but returns at least the length
-        of the longest context that fits alone. ``None`` means that there is no cache.
+        It subtracts the slots that each context's last block may leave unused, but returns at least
+        the length of the longest context that fits alone. ``None`` means that there is no cache.
         """
         if self.num_slots is None:
             return None
@@ -173,8 +173,8 @@ class Evaluator(abc.ABC):
         info: Its capabilities, if they are known before ``open()``; else ``None``.
         undefined_ids: Ids that no token has; the owner of the evaluator, such as ``BatchedLM``,
             sets them. An evaluator with logits may pass them to ``rows_of_logits`` and set
-            ``info.omits_undefined``. Otherwise ``BatchedLM`` excludes them from each row, to the
-            precision of the row.
+            ``info.omits_undefined``. Otherwise ``BatchedLM`` excludes them from each row, and
+            renormalises the row in float32.
         has_died: Whether it has stopped by itself; it answers nothing until it is restarted.
         check_cancelled: Function to call between two steps of long work; the owner sets it. It
             raises ``QueryDroppedError`` if no caller waits for the current work any more; the
@@ -199,15 +199,15 @@ class Evaluator(abc.ABC):
         """Answer one or more distinct queries, in order: each ``RowQuery`` by a ``Row``.
 
         An exception returned in place of an answer goes only to the callers of that query; a raised
-        one goes to all callers of the batch. Rows may share memory, which must not be written to
-        afterwards. They may give probability to ids that no token has, which ``BatchedLM`` then
-        excludes, unless ``info.omits_undefined`` is set.
+        one goes to all callers of the batch. Rows may share memory, which the evaluator must not
+        write to afterwards. Rows may give probability to ``undefined_ids``, which ``BatchedLM``
+        then excludes, unless ``info.omits_undefined`` is set.
 
         If ``info.scores``, the queries may include a ``ScoreQuery``. Its answer is a float32 tensor
         ``[num_targets]`` on any device: log-probabilities renormalised without ``undefined_ids``,
         ``-inf`` for a target among these. If ``info.reads_out``, they may include a ``Readout``,
-        which excludes ``undefined_ids`` too, and a ``ScoreQuery`` that wants further numbers, whose
-        answer is float64 ``[num_targets, beside.width]``.
+        whose answer excludes ``undefined_ids`` too, and a ``ScoreQuery`` that wants further
+        numbers, whose answer is float64 ``[num_targets, beside.width]``.
         """
 
     @abc.abstractmethod
@@ -304,11 +304,11 @@ class RestartableEvaluator(Evaluator):
 
     @abc.abstractmethod
     def restart(self) -> EvaluatorInfo:
-        """Stop the evaluator, even during a call, start it again, and load ``adapters``."""
+        """Stop the evaluator if it still runs, start it again, and load ``adapters``."""
 
     @abc.abstractmethod
     def load_adapters(self) -> None:
-        """Load those of ``adapters`` that are not loaded, and remove loaded ones that it lacks.
+        """Load the missing ``adapters``, and remove loaded ones that are not among them.
 
         If one cannot be loaded, only queries that name it fail, with an ``AdapterError``.
         """

@@ -46,7 +46,7 @@ class Query(abc.ABC):
         targets: The tokens of a text to score.
         num_targets: Number of targets.
         beside: Which further numbers to return for each target; ``None`` without targets.
-        needs_row: Whether the result is computed from rows, on the device of the rows.
+        needs_row: Whether the result is computed from rows, on their device; false for a row.
         is_cacheable: Whether the result is a row that may be cached.
         weight: How much it counts toward the batch size; 1.0 for a row.
     """

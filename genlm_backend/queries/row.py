@@ -43,7 +43,7 @@ class Row:
     @classmethod
     def of_table(cls, table: torch.Tensor, logsumexps: Iterable[float | None]) -> list[Row]:
         """Return the rows of a table, float32 ``[n, vocab]``, as views of it."""
-        # Making a view takes a microsecond. On other devices, rows are mostly read as one table.
+        # A view takes a microsecond to make, and rows not on the CPU are mostly read as one table.
         views = table.unbind() if table.is_cpu else (None,) * len(table)
         rows: list[Row] = []
         for index, (view, logsumexp) in enumerate(zip(views, logsumexps, strict=True)):
@@ -151,13 +151,13 @@ def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
     logprobs = row.copy_logprobs(ids.device).index_fill_(0, ids, -torch.inf)
     # Log of the mass left; if that is little, a sum over it is more precise than 1 - excluded.
     left = math.log1p(-excluded) if excluded < 0.5 else float(logprobs.logsumexp(-1))
-    if left and left > -math.inf:  # otherwise all are -inf, and stay so
+    if left and left > -math.inf:  # 0: no mass was excluded; -inf: none is left
         logprobs.sub_(left).clamp_(max=0)  # rounding may exceed 0
     return Row(logprobs, None if row.logsumexp is None else row.logsumexp + left)
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each run of rows consecutive in one table: its first index and its ``[n, vocab]``."""
+    """Yield each run of a table's consecutive rows: its start in ``rows``, and ``[n, vocab]``."""
     start = 0
     while start < len(rows):
         stop, table, index = start + 1, rows[start].table, rows[start].index
@@ -174,13 +174,13 @@ def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def stacked(rows: Sequence[Row]) -> torch.Tensor:
-    """Return the log-probabilities of rows, ``[n, vocab]``, a view if consecutive in a table."""
+    """Return rows' log-probabilities, ``[n, vocab]``; a view if they are consecutive in a table."""
     parts = [table for _, table in _tables(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
-    """Return rows on ``device``, unchanged if all are there; runs of a table move together."""
+    """Return rows on ``device``, unchanged if all are there; runs in one table move together."""
     found = list(rows)
     memory = [row.logprobs if row.table is None else row.table for row in rows]
     if all(
@@ -271,7 +271,7 @@ def rows_of_logits(
     """Return one row for each vector of logits ``[n, vocab]`` of any dtype.
 
     They are computed in float32 on the logits' device. The logits of ``undefined_ids`` are ignored,
-    infinities and NaN too. Except on CUDA, probabilities sum to one up to the rounding of each.
+    even if infinite or NaN. Except on CUDA, probabilities sum to one up to the rounding of each.
     torch's ``log_softmax`` does not ensure that: on some CPUs, the sum over 49,152 is off by 2e-5.
 
     The rows are views of shared tables, so that each keeps the others alive; ``alone`` copies them.
@@ -309,7 +309,7 @@ def _rows_moved(
 
 
 def moved(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a table on a device; a CPU-to-CUDA copy of up to ``MAX_PINNED`` is asynchronous."""
+    """Return a table on a device; up to ``MAX_PINNED`` bytes are copied to CUDA asynchronously."""
     # On an H100, 33 MB take 0.8 ms through pinned memory, which torch caches, and 5 ms otherwise.
     if table.nbytes > MAX_PINNED or {table.device.type, device.type} != {"cpu", "cuda"}:
         return table.to(device)
@@ -344,7 +344,7 @@ def scores_of_logits(
 def log_softmax(
     logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities, float32 ``[n, vocab]``, and their logsumexps, ``[n]``.
+    """Return log-probabilities, float32 ``[n, vocab]``, and the logits' logsumexps, ``[n]``.
 
     See ``rows_of_logits``.
     """
@@ -403,7 +403,7 @@ class RowCache(Generic[R]):
         self.max_rows = optional(integer(0))("max_rows", max_rows)
         self._device: torch.device | None = optional(check_device)("device", device)
         self._lock = ProcessLock()
-        # ``get`` returns the stored row. Each should own its memory: a view keeps its table alive.
+        # Each stored row should own its memory: a view would keep its whole table alive.
         self._rows: OrderedDict[Hashable, R] = OrderedDict()
         self.num_bytes = self.num_clears = self.num_hits = self.num_evicted = 0
 
@@ -432,7 +432,7 @@ class RowCache(Generic[R]):
             kept = [(key, row.to(self._device), size) for key, row, size in kept]
         most = math.inf if self.max_rows is None else self.max_rows
         with self._lock.here:
-            # The rows' queries came before the latest ``clear()``.
+            # Rows of queries that began before the latest ``clear()`` are not stored.
             if num_clears is not None and num_clears != self.num_clears:
                 return
             for key, row, size in kept:

@@ -1,4 +1,4 @@
-"""Draws of a token id from a row, by inverting its cumulative sum; masks of allowed tokens."""
+"""Draws of a token id from a row, by inverting a cumulative sum; masks of allowed tokens."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Draw(NamedTuple):
     Attributes:
         token_id: Id of the token.
         logprob: Its log-probability under the model at temperature 1, without mask or bounds.
-        log_allowed: Log-mass of the tokens that were drawn from: those that are allowed and within
-            the bounds (``top_k``, ``top_p``, ``min_p``); 0 if these are all tokens.
+        log_allowed: Log-mass of the tokens that could be drawn: those allowed and within the bounds
+            (``top_k``, ``top_p``, ``min_p``; not at temperature 0); 0 if these are all tokens.
         log_proposal: Log-probability with which it was drawn, among those tokens and at the
             temperature of the draw; 0 at temperature 0.
     """
@@ -83,8 +83,8 @@ def weights_of(scores: Floats, largest: np.float32, temperature: float) -> Float
     with np.errstate(over="ignore", under="ignore"):
         np.subtract(scores, largest, out=found)
         if temperature != 1:
-            # An impossible token would be -inf / inf, which is NaN; the largest finite divisor also
-            # maps all finite scores to zero.
+            # At temperature inf, an impossible token would get -inf / inf, which is NaN. The
+            # largest finite divisor also maps all finite scores to zero.
             divisor = min(temperature, sys.float_info.max)
             np.divide(found, divisor, out=found, dtype=np.float64, casting="same_kind")
         return np.exp(found, out=found)
@@ -183,7 +183,7 @@ def _mask_of_ids(name: str, values: Any, vocab_size: int) -> NDArray[np.bool_]:
                 "read as token ids: pass bools"
             )
         if values.dtype.kind not in "iu" or values.ndim != 1:
-            values = values.tolist()  # which the check of lists below refuses
+            values = values.tolist()  # checked as a list below
     ids = values
     if not isinstance(values, np.ndarray):
         listed_ids = _IDS(name, values)
@@ -203,13 +203,13 @@ def _check_bits(name: str, mask: PackedMask, vocab_size: int) -> None:
         raise OptionTypeError(f"the bits of {name} must be bytes, got {shown(mask.bits)}")
     if mask.vocab_size != vocab_size or len(mask.bits) != -(-vocab_size // 8):
         raise OptionError(
-            f"{name} must be a mask of {vocab_size} tokens, one per token id; got one of "
-            f"{mask.vocab_size} in {len(mask.bits)} bytes"
+            f"{name} must be a mask of {vocab_size} tokens, one bit each; got one of "
+            f"{mask.vocab_size} tokens in {len(mask.bits)} bytes"
         )
 
 
 def as_ids_or_bools(name: str, values: Any) -> Any:
-    """Return a tensor of ids or bools as an array, and any other value unchanged."""
+    """Return a tensor of ids or bools as an array, and anything but a tensor unchanged."""
     if not isinstance(values, torch.Tensor):
         return values
     is_exact = not (values.is_floating_point() or values.is_complex() or values.is_quantized)
@@ -254,7 +254,7 @@ _FRESH: Final = random.SystemRandom()
 
 
 def uniform_of(generator: Any) -> Callable[[], float]:
-    """Return a source of random numbers in [0, 1)."""
+    """Return a function that returns random numbers in [0, 1)."""
     if generator is None:
         return _FRESH.random
     if isinstance(generator, np.random.Generator):

@@ -51,7 +51,7 @@ class Readout(Query):
 
     @property
     def forward_key(self) -> RowQuery:
-        """The query for the row: readouts of equal rows share a forward pass."""
+        """The query for the row: readouts of the same row share a forward pass."""
         return self.query
 
     @classmethod
@@ -62,7 +62,7 @@ class Readout(Query):
         Args:
             readouts: One or more instances of this class.
             rows: The normalised log-probabilities of each readout's row, on any device: float32
-                ``[n, vocab]``. If ``modifies_rows`` is false, others may use the same memory.
+                ``[n, vocab]``. If ``modifies_rows`` is false, other code may read this memory.
 
         Returns:
             For each readout its answer, in CPU memory, or an exception for its callers. If the
@@ -81,7 +81,7 @@ class Readout(Query):
         """Return the answer, given the context's row.
 
         Raises:
-            EvaluationError: (``RuntimeError``) If the row is NaN, or the answer has a wrong form.
+            EvaluationError: (``RuntimeError``) If the row has NaNs, or the answer has a wrong form.
             Exception: The exception that ``of_rows`` raises or returns for this readout.
         """
         (answer,) = read_off([self], [row])
@@ -105,7 +105,7 @@ def answers_by_rows(
     undefined_ids: Sequence[int] = (),
     is_unknown: Callable[[Any], bool] = lambda kind: True,
 ) -> Any:
-    """Answer queries by ``evaluate``, but compute readouts of unknown classes from rows."""
+    """Answer queries by ``evaluate``, but compute readouts whose class ``is_unknown`` from rows."""
     kinds = {kind for kind in set(map(type, queries)) if issubclass(kind, Readout)}
     kinds = {kind for kind in kinds if is_unknown(kind)}
     unknown = {i for i, q in enumerate(queries) if type(q) in kinds} if kinds else set[int]()
@@ -166,7 +166,7 @@ class RowQueries(NamedTuple):
 
 
 def packed(value: Any) -> bytes:
-    """Return answers pickled; CPU tensors take fewer bytes than by torch's own reducer."""
+    """Return answers pickled; plain CPU tensors take fewer bytes than by torch's own reducer."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -214,7 +214,7 @@ def _of_kind(kind: type[Readout], readouts: list[Any], rows: list[Row]) -> Seque
     """Return the answers to readouts of one class; if memory runs out, retry in two halves."""
     table: Any = None
     try:
-        if all(row is rows[0] for row in rows):  # one context: a view instead of n copies
+        if all(row is rows[0] for row in rows):  # one row: a view instead of n copies
             table = rows[0].logprobs[None].expand(len(rows), -1)
         else:
             table = stacked(rows)

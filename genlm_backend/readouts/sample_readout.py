@@ -47,12 +47,12 @@ class SampleReadout(Readout):
 
     Attributes:
         query: The context, and the adapter to read it with.
-        temperature: Divisor of the log-probabilities; 0 takes the first of the most probable.
+        temperature: Divisor of the log-probabilities; 0 takes the first most probable token.
         uniforms: One number in [0, 1) for each draw.
         allowed: One bit per token, set if it may be drawn, in the format of ``packed_mask``;
-            ``None`` allows all.
+            ``None`` allows all tokens.
         may_fail: Whether the draws are ``NO_DRAW``, instead of an error, if no token is possible.
-        cuts: Bounds on the tokens to draw from; ``None`` for none.
+        cuts: Bounds on the tokens to draw from (top-k and others); ``None`` for no bounds.
         are_distinct: Whether no token is drawn twice.
     """
 
@@ -77,7 +77,7 @@ class SampleReadout(Readout):
         return [_drawn(readout, row) for readout, row in pairs]
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` has one draw per number, or fewer if they are distinct."""
+        """Return whether ``answer`` has one draw per uniform; distinct draws may be fewer."""
         if not isinstance(answer, tuple):
             return False
         least = NO_DRAW.token_id if self.may_fail else 0
@@ -116,7 +116,7 @@ def _pool(drawing: SampleReadout, logprobs: Floats) -> _Pool | Draw | Evaluation
 
 
 def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArray | None]:
-    """Return the allowed tokens' scores and ids, or, if most are allowed, a masked row."""
+    """Return the allowed tokens' scores and ids; if most are allowed, a masked row and ``None``."""
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(logprobs))
     mask = bits.view(np.bool_)
     if np.count_nonzero(mask) * 2 <= len(logprobs):
@@ -198,7 +198,7 @@ class _Pool:
             self._inversion.remove(index)
             if self._inversion.total > _FEW:
                 return True
-            self._largest = self._scores.max()  # weights relative to the old one may underflow
+            self._largest = self._scores.max()  # or the weights may underflow
             if self._largest > -np.inf:
                 self._inversion = Inversion(
                     weights_of(self._scores, self._largest, self._temperature)
@@ -253,8 +253,8 @@ NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
 
 def log_mass(total: float, row: NDArray[np.floating]) -> float:
     """Return the log-mass of some tokens of a row, at most 0, given their ``log_sum``."""
-    # A row sums to 1 up to rounding: the log-mass is 0 unless a possible token is left out or the
-    # row was restricted before.
+    # A row sums to 1 up to rounding, unless tokens were excluded from it. So the log-mass is 0 if
+    # these tokens and the whole row have the same sum, near 1.
     is_all = abs(total) < ROUNDING and abs(total - log_sum(row)) < REORDERED
     return 0.0 if is_all else min(total, 0.0)
 
@@ -332,7 +332,7 @@ def drawings_of(
 def _drawn_alike(
     vocab_size: int, allowed: Any, options: DrawOptions
 ) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Return the source of random numbers, and the checked fields of a ``SampleReadout``."""
+    """Return a source of random numbers, and the checked fields that the readouts share."""
     given = checked_options(DrawOptions, options, "option of draws", ("allowed", "lora_name"))
     generator, divisor, *cuts, impossible = given.values()
     number_of = uniform_of(generator)

@@ -95,7 +95,7 @@ def default_ends(
 
 
 def listed_ids(value: Any) -> tuple[int, ...] | None:
-    """Return an ``eos_token_id`` (an id, several, a tensor or ``None``) as a tuple of ids."""
+    """Return an ``eos_token_id`` (an id, several or a tensor) as a tuple; ``None`` for ``None``."""
     if value is None:
         return None
     values = value.tolist() if hasattr(value, "tolist") else value

@@ -21,8 +21,8 @@ from genlm_backend.tokenization import Alphabet
 class TokenScores(NamedTuple):
     """Numbers of each token of a continuation, from the row of all tokens before it.
 
-    Numbers that were not requested are ``None``. If a row is NaN, so are its numbers, and its ids
-    and ranks are -1.
+    Numbers that were not requested are ``None``. If a row has a NaN, its numbers are NaN, and its
+    ids and ranks are -1.
 
     Attributes:
         logprobs: The token's log-probability: float32 ``[n]``.
@@ -35,8 +35,8 @@ class TokenScores(NamedTuple):
         log_rest: Log-mass of all other tokens: float64 ``[n]``.
         log_masses: Log-masses of groups of tokens: float64 ``[n, groups]``.
         log_beginnings: For the token's first byte, its first two bytes, and so on up to all but
-            its last, the log-mass of all tokens that begin with these bytes; ``-inf`` in the
-            remaining columns: float64 ``[n, most bytes - 1]``.
+            its last, the log-mass of all text tokens that begin with these bytes; for a special
+            token, only its own. Other columns are ``-inf``: float64 ``[n, max bytes - 1]``.
     """
 
     logprobs: torch.Tensor
@@ -51,7 +51,7 @@ class TokenScores(NamedTuple):
 
 @final
 class BytePrefixIntervals(NamedTuple):
-    """The tokens that share first bytes with given tokens, as intervals of an ``Alphabet``."""
+    """The tokens that share first bytes with given tokens, as intervals of ``Alphabet.order``."""
 
     order: bytes
     token_ids: bytes  # [n] int32
@@ -94,13 +94,13 @@ class ScoreExtras(NamedTuple):
 
     The columns are the log-probability; the entropy; the rank; the ids of the most probable tokens,
     their log-probabilities, and the log-mass of all others; the log-masses of groups; the
-    log-masses of the tokens with the same first bytes. A float64 holds any id and float32 exactly.
+    log-masses of the tokens with the same first bytes. A float64 holds any id or float32 exactly.
 
     Attributes:
         entropy: Whether to return the entropy of the row.
         rank: Whether to return the rank of the token in its row.
         top: Number of most probable tokens to return; 0 for none.
-        groups: For each group whose log-mass to return, one bit per token, in the format of
+        groups: The groups whose log-masses to return, each with one bit per token, in the format of
             ``packed_mask``.
         beginnings: The tokens that share first bytes with each token; ``None`` for none.
     """
@@ -161,7 +161,7 @@ def beside_of(options: Mapping[str, Any], vocab_size: int) -> ScoreExtras:
 
 
 TOKENS_PER_ROW: Final = 200
-"""Tokens of a text to score that weigh as much as one context in a batch."""
+"""Number of tokens of a scored text that count as much as one row in a batch."""
 
 
 @final
@@ -250,7 +250,7 @@ def check_scorings(
     """Return a query per continuation, each after its own prompt or all after one prompt."""
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
-        prompt = prompts if isinstance(prompts, Context) else before  # an iterator is used up
+        prompt = prompts if isinstance(prompts, Context) else before  # ``prompts`` may be used up
         before = [contexts.check_context(prompt, max_length, name="prompt")] * len(behind)
     if len(before) != len(behind):
         raise OptionError(
@@ -289,7 +289,7 @@ async def scores_of_rows(
     ask: Callable[[list[RowQuery]], Awaitable[torch.Tensor]],
     chunk_size: int,
 ) -> list[torch.Tensor]:
-    """Return the scores of texts from the rows of all prefixes, ``chunk_size`` at a time."""
+    """Return the scores of texts from each token's row; asks for ``chunk_size`` rows at a time."""
     beside = scorings[0].beside if scorings else NO_EXTRAS
     ends = [range(own.start, len(own.text.context)) for own in scorings]
     places = [(own.text, end) for own, its in zip(scorings, ends, strict=True) for end in its]

@@ -1,4 +1,4 @@
-"""Pickles the arguments of an evaluator's methods, and sends each picture once."""
+"""Pickles the arguments of an evaluator's methods, without pictures that were sent before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.remote.messages import Reply, UnknownPictures
 
 MAX_PICTURE_BYTES: Final = 1 << 30
-"""Approximate bytes of pictures that the receiver keeps."""
+"""Most bytes of pictures that the receiver keeps; it keeps the latest whatever its size."""
 
 
 @final
@@ -23,7 +23,7 @@ class ArgumentEncoder:
         self._sent = set[bytes]()  # keys of the pictures that the receiver may have
 
     def ask(self, method: str, arguments: tuple[Any, ...], do: Callable[[bytes], Reply]) -> Reply:
-        """Return the reply to a call; resend it with all pictures if the receiver lacks one."""
+        """Return a call's reply; repeat the call with its pictures if the receiver lacks one."""
         if method == "clear":
             self._sent.clear()
         reply = do(self.packed(arguments))
@@ -46,7 +46,7 @@ class _Pickler(pickle.Pickler):
         self._sent = sent
 
     def persistent_id(self, obj: Any) -> tuple[bytes, bytes | None] | None:
-        """Return the key of pictures, and the pictures too the first time they are sent."""
+        """Return the key of ``Pictures``, and the pickled pictures too unless they were sent."""
         if type(obj) is not Pictures:
             return None
         if obj.key in self._sent:

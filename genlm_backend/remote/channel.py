@@ -24,7 +24,7 @@ MAX_SHARED_BYTES: Final = 64 << 20
 
 @final
 class Channel:
-    """Sends whole messages over a socket whose peer may stop at any moment."""
+    """Sends and receives messages over a socket whose peer may stop at any moment."""
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
         self._socket = sock
@@ -83,7 +83,7 @@ class SharedRows:
         """Return an empty table, whose file descriptor a child process can inherit."""
         if sys.platform == "linux":
             return cls(os.memfd_create("genlm-rows"))
-        with tempfile.TemporaryFile() as file:  # an unnamed file, as long as a descriptor is open
+        with tempfile.TemporaryFile() as file:  # an unnamed file; lasts while a descriptor is open
             return cls(os.dup(file.fileno()))
 
     @staticmethod

@@ -68,7 +68,7 @@ class EvaluatorServer:
             raise QueryDroppedError("the evaluation ended before the query was answered")
 
     def _answer(self, method: str, packed: bytes) -> Any:
-        if method == "open":  # the caller starts with a new encoder
+        if method == "open":  # the caller's new encoder has sent no pictures
             self._receiver = ArgumentDecoder()
         elif self._evaluator is None:  # a restarted actor has lost its evaluator
             raise EngineDiedError("Ray restarted the replica's actor, which has lost its model")
@@ -150,7 +150,7 @@ def is_row(answer: Any) -> bool:
 
 
 def sendable(answer: Any) -> Any:
-    """Return an answer that is not in the table: a tensor on the CPU, a packed error, or itself."""
+    """Return an answer in the form to send: tensors copied to the CPU, errors packed."""
     if isinstance(answer, torch.Tensor):  # scores: pickling a view would copy its whole storage
         return answer.detach().cpu().clone()
     if isinstance(answer, StepResult):

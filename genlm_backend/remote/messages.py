@@ -43,7 +43,7 @@ class PackedError(NamedTuple):
         kind, where = type(error), "".join(traceback.format_exception(error)).rstrip()
         said = f"{kind.__name__}: {error}"
         for value in (error, _Parts(kind, error.args, vars(error))):
-            with contextlib.suppress(Exception):  # pickling an error may raise any type
+            with contextlib.suppress(Exception):  # pickling may raise any exception
                 packed = cls(pickle.dumps(value), said, where)
                 if type(packed.error()) is kind:
                     return packed
@@ -82,7 +82,7 @@ class Reply(NamedTuple):
 
 
 class UnknownPictures(NamedTuple):
-    """The reply to arguments with pictures that the receiver does not keep."""
+    """The reply to a call that was not made, since the receiver lacks some of its pictures."""
 
 
 class RowRef(NamedTuple):

@@ -30,7 +30,7 @@ from genlm_backend.runtime.progress import is_watched
 _LOOK_SECONDS: Final = 0.05
 """Seconds between two checks that the process is alive and that a caller waits."""
 _LAST_LINES: Final = 50
-"""Number of last output lines of the process to keep, for the error that reports its end."""
+"""Number of the process's last output lines to keep, for the error that reports its end."""
 _PROGRESS: Final = re.compile(r"\d%\|| \d+(\.\d+)?(it/s|s/it)\b|^\s*$")
 """Matches lines that are not kept: progress bars and empty lines."""
 _CLOSING_SECONDS: Final = 0.4
@@ -90,7 +90,7 @@ class ProcessEvaluator(RemoteEvaluator):
             child.end(_CLOSING_SECONDS if is_kind else 0)
 
     def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
-        """Yield copies of the rows in the shared memory, one bufferful at a time."""
+        """Yield copies of the rows; the child puts them into the shared memory part by part."""
         assert self._child is not None
         most = self._child.rows.max_rows(width)
         for start in range(0, num_rows, most):
@@ -103,7 +103,7 @@ def pickled(name: str, value: Any) -> bytes:
     """Return a value pickled, or raise an ``OptionTypeError`` that names it."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # pickling an object may raise any type
+    except Exception as error:  # pickling may raise any exception
         raise OptionTypeError(f"{name} cannot be sent to another process: {error}") from error
 
 
@@ -134,7 +134,7 @@ class ChildProcess:
                         stdout=writer,
                         stderr=writer,
                         pass_fds=descriptors,
-                        start_new_session=True,  # outside the terminal's foreground group
+                        start_new_session=True,  # so that Ctrl-C does not interrupt it
                     )
                 finally:
                     os.close(writer)
@@ -166,7 +166,7 @@ class ChildProcess:
             self._channel.send(_message(Request(self._number, method, packed)), look)
             while True:
                 reply: Reply = pickle.loads(self._channel.receive(look))
-                if reply.number == self._number:  # earlier replies are to dropped requests
+                if reply.number == self._number:  # earlier replies answer dropped requests
                     return reply
         except QueryDroppedError:
             with contextlib.suppress(OSError, EOFError):
@@ -233,7 +233,7 @@ def _relay(reader: int, output: deque[str]) -> None:
         while text := lines.readline():
             if not _PROGRESS.search(text):
                 output.append(text)
-            with contextlib.suppress(OSError, ValueError):  # stderr is closed
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                 sys.stderr.write(text)
                 sys.stderr.flush()
 

@@ -42,7 +42,7 @@ _ANSWER_SECONDS: Final = 5.0
 
 @final
 class EvaluatorActor:
-    """The Ray actor: carries out requests; rows return with the reply, in Ray's object store."""
+    """The Ray actor: answers requests; rows return with the reply, through Ray's object store."""
 
     def __init__(self) -> None:
         self._end = EvaluatorServer(_with_reply)

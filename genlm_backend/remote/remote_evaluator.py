@@ -65,7 +65,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @abc.abstractmethod
     def _end(self, is_kind: bool) -> None:
-        """End the process or actor for good if ``is_kind``; otherwise at once, for a restart."""
+        """End the process or actor; for a restart (not ``is_kind``), a living actor stays."""
 
     @abc.abstractmethod
     def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:

@@ -57,7 +57,7 @@ class BackgroundLoop:
             future.cancel()
             raise
         finally:
-            del future  # a traceback refers to this frame
+            del future  # its error's traceback refers to this frame: a cycle
 
     def _error(self) -> BatcherClosedError:
         if self._is_closed:

@@ -58,7 +58,7 @@ async def in_form(lm: S) -> S:
 
 
 def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits, such as one of blocking calls only; return its result."""
+    """Run a coroutine that never waits for an event loop; return its result."""
     answer = None
     try:
         while coroutine.send(answer) is None:  # a bare yield of is_blocking, not a future
@@ -66,7 +66,7 @@ def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as end:
         return end.value
     except RuntimeError as error:
-        # A custom readout raised StopIteration, which Python turns into RuntimeError (PEP 479).
+        # Python turns a StopIteration, as of a custom readout, into a RuntimeError (PEP 479).
         if isinstance(error.__cause__, StopIteration) and str(error).startswith("coroutine raised"):
             raise error.__cause__ from None
         raise

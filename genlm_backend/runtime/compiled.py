@@ -1,4 +1,4 @@
-"""Loops compiled by Numba, whose machine code is cached on disk."""
+"""Compiles loops with Numba, and caches the machine code on disk if a folder is writable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numba
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile ``function`` on its first call with new argument types; it runs without the GIL."""
+    """Return ``function``, compiled for each new set of argument types and run without the GIL."""
     try:
         return numba.njit(function, cache=True, nogil=True)
     except RuntimeError:  # no writable folder for the cache

@@ -49,14 +49,14 @@ class ProcessLock:
     @property
     def here(self) -> threading.Lock | threading.RLock:
         """The lock itself; raises a ``ForkedError`` in a fork of the process that claimed it."""
-        # No wrapper: an interrupt in a Python ``__enter__`` could leave the lock locked.
+        # Not a wrapper: an interrupt in a Python ``__enter__`` could leave the lock locked.
         if self._owner != _process:
             if self._is_claimed:
                 raise ForkedError(
                     f"used in process {_process}, a fork of process {self._owner} without its "
                     f"threads: {_MAKE_IT_THERE}"
                 )
-            self._owner, self._lock = _process, self._make()  # the old one may stay locked forever
+            self._owner, self._lock = _process, self._make()  # a lost thread may hold the old one
         return self._lock
 
     @property

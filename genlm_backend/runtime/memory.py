@@ -14,7 +14,7 @@ CPU_LIMIT: Final = 4 << 30
 
 
 def cpu_budget() -> int:
-    """Return the default bytes of one cache on the host: a quarter of free memory, up to 4 GiB."""
+    """Return the default size of a host cache in bytes: a quarter of free memory, up to 4 GiB."""
     return min(CPU_LIMIT, int(free_memory() * CPU_FRACTION))
 
 
@@ -30,9 +30,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Release memory that allocators cache: torch's to the CUDA device, glibc's to Linux."""
+    """Release the free memory that allocators cache: torch's to the GPU, glibc's to Linux."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
-        trim(0)  # glibc keeps freed blocks of up to 32 MiB, a gigabyte in all
+        trim(0)  # glibc keeps freed blocks of up to 32 MiB each: up to a gigabyte

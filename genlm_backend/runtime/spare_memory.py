@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @final
 class SpareMemory:
-    """Makes arrays from the memory of earlier ones; any thread may drop an array at any time."""
+    """Makes arrays from the memory of freed arrays; any thread may drop an array at any time."""
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
@@ -42,7 +42,7 @@ class SpareMemory:
 
     def give(self, memory: NDArray[Any]) -> None:
         """Keep ``memory`` for later arrays; drop it if the lock is taken or it is too large."""
-        # The garbage collector may call this from within ``take_array``: it never waits.
+        # Never wait: the garbage collector may call this from within ``take_array``.
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -71,7 +71,7 @@ class SpareMemory:
         memory = self._unused[key].pop()
         self.num_bytes -= memory.nbytes
         if not self._unused[key]:
-            del self._unused[key]  # or keys of all past batch sizes would stay
+            del self._unused[key]  # or the keys of all past batch sizes would stay
         return memory
 
 

@@ -1,4 +1,4 @@
-"""Threads: protection of the worker from other threads, and calls into an event loop."""
+"""Thread, GIL and garbage-collection settings for fast passes, and calls into an event loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def use_num_threads(count: int) -> int:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """While inside, the calling thread's operators run on it alone; others keep their number."""
+    """While inside, the calling thread's operators use one thread; other threads are unaffected."""
     # If other processes occupy the cores, each parallel operator waits until its last thread is
     # scheduled, and passes of a small model take several times as long as on one thread.
     before = use_num_threads(1)
@@ -70,17 +70,17 @@ def one_thread() -> Iterator[None]:
 
 
 def release_idle_threads() -> None:
-    """End the calling thread's idle OpenMP team; without one, this takes about a microsecond."""
-    # OpenMP keeps a team for each thread that has run operators. If callers have idle ones, libgomp
-    # counts more threads than cores and lets all sleep between operators instead of spinning: a
-    # pass of many small operators takes 1.4 times as long.
+    """End the calling thread's idle OpenMP team; takes about a microsecond if there is none."""
+    # OpenMP keeps a team for each thread that has run operators. Idle teams make libgomp count more
+    # threads than cores, so that threads sleep between operators instead of spinning. A pass of
+    # many small operators then takes 1.4 times as long.
     if (pause := _pause_function()) is not None:
         pause(_PAUSE_HARD)
 
 
 @final
 class _SwitchInterval:
-    """Shortens Python's switch interval while threads are inside; the last one restores it."""
+    """Shortens Python's switch interval while a thread is inside; the last to leave restores it."""
 
     def __init__(self) -> None:
         self._lock, self._num_inside = threading.Lock(), 0
@@ -102,7 +102,7 @@ class _SwitchInterval:
         if not self._num_inside:
             self._before = self._ours = sys.getswitchinterval()
         self._num_inside += number
-        # If other code has set it meanwhile, its value stays.
+        # If other code has changed the interval meanwhile, keep that value.
         if sys.getswitchinterval() == self._ours:
             wanted = min(self._before, SWITCH_INTERVAL) if self._num_inside else self._before
             sys.setswitchinterval(wanted)
@@ -119,9 +119,9 @@ _interval = _SwitchInterval()
 
 def frequent_switches() -> contextlib.AbstractContextManager[None]:
     """While inside, a thread that waits for the GIL asks for it after 20 microseconds."""
-    # Each of a pass's thousand operators releases the GIL. By default, another thread that computes
-    # in Python then keeps it for 5 ms, so that a pass of 0.1 s takes 8 s. With an interval of 20 us
-    # it takes about 1 s, and the other threads lose some 15 %.
+    # A pass has a thousand operators, and each releases the GIL. By default, another thread that
+    # computes in Python then keeps the GIL for 5 ms, so that a pass of 0.1 s takes 8 s. With an
+    # interval of 20 us, the pass takes about 1 s, and the other threads lose some 15 %.
     return _interval.shortened()
 
 
@@ -129,8 +129,8 @@ def freeze_imports() -> None:
     """Exempt all present objects from garbage collection once, unless ``FREEZE`` is 0."""
     # A thousand tasks trigger a full collection, which scans the 400,000 objects of torch and
     # transformers: 0.2 s every few steps. This runs before a model is loaded, since a frozen model
-    # in reference cycles, as with accelerate's hooks, could never be freed. A worker thread shows
-    # that an earlier model is still open. Then, or if objects are frozen already, it does nothing.
+    # in reference cycles, as with accelerate's hooks, could never be freed. Freeze nothing if a
+    # worker thread shows that an earlier model is still open, or if objects are frozen already.
     has_model = any(thread.name.startswith("genlm-") for thread in threading.enumerate())
     is_refused = bool(gc.get_freeze_count()) or os.environ.get(FREEZE) == "0"
     if gc.isenabled() and not has_model and not is_refused:
@@ -141,10 +141,9 @@ def freeze_imports() -> None:
 def call_threadsafe(
     loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any
 ) -> None:
-    """Call ``loop.call_soon_threadsafe``; do nothing if the loop is closed."""
+    """Call ``loop.call_soon_threadsafe``; do nothing on a closed loop, where no task waits."""
     try:
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:
         if not loop.is_closed():
             raise
-        # A closed loop has no task left that waits for the call.

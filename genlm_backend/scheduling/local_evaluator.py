@@ -50,7 +50,7 @@ class LocalEvaluator(Evaluator):
     def _schedule(
         self, cache: PrefixCache, uncached_attention: AttentionBackend, can: Capabilities = ALL
     ) -> None:
-        """Replace the scheduler by one over this cache."""
+        """Replace the scheduler by a new one over ``cache``."""
         self.scheduler = Scheduler(
             self._runner,
             self._outputs,
@@ -63,7 +63,7 @@ class LocalEvaluator(Evaluator):
 
     @abc.abstractmethod
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
-        """Return a context manager in which passes use an adapter, or the base model."""
+        """Return a context manager in which passes use ``adapter``; ``None`` for the base model."""
 
     @final
     def evaluate(self, queries: Sequence[Query], /) -> Sequence[Result | Exception]:
@@ -84,7 +84,7 @@ class LocalEvaluator(Evaluator):
             return answers
 
     def _answers(self, queries: Sequence[Query]) -> list[Result | Exception]:
-        """Return the answers to queries, or their errors, evaluated adapter by adapter."""
+        """Return the answer to each query, or its error; evaluate one adapter after another."""
         if len(set(map(_ADAPTER, queries))) > 1:
             indices: defaultdict[Adapter | None, list[int]] = defaultdict(list)
             for index, query in enumerate(queries):
@@ -98,7 +98,7 @@ class LocalEvaluator(Evaluator):
             return answers
         except QueryDroppedError:
             raise
-        except Exception as error:  # only the callers of these queries get it
+        except Exception as error:  # goes to the callers of these queries only
             pictured = [i for i, q in enumerate(queries) if q.context.pictures is not None]
             if len(queries) == 1 or not pictured:
                 return [error] * len(queries)
@@ -107,7 +107,7 @@ class LocalEvaluator(Evaluator):
         return in_parts(queries, [others, *([i] for i in pictured)], self._answers)
 
     def _tell_if_room_is_short(self) -> None:
-        """Warn once if half of the computed tokens or more were recomputed, or found no room."""
+        """Warn once if half of the computed tokens or more were recomputed or could not be kept."""
         tree, cache = self.scheduler.tree, self.scheduler.cache
         num_again = tree.num_recomputed + self.scheduler.tokens_without_room
         num_slots = tree.num_slots if cache.pool.bytes_per_slot else 0
@@ -128,7 +128,7 @@ class LocalEvaluator(Evaluator):
         logger.warning(said)
         # Callers are on other threads: a source line of this thread would not help them.
         where = {"filename": "<genlm_backend>", "lineno": 0, "module": __name__}
-        with suppress(Warning):  # a filter that makes it an error must not fail this batch
+        with suppress(Warning):  # a filter that makes it an error must not fail the batch
             warnings.warn_explicit(said, RuntimeWarning, **where)
 
     @final
@@ -148,7 +148,7 @@ class LocalEvaluator(Evaluator):
         return tree.num_cached(ids[:-1], query.adapter, tier)
 
     def pin(self, query: RowQuery) -> bool:
-        """Compute a context and pin it until ``clear()``; return whether there was room."""
+        """Compute a context and pin it until ``clear()``; return whether the cache had room."""
         with self._in_place(query.adapter):
             node = self.scheduler.computed(query)
         return node is not None and self.scheduler.cache.pin(node)
@@ -187,4 +187,4 @@ class LocalEvaluator(Evaluator):
 _ADAPTER, _IS_READ_OFF = attrgetter("adapter"), attrgetter("needs_row")
 
 _FEWEST_AGAIN: Final = 256
-"""Fewest tokens, recomputed or without room, for the warning that room is short."""
+"""No warning of a small cache until this many tokens were recomputed or could not be kept."""

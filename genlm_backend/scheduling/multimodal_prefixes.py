@@ -22,7 +22,7 @@ from genlm_backend.scheduling.prefill_plan import ScheduledQuery, first_output
 from genlm_backend.scheduling.prefix_cache import PrefixCache
 
 FEW_BEHIND: Final = 64
-"""Most tokens after an opening that go through the model in the same pass."""
+"""If at most this many tokens follow an opening, its pass may run them too."""
 
 
 @final
@@ -34,7 +34,7 @@ class MultimodalPrefixes:
         self._offsets: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
     def begin(self, queries: Sequence[Query]) -> dict[Query, Result]:
-        """Compute the openings that are not cached; return the answers that these passes gave."""
+        """Compute the openings that are not cached; return the answers found in those passes."""
         answers: dict[Query, Result] = {}
         for query in queries:
             pictures = query.context.pictures
@@ -52,8 +52,8 @@ class MultimodalPrefixes:
         """Return the result of a context, run alone and without the cache."""
         job, pictures = ScheduledQuery.of(query), query.context.pictures
         assert pictures is not None
-        # A model requires as many image tokens as its pictures have parts. So if one more occurs
-        # after the opening, as text, the tokens after the opening go through it in a second pass.
+        # A pass must hold one image token per part of its pictures. If the text after the opening
+        # contains another image token, the tokens after the opening run in a second pass.
         is_apart = _holds_parts(job, pictures)
         attention = MultimodalPrefillAttention(pictures, self._cache.layout, goes_on=is_apart)
         end, size = pictures.num_tokens, len(query.context)
@@ -68,7 +68,7 @@ class MultimodalPrefixes:
         return job.answer
 
     def position_offset(self, context: Context) -> int:
-        """Return the difference between position ids and token indices after the pictures."""
+        """Return position id minus token index for the tokens after the pictures."""
         pictures = context.pictures
         if pictures is None:
             return 0
@@ -79,7 +79,7 @@ class MultimodalPrefixes:
         return self._offsets[pictures]
 
     def _begun(self, query: Query, pictures: Pictures) -> Result | None:
-        """Cache an opening; return the query's answer if that pass gave it, or ``None``."""
+        """Cache an opening if there is room; return the query's answer if known, or ``None``."""
         tree, end, size = self._cache.tree, pictures.num_tokens, len(query.context)
         tree.new_step()
         node = self._cache.match(query.context, query.adapter, end)
@@ -106,7 +106,7 @@ class MultimodalPrefixes:
         slots: NDArray[np.int64],
         stop: int,
     ) -> None:
-        """Run the first tokens of a context; cache those with slots if all values are finite."""
+        """Run the first ``stop`` tokens; cache those with slots if all values are finite."""
         cache, tree = self._cache, self._cache.tree
         tokens = np.asarray(job.context.packed(stop - len(slots), stop), np.int32)
         new = tree.append(node, tokens, slots)
@@ -125,7 +125,7 @@ class MultimodalPrefixes:
 
 
 def _holds_parts(job: ScheduledQuery, pictures: Pictures) -> bool:
-    """Return whether an image token occurs after the opening, as text."""
+    """Return whether the text after the opening contains an image token."""
     return pictures.image_token_id in job.context.packed(pictures.num_tokens)
 
 

@@ -32,23 +32,23 @@ class OutputProcessor:
     ) -> None:
         self._undefined_ids, self.device = undefined_ids, device
 
-    @torch.inference_mode()  # the logits are inference tensors, and are overwritten in place
+    @torch.inference_mode()  # the logits are inference tensors, and may be overwritten
     def table(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of logits, float32 ``[num_outputs, vocab]``, in place."""
+        """Return log-probabilities, float32 ``[num_outputs, vocab]``; may overwrite the logits."""
         return log_softmax(logits, self._undefined_ids(), in_place=True)[0]
 
     @torch.inference_mode()
     def defined(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits as float32, with ``-inf`` for ids that no token has, in place."""
+        """Set the logits of ids without a token to ``-inf``, in place; return them as float32."""
         return fill_undefined(logits, self._undefined_ids(), in_place=True).float()
 
     @torch.inference_mode()
     def rows(self, logits: torch.Tensor) -> list[Row]:
-        """Return a row for each row of logits, ``[num_outputs, model_vocab]``."""
+        """Return a ``Row`` per row of logits ``[num_outputs, model_vocab]``; may overwrite them."""
         return rows_of_logits(logits, self.device, self._undefined_ids(), in_place=True)
 
     def hand_out(self, logits: torch.Tensor, wanted: Sequence[_Output]) -> None:
-        """Store a pass's scores and then its rows, which overwrite the logits, in its jobs."""
+        """Store a pass's results in its jobs: scores first, since rows may overwrite the logits."""
         scored = [(index, job, at - job.first) for index, job, at in wanted if job.targets]
         if scored:
             indices = sorted({index for index, _, _ in scored})

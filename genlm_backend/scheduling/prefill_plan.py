@@ -1,9 +1,10 @@
 """Plans which tokens go through the model, in which order and in which passes.
 
-The uncached tokens of a batch become *chunks*, each computed once for all contexts that share it;
-contexts that branch off wait for the next *wave*. The chunks of a wave become *groups*, one
-forward pass each, so that short chunks are not padded to the length of long ones. A chunk's
-*outputs* are the positions after which logits are needed, with the jobs that need them.
+The uncached tokens of a batch become *chunks*, which contexts share. Contexts that branch off
+wait for the next *wave*, or recompute the shared tokens if that costs less than another pass. The
+chunks of a wave become *groups*, one forward pass each, so that short chunks are not padded to the
+length of long ones. A chunk's *outputs* are the positions after which logits are needed, each with
+the *jobs* (scheduled queries) that need these logits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MANY: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of forward passes, in units of one token's cost in a large pass."""
+    """Limits and costs of forward passes; the unit of cost is one token in a large pass."""
 
     per_forward: float = 8.0
     per_past_token: float = 1 / 256
@@ -47,7 +48,7 @@ class CostModel:
         """Return the costs of passes on a kind of device, such as "cpu" or "cuda"."""
         if device == "cpu":
             return cls()
-        # A GPU takes as long to read the weights for one token as to compute about a hundred.
+        # A GPU needs as long to read the weights once as to compute about a hundred tokens.
         return cls(per_forward=128.0, per_past_token=1 / 64, max_chunk=2048, max_tokens=16384)
 
     def of(self, num_rows: int, num_new: int, prefix_len: int) -> float:
@@ -68,7 +69,7 @@ def first_output(query: Query) -> int:
 @final
 @dataclass(slots=True, eq=False)
 class ScheduledQuery:
-    """One context of a batch under evaluation, and its results."""
+    """A query of the current batch, and its results."""
 
     context: Context
     node: int = 0
@@ -172,7 +173,7 @@ class PrefillChunk:
         return found
 
     def token_chunk(self, slots: NDArray[np.int32]) -> TokenChunk:
-        """Return its tokens as the input of a pass, with slots and output indices."""
+        """Return the chunk's tokens as the input of a pass, with slots and output indices."""
         return TokenChunk(
             token_ids=self.token_ids,
             slots=slots,
@@ -182,7 +183,7 @@ class PrefillChunk:
 
 
 class StatePlan(NamedTuple):
-    """Whether several tokens may continue from a state at once; whether states are few."""
+    """Whether a pass may continue a state by several tokens, and whether states are few."""
 
     takes_several_tokens: bool
     is_short: bool = False
@@ -203,7 +204,7 @@ def plan_chunks(
     chunks: list[PrefillChunk] = []
     # Contexts whose cached prefixes end at different nodes share no uncached tokens: the cache
     # would have matched a longer common prefix for both. (The targets of a scored text count as
-    # uncached: it computes them even if other contexts have them cached.)
+    # uncached: they are computed even if other contexts have cached them.)
     by_node: defaultdict[int, list[ScheduledQuery]] = defaultdict(list)
     for job in jobs:
         by_node[job.node].append(job)
@@ -224,7 +225,7 @@ def plan_chunks(
 
 
 def _may_part(jobs: Sequence[ScheduledQuery], cost: CostModel) -> bool:
-    """Return whether sharing a prefix saves more than continuing token by token costs."""
+    """Return whether a shared prefix saves more than continuing it token by token costs."""
     num_shared = common_length(jobs[0].missing, jobs[-1].missing)
     num_passes = max(job.stop for job in jobs) - num_shared
     return num_shared * (len(jobs) - 1) > num_passes * cost.per_forward
@@ -287,7 +288,7 @@ def _add_chunks(
 def _cut_to_size(
     chunks: list[PrefillChunk], cost: CostModel, states: StatePlan | None
 ) -> list[PrefillChunk]:
-    """Cut chunks into chains of bounded size, and where recurrent states must or should be kept."""
+    """Cut chunks to the size limits, and at positions whose recurrent states are to be kept."""
     cut: list[PrefillChunk] = []
     by_origin: dict[PrefillChunk, list[PrefillChunk]] = {}
     cuts: defaultdict[PrefillChunk, list[int]] = defaultdict(list)
@@ -305,7 +306,7 @@ def _cut_to_size(
             by_origin[chunk] = [chunk]
             cut.append(chunk)
             continue
-        if parent is not None:  # the first chunk that reaches this chunk's start
+        if parent is not None:  # the first piece that reaches this chunk's start
             parent = next(c for c in by_origin[parent] if c.stop >= chunk.start)
         pieces = by_origin[chunk] = []
         positions, start, first = sorted(chunk.outputs), chunk.start, 0
@@ -328,20 +329,20 @@ def _cut_to_size(
 
 
 def _later_starts(chunk: PrefillChunk, cost: CostModel, states: StatePlan) -> Iterator[int]:
-    """Yield positions in a chunk after which a state is likely to serve later contexts."""
+    """Yield positions in a chunk at which later contexts may well continue from a state."""
     known = chunk.job.num_known
     is_far = not states.takes_several_tokens and chunk.start == 0
     is_far = is_far and (chunk.stop - known) * cost.per_forward > chunk.stop
-    # This context branches off at ``known``. Later ones may too, and would continue from there.
+    # This context branches off at ``known``. Later contexts may too, and would continue there.
     if known - chunk.start >= _MANY and known < chunk.stop and not is_far:
         yield known
-    # A repeated query, or a score of a continuation, starts before the context's last token.
+    # A repeated query, or a score of a continuation, starts at the context's last token.
     if chunk.num_tokens >= _MANY:
         yield chunk.stop - 1
 
 
 def cut_to_sound(chunks: Sequence[PrefillChunk]) -> None:
-    """Cut each chunk after its last token that a result without NaN was computed from."""
+    """Drop each chunk's tokens after the last one that a result without NaN depends on."""
     # If a row or score is not NaN, neither are the keys and values that it was computed from.
     stops = {chunk: chunk.start for chunk in chunks}
     for chunk in chunks:
@@ -357,7 +358,7 @@ def cut_to_sound(chunks: Sequence[PrefillChunk]) -> None:
 
 
 def plan_waves(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
-    """Return the chunks by wave, in order of execution: a wave needs only earlier ones."""
+    """Return the chunks by wave, in order of execution: a wave needs only earlier waves."""
     waves: list[list[PrefillChunk]] = [[] for _ in range(1 + max(s.wave for s in chunks))]
     for chunk in chunks:
         waves[chunk.wave].append(chunk)
@@ -421,7 +422,7 @@ def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int
 
 
 def _cut(run: Sequence[int], sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
-    """Cut a group of rows into passes within ``max_tokens``, ``max_outputs`` and ``max_rows``."""
+    """Cut a group into passes; only one row, or one output per row, may exceed the limits."""
     max_rows = max(1, cost.max_tokens // max(sizes[i].num_new for i in run))
     max_rows = min(max_rows, cost.max_rows)
     groups: list[list[int]] = [[]]

@@ -65,7 +65,7 @@ class PrefixCache:
 
     @property
     def most_rows(self) -> int | None:
-        """Most rows of a pass, which copies their recurrent states; ``None`` for no bound."""
+        """Most rows of a pass, which copies a recurrent state per row; ``None`` for no bound."""
         return most_rows(self.state_pool.num_states) if self.state_pool.num_states else None
 
     # ---------------------------------------------------------------- contexts
@@ -75,7 +75,7 @@ class PrefixCache:
         return self.tree.match(context.packed(0, most), adapter, context.cache_hint)
 
     def pin(self, node: int) -> bool:
-        """Pin a node and the state of ``resumed(node)``; return ``False`` if it finds no room."""
+        """Pin a node and, if kept, the state of ``resumed(node)``; return whether that worked."""
         tree = self.tree
         self._check_pin(node)
         if tree.states.num_states and not tree.states.pin(self.resumed(node)):
@@ -84,7 +84,7 @@ class PrefixCache:
         return True
 
     def resumed(self, node: int) -> int:
-        """Return the last ancestor with a state, where a repeated query resumes, or ``node``."""
+        """Return the last ancestor with a state, where a repeated query resumes; else ``node``."""
         tree = self.tree
         start = int(tree.states.last(tree.nodes.parent[[node]])[0])
         return start if tree.nodes.depth[start] else node
@@ -115,7 +115,7 @@ class PrefixCache:
         end = tree.nodes.ancestors(end, np.array([num_resumed], np.int32))
         if not states or tree.nodes.state[end[0]]:
             return True
-        numbers = tree.states.give(end, np.ones(1, np.int64))  # needed, so others are evicted
+        numbers = tree.states.give(end, np.ones(1, np.int64))  # needed: may evict others
         if numbers[0]:
             with tree.states.filling(end):
                 self.state_pool.write(numbers, states)
@@ -124,7 +124,7 @@ class PrefixCache:
     # ---------------------------------------------------------------- rows of a pass
 
     def states_behind(self, nodes: NDArray[np.int32]) -> BatchStates | None:
-        """Return copies of the states after nodes, either all of which or none are roots."""
+        """Return copies of the states after ``nodes``, which must all be roots or contain none."""
         if not self.state_pool.num_states:
             return None
         begins = not self.tree.nodes.depth[nodes].any()

@@ -66,12 +66,12 @@ class Continuations(list[Continuation]):
 
     Attributes:
         context: The token ids of the context.
-        log_end: The log-probability found for the text ending without another word.
+        log_end: A lower bound of the log-probability that the text ends without another word.
         log_rest: The logarithm of the unexplored probability, which may belong to these words, to
-            others or to the end; ``-inf`` for none.
+            other words or to the text's end; ``-inf`` if all is explored.
         is_proven: Whether the order is certain: the unexplored probability is less than every gap
             between consecutive words, including the gap to the best word left out. With fewer
-            than ``n`` words, it is certain only if nothing is unexplored.
+            than ``n`` words, the order is certain only if nothing is unexplored.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ async def continuations(
     Args:
         lm: The model.
         context: A text or token ids; ``None`` for the tokenizer's BOS (``bos_token_id``). A text
-            gets a BOS unless it spells one first, or spells another special token first and the
+            gets the BOS unless it begins with one, or begins with another special token and the
             tokenizer adds no BOS to texts. Token ids get none. End a text without a blank, since a
             blank belongs to the token of the next word.
-        n: Number of words.
+        n: Number of words to return, at most.
         **options: ``words``, a regular expression of words, or a function from a text to the spans
             of its words; by default, blanks separate words. With your own ``words``, the result is
             the first word after the context, even if the context ends within a word, and a word
@@ -177,7 +177,7 @@ class PrefixLogprob(NamedTuple):
     """Bounds of the log-probability that a text begins with given bytes, in nats.
 
     Attributes:
-        logprob: The logarithm of the probability found, a lower bound; ``-inf`` for none.
+        logprob: The logarithm of the probability found, a lower bound; ``-inf`` if it is 0.
         log_rest: Upper bound of the logarithm of the probability not found; ``-inf`` if all
             tokenisations have been summed.
     """
@@ -219,8 +219,8 @@ async def prefix_logprob(
     Args:
         lm: The model.
         context: A text, token ids, or ``None``, as for ``continuations``.
-        text: The bytes; a string is encoded as UTF-8. A word that follows another begins with its
-            blank.
+        text: The bytes, or a string, which is encoded as UTF-8. Include the blank before its first
+            word, if there is one.
         word_ends: Whether the last word of the text has to end, with a blank or the end of the
             text after it, as in ``continuations``. ``" cat"`` then has the probability of the word
             ``"cat"`` after one blank, without that of ``" category"``. If the context ends within
@@ -228,7 +228,7 @@ async def prefix_logprob(
         **options: ``words``, the definition of a word with ``word_ends=True``, as for
             ``continuations``. With your own ``words``, the last word ends as soon as a character
             follows that is not part of it, and the context may end within a word. ``max_rest``,
-            the share of the probability that may be missing, from 0 to 1, and ``max_contexts``,
+            the share of the upper bound that may be unexplored, from 0 to 1, and ``max_contexts``,
             the number of contexts to query at most: the search ends at the first of these limits.
             Finding anything takes at least one context per token of the text. ``lora_name``, the
             LoRA adapter to use.
@@ -344,7 +344,7 @@ class _Explored:
         return math.fsum(node.rest for node in self._nodes)
 
     def _groups(self, node: _Node) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return masks of the tokens that end the word or text after a node, or continue it."""
+        """Return masks: the tokens that end a node's word or text, and those that continue it."""
         alphabet = self._alphabet
         if node is self.begin and self._is_within:
             return alphabet.ends, alphabet.others & self._begins
@@ -449,7 +449,7 @@ def _bytes_of(text: Any, word_ends: bool) -> bytes:
 def _most_promising(
     paths: list[_Path], best: NDArray[np.float64], log_share: float, size: int
 ) -> tuple[list[_Path], list[_Path]]:
-    """Return the paths to follow next, and the others."""
+    """Return the paths to follow next, and the remaining paths."""
     # Rank a path against the most probable path that is as long or longer: ranked by probability
     # alone, all short paths would come first, and the end of a long text last.
     ahead = np.maximum.accumulate(best[::-1])[::-1].tolist()
@@ -475,7 +475,7 @@ class _Ways:
         self._alphabet, self._byte_vocab, self._data = lm.alphabet, lm.byte_vocab, data
         self._words, self._word_ends = words, word_ends
         wanted = [data + blank for blank in BLANKS] if word_ends else [data]
-        # With the caller's ``words``, an unfinished character, no longer than a blank, may follow.
+        # With the caller's ``words``, a path may end in part of a character, at most a blank long.
         self.longest = max(map(len, wanted))
         self._is_default = words == NOT_BLANK
         self._wanted = wanted if self._is_default else [data]
@@ -486,7 +486,7 @@ class _Ways:
         self._steps: Final = cache(self._steps_after)
 
     def _steps_after(self, spelt: bytes) -> tuple[list[tuple[int, bytes]], list[ReadoutOf]]:
-        """Return the tokens after ``spelt`` with the bytes up to their ends, and the readouts."""
+        """Return the tokens after ``spelt``, each with the bytes up to its end, and readouts."""
         alphabet, size = self._alphabet, len(self._byte_vocab)
         rests = [own[len(spelt) :] for own in self._wanted if own.startswith(spelt)]
         parts = {r[:i] for r in rests for i in range(1, min(alphabet.longest + 1, len(r)))}
@@ -525,7 +525,7 @@ class _Ways:
         return [(path.context, readout) for readout in self._steps(path.spelt)[1]]
 
     def followed(self, path: _Path, answers: Iterator[Any]) -> tuple[float, list[_Path]]:
-        """Return the log-probability of a path's complete continuations, and its longer paths."""
+        """Return the log-probability that the next token completes a path, and longer paths."""
         tokens, readouts = self._steps(path.spelt)
         mass, *given = next(answers).tolist()
         before = path.logprob - sum(own for own in given if own > -math.inf)

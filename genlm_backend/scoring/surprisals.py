@@ -58,7 +58,7 @@ class Surprisal:
     """The surprisal of a word, token or character: the negative logarithm of its probability.
 
     Attributes:
-        text: Its characters. For a token with a part of a character, the whole character.
+        text: Its characters; for a token that holds part of a character, the whole character.
         start: Index of its first character in the text.
         end: Index after its last character.
         token_ids: Its tokens. For a word, they include the blanks before it; for a character, all
@@ -170,7 +170,7 @@ def _table(values: Sequence[Surprisal]) -> Any:
 
 
 By: TypeAlias = Literal["word", "token", "character"]
-"""The kind of parts of a text that get surprisals."""
+"""The parts of a text that get surprisals."""
 
 Unit: TypeAlias = Literal["bits", "nats"]
 """The unit of a logarithm: base 2, or base e."""
@@ -274,12 +274,12 @@ async def surprisal(
 surprisal_sync = blocking(surprisal, "surprisals")
 
 _AT_ONCE: Final = 200
-"""Most texts per ``batch_score_with`` in the blocking form, whose bar moves after each call."""
+"""Most texts per ``batch_score_with`` of ``surprisal_sync``; its bar moves after each call."""
 
 
 @final
 class _Asked:
-    """The checked options of a call, and the score options that they need."""
+    """The checked options of a call of ``surprisal``, and the score options that they need."""
 
     def __init__(self, lm: AsyncLM, options: SurprisalOptions) -> None:
         instance(AsyncLM, "an AsyncLM")("lm", lm)
@@ -337,13 +337,13 @@ class _Asked:
     def _begin_of(self, context: Any, name: str) -> tuple[list[int], bool]:
         """Return a text's context, and whether no word is open at the context's end."""
         ids = context_ids(self.lm, context, name)
-        # Without a context, no word is open before the text; with one, its last word may be.
+        # Without a context, no word is open before the text; a context's last word may be open.
         return ids, context is None or is_between_words(self.lm, ids)
 
 
 @final
 class _Text:
-    """A text, divided into windows that a model scores, from which its surprisals are computed."""
+    """A text, divided into windows for the model; computes its surprisals from their scores."""
 
     def __init__(
         self, asked: _Asked, text: str, name: str, context: list[int], is_between: bool
@@ -362,7 +362,7 @@ class _Text:
         self._divide(asked.lm.max_length, asked.stride)
 
     def _divide(self, max_length: int | None, stride: int | None) -> None:
-        """Divide the text into parts; score all but the first after a window of earlier tokens."""
+        """Divide the text into parts; each but the first follows a window of earlier tokens."""
         ids, begin = self._spelling.token_ids, self._context
         most = len(ids) if max_length is None else max_length - len(begin) + 1
         if most < 1:
@@ -389,7 +389,7 @@ class _Text:
             done = stop
         if self._begins is None:
             return
-        # The last word's end needs the masses after the last token, so score any token there.
+        # The last word's end needs the masses after the last token: score an arbitrary token there.
         room = len(ids) if max_length is None else max_length - len(begin)
         if done - start <= room:
             self.parts[1][-1] = [*self.parts[1][-1], ids[0]]
@@ -440,8 +440,8 @@ class _Text:
     def _end(self, index: int, ends: list[float]) -> float:
         """Return the log-probability that the word before a token ends, given its prefix."""
         begins = cast(list[bool], self._begins)
-        # It is 0 if the end is certain, or if the token begins no word, such as a token with only
-        # a part of a multi-byte blank.
+        # It is 0 if the end is certain, or if the token begins no word. A token with only a part of
+        # a multi-byte blank begins none.
         is_known = self._spelling.ends_blank[index - 1] if index else self._is_between
         is_asked = index == len(begins) or begins[index]
         return ends[index] if is_asked and not is_known else 0.0
@@ -461,7 +461,7 @@ class _Text:
 
 
 def _joined(scores: Sequence[TokenScores], name: str) -> list[Any] | None:
-    """Concatenate a field of all scores into one list; ``None`` if there is none."""
+    """Concatenate a field of all scores into one list; ``None`` if no score has it."""
     columns = [own for each in scores if (own := getattr(each, name)) is not None]
     if name == "log_masses":
         columns = [own[:, 0] for own in columns]

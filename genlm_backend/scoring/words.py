@@ -69,7 +69,7 @@ class Spelling:
                 f"{name}: the tokens of {shown(text)} spell {shown(b''.join(spelt))} instead; the "
                 f"tokenizer normalises texts, or drops part of them"
             )
-        # Some tokenizers put a blank before every text, which is not one of its characters.
+        # Some tokenizers put a blank before every text; it is not a character of the text.
         num_before = sum(map(len, spelt)) - len(data)
         stops = np.cumsum([0, *(len(own) for own in spelt)]) - num_before
         self._places: list[int] = stops.tolist()
@@ -89,7 +89,7 @@ class Spelling:
 
     @property
     def portions(self) -> list[list[tuple[int, int]]]:
-        """For each token, its characters, each with the token's bytes up to the character's end."""
+        """For each token, its characters, each with the number of token bytes up to its end."""
         found = list[list[tuple[int, int]]]()
         for begin, end in itertools.pairwise(self._places):
             # A blank that the tokenizer puts before a text belongs to the first character; a token
@@ -111,7 +111,7 @@ class Spelling:
     def words(self, words: Words = NOT_BLANK) -> list[Region]:
         """Return the words of the text; text between two words belongs to the second."""
         # Words that share a token are merged. Text after the last word belongs to no word; a text
-        # without a word counts as one.
+        # without a word counts as one word.
         spans = spans_of(words, self.text) or [(0, len(self.text))]
         starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
         found, last_word = list[Region](), -1
@@ -147,7 +147,7 @@ def _spells(spelt: Sequence[bytes], data: bytes) -> bool:
 
 
 def check_words(name: str, words: Words) -> re.Pattern[str] | Callable[[str], Iterable[Span]]:
-    """Check a definition of words, an expression or a function; compile an expression."""
+    """Check ``words``, a regular expression or a function; compile an expression."""
     if isinstance(words, str):
         try:
             return re.compile(words)
@@ -250,13 +250,13 @@ def default_beginning(lm: AsyncLM, option: str = "context") -> int:
             warn_caller(
                 f"texts are scored after {lm.tokenizer.bos_token!r}, the tokenizer's bos_token, "
                 "which the chat template writes before each message: plain texts perhaps never "
-                f"followed it in training. Pass {option}=, the token that separated training texts"
+                f"followed it in training. As {option}=, pass the token that separated texts"
             )
     return int(lm.tokenizer.bos_token_id)
 
 
 def is_between_words(lm: AsyncLM, context: Sequence[int]) -> bool:
-    """Return whether a context ends outside a word: its last token is a blank, special or EOS."""
+    """Return whether a context ends outside a word: with a blank, a special token or an EOS."""
     last = context[-1]
     is_end = last in lm.special_ids or last in lm.eos_token_ids
     return is_end or ends_blank(lm.byte_vocab[last].byte_string)

@@ -22,7 +22,7 @@ class Alphabet:
     Args:
         byte_vocab: The tokens by id, as bytes.
         ends: Ids of the tokens that end a text, and of all special tokens.
-        undefined: Ids without a token, which are left out.
+        undefined: Ids without a token; ``order`` and both masks leave them out.
 
     Attributes:
         order: The sorted token ids: int32, packed as ``bytes``.
@@ -71,8 +71,8 @@ class Alphabet:
         """Return the intervals of the proper prefixes of some tokens: int32 ``[n, width, 2]``.
 
         A token has an interval of indices into ``order`` for its first byte, its first two, and so
-        on to all but one; the rest are empty. An end's intervals hold only itself. ``width`` is the
-        number of bytes of the longest of these tokens, minus 1.
+        on to all but one; the rest are empty. The intervals of a token in ``ends`` hold only that
+        token. ``width`` is the number of bytes of the longest of these tokens, minus 1.
         """
         width = max(1, *(len(self._bytes[i]) for i in token_ids), 1) - 1
         found = np.zeros((len(token_ids), width, 2), np.int32)

@@ -8,7 +8,7 @@ from genlm_backend.errors import ContextError
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Return whether a tokenizer prepends its BOS to texts, as it does to an empty one."""
+    """Return whether a tokenizer prepends its BOS to texts, judged by the ids of an empty one."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return bos is not None and list(tokenizer.encode(""))[:1] == [bos]
 
@@ -24,7 +24,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of a prompt, with at most one BOS.
 
     Raises:
-        ContextError: (``ValueError``) If the tokenizer cannot encode text, or the text is empty.
+        ContextError: (``ValueError``) If the tokenizer cannot encode text, or returns no ids.
     """
     method = getattr(tokenizer, "encode", None)
     if method is None:

@@ -82,7 +82,7 @@ class CompiledDecoder:
         return dataclasses.replace(self, stages=(_byte_fallback, *self.stages), is_byte_level=False)
 
     def with_word_ends(self, suffix: str) -> CompiledDecoder:
-        """Return the decoder with a first stage that turns the word-end ``suffix`` into a space."""
+        """Return the decoder with the word-end ``suffix`` of a token turned into a space."""
 
         def stage(piece: str) -> bytes:
             text = piece.removesuffix(suffix)
@@ -103,7 +103,7 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
         if joiner is not None and kind == "Strip":
             continue  # strips the ends of the whole text, and changes no token in the middle
         compiled = _compile_stage(stage)
-        # Replacing single characters gives the same before and after the tokens are joined.
+        # Replacing single characters has the same result before and after the tokens are joined.
         is_of_parts = kind == "Replace" and len(stage["pattern"].get("String", "")) == 1
         if joiner is not None and not (joiner == "Fuse" and is_of_parts):
             raise UnknownDecoderError(
@@ -145,7 +145,7 @@ def infer_decoder(
     stages = [_compile_stage(stage) for stage in splitters if stage.get("type") == "Metaspace"]
     for stage in reversed(_flatten(normalizer) if normalizer else []):
         if (stage.get("pattern") or {}).get("String") == " " and stage.get("content"):
-            # Undo the normalizer's replacement of a space: "▁", or byte-level's "Ġ".
+            # Undo the normalizer's replacement of a space, by "▁" or byte-level BPE's "Ġ".
             stages.append(_replace(stage["content"], " "))
         elif stage.get("type") == "ByteLevel":
             return compile_decoder({"type": "ByteLevel"})
@@ -187,7 +187,7 @@ def _compile_stage(stage: dict[str, Any]) -> Stage:
     if kind == "BPEDecoder":
         return _replace(stage.get("suffix", "</w>"), " ")
     if kind == "CTC":
-        raise UnknownDecoderError("a CTC decoder merges repeated tokens, so no token has bytes")
+        raise UnknownDecoderError("a CTC decoder merges repeated tokens, so a token's bytes vary")
     raise UnknownDecoderError(f"its decoder has a stage of the unknown type {kind!r}")
 
 

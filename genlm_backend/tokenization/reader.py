@@ -197,7 +197,7 @@ def _read_slow(
     name: str,
     to_bytes: Callable[[str], bytes],
     decode: Callable[[list[str]], str] | None = None,  # in place of convert_tokens_to_string
-    is_of_model: Callable[[str], bool] = lambda token: False,  # is an added token also the model's?
+    is_of_model: Callable[[str], bool] = lambda token: False,  # whether the model has it too
 ) -> ByteVocab:
     """Read a slow tokenizer (written in Python); ``to_bytes`` maps its tokens to bytes."""
     to_text = decode or tokenizer.convert_tokens_to_string
@@ -207,7 +207,7 @@ def _read_slow(
     special_ids.update(token_id for token_id, token in added.items() if token.special)
     # Added tokens that the model lacks spell their content: ``to_bytes`` does not apply to them.
     literals = {i: token.content for i, token in added.items() if not is_of_model(token.content)}
-    if decode is not None:  # SentencePiece: some classes decode "▁" in added tokens as a space
+    if decode is not None:  # SentencePiece: some classes print "▁" in added tokens as a space
         for token_id in literals.keys() - special_ids:
             literals[token_id] = _between_others(tokenizer, literals[token_id])
     byte_strings, spellings = [], []
@@ -227,7 +227,7 @@ def _read_slow(
         for is_added, group in itertools.groupby(ids, (special_ids | literals.keys()).__contains__):
             tokens = tokenizer.convert_ids_to_tokens(run := list(group))
             part = "".join(map(literals.get, run, tokens)) if is_added else to_text(tokens)
-            # Decoding does not print the first token's space.
+            # Decoding drops the space at the beginning of the first token.
             is_short = byte_strings[run[0]].startswith(b" ") and not part.startswith(" ")
             parts.append(" " * is_short + part)
         return [text.encode(), "".join(parts).encode()]

@@ -40,7 +40,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         byte_strings[token_id] = b""
     added_tokens = rust.get_added_tokens_decoder()
     special_ids = _special_ids(tokenizer, added_tokens)
-    if falls_back:  # texts produce byte tokens, even if those were trained as special tokens
+    if falls_back:  # texts are encoded as byte tokens even if these are marked as special
         special_ids -= {i for i in special_ids if is_byte_token(spellings[i] or "")}
     for token_id in special_ids:
         added = added_tokens.get(token_id)
@@ -64,7 +64,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     unknown_ids = {rust.token_to_id(unknown)} if unknown else set()
     if not unknown or not hasattr(rust.model, "unk_token"):
         # A Unigram model does not expose its unknown id, which may differ from the tokenizer's. It
-        # is among the unheard-of character's ids, as may be the replacement of a space before it.
+        # is among the unheard-of character's ids, where a space's replacement may precede it.
         heard = [i for i in unheard_of_ids if spellings[i] != texts.written_space]
         heard = [i for i in heard if byte_strings[i].strip()]
         unknown_ids.update(i for i in heard if byte_strings[i] not in unheard_of.encode())
@@ -109,13 +109,13 @@ def _encode(rust: Any, text: str) -> list[int] | None:
     """Return the ids of a text, undoing truncation and padding; ``None`` if encoding fails."""
     try:
         first = rust.encode(text, add_special_tokens=False)
-    except BaseException as error:  # a character without a token, or a panic on some texts
+    except BaseException as error:  # for a character without a token; some texts make Rust panic
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             return None
         raise
     truncation = rust.truncation
-    # transformers leaves truncation and padding set after a call that uses them. The truncated
-    # rest is in overflowing windows, which begin (or, with left truncation, end) with ``stride``
+    # transformers leaves truncation and padding set after a call that uses them. The tokens cut off
+    # are in ``overflowing`` windows, which begin (or, with left truncation, end) with ``stride``
     # tokens of their neighbour.
     if truncation is None and rust.padding is None:
         return first.ids
@@ -142,8 +142,8 @@ def _spellings(rust: Any) -> list[str | None]:
 def _unheard_of(
     encode: Callable[[str], list[int] | None], spellings: Sequence[str | None]
 ) -> tuple[str, list[int]]:
-    """Return a character that no token of its encoding contains, and the ids of these tokens."""
-    # Rare ideographs that have long been in Unicode: no normaliser changes or drops them.
+    """Return a character whose tokens do not contain it, and the ids of these tokens."""
+    # Try rare ideographs that have long been in Unicode: no normaliser changes or drops them.
     for character in map(chr, range(0x2A6D6, 0x20000, -1)):
         ids = encode(character) or []
         if not any(character in (spellings[token_id] or "") for token_id in ids):
@@ -184,7 +184,7 @@ def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
 def _printing(
     rust: Any, byte_strings: Sequence[bytes], spellings: Sequence[str | None]
 ) -> Callable[[list[int]], tuple[list[int], str]] | None:
-    """Return a function from ids to those that can be compared, and the text printed for these.
+    """Return a function from ids to the ids that can be checked, and the text printed for these.
 
     ``None`` if the tokenizer declares no decoder.
     """
@@ -279,6 +279,6 @@ class _Texts:
         try:
             spelt.decode()
         except UnicodeDecodeError:
-            # If the model spells a byte as "é", no byte string fits both that byte and the text.
+            # The model may read "é" as a single byte: no byte string fits that byte and the text.
             return spelt if is_byte_token(added.content) else added.content.encode()
         return spelt

@@ -59,10 +59,10 @@ def _check(vocab: ByteVocab, text: str) -> None:
 
 
 def _check_printed(vocab: ByteVocab, text: str, ids: list[int]) -> None:
-    """Compare the text that the declared decoder prints for ``ids`` with their bytes."""
+    """Raise an error if the declared decoder prints a text for ``ids`` that is not their bytes."""
     if vocab.prints is None:
         return
-    # Unlike ``_comes_back``, this compares white space too, which Rust tokenizers may change.
+    # For Rust tokenizers, ``_comes_back`` ignores white space. This compares it too.
     kept, printed = vocab.prints(ids)
     if _is_printed(vocab, kept, printed):
         return

@@ -94,7 +94,7 @@ def make_tokens(byte_strings: list[bytes]) -> list[Token]:
 
 @dataclass(frozen=True)
 class ByteVocab:
-    """The bytes of each id of a tokenizer, with its special ids and functions to check them."""
+    """The bytes of a tokenizer's ids, its special ids, and functions to check the bytes with."""
 
     name: str
     byte_strings: list[bytes]

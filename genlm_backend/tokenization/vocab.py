@@ -64,9 +64,9 @@ class Vocabulary(tuple[list[Token], list[str]]):
         )
 
     def of_model(self, size: int | None) -> Vocabulary:
-        """Return the vocabulary resized to a model's rows; warn about tokens that the model lacks.
+        """Return the vocabulary resized to a model's ids; warn about tokens that the model lacks.
 
-        ``None`` keeps the tokenizer's size. The warning names the line three calls up.
+        If ``size`` is ``None``, keep all ids. The warning names the line three calls up.
         """
         num_ids = len(self.byte_vocab)
         if size is None or size == num_ids:

@@ -1,4 +1,4 @@
-"""Tries over a vocabulary: the sum or the maximum of token weights under every prefix."""
+"""Tries over a vocabulary: sum, maximum or log-sum-exp of token weights under every prefix."""
 
 from typing import TYPE_CHECKING
 

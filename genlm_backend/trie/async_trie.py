@@ -44,8 +44,8 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
     in turn. Weights are checked before they are queued, so an invalid query fails alone.
     Cancelling one caller does not affect the others. Each result owns its memory.
 
-    The first query starts the worker threads. ``cleanup()`` ends them; a later query starts new
-    ones.
+    The first query of an operation starts its thread. ``cleanup()`` ends all threads; later queries
+    start new ones.
 
     Args:
         trie: The trie that evaluates the batches.
@@ -54,7 +54,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
             less, since a batch starts once the event loop submits no new query.
 
     Attributes:
-        trie: The trie; use it for everything that is not awaited, such as ``children``.
+        trie: The trie; use it for all that needs no ``await``, such as ``children``.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument has a wrong type.
@@ -164,7 +164,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
         )
 
     def start(self) -> None:
-        """Do nothing; kept for older programs. The first query starts the worker threads."""
+        """Do nothing; kept for older programs. Queries start the worker threads."""
 
     def _started(self) -> dict[Operation, Batcher[Weights, Any]]:
         with self._lock.here:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class VocabularyTrie(abc.ABC):
-    """A trie over the letters of a vocabulary that turns token weights into prefix weights.
+    """A trie over a vocabulary's letters; it turns token weights into prefix weights.
 
     Each entry of ``decode`` has its own leaf below the node of its last letter, even if several
     entries have the same spelling; an empty entry's leaf is a child of the root. Nodes are numbered
@@ -37,10 +37,10 @@ class VocabularyTrie(abc.ABC):
             hashable letters, such as an end-of-sequence marker that yields itself.
 
     Raises:
-        VocabularyError: If ``decode`` is empty, has more than some 2**31 letters, or holds an entry
-            twice (for tokens: the same id with the same bytes).
-        VocabularyTypeError: If ``decode`` is no list, or an entry is not iterable, or an entry or
-            one of its letters is not hashable.
+        VocabularyError: If ``decode`` is empty, has more than about 2**31 letters, or holds an
+            entry twice (for tokens: the same id with the same bytes).
+        VocabularyTypeError: If ``decode`` is a string, ``bytes``, a mapping or not iterable; if an
+            entry is not iterable; or if an entry or one of its letters is not hashable.
 
     Attributes:
         decode: The vocabulary, as a list.
@@ -226,7 +226,7 @@ class VocabularyTrie(abc.ABC):
 
         Raises:
             WeightsError: (``ValueError``) If ``sums`` does not have one number per node, or if no
-                token begins with the prefix and ``sums`` has negative numbers, as logarithms are.
+                token begins with the prefix and ``sums`` has negative numbers, such as logarithms.
             OptionTypeError: (``TypeError``) If ``prefix`` is a string; see ``node``.
         """
         shape = [*getattr(sums, "shape", ())]
@@ -240,8 +240,8 @@ class VocabularyTrie(abc.ABC):
             return sums[..., node][()]
         if (sums < 0).any():
             raise WeightsError(
-                "no token begins with the prefix, and sums has negative numbers, as logarithms do, "
-                "so 0 would be wrong: check whether trie.node(prefix) is None"
+                "no token begins with the prefix, and sums has negative numbers: if they are "
+                "logarithms, 0 would be wrong. Check whether trie.node(prefix) is None"
             )
         return sums[..., :0].sum(-1)
 
@@ -310,7 +310,7 @@ class VocabularyTrie(abc.ABC):
     def visualize(
         self, ws: Weights | None = None, *, max_depth: int | None = None, max_nodes: int = 60
     ) -> graphviz.Digraph:
-        """Draw the trie; a notebook shows it as SVG, ``.write("trie.svg")`` saves it.
+        """Draw the trie; a notebook shows the drawing, and ``.write("trie.svg")`` saves it.
 
         The drawing is pruned to ``max_depth`` letters and to the ``max_nodes`` heaviest nodes;
         without ``ws``, the heaviest nodes are those with the most tokens below them.

@@ -1,7 +1,7 @@
 """build_layout: builds the arrays of a vocabulary's trie.
 
 One pass over the common-prefix lengths of sorted neighbours finds the runs (Kasai et al., 2001:
-intervals of longest common prefixes); array arithmetic and one loop do the rest.
+intervals of longest common prefixes); array arithmetic then numbers runs and nodes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _sort(
     sorted_words = [words[i] for i in order]
     lengths = np.fromiter(map(len, sorted_words), np.int64, len(words)) // width
     if lengths.sum() + len(words) + 1 > np.iinfo(np.int32).max:
-        raise VocabularyError("the vocabulary has too many letters for a trie")
+        raise VocabularyError("a trie's vocabulary must have at most about 2**31 letters")
     flat = b"".join(sorted_words)
     if width == 1:
         codes = np.frombuffer(flat, np.uint8)
@@ -154,7 +154,7 @@ def _levels(parents, preorder):
 
 
 def coded_entries(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
-    """Return each entry as bytes (four per letter, its code), and the letter of each code."""
+    """Return each entry's letter codes as bytes, four per letter, and the letter of each code."""
     # Codes 0 to 255 are the bytes themselves; other letters are numbered in order of occurrence.
     code_of: dict[Hashable, int] = {letter: letter for letter in range(256)}
     words = []

@@ -42,8 +42,8 @@ async def lm_trie_weights(
     """Return each node's weight under the model's next-token distribution: ``[trie.num_nodes]``.
 
     Concurrent calls share the model's forward passes and an asynchronous trie's batches. The
-    weights stay on a GPU if the model returns its rows on it (``output_device``) and the trie is a
-    ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` on it.
+    weights stay on a GPU if the model returns its rows there (``output_device``) and the trie is a
+    ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` on the same GPU.
 
     Args:
         lm: The model that computes the log-probabilities.
@@ -94,7 +94,6 @@ _LATEST: Final[weakref.WeakKeyDictionary[VocabularyTrie, tuple[list[Token], Any]
 def _indices(trie: VocabularyTrie, byte_vocab: list[Token]) -> dict[str, Any] | None:
     """Return the entries' token ids by device; ``None`` if the trie has all tokens in id order."""
     vocab, indices = _LATEST.get(trie, (None, None))
-    # Recomputed only if the trie is used with another model.
     if vocab is not byte_vocab:
         ids = _token_ids(trie.decode, byte_vocab)
         indices = None if ids == list(range(len(byte_vocab))) else {"cpu": np.array(ids)}

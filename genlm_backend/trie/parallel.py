@@ -25,8 +25,8 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
     """A trie that sums and maximises with a sparse reachability matrix in torch.
 
     See ``VocabularyTrie`` for the vocabulary and the weights, and ``reachability.py`` for the
-    matrix. It is meant for a GPU; on a CPU, ``TokenCharacterTrie`` is faster, and its results are
-    equal up to rounding.
+    matrix. It is meant for a GPU; on a CPU, ``TokenCharacterTrie`` is faster. The results of both
+    are equal up to rounding.
 
     Args:
         decode: The vocabulary.
@@ -106,8 +106,8 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         return tensor.detach().to(device=self.device, dtype=dtype)
 
     def _evaluate_part(self, operation: Operation, weights: Tensor) -> Tensor:
-        # One table has the values of tokens, blocks of every level, and branches; nodes index it.
-        # Each part is written in place, since concatenating them would double the time.
+        # The table has the values of tokens, blocks of every level, and branches; nodes index it.
+        # Each part is written in place, since concatenating parts would double the time.
         num_branches, num_columns = self._shape
         table = weights.new_empty(len(weights), num_columns + num_branches)
         columns = table[:, :num_columns]
@@ -129,7 +129,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
     def sum_kernel(self, columns: Tensor) -> Tensor:
         """Sum the columns below each branch: ``[batch, num_branches]``.
 
-        By a sparse product, or on MPS, which has none, by ``index_add_``.
+        Uses a sparse product; on MPS, which has no such product, ``index_add_``.
         """
         if not self._shape[0]:
             return columns[:, :0]
@@ -161,7 +161,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         matrix = self._matrices.get(dtype)
         if matrix is None:
             ones = torch.ones(len(self._columns), dtype=dtype, device=self.device)
-            with warnings.catch_warnings():  # warnings of the beta layout and unchecked invariants
+            with warnings.catch_warnings():  # of the beta layout and of unchecked invariants
                 warnings.filterwarnings("ignore", "Sparse (CSR|invariant)", UserWarning)
                 matrix = torch.sparse_csr_tensor(
                     self._row_starts.int(),

@@ -1,8 +1,9 @@
 """Reachability: which tokens lie below which branch, as a sparse matrix with short rows.
 
-A column is a token, in alphabetical order, or a block of ``RADIX`` tokens or lower-level blocks.
-An interval needs fewer than ``2 * RADIX`` columns of each level (Bentley's segment tree): 21 in all
-for the root of 128,256 tokens. Short sums are fast in parallel, and accurate in float32.
+The columns are the tokens in alphabetical order, then the blocks of each level: ``RADIX`` tokens
+or ``RADIX`` blocks of the level before. A branch's tokens are an interval, which needs fewer than
+``2 * RADIX`` columns of each level (Bentley's segment tree). The root of 128,256 tokens needs 21 in
+all. Short sums are fast in parallel, and accurate in float32.
 """
 
 from __future__ import annotations

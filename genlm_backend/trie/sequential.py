@@ -34,7 +34,7 @@ class TokenCharacterTrie(VocabularyTrie):
     See ``VocabularyTrie`` for the vocabulary and the weights. Results are NumPy arrays. Sums
     accumulate in float64 from the leaves up, even for float32 results, so that small masses keep
     their digits when added to large ones. A row's results do not depend on the values of the
-    batch's other rows. Several threads divide a large batch among them, with the GIL released.
+    batch's other rows. Several threads share a large batch, with the GIL released.
 
     Args:
         decode: The vocabulary.

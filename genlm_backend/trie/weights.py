@@ -81,7 +81,7 @@ def as_array(weights: Weights) -> Any:
         if not is_dense or weights.dtype not in _dtypes():
             raise WeightsTypeError(
                 f"weights must be a dense tensor of real numbers, got {weights.dtype}, "
-                f"{weights.layout}: convert small formats, for example with weights.float()"
+                f"{weights.layout}: convert them, for example with weights.to_dense().float()"
             )
         if weights.device.type == "meta":
             raise WeightsTypeError("weights must be real numbers: a tensor on 'meta' holds none")

@@ -37,7 +37,7 @@ def test_prompts_of_one_submission_are_queued_or_refused_together(engine, gated)
     with pytest.raises(RequestQueueFullError):
         engine.start_requests("m", [[4], [5]], [config, config], timeout=0)
     for prompts, given in (([[4], [5, 96]], [config] * 2), ([[4], [5]], [config])):
-        with pytest.raises(ValueError, match=r"96|one for each of the 2 prompts, got 1"):
+        with pytest.raises(ValueError, match=r"96|2 entries, one for each prompt, got 1"):
             engine.start_requests("m", prompts, given)
     assert engine.num_waiting("m") == 1
     assert engine.start_requests("m", [], []) == engine.start_requests("m", [], config) == []

@@ -121,7 +121,9 @@ async def test_response_format_without_max_new_tokens_raises_config_error():
         config = GenerationConfig(response_format={"type": "choice", "choice": [long]})
         (text,) = await generate(lm, "x", config, max_new_tokens=100)
         assert text.text == long
-        with pytest.raises(GenerationConfigError, match="max_new_tokens must be given"):
+        with pytest.raises(
+            GenerationConfigError, match="max_new_tokens or max_length must be given"
+        ):
             await generate(lm, "x", config)  # of a model that has no maximum
         assert Constraint.from_choice(lm, [long]) is not None
 

@@ -56,7 +56,7 @@ class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Yield the picture inputs, the position ids if the model needs them, and the cache."""
+        """Yield picture inputs and position ids for the first pass, and any cache."""
         if not self._is_first:
             yield {"cache": self._cache, "use_cache": True}
             return
@@ -80,7 +80,7 @@ class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
 
 @final
 class _OpeningLayer(SlotLayer):
-    """One cache layer, which keeps the first pass's keys and values for the second pass."""
+    """A cache layer that keeps the first pass's keys and values for the second pass."""
 
     _past: Pair | None = None
 
@@ -96,7 +96,7 @@ class _OpeningLayer(SlotLayer):
 
 @torch.inference_mode()
 def positions_of(model: Any, input_ids: Tensor, pictures: Pictures) -> tuple[Tensor | None, int]:
-    """Return a context's position ids, or ``None``, and the position offset of later text."""
+    """Return the position ids that a context needs, if any, and later text's position offset."""
     # Models with multidimensional positions (Qwen's) compute them from picture shapes.
     count = next(filter(None, (getattr(m, "get_rope_index", None) for m in model.modules())), None)
     if count is None:

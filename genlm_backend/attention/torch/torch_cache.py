@@ -42,7 +42,7 @@ class SlotLayer(CacheLayerMixin):
         return self._take(key_states, value_states)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the slots exist."""
+        """Do nothing: the slots exist already."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of cached and new positions, and the offset of the first: 0."""
@@ -56,7 +56,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 def write_new(pool: KVPool, layer: int, batch: ForwardBatch, keys: Tensor, values: Tensor) -> Pair:
-    """Store new keys and values, ``[B, heads, Q, dim]``, without padding; return them as read."""
+    """Store new keys and values, ``[B, heads, Q, dim]``, unpadded; return them as read back."""
     slots, columns = batch.new_on(pool.layout.layers[layer].device)
     rows = pool.write(layer, slots, by_token(keys, values, columns))
     return (keys, values) if pool.is_exact else by_head(rows, columns, keys, values)
@@ -110,7 +110,7 @@ def transformers_cache(
 
 
 def cache_layers(layers: Iterable[CacheLayer], attention_layer: Callable[[int], Any]) -> list[Any]:
-    """Return cache layers; ``attention_layer(num_states)`` makes those that attend."""
+    """Return cache layers; ``attention_layer(num_states)`` makes the layers that attend."""
     found: list[Any] = []
     for layer in layers:
         if layer.attends:

@@ -1,8 +1,8 @@
 """torch's operators, with fused attention operators that return the logsumexps too.
 
-The logsumexps serve to merge blocks. The CPU has one operator for all cases. CUDA has two, which
-both reject some types and shapes. So these two are compared with the formula on random numbers in
-a pool's layout; the first that agrees is used for that type and head size.
+The logsumexps serve to merge blocks. The CPU has one operator for all types and head sizes. CUDA
+has two, each of which rejects some types and shapes. So these two are compared with the formula on
+random numbers in a pool's layout. The first that agrees is used for that type and head size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-
 _DEFAULT_ROUNDING: Final = 3e-2
 
 Found: TypeAlias = tuple[Tensor, Tensor]
-"""Weighted means of values ``[N, heads, M, dim]``, and float32 logsumexps ``[N, heads, M]``."""
+"""Weighted means ``[N, heads, M, dim]``; float32 or float64 logsumexps ``[N, heads, M]``."""
 
 
 @final
@@ -53,7 +53,7 @@ def _on_processor(
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, is_causal: bool) -> Found:
-    """FlashAttention-2 (Dao, 2023, arXiv:2307.08691): float16 and bfloat16."""
+    """FlashAttention-2 (Dao, 2023, arXiv:2307.08691), for float16 and bfloat16."""
     found = _aten._scaled_dot_product_flash_attention(
         query, keys, values, 0.0, is_causal, False, scale=scale
     )
@@ -63,9 +63,9 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, is_causal:
 def _efficient(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | bool
 ) -> Found:
-    """xFormers' memory-efficient attention, for float32 too; ``mask`` as for the CPU."""
+    """xFormers' memory-efficient attention, for float32 too; ``mask`` as in ``_on_processor``."""
     bias = None
-    if isinstance(mask, Tensor):  # the kernel needs its rows aligned to 16 bytes
+    if isinstance(mask, Tensor):  # the kernel needs aligned rows
         num_keys = mask.shape[3]
         aligned = torch.nn.functional.pad(mask.to(query.dtype), (0, -num_keys % 16))
         bias = aligned[..., :num_keys].expand(-1, query.shape[1], -1, -1)
@@ -79,7 +79,7 @@ FUSED_OPERATORS: Final[dict[str, tuple[FusedOperator, ...]]] = {
     "cpu": (FusedOperator(_on_processor, _on_processor, is_parted=True),),
     "cuda": (FusedOperator(_flash, _efficient), FusedOperator(_efficient, _efficient)),
 }
-"""Operators by device type; on CUDA, the first that passes the comparison is used."""
+"""Operators by device type; on CUDA, the first that agrees with the formula is used."""
 
 _BLOCKS: Final = (
     ((1, 2, 40, 1500), "none"),
@@ -151,7 +151,7 @@ def _distance(
     elif masked == "masked":  # each query attends to the last key at least
         is_left_out = torch.rand(mask.shape, **options) < 0.5
         mask[..., :-1].masked_fill_(is_left_out[..., :-1], -torch.inf)
-        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # open: the last 8; all
+        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # row 0: last 8 allowed; 1: all
     scores += mask
     expected = scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
     on_device = _by_head(kept.to(device), num_heads, dim)
@@ -176,10 +176,10 @@ def _by_head(kept: Tensor, num_heads: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 FEW_QUERIES: Final = 16
-"""Most queries for which keys are split: so few would get only one thread per head."""
+"""Most queries for which keys are split; without a split, they get one thread per head."""
 
 NUM_STRETCHES: Final = 4
-"""Number of parts that keys are split into, so that each gets its own thread."""
+"""Number of parts that keys are split into, so that each part gets a thread."""
 
 SHORTEST_STRETCH = 512
 """Fewest keys per part for which splitting pays off."""
@@ -235,7 +235,7 @@ def _in_stretches(
     scaling: float,
     size: int,
 ) -> Found:
-    """Attend from few queries to many keys, split into parts that threads take in parallel."""
+    """Attend from few queries to many keys, split into parts for parallel threads."""
     stop = size * NUM_STRETCHES
     parted_keys, parted_values = (
         all_of[0, :, :stop].unflatten(1, (-1, size)).transpose(0, 1) for all_of in (keys, values)

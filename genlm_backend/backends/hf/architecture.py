@@ -26,7 +26,7 @@ _REMEDY: Final = (
 
 
 def check_architecture(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint if its architecture is for another task, or its type has no causal LM."""
+    """Refuse a checkpoint of an architecture for another task, or of a type without a causal LM."""
     from transformers.models.auto import modeling_auto
 
     saved_by = [*(config.get("architectures") or ())]

@@ -48,7 +48,7 @@ class AsyncTransformer(ProcessLM):
             passes.
         timeout: Seconds that the first query of a batch waits for others, at most.
         kv_cache_bytes: Bytes of the KV cache; 0 turns it off. Default: half of a CUDA device's free
-            memory; on others, a quarter of the machine's free memory, at most 4 GiB.
+            memory; on other devices, a quarter of the machine's free memory, at most 4 GiB.
         kv_cache_dtype: Format of cached keys and values: ``None`` for the type that the model
             computes in, "bfloat16", "float16", "int8" (a scale for each head of a token) or
             "uint4" (a scale and a zero point for up to 32 elements). Attention reads all keys and
@@ -65,14 +65,14 @@ class AsyncTransformer(ProcessLM):
         max_length: The longest context to accept. Default: the limit in the model's config.
         packs_weights: Whether to lay out the weights of linear layers for speed. On a CPU, they are
             copied into oneDNN's blocked layout if a short trial of their shape is faster in it. The
-            copies take at most a quarter of the free memory and 4 GiB (``packed_weight_bytes``).
+            copies take at most a quarter of the free memory, up to 4 GiB (``packed_weight_bytes``).
             The model's own layers stay as they are, and rows change by rounding alone. The trial
             runs once per process, so another process may decide differently. On CUDA no copies are
             kept: the weights of projections that have the same input move next to each other, so
             that each group is one product. The parameters stay the same objects with the same
             values, but tensors that shared their memory share it no longer.
         process: ``True`` is for ``from_name``: a model object stays in the process that made it.
-        self_check: Compare a few probe texts with the bytes of their tokens.
+        self_check: Whether to compare a few probe texts with the bytes of their tokens.
         processor: The model's processor of texts and pictures, as ``AutoProcessor`` loads it, or a
             function that loads it; for ``context(…, images=[…])``.
 

@@ -1,8 +1,8 @@
 """Attention functions registered with transformers, which call the current pass's attention.
 
 Most models of transformers call the attention and mask functions that are registered under the
-name in their config. Ours are registered once for each such name, and a view's configs may name
-them. If no pass on the thread uses ours, they call the functions that they replace.
+name in their config. Our functions are registered once for each such name, and a view's configs may
+name them. Outside ``dispatched_to``, they call the functions that they replace.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def name_attention(config: Any, is_ours: bool) -> None:
         own = name.removeprefix(PREFIX)
         wanted = _name_of(own) if is_ours else own
         if wanted != name:
-            config._attn_implementation = {"": wanted}  # ``""``: not those nested in it
+            config._attn_implementation = {"": wanted}  # ``""``: without nested configs
 
 
 @functools.cache
@@ -136,7 +136,7 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by the pass of this thread, or by the model's own function if there is none."""
+    """Call this thread's current attention or, if it has none, the model's own function."""
     if former in ALL_ATTENTION_FUNCTIONS:
         function = ALL_ATTENTION_FUNCTIONS[former]
     else:  # each modeling file has its own eager function
@@ -162,7 +162,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _mask(former: str, **given: Any) -> Tensor | None:
-    """Make a mask by the pass of this thread, or by the model's own function if there is none."""
+    """Return the mask of this thread's current attention or, if it has none, the model's own."""
     attention = _current.attention
     if attention is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[former](**given)

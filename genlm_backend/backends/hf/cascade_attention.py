@@ -34,7 +34,7 @@ from genlm_backend.prefix.state_cache import StateLayout
 
 @final
 class CascadeAttention(AttentionBackend[dict[str, Any]]):
-    """Attends once to each prefix that rows share; short ones are gathered for each row."""
+    """Attends once to each prefix that rows share; short prefixes are gathered for each row."""
 
     def __init__(self, pool: KVPool, few_tokens: int | None = None) -> None:
         self._pool = pool
@@ -122,7 +122,7 @@ class UncachedAttention(AttentionBackend[dict[str, Any]]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Yield the padding mask, int64 ``[B, Q]``, and a cache that rounds, if the format does."""
+        """Yield the padding mask, int64 ``[B, Q]``, and a rounding cache if the format rounds."""
         columns = np.arange(batch.input_ids.shape[1])
         mask = torch.from_numpy((columns < batch.num_new[:, None]).astype(np.int64))
         if not self._rounding:

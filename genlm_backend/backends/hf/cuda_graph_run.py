@@ -1,4 +1,4 @@
-"""CudaGraphRun: attention of decode steps, whose changing numbers are all read on the device."""
+"""CudaGraphRun: attention of decode steps that reads all changing numbers on the device."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DecodeArrays:
             dtype = torch.from_numpy(own).dtype
             self.arrays[name] = self._on_device[start:stop].view(dtype).view(own.shape)
         self._numbers["recent_starts"][:] = np.arange(rows) * shape.window
-        self._shared: Extents | None = None  # those that the host buffer holds
+        self._shared: Extents | None = None  # the extents in the host buffer
         self._slots_at = ends["slots"][0]
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 

@@ -13,14 +13,14 @@ between the two, and divides extents. The rule was fitted to times on an H100 (`
 "division"), and its choices took at most a fifth longer than the fastest.
 
 **Invariants.** A captured pass repeats every decision that Python made. So graphs are dropped when
-parameters have moved, when a part of the model is another object, and by ``clear_cache()``. They
-are dropped together, since dropping one makes torch free memory that all graphs of its stream
-use. All graphs share the memory of their logits. Operators are tried on random numbers before use,
+parameters have moved, when a module's attributes have changed, and by ``clear_cache()``. They are
+dropped together, since dropping one makes torch free memory that all graphs of its stream use.
+All graphs share the memory of their logits. Operators are tried on random numbers before use,
 and logits of each captured pass are compared with those of the same pass run eagerly. While the
 device computes, ``HFRunner`` checks whether the owner has changed the model; if so, it drops the
 results. If a capture or a replay fails, the pass runs eagerly.
 
-**Eager.** Never captured: prefill, Llama 4, modules with hooks, latent attention, soft caps,
+**Eager.** Never captured: prefill, Llama 4, models with hooks, latent attention, soft caps,
 recurrent states, keys and values in smaller formats, and float32.
 """
 
@@ -60,16 +60,16 @@ MAX_GRAPHS: Final = 64
 """Captured passes, at most. One more drops all; shapes that recur are then captured again."""
 
 MIN_SEEN: Final = 2
-"""Steps with a number of rows until one is captured, which takes as long as a few steps."""
+"""Steps with the same number of rows until one is captured; a capture takes a few steps' time."""
 
 MIN_SEEN_AGAIN: Final = 8
-"""Steps that use a captured pass of more rows, which is slower, before their own is captured."""
+"""Steps that run in a larger captured pass, which is slower, before a capture of their own."""
 
 MAX_ERRORS: Final = 2
 """Failed captures of a view, or failed replays in a row, beyond which steps run eagerly."""
 
 FARTHEST: Final = 0.25
-"""Largest distance of captured logits from eager ones, relative to the eager ones' deviation."""
+"""Largest distance of captured logits from eager ones, relative to the spread of the eager ones."""
 # In a small model, bfloat16 alone makes a distance of 0.09 over all rows, and of 0.49 in one row.
 
 
@@ -129,7 +129,7 @@ class CudaGraphRunner:
         self._views: weakref.WeakKeyDictionary[ModelView, _OfView | None] = (
             weakref.WeakKeyDictionary()
         )
-        # Steps without a captured pass for just their number of rows, by that number.
+        # By number of rows: how many steps had no captured pass of exactly that number.
         self._num_seen: Counter[int] = Counter()
         self._alive: list[CapturedGraph] = []
         self._num_failed = 0
@@ -148,7 +148,7 @@ class CudaGraphRunner:
             and not pool.layout.states
             and all(layer.key_dim == layer.value_dim for layer in layers)
             and len({layer.device for layer in layers}) == 1
-            # Operators are compiled and tried here, or a query would wait for that later.
+            # Operators are compiled and tried here, so that no query waits for that later.
             and all(
                 decode_ops_for(layer.device, layer.dtype, layer.key_dim, _group_size(model, layer))
                 for layer in dict.fromkeys(layers)
@@ -349,7 +349,7 @@ class CudaGraphCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        """Run a function twice, capture the second run; return a replay function and the result."""
+        """Run a function, then capture it; return a replay function and the result tensor."""
         current = torch.cuda.current_stream(self._stream.device)
         # The outer context restores the current stream, which a failed capture does not.
         with _RECORDING, torch.cuda.stream(current):
@@ -362,9 +362,9 @@ class CudaGraphCapturer:
                     except torch.cuda.OutOfMemoryError:
                         torch.cuda.empty_cache()  # frees memory that the graphs' pool could not use
                         graph, found = self._capture(run)
-            finally:  # or the memory of its inputs would be reused too early
+            finally:  # else the memory of inputs would be reused too early
                 current.wait_stream(self._stream)
-        # The next graph reuses the memory of the result.
+        # Later graphs reuse the memory of the result.
         return graph.replay, _unowned(found)
 
     def _capture(self, run: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
@@ -417,7 +417,7 @@ def _has_hooks(module: Any) -> bool:
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the root mean square difference of logits, over the deviation of ``expected``."""
+    """Return the root mean square difference of logits, over ``expected``'s standard deviation."""
     # At most 32 rows, the last among them, since the logits of a large batch take gigabytes.
     few = torch.linspace(0, len(found) - 1, min(len(found), 32), dtype=torch.float32).round().long()
     few = few.to(found.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @triton.jit
 def _with_split(means, total, largest, values, sums):
-    """Merge a split's means and log-sum-exps into the running ones, by online softmax."""
+    """Merge means of values and their logsumexps into the running ones, by online softmax."""
     now = tl.maximum(largest, sums)
     weights, kept = tl.exp(sums - now), tl.exp(largest - now)
     return means * kept[:, None] + values * weights[:, None], total * kept + weights, now
@@ -26,7 +26,7 @@ def _with_splits(
     means, total, largest, values, sums, splits, num_splits, each, GROUP_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, is_query, is_value,
 ):  # fmt: skip
-    """Merge a row's splits; split ``i`` begins at query ``i * GROUP_SIZE``, and -1 is none."""
+    """Merge the results of extents, by their indices in ``splits``; an index of -1 is none."""
     for number in range(0, num_splits):
         split = tl.load(splits + number).to(tl.int64)
         if split >= 0:
@@ -95,7 +95,7 @@ def attend_in_slots(
     scale: float,
     num_key_heads: int,
 ) -> Tensor:
-    """Attend to slots one by one, and merge the results of extents: ``[B, heads, dim]``."""
+    """Attend to slots one by one, and merge in the results of extents: ``[B, heads, dim]``."""
     num_rows, num_heads, dim = query.shape
     group_size = num_heads // num_key_heads
     query = query.contiguous()
@@ -187,7 +187,7 @@ def _group(
 
 
 def group_queries(query: Tensor, readers: Tensor, num_key_heads: int) -> Tensor:
-    """Gather the queries of readers: ``[N * group, key_heads, dim]``."""
+    """Gather the queries of the rows ``readers``: ``[N * group, key_heads, dim]``."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     _, num_heads, dim = query.shape
     group_size = num_heads // num_key_heads

@@ -24,8 +24,8 @@ _OfParts: TypeAlias = tuple[Tensor, Tensor] | None
 class DecodeOps(NamedTuple):
     """The operators of a decode step's attention."""
 
-    # ``codes``, ``[num_slots, 2 * key_heads * dim]``, has keys and values. In extents, the heads of
-    # a group, which share a key head, are separate queries.
+    # ``codes``, ``[num_slots, 2 * key_heads * dim]``, holds keys and values. For ``in_extents``,
+    # the heads of a group, which share a key head, are separate queries.
     in_extents: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]
     ]
@@ -50,7 +50,7 @@ def _flash(
     most_queries: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2 (Dao, 2023, arXiv:2307.08691): float16 and bfloat16."""
+    """FlashAttention-2 (Dao, 2023, arXiv:2307.08691), for float16 and bfloat16."""
     found = torch.ops.aten._flash_attention_forward(
         query,
         keys,
@@ -79,7 +79,7 @@ def _of_cuda() -> DecodeOps:
 
 
 DECODE_OPS: Final[dict[str, Callable[[], DecodeOps]]] = {"cuda": _of_cuda}
-"""The operators for each type of device."""
+"""Functions that return the operators, by type of device."""
 
 _ROUNDING: Final = 3e-2
 
@@ -88,7 +88,7 @@ _ROUNDING: Final = 3e-2
 def decode_ops_for(
     device: torch.device, dtype: torch.dtype, dim: int, group_size: int
 ) -> DecodeOps | None:
-    """Return the operators for heads of ``dim`` elements; ``None`` if none pass a trial."""
+    """Return the operators for heads of ``dim`` elements; ``None`` if they fail or do not exist."""
     if device.type not in DECODE_OPS:
         return None
     try:

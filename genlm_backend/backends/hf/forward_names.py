@@ -1,8 +1,8 @@
 """Parameter names of a model's ``forward``, and the cache's name in its inputs and outputs.
 
-Transformers names a cache ``cache`` from release 5.24 on; before, most models named it
-``past_key_values``; some with only recurrent states named it ``cache_params``. Code that comes
-with a checkpoint may keep the old name.
+Transformers names a cache ``cache`` from release 5.24 on. Before that, most models named it
+``past_key_values``, and some with only recurrent states named it ``cache_params``. Code that comes
+with a checkpoint may keep an old name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CACHES: Final = ("cache", "past_key_values", "cache_params")
 
 
 def parameters_of(model: Any) -> frozenset[str]:
-    """Return a ``forward``'s parameter names, and those of the base model in PEFT's wrapper."""
+    """Return a ``forward``'s parameter names, with those of the model inside PEFT's wrapper."""
     names = {*inspect.signature(model.forward).parameters}
     if "kwargs" in names and hasattr(model, "get_base_model"):  # PEFT's wrapper passes them on
         names.update(inspect.signature(model.get_base_model().forward).parameters)

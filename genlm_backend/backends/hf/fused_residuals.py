@@ -1,4 +1,4 @@
-"""Fused norms of a view: torch's ``rms_norm``, and one launch to add and normalise residuals.
+"""Fused norms of a ``ModelView``: torch's ``rms_norm``, or one kernel for residual and norm.
 
 Most decoder layers compute: norm, attention, residual, norm, feed-forward layer, residual.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 FusedAddRMSNorm: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
 ]
-"""Takes two terms and a norm's weight and epsilon; returns their sum, and the norm of the sum."""
+"""Takes two terms and a norm's weight and epsilon; returns the terms' sum, and its norm."""
 
 
 def _of_cuda() -> FusedAddRMSNorm:
@@ -28,7 +28,7 @@ def _of_cuda() -> FusedAddRMSNorm:
 
 
 RESIDUAL_KERNELS: Final[dict[str, Callable[[], FusedAddRMSNorm]]] = {"cuda": _of_cuda}
-"""The kernel for each type of device on which layers are fused."""
+"""Functions that return the kernel, by type of device; other devices fuse no layers."""
 
 _CHILDREN: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
@@ -51,7 +51,7 @@ def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Layer:
-    """The ``forward`` of a fused layer, which also computes the first norm of the next one."""
+    """The ``forward`` of a fused layer; also computes the first norm of a fused layer after it."""
 
     def __init__(self, module: Any, kernel: FusedAddRMSNorm) -> None:
         self._module, self._kernel = module, kernel
@@ -95,7 +95,7 @@ def _may_be_plain(layer: Any) -> bool:
     own = vars(layer)
     if {*own["_modules"]} != _CHILDREN or own["_parameters"] or "forward" in own:
         return False
-    # A hook may change hidden states in place, after their norm has been computed.
+    # Not with hooks, which may change hidden states in place after their norm has been computed.
     if any(one._forward_hooks or one._forward_pre_hooks for one in (layer, *layer.children())):
         return False
     return all(
@@ -106,7 +106,7 @@ def _may_be_plain(layer: Any) -> bool:
 
 @torch.inference_mode()
 def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
-    """Return the kernel for a layer; ``None`` if outputs differ from those of the layer's code."""
+    """Return the kernel for a layer; ``None`` if it fails, or differs from the layer's code."""
     weight, seen = layer.input_layernorm.weight, list[dict[str, Any]]()
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, 1, len(weight), generator=generator, dtype=torch.float32)
@@ -173,7 +173,7 @@ def fuse_norms(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class Norm:
-    """The ``forward`` of an RMS norm: torch's ``rms_norm`` with the module's present weight."""
+    """The ``forward`` of an RMS norm: torch's ``rms_norm`` with the module's current weight."""
 
     def __init__(self, module: Any, eps: float) -> None:
         self._module, self.eps = module, eps
@@ -186,7 +186,7 @@ class Norm:
 
 
 def _eps_of(module: nn.Module) -> float | None:
-    """Return the epsilon of a norm; ``None`` for a module that cannot be one."""
+    """Return the epsilon of a norm; ``None`` for a module that cannot be a norm."""
     own = vars(module)
     weight = own["_parameters"].get("weight")
     is_bare = not own["_modules"] and not own["_buffers"] and [*own["_parameters"]] == ["weight"]

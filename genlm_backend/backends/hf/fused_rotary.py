@@ -1,4 +1,4 @@
-"""Rotary positions of a view in one launch, on devices that have a kernel.
+"""Rotary positions of a ``ModelView`` in one launch, on devices that have a kernel.
 
 Many modeling modules of transformers define ``apply_rotary_pos_emb``: ten elementwise operators in
 each layer. Many of these functions are equal, but some differ, so each is compared with the kernel.
@@ -29,7 +29,7 @@ def _of_cuda() -> Rotate:
 
 
 ROTARY_KERNELS: Final[dict[str, Callable[[], Rotate]]] = {"cuda": _of_cuda}
-"""The kernel for each type of device."""
+"""Functions that return the kernel, by type of device."""
 
 _NAME: Final = "apply_rotary_pos_emb"
 _ARGUMENTS: Final = ["q", "k", "cos", "sin"]
@@ -37,7 +37,7 @@ _TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
-    """Let modules rotate by the kernel if it agrees with their function on random numbers."""
+    """Let modules call the kernel if it agrees with their own function on random numbers."""
     asked: dict[tuple[Any, ...], _Rotation | None] = {}
     for module, own in copies.items():
         decorated = type(own).forward
@@ -51,7 +51,7 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
             continue
         dim = vars(module).get("head_dim")
         if not isinstance(dim, int) or dim <= 0 or dim % 2:
-            dim = 64  # a common size
+            dim = 64  # a common head size
         key = original, weight.dtype, weight.device, dim
         if key not in asked:
             asked[key] = _asked(*key)
@@ -102,10 +102,10 @@ class _Rotation:
 
 @final
 class _Globals(dict[str, Any]):
-    """A module's live globals, with ``rotation`` instead of its original until that is rebound."""
+    """The live globals of a Python module, with ``rotation`` in place of its original."""
 
     def __init__(self, of_module: dict[str, Any], rotation: _Rotation) -> None:
-        # ``warnings`` and imports read dunder names from the ``dict`` itself, past ``__missing__``.
+        # Dunder names are copied: ``warnings`` and imports look them up without ``__missing__``.
         super().__init__((n, v) for n, v in [*of_module.items()] if n.startswith("__"))
         self._of_module, self._rotation = of_module, rotation
 

@@ -53,14 +53,14 @@ logger = logging.getLogger(__name__)
 
 @final
 class HFEvaluator(LocalEvaluator):
-    """Answers queries by a causal language model of transformers, with a cache if probes allow."""
+    """Answers queries by a causal language model of transformers, with a cache if trials allow."""
 
     _runner: HFRunner
 
     def __init__(
         self, model: Any, *, output_device: torch.device | None = None, **options: Any
     ) -> None:
-        """Check ``HFOptions`` and a model, and put the model into evaluation mode; run nothing."""
+        """Check ``HFOptions`` and a model, and put the model into evaluation mode; run no pass."""
         self._options = hf_options(options)
         check_hf_model(model)
         model.eval()
@@ -184,7 +184,7 @@ class HFEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- counts
 
     def counts(self) -> EvaluatorCounts:
-        """Return all counts, with the bytes of packed weights and the captured decode steps."""
+        """Return all counts, with the bytes of packed weights and the steps that ran captured."""
         return replace(
             super().counts(),
             packed_weight_bytes=self._runner.packed.nbytes,
@@ -207,7 +207,7 @@ _CACHED_TYPES: Final = """
     zaya
 """
 CACHED_TYPES: Final = frozenset(_CACHED_TYPES.split())
-"""Model types whose caching the tests cover; a warning tells if one cannot be cached."""
+"""Model types whose caching the tests cover; a warning says so if such a model cannot be cached."""
 
 
 def layout_of(
@@ -263,7 +263,7 @@ def hf_prefix_cache(
         raise OptionError(
             f"kv_cache_bytes={budget} has no room for one token, which takes "
             f"{layout.bytes_per_slot} bytes, and for a reserved slot of that size: raise it, or "
-            "set 0 to cache nothing"
+            "set it to 0 to cache nothing"
         )
     states = host_states = host_pool = None
     if of_states:

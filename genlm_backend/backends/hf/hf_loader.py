@@ -1,4 +1,4 @@
-"""HFLoader: a recipe that loads a model of transformers, here or in another process."""
+"""HFLoader: a recipe to load a model of transformers, here or in another process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ check_weight_format: Final[Check[WeightFormat | None]] = one_of(None, *get_args(
 @final
 @dataclass(frozen=True, slots=True)
 class HFLoader:
-    """The name and options that load a model, its tokenizer, its processor and its evaluator."""
+    """The name and options to load a model, its tokenizer, its processor and its evaluator."""
 
     name: str
     path: str
@@ -116,7 +116,7 @@ class HFLoader:
         own: Mapping[str, Any],
         owner: type[AsyncLM],
     ) -> tuple[Self, dict[str, Any]]:
-        """Check the options of a ``from_name``; return the loader, and the options of ``owner``."""
+        """Check the options of ``from_name``; return the loader, and the options of ``owner``."""
         owner.check_options(own)
         evaluator = hf_options({"packs_weights": True, **own})
         options = loading_options(bitsandbytes_opts, hf_opts)

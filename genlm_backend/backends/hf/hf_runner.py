@@ -1,4 +1,4 @@
-"""HFRunner: runs packed batches through the views of a model."""
+"""HFRunner: runs forward passes through the views of a model (``ModelView``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from genlm_backend.queries.query import Adapter
 logger = logging.getLogger(__name__)
 
 _MOST_APART: Final = 0.125
-"""Largest distance of a fused model's logits from unfused ones, relative to their norm."""
+"""Largest distance of fused logits from unfused ones, relative to the latter's norm."""
 
 
 @final
@@ -124,7 +124,7 @@ class HFRunner(Runner):
             self._check()
 
     def _check(self) -> bool:
-        """Check the model and packed weights; reset views if it changed, and return whether."""
+        """Check model and packed weights; reset views and return ``True`` if the model changed."""
         has_changed = self._state.check_settings()
         if has_changed:
             self._dress_again()
@@ -145,7 +145,7 @@ class HFRunner(Runner):
         return self._views[adapter]
 
     def _dress(self, view: ModelView) -> None:
-        """Add packed layers, fused kernels, output picking and cancellation checks to a view."""
+        """Give a view packed layers, fused kernels, picking of outputs and cancellation checks."""
         self.packed.place(view.copies)
         if self._fuses:
             fused_residuals.fuse_norms(view.copies)
@@ -200,6 +200,6 @@ def input_device(model: Any) -> torch.device:
 
 
 def _are_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether logits differ by at most ``_MOST_APART`` of their norm; NaN counts as 0."""
+    """Whether logits differ by at most ``_MOST_APART`` of the expected norm; NaN counts as 0."""
     found, expected = found.nan_to_num(), expected.nan_to_num()
     return bool((found - expected).norm() <= _MOST_APART * expected.norm())

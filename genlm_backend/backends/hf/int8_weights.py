@@ -1,4 +1,4 @@
-"""Int8 weights: linear layers whose weights take a quarter of the memory of float32, on the CPU.
+"""Linear layers with int8 weights, for the CPU: they take a quarter of the memory of float32.
 
 A weight is an int8 times a scale of its output, ``max|w| / 127``. Activations have a scale for each
 row, ``max|x| / 16256`` (both scales as in LLM.int8(), arXiv:2208.07339, section 2.1), and two
@@ -75,7 +75,7 @@ def _matrix(layer: nn.Module) -> torch.Tensor | None:
 
 @final
 class Int8Linear(nn.Module):
-    """A linear layer with int8 weights, for float32 activations on the CPU and no gradients."""
+    """A linear layer with int8 weights, for float32 activations on the CPU, without gradients."""
 
     scale: torch.Tensor
     zero: torch.Tensor
@@ -170,7 +170,7 @@ def _take_apart(rows: Any, bits: Any, digits: Any, scales: Any) -> None:
 
 @compiled
 def _add_up(products: Any, scales: Any) -> None:
-    """Add the scaled products of low digits to those of high ones, in the first half of rows."""
+    """Write ``scale * (128 * high + low)`` over ``high``, the first half of the products."""
     num_rows = len(scales)
     for index in range(num_rows):
         high, low = products[index], products[num_rows + index]

@@ -74,7 +74,7 @@ def _rotate(
 
 
 def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x * cos + rotate_half(x) * sin`` of queries and keys, bit for bit as torch."""
+    """Return ``x * cos + rotate_half(x) * sin`` of queries and keys, bit for bit as torch does."""
     num_rows, num_heads, num_tokens, dim = query.shape
     num_key_heads = keys.shape[1]
     found_query, found_keys = (

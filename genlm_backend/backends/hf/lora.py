@@ -40,7 +40,7 @@ def put_adapter(path: str, view: ModelView, bare: ModelView, is_cached: bool) ->
         for one in (view, bare):
             _take_out(one)
         _put_layers(saved, view, bare, is_cached)
-    except Exception as error:  # PEFT and its file readers raise many types
+    except Exception as error:  # PEFT and its file readers raise errors of many types
         is_said = isinstance(error, (ValueError, OSError))  # others need the type's name
         reason = str(error) if is_said else f"{type(error).__name__}: {error}"
         raise AdapterError(f"the adapter {path!r} cannot be loaded: {reason}") from error
@@ -196,7 +196,7 @@ def _row(model: Any) -> torch.Tensor:
 def _inconsistency(model: Any, is_cached: bool) -> float:
     """Return how far rows differ if later tokens are in the pass, or if a cache is used."""
     begun = _outputs(model, 1, 4, use_cache=True) if is_cached else None
-    # Before the cache is used again, since other contexts may run in between.
+    # Runs before the cache is used again, as passes of other contexts may in practice.
     longer = _outputs(model, 1, 6).logits[0]
     differences = [_difference(_row(model), longer[2])]
     if begun is not None:
@@ -205,7 +205,7 @@ def _inconsistency(model: Any, is_cached: bool) -> float:
         kept |= given_cache(model, returned_cache(_outputs(model, 1, 4, use_cache=True)))
         _outputs(model, 4, 5, **kept)
         one_by_one = _outputs(model, 5, 6, **kept).logits[0, -1]
-        # Some models with recurrent states continue a cache by one token only, others by two.
+        # Some models with recurrent states continue a cache only by one token, others only by two.
         differences.append(min(_difference(row, longer[-1]) for row in (at_once, one_by_one)))
     return max(differences)
 

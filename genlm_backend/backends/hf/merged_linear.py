@@ -1,4 +1,4 @@
-"""Merged linear layers of a view: one product for q, k and v, and one for gate and up.
+"""Merged linear layers of a ``ModelView``: one product for q, k and v, and one for gate and up.
 
 The layers of a group have the same input, so their weights can be rows of one matrix. The
 parameters stay the same objects with the same values, but move into that matrix: none is stored
@@ -35,7 +35,7 @@ def _of_cuda() -> SiluAndMul:
 
 
 GATE_KERNELS: Final[dict[str, Callable[[], SiluAndMul]]] = {"cuda": _of_cuda}
-"""The kernel for each type of device on which layers are merged."""
+"""Functions that return the kernel, by type of device; other devices merge no layers."""
 
 
 def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
@@ -93,7 +93,7 @@ def _has_hooks(layer: Any) -> bool:
 
 
 def _is_alone(parameter: Any) -> bool:
-    """Whether a parameter fills its storage, and so is no part of a flat buffer."""
+    """Whether a parameter fills its storage, and so is no part of a larger buffer."""
     return parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
@@ -108,7 +108,7 @@ def _are_joined(parameters: Sequence[Any]) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _joined(parameters: Sequence[Any]) -> torch.Tensor:
-    """Return one tensor over parameters, ``[sum of lengths, ...]``; move them if they are apart."""
+    """Return one tensor over parameters, ``[sum of lengths, ...]``; move them unless adjacent."""
     sizes = [len(parameter) for parameter in parameters]
     if not _are_joined(parameters):
         whole = torch.cat([parameter.detach() for parameter in parameters])
@@ -163,7 +163,7 @@ class _MergedLinear:
     def gated(
         self, module: Any, kernel: SiluAndMul, given: torch.Tensor, *others: Any, **options: Any
     ) -> torch.Tensor:
-        """Return the output of a gated layer, ``[..., hidden]``; see ``_silu_and_mul_for``."""
+        """Return the output of a gated feed-forward layer, ``[..., hidden]``."""
         both = None if others or options else self.all(given)
         if both is None:
             return type(module).forward(module, given, *others, **options)
@@ -172,7 +172,7 @@ class _MergedLinear:
 
 @torch.inference_mode()
 def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None:
-    """Return the kernel for a gated layer; ``None`` if it differs from the layer's code."""
+    """Return the kernel for a gated layer; ``None`` if it fails, or differs from the layer."""
     children = vars(module)["_modules"]
     if {*children} - {"gate_proj", "up_proj", "down_proj", "act_fn"} or "forward" in vars(module):
         return None
@@ -187,7 +187,7 @@ def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None
         points = torch.linspace(-60, 60, 961, dtype=torch.float32, device=weight.device)
         if not torch.allclose(module.act_fn(points), functional.silu(points), atol=1e-6):
             return None
-        # The largest gate or up-projection of each row becomes 1, 30 or 100: a clamp would show.
+        # The largest gate or up-projection of each row becomes 1, 30 or 100, to show a clamp.
         largest = functional.linear(given, weight).float().abs().amax(1).clamp(min=1e-6)
         given = given * (torch.tensor([1.0, 30.0, 100.0], device=weight.device) / largest)[:, None]
         given = given.to(weight.dtype)

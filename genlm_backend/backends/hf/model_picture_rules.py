@@ -55,9 +55,10 @@ def examine_pictures(
     image_token_id: int,
 ) -> PictureRules:
     """Find by a few passes the rules by which a model continues text after pictures."""
-    # By each set of rules, a prompt and more tokens run whole, then in two passes: the opening, and
-    # the rest from its cache. The first rules win whose distance from the whole rows is at most 4
-    # times the least, or at most a hundredth of the distance that a wrong token makes.
+    # By each set of rules, a prompt and more tokens run whole, then in two passes: the opening (the
+    # prompt, or its part up to the last picture), and later tokens from the opening's cache. The
+    # first rules win whose distance from the whole rows is at most 4 times the least, or at most a
+    # hundredth of the distance that a wrong token makes.
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
     of_tokens = frozenset(n for n, value in inputs.items() if value.shape == (1, size))
@@ -93,8 +94,8 @@ def examine_pictures(
         found[rules] = distance(rows, whole)
     if not found:
         raise PictureError(
-            f"{type(runner.model).__name__} continues after pictures in no way that is supported: "
-            f"{cause}"
+            f"{type(runner.model).__name__} fails with every supported way to continue text after "
+            f"pictures: {cause}"
         ) from cause
     near = max(_TIMES_THE_LEAST * min(found.values()), _SHARE_OF_SPREAD * spread)
     return next(rules for rules, apart in found.items() if apart <= near)

@@ -17,7 +17,7 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError
 
 VOLATILE: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Config keys that change no row, or whose effect the layout records too (dtypes)."""
+"""Config keys that change no row, or whose effect is compared in another way (dtypes)."""
 
 _NEUTRAL: Final = frozenset(
     {*VOLATILE, "architectures", "pad_token_id", "bos_token_id", "eos_token_id", "problem_type"}
@@ -32,8 +32,7 @@ _GROWING: Final = re.compile("dynamic|longrope")
 """Matches ``rope_type`` if the model replaces its frequencies when contexts grow."""
 
 _ATTENTION: Final = "_attn_implementation"
-"""Prefix of config keys that name an attention function; passes detect changes themselves."""
-
+"""Prefix of config keys that name an attention function; passes detect such changes themselves."""
 
 _PARTS: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 """Dictionaries of a module whose entries are compared."""
@@ -43,7 +42,7 @@ _PARTS: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_
 class ModelSnapshot:
     """A model as it was when it was wrapped: modules, tensors, mode, adapters and configs."""
 
-    # Views share the model's tensors and hooks, and keep the owner's adapters as wrapped. They do
+    # Views share the model's tensors and hooks, and keep the adapters it had when wrapped. They do
     # not follow other changes, after which cached keys and values would be wrong anyway.
     def __init__(self, model: Any, *, is_apart: bool) -> None:
         self._model, self._is_apart = model, is_apart
@@ -57,7 +56,7 @@ class ModelSnapshot:
             for tensors in (module._parameters, module._buffers)
             for key, tensor in tensors.items()
             if (module in self._modules or not active.isdisjoint(f"{name}.{key}".split(".")))
-            # Offloaded ones are on "meta" between passes.
+            # Offloaded tensors are on "meta" between passes.
             and (tensors is module._parameters if tensor is None else not tensor.is_meta)
             and not (
                 key.endswith("inv_freq") and _GROWING.search(str(vars(module).get("rope_type")))
@@ -70,8 +69,8 @@ class ModelSnapshot:
 
     def check_settings(self) -> bool:
         """Raise ``ModelStateError`` if settings changed; return whether any attribute changed."""
-        # Compares whole lists, in which Python skips identical objects, since this runs before
-        # every batch: it takes 0.2 ms for 400 modules.
+        # This runs before every batch. So whole lists are compared, in which Python skips identical
+        # objects: 0.2 ms for 400 modules.
         if (
             [*map(type, self._looked_at)] == self._kinds
             and _are_same(self._live, self._seen)
@@ -120,7 +119,7 @@ class ModelSnapshot:
         for name, config, _ in self._configs:
             found |= {f"{name}.{key}": value for key, value in _settings(config).items()}
         layers, adapters = layers_of_peft(self._model), adapters_of(self._model)
-        for name in self._adapters:  # one that is added again has other modules, or parameters
+        for name in self._adapters:  # an adapter that is added again has other modules
             own = [m for path, m in self._model.named_modules() if name in path.split(".")]
             found[f"adapter {name}"] = (id(adapters.get(name)), *own)
         found["merged adapters"] = sorted({n for layer in layers for n in layer.merged_adapters})
@@ -155,7 +154,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def _code(module: Any) -> Any:
-    """Return the uncompiled ``forward`` set on a module; ``None`` if it runs its class's."""
+    """Return the uncompiled ``forward`` set on a module; ``None`` if it is the class's own."""
     forward = vars(module).get("forward")
     forward = getattr(forward, AS_WRITTEN, forward)
     return None if forward == MethodType(type(module).forward, module) else forward

@@ -34,7 +34,7 @@ _GAIN: Final = 0.95
 
 @final
 class PackedWeights:
-    """Packed copies of a model's linear weights, if a trial of their shape was faster with them."""
+    """Packed copies of a model's linear weights, of the shapes that a trial found faster packed."""
 
     # A layer stops using its copy once torch counts its weight as modified, or the weight moves.
     # Writes that torch does not count (through ``.data``, or by fused optimizers) need
@@ -45,7 +45,7 @@ class PackedWeights:
 
     @stage("packing weights")
     def pack(self, model: Any) -> None:
-        """Pack weights within a quarter of the free memory and 4 GiB, on the model's thread."""
+        """Pack weights into at most a quarter of the free memory, and at most 4 GiB."""
         by_shape: defaultdict[tuple[Any, ...], list[nn.Linear]] = defaultdict(list)
         for layer in getattr(model, "modules", list)():
             if type(layer) is nn.Linear and _can_be_packed(layer.weight):
@@ -70,7 +70,7 @@ class PackedWeights:
                 vars(view)["packed"] = one
 
     def check_weights(self) -> None:
-        """Let layers use packed weights unless their own moved or, as torch counts, changed."""
+        """Let layers use packed weights unless the originals moved, or changed as torch counts."""
         # Compares whole lists, because this runs before every batch.
         is_there = [*map(_address, self._parameters)] == self._addresses
         if is_there and self._are_used and [*map(_version, self._parameters)] == self._versions:

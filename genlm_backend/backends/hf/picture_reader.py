@@ -41,7 +41,7 @@ class _Read(NamedTuple):
 
 
 def check_processor(name: str, processor: Any) -> Any:
-    """Refuse an object that is not callable; processors and functions that load one are."""
+    """Refuse an object that is not callable, as processors and functions that load them are."""
     if processor is not None and not callable(processor):
         raise OptionTypeError(
             f"{name} must be a processor of transformers (AutoProcessor.from_pretrained(…)), or a "
@@ -73,7 +73,7 @@ class PictureReader:
 
     @cached_property
     def _marker(self) -> str:
-        """The text that marks a picture's place; raises ``PictureError`` if none can be read."""
+        """The text that marks a picture's place; raises ``PictureError`` if none can be found."""
         if self._image_token_id is None:
             raise PictureError("the model is text-only, and accepts no pictures")
         if self.processor is None:
@@ -214,7 +214,7 @@ class PictureReader:
         self._contexts.packed([i for i in ids if i != self._image_token_id])
         (parts,) = np.nonzero(values == self._image_token_id)
         # All parts share one fingerprint if there is only one picture, if pictures read alone have
-        # more or fewer parts, or if parts of two are adjacent and may attend to each other.
+        # more or fewer parts, or if two pictures are adjacent and may attend to each other.
         starts = np.cumsum(counts, dtype=np.int64)[:-1]
         is_one = sum(counts) != len(parts) or (np.diff(parts)[starts - 1] == 1).any()
         if is_one:

@@ -195,7 +195,7 @@ class PrefixFiles:
         self._scheduler.check_cacheable(num_tokens)
 
     def save(self, node: int | None, query: RowQuery, path: Path) -> None:
-        """Write a context's keys and values, and its last recurrent state, given its node."""
+        """Write a context's keys, values and last recurrent state, read from its tree node."""
         if node is None:
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the unpinned part of "
@@ -266,7 +266,7 @@ def weights_digest(model: Any) -> str:
         if tensor.is_meta or not tensor.numel():  # offloaded between passes, or empty
             continue
         # The bits are added up as integers along two dimensions, which is exact and reads the
-        # weights twice. It does not protect against weights that were made to collide.
+        # weights twice. This does not protect against weights that were made to collide.
         bits = tensor.detach().contiguous().view(_WIDTHS[tensor.element_size()])
         table = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
         for dim in (0, 1):

@@ -1,4 +1,4 @@
-"""Finds by tiny passes whether a model's keys and values can be cached token by token."""
+"""Finds by tiny passes whether a model's keys, values and recurrent states can be cached."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _PROBE_LENGTH: Final = 24
 _COUNTS_COLUMNS: Final = {"gpt_neo", "imagegpt", "mpt"}
 _SHARE_OF_SPREAD: Final = 0.1
 _SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations amplify rounding
-_ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # tiny passes of that many take five seconds
+_ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # with so many, the tiny passes take five seconds
 
 
 @dataclass(frozen=True, slots=True)
 class KVSupport:
-    """The layout and attention backend of a model's cache, or the reason that it has none."""
+    """The layout and attention backend of a model's cache, or the ``reason`` why it has none."""
 
     layout: KVLayout = field(default_factory=KVLayout)
     attention: Callable[[KVPool], AttentionBackend] = GatherAttention
@@ -74,10 +74,11 @@ class KVSupport:
 
 
 def check_hf_model(model: Any) -> None:
-    """Check by its attributes that ``model`` can be a causal language model with named outputs.
+    """Check from the attributes of ``model`` that it is a causal language model with named outputs.
 
     Raises:
-        UnsupportedModelError: If ``model`` is no causal language model, or lacks weights.
+        UnsupportedModelError: If ``model`` is no causal language model, is wrapped by
+            ``torch.compile``, or lacks weights.
         ModelStateError: If its config has ``return_dict=False``.
     """
     config = getattr(model, "config", None)
@@ -88,7 +89,7 @@ def check_hf_model(model: Any) -> None:
         )
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError(
-            "torch.compile hides the arguments of the model: wrap the original model, "
+            "torch.compile hides the arguments of the model: pass the original model, "
             "model._orig_mod, or compile it in place with model.compile(); queries run its "
             "uncompiled code either way"
         )
@@ -119,14 +120,14 @@ def check_hf_model(model: Any) -> None:
 
 
 def longest_context(model: Any) -> int | None:
-    """Return the longest context by a model's config; ``None`` if that is unset or not positive."""
+    """Return a config's ``max_position_embeddings``; ``None`` if it is unset or not positive."""
     config = model.config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     return length if length is None or length > 0 else None
 
 
 def check_length(model: Any, max_length: int | None) -> None:
-    """Refuse a length beyond a model's positions, unless these are rotary or ALiBi."""
+    """Raise an ``OptionError`` if a length exceeds a model's positions, unless rotary or ALiBi."""
     most = longest_context(model)
     if max_length is None or most is None or max_length <= most:
         return
@@ -147,7 +148,7 @@ def vocab_width(model: Any) -> int:
 
 
 def rotary_limit(model: Any) -> float:
-    """Return the longest context with the same rotary frequencies as shorter ones, or ``inf``."""
+    """Return the longest context with short contexts' rotary frequencies; ``inf`` if unlimited."""
     # For "longrope" and "dynamic", transformers recomputes the frequencies for long contexts, so
     # that all positions depend on the length of the context.
     limits = [
@@ -167,16 +168,16 @@ def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:
         if kind == "longrope":
             yield own["original_max_position_embeddings"]
         elif "dynamic" in str(kind):
-            # At the limit itself, the frequencies of the pass before stay in use.
+            # At the limit itself, transformers keeps the frequencies of the previous pass.
             yield module.original_max_seq_len - 1
 
 
 @stage("testing how the model can be cached")
 def hf_probe(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
     """Find by a few tiny passes whether rows from cached tokens equal rows of whole passes."""
-    # Two short contexts run whole and then from slots, in two steps and padded to one batch. The
-    # first backend wins whose rows differ by rounding, or by a small share of what a wrong token
-    # changes. Without a cache or with states, more passes try positions and padding.
+    # Two short contexts run whole, and then from cached tokens (``trial.py``). The first attention
+    # backend is used whose rows differ from whole ones only by rounding, or by a small share of a
+    # wrong token's effect. Without a cache or with states, more passes test positions and padding.
     support = _examine_slots(runner, vocab_size, max_length)
     if not support.reason and not support.layout.states:  # with states, contexts may run uncached
         return support
@@ -184,7 +185,7 @@ def hf_probe(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSup
 
 
 def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None) -> bool:
-    """Return whether padding keeps a row; pass no positions later if only that is right."""
+    """Return whether padding leaves rows unchanged; drop ``position_ids`` if they change rows."""
     length = min(_PROBE_LENGTH, max_length or _PROBE_LENGTH)
     generator = random.Random(1)
     long = [generator.randrange(vocab_size) for _ in range(length)]
@@ -209,8 +210,8 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
                 break
         else:
             raise UnsupportedModelError(
-                f"{name} returns other rows with an attention mask than without one, whether it "
-                "gets position_ids or not: its passes could not be padded"
+                f"{name} does not return the same rows with an attention mask as without one, "
+                "whether it gets position_ids or not: its passes could not be padded"
             ) from failure
         try:
             batch = pack([short, TokenChunk(long, outputs=(length - 1,))])
@@ -253,7 +254,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
         name = type(runner.model).__name__
         logger.warning("%s runs without key-value reuse: a trial failed", name, exc_info=True)
         return KVSupport(reason=f"it does not run with this library's cache: {error!r}")
-    if distance(trial.third_row, bare_row) > trial.tolerance:  # due to positions or later tokens
+    if distance(trial.third_row, bare_row) > trial.tolerance:  # positions or later tokens change it
         chunk = TokenChunk(long[:3], outputs=(2,))
         (alone_row,) = row_of(runner.forward(pack([chunk]), UncachedAttention()))
         if distance(alone_row, bare_row) > trial.tolerance:
@@ -274,7 +275,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
 
 
 def bounds(model: Any, dtype: torch.dtype | None = None) -> tuple[float, float]:
-    """Return two tolerances of equal rows: absolute, and as a share of different rows' distance."""
+    """Return tolerances for equal rows: an absolute one, and a share of a wrong token's effect."""
     if getattr(model, "is_quantized", False):
         return MOST_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
     own = next((p.dtype for p in model.parameters()), torch.float32)
@@ -283,7 +284,7 @@ def bounds(model: Any, dtype: torch.dtype | None = None) -> tuple[float, float]:
 
 @final
 class _SlotTrial:
-    """Whole rows of a context and of half of another, to compare with rows from slots."""
+    """Compares rows of a long and a short context, computed whole, with rows from cached tokens."""
 
     def __init__(
         self, runner: HFRunner, layout: KVLayout, long: list[int], other: list[int], vocab_size: int
@@ -292,8 +293,8 @@ class _SlotTrial:
         self._long, self._short = long, other[: len(other) // 2]
         wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
         last = (len(long) - 1,)
-        # One pass of equal lengths, so that nothing is padded. The half has later tokens here, but
-        # not in slots: if these changed its row, the two rows would differ.
+        # All three contexts have one length, so that nothing is padded. Here more tokens follow the
+        # short context, but not in the slots: if the model looked ahead, the two rows would differ.
         whole = runner.forward(
             pack(
                 [
@@ -311,7 +312,7 @@ class _SlotTrial:
         self.tolerance = max(smallest, share * self.spread)
 
     def first_factory(self) -> tuple[AttentionFactory | None, float, bool]:
-        """Return the first factory whose rows are right, or ``None``, and the last findings."""
+        """Return the first factory with right rows, or ``None``, and the latest ``_difference``."""
         difference, takes_several = math.inf, True
         for factory in ATTENTION_FACTORIES:
             if factory.uses_interface and not self._layout.layers:
@@ -330,7 +331,7 @@ class _SlotTrial:
         return None, difference, takes_several
 
     def _difference(self, factory: AttentionFactory) -> tuple[float, bool]:
-        """Return the distance from whole rows, and whether several tokens may run at once."""
+        """Return cached rows' distance from whole ones, and whether several tokens run at once."""
         contexts, whole = (self._long, self._short), (self._long_row, self._short_row)
         pool = KVPool(self._layout, 4 * sum(map(len, contexts)))
         states = self._layout.states
@@ -340,8 +341,8 @@ class _SlotTrial:
 
     def spread_alone(self, factory: AttentionFactory) -> float:
         """Return how far the row of a one-token pass is from the whole row; 0 if it is rounding."""
-        # Some kernels of quantised models compute one row in another precision than many; in other
-        # models, only the order of sums differs.
+        # Some kernels of quantised models compute a single row in another precision than several.
+        # In other models, only the order of sums differs.
         if self._layout.states or not getattr(self._runner.model, "is_quantized", False):
             return 0.0
         *before, last = self._long
@@ -363,7 +364,7 @@ def tried(runner: HFRunner) -> AbstractContextManager[None]:
 
 
 def _is_known(layer: Any) -> bool:
-    """Whether this kind of cache layer is supported: keys and values by token, states, or none."""
+    """Return whether a cache layer is of a supported type: keys and values, states, or neither."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return True
     if type(layer).__name__ == "DummyLayer":  # from transformers 5.23 on
@@ -438,7 +439,7 @@ _FARTHEST_MEAN: Final = 4096
 def mean_keys(
     runner: HFRunner, layout: KVLayout, vocab_size: int, longest: float
 ) -> list[torch.Tensor]:
-    """Return the mean key of each layer over random tokens, the same in every call."""
+    """Return the mean key of each layer over random tokens, which are the same in every call."""
     generator = random.Random(0)
     farthest = int(min(longest, _FARTHEST_MEAN))
     num_tokens = min(_NUM_MEAN_TOKENS, farthest)

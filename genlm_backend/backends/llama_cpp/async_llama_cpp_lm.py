@@ -42,8 +42,9 @@ class AsyncLlamaCppLM(ProcessLM):
 
     Args:
         model_path: The GGUF file, or the first file of a split model.
-        batch_size: Most distinct contexts evaluated at once: up to 127 (255 if nothing is kept), or
-            with recurrent states up to half of the states kept but at least 8 (31 if none is kept).
+        batch_size: Maximum number of distinct contexts evaluated at once. The limit is 127 (255 if
+            nothing is kept); with recurrent states, half of the kept states but at least 8 (31 if
+            none is kept).
         timeout: Seconds that the first query of a batch may wait for others.
         kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp allocates at once; 0 keeps
             none. Recurrent states get half of them, or all if no layer has keys. Default: room for
@@ -52,7 +53,7 @@ class AsyncLlamaCppLM(ProcessLM):
         kv_cache_dtype: Number format of keys and values: "float32" or "float16" (the default).
         max_length: The longest context to accept. Default: the model's training length, but at most
             three quarters of the tokens that fit, so that prompts can be pinned too.
-        num_threads: Number of threads of a pass. They wait for one another, so fewer may be faster
+        num_threads: Number of threads for a pass. They wait for one another, so fewer may be faster
             if other programs use the cores. Default: torch's number of threads.
         num_gpu_layers: Number of layers on a GPU, which needs a GPU build of llama-cpp-python; -1
             for all.
@@ -133,7 +134,7 @@ class AsyncLlamaCppLM(ProcessLM):
 
         Args:
             model_name: A GGUF file, a directory that holds one, or ``"smollm2"``, whose quantised
-                file is used unconverted.
+                GGUF file is used as it is.
             **kwargs: Options of the constructor.
 
         Raises:

@@ -47,7 +47,7 @@ _ours = threading.local()
 def _heard(level: int, text: bytes, user_data: Any) -> None:
     """Handle a line of llama.cpp's log, which the whole process shares."""
     errors: list[str] | None = getattr(_ours, "errors", None)
-    if errors is None:  # outside ``log_caught``: not this package's call
+    if errors is None:  # outside ``log_caught``: leave it to llama-cpp-python
         from llama_cpp import _logger
 
         _logger.llama_log_callback(level, text, user_data)

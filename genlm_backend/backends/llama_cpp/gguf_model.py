@@ -168,7 +168,7 @@ class GGUFModel:
         self._lib.llama_adapter_lora_free(adapter)
 
     def close(self) -> None:
-        """Free the model and its adapters; free all contexts first. A second call has no effect."""
+        """Free the model and its adapters; free contexts first. A second call has no effect."""
         with self._reading:
             self._freeing()
             self.pointer = None

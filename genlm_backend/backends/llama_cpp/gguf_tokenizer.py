@@ -70,7 +70,7 @@ class GGUFTokenizer:
             conversation: Messages, each with a ``"role"`` and a ``"content"``.
             add_generation_prompt: Whether to append the beginning of an answer.
             tokenize: Whether to return token ids instead of text.
-            **others: For transformers' ``render_jinja_template``; ``return_dict`` is ignored.
+            **others: Passed to transformers' ``render_jinja_template``, except ``return_dict``.
 
         Raises:
             ContextError: (``ValueError``) If the file has no template.

@@ -19,7 +19,7 @@ from genlm_backend.errors import EvaluationError, OptionError, UnsupportedModelE
 
 
 class ContextSize(NamedTuple):
-    """Size and number format of llama.cpp's cache, and the tokens and threads of a pass."""
+    """Size and number format of llama.cpp's cache, and the token limit and threads of a pass."""
 
     num_cells: int
     sequences: SequenceCounts
@@ -54,7 +54,7 @@ class LlamaContext:
         params.n_batch, params.n_ubatch = size.most_tokens, min(size.most_tokens, _AT_ONCE)
         params.n_threads = params.n_threads_batch = size.num_threads
         params.type_k = params.type_v = size.cell_type
-        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # errs by up to 0.6 nats
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it errs by up to 0.6 nats
         params.kv_unified = True
         params.swa_full = True
         params.no_perf = True
@@ -62,7 +62,7 @@ class LlamaContext:
             self._pointer = lib.llama_init_from_model(model.pointer, params)
         if not self._pointer:
             raise OptionError(
-                f"llama.cpp cannot allocate {size.num_cells} tokens: "
+                f"llama.cpp cannot allocate a cache of {size.num_cells} tokens: "
                 f"{'; '.join(errors) or 'it gives no reason'}; lower kv_cache_bytes or max_length"
             )
         # The finalizer keeps the model alive; it does not run at exit, when a thread may still use
@@ -100,7 +100,7 @@ class LlamaContext:
     def in_states(
         self, rows: NDArray[np.int64], before: NDArray[np.int64] | None
     ) -> Iterator[None]:
-        """Copy the states ``before``, if any, to the rows; remove the rows' states afterwards."""
+        """Give rows' sequences the states ``before``, if any; remove their states afterwards."""
         if not self.model.has_states:
             yield
             return
@@ -114,7 +114,7 @@ class LlamaContext:
                 self.copy_state(self._spare, row)  # the spare sequence has none
 
     def passed_states(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Copy the rows' states to sequences that last until the next call; return those."""
+        """Copy the rows' states to sequences, and return these; the next call overwrites them."""
         after = self.first_passed + np.arange(len(rows))
         for row, sequence in zip(rows.tolist(), after.tolist(), strict=True):
             self.copy_state(row, sequence)
@@ -165,7 +165,7 @@ class LlamaContext:
             raise kind("; ".join([text, *errors]))
 
     def num_bytes(self, sequence: int) -> int:
-        """Return the bytes of a sequence's saved state."""
+        """Return how many bytes a saved copy of a sequence takes."""
         return int(self._lib.llama_state_seq_get_size(self._pointer, sequence))
 
     def clear(self) -> None:

@@ -36,7 +36,7 @@ _PROBE_LENGTH: Final = 12
 _SHARE_OF_SPREAD: Final = 0.02
 _ROUNDING: Final = 1e-3
 _BYTES_OF_CELL: Final = 12
-"""Bytes of a token's position and sequence in a saved state, besides keys and values."""
+"""Bytes of a token's position and sequence in a saved copy, besides keys and values."""
 
 
 @final
@@ -89,7 +89,7 @@ def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> Llama
 def _row(
     context: LlamaContext, ids: list[int], sequence: int, start: int = 0, state: int | None = None
 ) -> torch.Tensor:
-    """Return the row after tokens appended to a sequence, from a recurrent state if any."""
+    """Append tokens to a sequence, from a recurrent state if any; return the row after the last."""
     has_output = np.zeros(len(ids), np.int8)
     has_output[-1] = 1
     tokens, positions = np.array(ids, np.int32), np.arange(start, start + len(ids), dtype=np.int32)
@@ -131,7 +131,7 @@ class CellPool:
         self.bytes_per_slot = bytes_per_slot
 
     def is_finite(self, slots: Any) -> bool:
-        """Return ``True``: cells are not inspected; an overflow shows as NaN in later rows."""
+        """Return ``True`` without reading cells: an overflow shows as NaN in later rows."""
         return True
 
 
@@ -191,7 +191,7 @@ class LlamaEvaluator(LocalEvaluator):
         self._adapter: Adapter | None = None
         has_cells = support.bytes_per_token > 0
         runner = LlamaRunner(self._context, length, self._num_slots, has_cells=has_cells)
-        # The largest batch: each row needs a sequence, and half of them may be pinned.
+        # Each row of a batch needs a sequence, and prompts may pin half of the sequences.
         self._most_rows = counts.most_rows or counts.num_contexts // (2 if keeps else 1)
         cost = replace(
             CostModel.on("cpu"),  # without padding, splitting a batch saves nothing
@@ -226,7 +226,7 @@ class LlamaEvaluator(LocalEvaluator):
         return num_tokens
 
     def _check_room(self, num_bytes: int) -> None:
-        """Raise if memory is short for all bytes at once; a GPU build is not checked."""
+        """Raise an ``OptionError`` if so much memory is not free; do not check a GPU build."""
         free = free_memory()
         if num_bytes > free and not library().llama_supports_gpu_offload():
             raise OptionError(
@@ -332,7 +332,7 @@ class LlamaEvaluator(LocalEvaluator):
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
-        """Activate an adapter, or none, for later passes; first clear the cache after a NaN."""
+        """Activate an adapter, or none, for later passes; after a NaN, clear the cache first."""
         if self._runner.has_nan:
             self._runner.clear()
         if adapter != self._adapter:

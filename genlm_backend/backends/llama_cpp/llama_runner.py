@@ -109,7 +109,7 @@ class LlamaRunner(Runner):
     def _computed(
         self, rows: Ints, tokens: _Tokens, states: SequenceRowStates | None = None
     ) -> torch.Tensor:
-        """Return the logits of rows in sequences; empty idle sequences to make room."""
+        """Compute rows in their sequences; return the logits. Empty idle sequences to make room."""
         own = rows[tokens.row].astype(np.int32)
         while True:
             try:

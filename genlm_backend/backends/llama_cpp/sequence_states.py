@@ -22,7 +22,7 @@ class SequenceStateLayout(NamedTuple):
 
 @final
 class SequenceStateStore:
-    """Recurrent states by number, like ``StatePool``, but with sequence numbers as the states."""
+    """Recurrent states by number, like ``StatePool``; each is given as its llama.cpp sequence."""
 
     # llama.cpp copies a state by sharing its memory.
     def __init__(
@@ -46,7 +46,7 @@ class SequenceStateStore:
             self._copy(source, sequence)
 
     def is_finite(self, numbers: Ints) -> bool:
-        """Return ``True``: states are not inspected; an overflow shows as NaN in later rows."""
+        """Return ``True`` without reading states: an overflow shows as NaN in later rows."""
         return True
 
 
@@ -69,7 +69,7 @@ class SequenceRowStates(BatchStates):
 
 @final
 class SequenceCounts(NamedTuple):
-    """How many of llama.cpp's sequences hold contexts, states, and states of a pass."""
+    """How many of llama.cpp's sequences hold contexts, kept states, and the states of a pass."""
 
     num_contexts: int
     num_states: int = 0
@@ -87,6 +87,6 @@ class SequenceCounts(NamedTuple):
 
     @classmethod
     def within(cls, most: int) -> Self:
-        """Return the counts with the most states in ``most`` sequences, or for one if none fit."""
+        """Return counts with the most states that ``most`` sequences hold, or with one state."""
         counts = map(cls.of_states, range(most, 1, -1))
         return next((found for found in counts if found.total <= most), cls.of_states(1))

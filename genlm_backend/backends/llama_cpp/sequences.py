@@ -1,4 +1,4 @@
-"""Sequences: tracks the tokens in llama.cpp's sequences, and chooses the one a row extends.
+"""Sequences: tracks the tokens in llama.cpp's sequences, and chooses one for each row.
 
 llama.cpp keeps a token's keys and values in a *cell*, which any number of *sequences* may share; a
 row attends to the cells of one sequence. A slot of the prefix tree at a position identifies the
@@ -35,7 +35,7 @@ class Sequences:
         count = context.size.sequences.num_contexts
         self._slots = np.zeros((count, length), np.int32)
         self._sizes, self._used = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self._position = np.zeros(num_slots + 1, np.int32)  # of each slot within its sequences
+        self._position = np.zeros(num_slots + 1, np.int32)  # of each slot's token
         self._now = 0
 
     def clear(self) -> None:
@@ -62,7 +62,7 @@ class Sequences:
             self._position[new] = np.arange(start, stop)
 
     def release(self, slots: Ints) -> None:
-        """Cut every sequence before the first of these slots, which the tree reuses."""
+        """Cut sequences before their first token in any of these slots, which the tree reuses."""
         positions = self._position[slots]
         is_there = (self._slots[:, positions] == slots) & (positions < self._sizes[:, None])
         sizes = np.where(is_there, positions, np.iinfo(np.int32).max).min(axis=1)
@@ -81,7 +81,7 @@ class Sequences:
     # ---------------------------------------------------------------- rows
 
     def place(self, nodes: Nodes, ends: Ints) -> NDArray[np.int64]:
-        """Return a sequence per row with exactly the path to the row's last node (0: none)."""
+        """Return for each row a sequence with just the path to its node in ``ends`` (0: none)."""
         self._now += 2
         rows, sizes, slots = np.full(len(ends), -1), nodes.depth[ends], nodes.slot[ends]
         for row, (size, slot) in enumerate(zip(sizes.tolist(), slots.tolist(), strict=True)):

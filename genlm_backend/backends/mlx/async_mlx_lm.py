@@ -121,9 +121,9 @@ class AsyncMlxLM(WholeLM):
                 transformers' format with safetensors; or ``"smollm2"``.
             revision: Branch, tag or commit on the hub.
             trust_remote_code: Whether code that comes with the model may run.
-            allow_untested: Whether to accept a model that the tests do not compare with
-                transformers, because of its family or of settings that no test covers or mlx-lm
-                ignores. Its rows may differ from ``AsyncTransformer``'s.
+            allow_untested: Whether to accept a model whose family or settings no test compares with
+                transformers, or with settings that mlx-lm ignores. Its rows may differ from
+                ``AsyncTransformer``'s.
             **kwargs: Options of the constructor.
 
         Raises:
@@ -148,8 +148,6 @@ class AsyncMlxLM(WholeLM):
             model = loader.model()
         given: dict[str, Any] = {"eos_token_ids": loader.ends(), **kwargs}
         return cls(model, tokenizer, **given)
-
-    # ---------------------------------------------------------------- keys and values
 
     @property
     def model(self) -> Any:

@@ -91,9 +91,9 @@ def _parameters(model: Any) -> set[str]:
 
 
 def _check_whole(path: str, folder: Path, added: set[str]) -> None:
-    """Raise an ``AdapterError`` if a file lacks weights of layers that its settings add."""
+    """Raise an ``AdapterError`` if weights are missing for a layer that the config adds."""
     weights: Any = mx.load(str(folder / _FILES[1]))
-    # An adapter's layer wraps the model's, whose weights are not added but only get longer names.
+    # An adapter's layer wraps a layer of the model, whose weights are not new but get longer names.
     moved = {name for name in added if name.rpartition(".")[0].endswith((".linear", ".embedding"))}
     if lacking := sorted(added - moved - weights.keys()):
         raise AdapterError(

@@ -1,7 +1,7 @@
 """MlxCascadeAttention: reads a cached prefix once for all the rows that share it.
 
 mlx-lm's model modules import ``scaled_dot_product_attention`` by name. In a pass with shared
-prefixes, that name is bound to a replacement, which leaves calls with other caches to mlx-lm's own.
+prefixes, a replacement is bound to that name; calls without an ``MlxSlotLayer`` reach mlx-lm's own.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class MlxSlotLayer:
         return self.of_pass.mask(N, window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take new keys and values, ``[B, heads, Q, dim]``; return those to pass to attention."""
+        """Take new keys and values, ``[B, heads, Q, dim]``; return what new tokens attend to."""
         found = self.of_pass.take_kv(self._number, keys, values)
         self.new = keys, values
         return found

@@ -110,7 +110,7 @@ class MlxLoader:
 
 
 def _untested(config: Mapping[str, Any]) -> str:
-    """Return why a config is not among those that the tests compare; ``""`` if it is."""
+    """Return why no test covers a config; ``""`` if one does."""
     kind = config.get("model_type")
     if kind not in TESTED:
         return f"no test compares a model of model_type {kind!r}"
@@ -149,7 +149,7 @@ def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
     implied = {"rope_scaling": None, **{n: config[m] for n, m in pairs.items() if m in config}}
     implied = {n: value for n, value in implied.items() if config.get(n) is None}
-    return {**implied, **_rotary(config)}  # which take precedence, as in transformers
+    return {**implied, **_rotary(config)}  # rotary settings have priority, as in transformers
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
         found["rope_scaling"] = {k: v for k, v in flat.items() if k != "rope_theta"}
         found["rope_scaling"]["type"] = flat["rope_type"]
     kinds = config.get("layer_types")
-    if kinds and "full_attention" in kinds:  # Gemma 3: every n-th layer
+    if kinds and "full_attention" in kinds:  # Gemma 3: every n-th layer has no window
         found["sliding_window_pattern"] = kinds.index("full_attention") + 1
     local = parameters.get("sliding_attention")
     if isinstance(local, Mapping) and "rope_theta" in local:

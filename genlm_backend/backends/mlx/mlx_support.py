@@ -89,9 +89,9 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         name = type(runner.model).__name__
         raise UnsupportedModelError(f"{name} does not run on token ids alone: {error}") from error
-    # Two short contexts run whole, and then with cached keys and values, in two steps as one padded
-    # batch, or with recurrent states (``trial.py``). A cache is used if its rows differ from whole
-    # ones by at most the dtype's rounding, or 2 % of a wrong token's effect.
+    # Two short contexts run whole, and then from cached keys, values and states (``trial.py``). A
+    # cache is used if its rows differ from whole ones by at most the dtype's rounding, or 2 % of a
+    # wrong token's effect.
     vocab_size = logits.shape[1]
     length = min(_length(runner.model), max_length or 1 << 30)
     if length < 6 or vocab_size < 3:
@@ -119,7 +119,7 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
         logger.debug("%s: %s", type(runner.model).__name__, reason)
     # Without slots, a model with keys and values gets no positions per row, so it counts columns.
     # mlx-lm's "dynamic" rotary positions depend on the number of columns beyond a limit, which this
-    # short probe does not reach. So no such model is padded.
+    # short probe does not reach. Such a model is therefore not padded.
     return MlxSupport(vocab_size, reason=reason, pads=pads and not shapes)
 
 

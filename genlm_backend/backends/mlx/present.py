@@ -1,4 +1,4 @@
-"""Whether MLX is installed, found without importing it."""
+"""Finds whether MLX is installed, without importing it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Models evaluated by vLLM, through sessions that stay in its engine."""
+"""Models evaluated by vLLM, through sessions: requests that stay in its engine."""

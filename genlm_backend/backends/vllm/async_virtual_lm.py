@@ -37,9 +37,9 @@ if TYPE_CHECKING:  # it imports vLLM
 class AsyncVirtualLM(BatchedLM):
     """A model evaluated by vLLM, whose next-token log-probabilities can be awaited.
 
-    Each context becomes a session in vLLM. More tokens extend a session; a fork of it shares its
-    full blocks and usually copies one. ``max_num_seqs`` and the number of vLLM's blocks limit the
-    sessions; the least recently used are ended first. One thread runs all forward passes.
+    Each context becomes a session: a request that stays in vLLM's engine. More tokens extend it; a
+    fork shares its full blocks and usually copies one partial block. ``max_num_seqs`` and vLLM's
+    blocks limit the sessions; the least recently used are ended first. One thread runs all passes.
 
     LoRA adapters need an engine with ``engine_opts={"enable_lora": True}``; one step of vLLM can
     use ``max_loras`` of them, and ``max_lora_rank`` bounds their rank.
@@ -102,9 +102,9 @@ class AsyncVirtualLM(BatchedLM):
     ) -> Self:
         """Load a model with vLLM.
 
-        The engine gets its own process if this one has an engine, for several workers or another
-        executor than "uni", or with ``VLLM_ENABLE_V1_MULTIPROCESSING=1``; a script that loads such
-        an engine needs an ``if __name__ == "__main__":`` guard. Otherwise it runs in this process.
+        The engine runs in this process, unless another engine already does, the options ask for
+        several workers or another executor than "uni", or ``VLLM_ENABLE_V1_MULTIPROCESSING=1``
+        is set. It then gets its own process; scripts need an ``if __name__ == "__main__":`` guard.
 
         Args:
             model_name: A repository on the hub, a local directory, or ``"smollm2"``.
@@ -195,7 +195,7 @@ class AsyncVirtualLM(BatchedLM):
         # Waiting batches run between two steps, and their steps advance the completions too.
         self._is_sampling = self._vllm.planner.go_on()
         if self._is_sampling:
-            with contextlib.suppress(BatcherClosedError):  # close() fails the rest
+            with contextlib.suppress(BatcherClosedError):  # close() fails the completions
                 self._batcher.call_soon(self._go_on_sampling)
 
     def _drain(self, adapter: Adapter) -> None:

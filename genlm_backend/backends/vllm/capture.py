@@ -41,8 +41,8 @@ from genlm_backend.readouts.sampling import listed_ids
 if TYPE_CHECKING:
     from genlm_backend.readouts.readout import RowQueries
 
-# Early enough: a vLLM process imports the main program (which may import Numba), then unpickles its
-# arguments (which imports this file), and only then scans the modules.
+# This is early enough: a vLLM process imports the main program (and perhaps Numba), then unpickles
+# its arguments (which imports this file), and only then scans the modules.
 let_modules_be_scanned()
 
 TAG = "genlm_row"
@@ -160,7 +160,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
     @classmethod
     def take_rows(cls, tags: list[str]) -> list[Row]:
         """Return the rows of one or more requests, and drop their logits."""
-        # ``apply`` does not compute the rows: it runs in inference mode, in which they could not be
+        # ``apply`` does not compute the rows: it runs in inference mode, whose tensors cannot be
         # modified later, and it would have to wait for the CUDA device.
         logits = torch.stack([cls.logits.pop(tag) for tag in tags])
         return rows_of_logits(logits, in_place=True)
@@ -291,7 +291,7 @@ class Core:
 
     @staticmethod
     def logprobs_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Return a prompt's log-probabilities and ids after token 0, and its token counts."""
+        """Return logprobs and ids after token 0, and the counts of computed and cached tokens."""
         stats, told = output.prefill_stats, output.new_prompt_logprobs_tensors
         # vLLM leaves garbage at cached tokens, so the caller compares the ids with the prompt's.
         logprobs, ids = told.logprobs[:, 0].float(), told.logprob_token_ids[:, 0].long()
@@ -378,7 +378,7 @@ class PictureProcessing:
         return list(request.prompt_token_ids), list(request.mm_features or ())
 
     def between(self, features: list[Any], start: int, stop: int, lora_request: Any) -> list[Any]:
-        """Return the features with offsets in ``[start, stop)``, relative to ``start``."""
+        """Return features at offsets in ``[start, stop)``, with offsets counted from ``start``."""
         name = self._engine.input_processor._get_mm_identifier
         return [
             replace(

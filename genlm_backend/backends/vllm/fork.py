@@ -1,6 +1,6 @@
 """ForkConnector: lets a new request begin from the keys and values of a live session.
 
-vLLM loads it as a KV connector and asks it how many tokens of each new request it can supply.
+vLLM loads it as a KV connector, and asks how many tokens of each new request it can supply.
 vLLM's own prefix caching shares full blocks. The connector adds the rest, usually one partial
 block, to the block copies that vLLM's workers make before the step. It acts only in the scheduler.
 """
@@ -65,7 +65,7 @@ class ForkConnector(KVConnectorBase_V1):
         return max(num_shared - num_computed_tokens, 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plan to copy the source's blocks that hold the ``num_external_tokens`` tokens."""
+        """Plan to copy the blocks with the last ``num_external_tokens`` of the shared tokens."""
         if not request.num_computed_tokens:
             self._begun.add(request.request_id)
         if not num_external_tokens:

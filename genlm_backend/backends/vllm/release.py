@@ -15,7 +15,7 @@ OLDEST: Final = (0, 30)
 """The first release, major and minor, with every private name that this backend uses."""
 
 SEEN: Final = ((0, 30), (0, 31), (0, 32), (0, 33))
-"""Releases whose private names were compared with those that this backend uses."""
+"""Releases that were checked for the private names that this backend uses."""
 
 
 def installed_release() -> str | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports vLLM
 
 
 class Scored(NamedTuple):
-    """The scores of one text, its computed and cached tokens, and whether the scores are valid."""
+    """A text's scores, counts of its computed and cached tokens, and whether scores are valid."""
 
     scores: torch.Tensor  # [num_targets] float32
     num_computed: int
@@ -38,7 +38,7 @@ class SessionPlanner:
 
     def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
-        # Captured logits are keyed by session id for all models of a process, hence the prefix.
+        # All models of a process keep logits in one dict by session id; the prefix keeps ids apart.
         self.table = SessionTable(engine.max_sessions, prefix=uuid.uuid4().hex)
         self.tokens_computed = self.tokens_reused = self.tokens_evicted = 0
 
@@ -53,7 +53,7 @@ class SessionPlanner:
         """Return each query's row, or its ``wanted`` readouts; run the batch part by part."""
         rows: dict[int, Any] = {}
         while len(rows) < len(queries):
-            check_cancelled()  # between two parts, so the sessions stay valid
+            check_cancelled()  # may raise, but between parts, so the sessions stay valid
             with self._distrusting():
                 left = [i for i in range(len(queries)) if i not in rows]
                 placements = self._plan_part([queries[i] for i in left], check_cancelled)
@@ -195,7 +195,7 @@ class SessionPlanner:
     # ---------------------------------------------------------------- completions
 
     def start(self, completions: list[Completion], forbidden: frozenset[int]) -> None:
-        """Hand completions to the engine; an error fails all of them that are unsettled."""
+        """Hand completions to the engine; an error fails all unsettled ones."""
         # Prompts of more than a block in total are first computed as sessions and then forked, so
         # that each distinct prompt is computed once, long ones in chunks. A part is so small that
         # all its completions begin in one step, before the prompts' sessions end.
@@ -213,7 +213,7 @@ class SessionPlanner:
                     if not is_short:
                         self._step()
         except Exception as error:
-            for completion in completions:  # settled ones ignore it
+            for completion in completions:  # settled ones ignore the error
                 completion.fail(error)
 
     def _compute_prompts(self, completions: Sequence[Completion]) -> None:

@@ -58,8 +58,8 @@ class SessionTable:
         self._clock = itertools.count()
         self._sessions: dict[str, _Session] = {}
         self._by_context: dict[RowQuery, _Session] = {}
-        # Placements of the current part, which no query reuses before ``commit``, because the
-        # engine has not computed them.
+        # Placements of the current part of a batch. No query reuses their tokens before
+        # ``commit``, because the engine has not computed them.
         self._round: list[Placement] = []
         self._held: set[str] = set()
         self._extended: set[str] = set()
@@ -144,7 +144,7 @@ class SessionTable:
         self._extended.clear()
 
     def _longest_prefix(self, query: RowQuery) -> tuple[_Session | None, int]:
-        """Return the session with the longest common prefix before the last token; its length."""
+        """Return the session that shares most tokens before the last one, and their number."""
         most = len(query.context) - 1
         pictures = query.context.pictures
         is_kept = most >= (1 if pictures is None else pictures.num_tokens)

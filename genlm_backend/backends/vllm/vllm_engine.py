@@ -133,8 +133,8 @@ class VLLMEngine:
             or any(options.get(name, 1) != 1 for name in _PARALLEL)
             or options.get("distributed_executor_backend") not in (None, "uni")
         )
-        # The variables are set only while vLLM loads. Its first model runner is the default here:
-        # its rows have been compared. vLLM seeds the global generators: restore their states.
+        # Set the variables only while vLLM loads. Its first model runner is the default here,
+        # because it has been tested. vLLM seeds the global generators, so restore their states.
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
         variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
         with environment(variables), random_state_kept():
@@ -172,7 +172,7 @@ class VLLMEngine:
     def run(
         self, session_ids: list[str], relieve: Callable[[], bool], wanted: RowQueries | None = None
     ) -> dict[str, Any]:
-        """Step until each session has a row or no room is left; return a result for each row."""
+        """Step until each session has a row or no room is left; return rows or readouts by id."""
         requests, self._requests = self._requests, []
         self._call(self._core.add, requests)
         waiting = set(session_ids)
@@ -198,7 +198,7 @@ class VLLMEngine:
         return dict(zip(computed, found, strict=True))
 
     def score(self, texts: list[ScoreQuery], relieve: Callable[[], bool]) -> list[Scored]:
-        """Return the scores of texts by vLLM's ``prompt_logprobs``; ``relieve`` as for ``run``."""
+        """Return texts' scores by vLLM's ``prompt_logprobs``; ``relieve`` ends an idle session."""
         found = self._scored(texts, relieve, is_fresh=False)
         # vLLM computes no logits of cached tokens, so texts with cached targets run again whole.
         again = [i for i, each in enumerate(found) if not each.is_whole]
@@ -242,7 +242,7 @@ class VLLMEngine:
 
     def _scored_text(self, output: Any, text: ScoreQuery) -> Scored:
         logprobs, ids, num_computed, num_reused = self._core.logprobs_of(output)
-        # A preempted text may resume after blocks that another computed, so compare the ids too.
+        # A preempted text may resume after blocks of another request, so compare the ids too.
         targets = torch.tensor(text.targets, dtype=torch.int64)
         is_whole = num_reused < text.start and torch.equal(ids[text.start - 1 :], targets)
         return Scored(logprobs[text.start - 1 :].clone(), num_computed, num_reused, is_whole)
@@ -258,7 +258,7 @@ class VLLMEngine:
                 self._call(self._core.forget_logits, list(untaken))
 
     def reset(self) -> None:
-        """Wait for ended requests to go, forget all blocks; completions are computed again."""
+        """Wait until ended requests are gone, forget all blocks; completions are computed again."""
         self._wait_for_ends()
         self._call(self._core.reset)
 
@@ -467,8 +467,8 @@ def _values_explained() -> Iterator[None]:
 
 
 def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
-    """Raise if a model has recurrent states by its config, before its weights are loaded."""
-    own = {field.name for field in fields(EngineArgs)}  # all of vllm.LLM's except a chat template
+    """Raise an error, before weights are loaded, if a model's config implies recurrent states."""
+    own = {field.name for field in fields(EngineArgs)}  # as for vllm.LLM, but no chat template
     given = {name: value for name, value in arguments.items() if name in own}
     if given.get("hf_overrides", {}) is None:  # ``None``, which only vllm.LLM accepts
         del given["hf_overrides"]

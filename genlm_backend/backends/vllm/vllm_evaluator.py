@@ -1,4 +1,4 @@
-"""VLLMEvaluator: answers queries for rows, readouts and scores of a model with vLLM."""
+"""VLLMEvaluator: answers queries for next-token rows, readouts and scores with vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from genlm_backend.readouts.readout import RowQueries
 from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras, ScoreQuery, scores_of_rows
 from genlm_backend.runtime.blocking import result_of
 
-if TYPE_CHECKING:  # it imports vLLM
+if TYPE_CHECKING:  # vllm_engine imports vLLM
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
 
 
@@ -29,15 +29,15 @@ from genlm_backend.backends.vllm.release import installed_release
 from genlm_backend.errors import UnsupportedModelError
 
 _LONGEST_PASS: Final = 2048
-"""Most tokens of a text that one pass scores: vLLM holds the logits of all of them."""
+"""Longest text, in tokens, to score in one pass: vLLM holds the logits of all tokens at once."""
 
 _MOST_OF_PROMPT: Final = 64
-"""Most tokens of a text per scored token; beyond this, scoring from cached rows is faster."""
+"""Use one pass for at most this many tokens per scored token; above, cached rows are faster."""
 
 
 @final
 class VLLMEvaluator(Evaluator):
-    """Answers queries by sessions in a vLLM engine, and scores by its prompt log-probabilities."""
+    """Computes rows in requests that stay in vLLM (sessions), and scores from prompt logprobs."""
 
     def __init__(
         self, engine: VLLMEngine, output_device: torch.device, max_length: int | None = None
@@ -89,7 +89,7 @@ class VLLMEvaluator(Evaluator):
         return [found[query] for query in queries]
 
     def _read(self, queries: Sequence[Any]) -> list[Any]:
-        """Return a row or readout for each query; compute each ``forward_key`` once."""
+        """Return a row or readout for each query; those of equal ``forward_key`` share a row."""
         asked: defaultdict[RowQuery, list[Any]] = defaultdict(list)
         for query in queries:
             asked[query.forward_key].append(query)
@@ -102,7 +102,7 @@ class VLLMEvaluator(Evaluator):
         return [answer_to[query] for query in queries]
 
     def _scores(self, scorings: Sequence[ScoreQuery]) -> list[Result]:
-        """Return the scores of texts, each in one pass if ``_is_pass``, otherwise by rows."""
+        """Return the scores of texts, each computed in one pass if ``_is_pass``, or from rows."""
         at_once = [scoring for scoring in scorings if self._is_pass(scoring)]
         found = dict(zip(at_once, self.planner.score(at_once, self.check_cancelled), strict=True))
         rest: defaultdict[ScoreExtras, list[ScoreQuery]] = defaultdict(list)
@@ -114,14 +114,14 @@ class VLLMEvaluator(Evaluator):
             found.update(zip(own, scores, strict=True))
         return [found[scoring] for scoring in scorings]
 
-    async def _table(self, queries: Sequence[RowQuery]) -> torch.Tensor:  # never waits
+    async def _table(self, queries: Sequence[RowQuery]) -> torch.Tensor:  # never awaits
         rows = self.planner.evaluate(queries, self.check_cancelled)
         if self.undefined_ids:
             rows = rows_without(rows, torch.tensor(self.undefined_ids, dtype=torch.int64))
         return stacked(rows)
 
     def _is_pass(self, scoring: ScoreQuery) -> bool:
-        """Return whether to score a text in one pass instead of by rows."""
+        """Return whether to score a text in one pass instead of from rows."""
         # The pass gives one number per token, does not exclude undefined ids, computes the prompt
         # again if vLLM has evicted it, and holds the logits of all tokens at once.
         size = len(scoring.text.context)
@@ -137,15 +137,15 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- caching
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many tokens of a context a session holds, without its last; 0 for "host"."""
+        """Return how many tokens of a context, except its last, a session holds; 0 for "host"."""
         return 0 if tier == "host" else self.planner.table.source_of(query)[1]
 
     def pin(self, query: RowQuery) -> bool:
-        """Raise a ``CacheError``: any session may be ended to make room."""
-        raise CacheError("vLLM cannot pin a prompt: it ends the oldest sessions to make room")
+        """Raise a ``CacheError``: ``SessionPlanner`` may end any session to free blocks."""
+        raise CacheError("the vLLM backend cannot pin a prompt: any prompt may be evicted")
 
     def clear(self) -> None:
-        """End all sessions, and forget all blocks; running samples compute theirs again."""
+        """End all sessions and empty the KV cache; running completions are computed again."""
         self.planner.end_sessions()
         self.engine.reset()
 
@@ -172,7 +172,7 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- keeping house
 
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of the engine and its planner, without bytes."""
+        """Return the numbers of passes and tokens; this backend does not count bytes."""
         return EvaluatorCounts(
             num_forwards=self.engine.num_steps,
             tokens_computed=self.planner.tokens_computed,
@@ -187,7 +187,7 @@ class VLLMEvaluator(Evaluator):
             self.engine.close()
         finally:
             for completion in completions:
-                completion.fail(BatcherClosedError("closed before the sample was complete"))
+                completion.fail(BatcherClosedError("the model was closed before the sample ended"))
 
 
 _FEWEST: Final = 16
@@ -196,7 +196,7 @@ _NUM_OWN: Final = 3  # tokens of a fork after its shared prefix
 
 
 def compare_rows(evaluator: VLLMEvaluator) -> None:
-    """Raise an error if rows of extended or forked contexts differ from rows computed whole."""
+    """Raise an error if rows of extended or forked contexts differ from rows computed uncached."""
     engine, planner, generator = evaluator.engine, evaluator.planner, random.Random(0)
     size = min(3 * engine.block_size + 2, engine.max_length - _NUM_OWN - 1, 200)
     if size < _FEWEST:  # too short to show a difference
@@ -234,15 +234,15 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
         planner.tokens_computed = planner.tokens_reused = planner.tokens_evicted = 0
         engine.num_steps = 0
     differences = [*map(_distance, found, expected)]
-    # A difference counts if it exceeds 0.05 and half the difference that a wrong last cached token
-    # makes. In 16 bits, rounding makes a root mean square difference of 0.05, a wrong token 0.3.
+    # A difference counts if it exceeds 0.05 and half of the difference made by a wrong last cached
+    # token. In 16-bit precision, rounding makes a difference of 0.05, and a wrong token one of 0.3.
     for difference, spread in zip(differences, spreads, strict=True):
         if not difference <= max(_ROUNDING, spread / 2):
             raise UnsupportedModelError(
                 f"with vLLM {installed_release()}, rows of this model depend on the cache: "
-                "log-probabilities of an extended or forked context differ from those of the same "
-                f"context computed whole by a root mean square of {difference:.2g} (a wrong token "
-                f"changes them by {spread:.2g}). Use engine_opts={{'enforce_eager': True}} or "
+                "log-probabilities of an extended or forked context have a root mean square "
+                f"difference of {difference:.2g} from those of the same context computed whole "
+                f"(with a wrong token: {spread:.2g}). Use engine_opts={{'enforce_eager': True}} or "
                 f"{{'dtype': 'float32'}}, another release or backend 'hf', or accept the rows "
                 "with check_rows=False"
             )
@@ -256,4 +256,4 @@ def _distance(row: torch.Tensor, other: torch.Tensor) -> float:
     return float((row - other).square().mean().sqrt())
 
 
-_LEAST: Final = -12.0
+_LEAST: Final = -12.0  # ids with larger log-probabilities are likely

@@ -21,7 +21,7 @@ from genlm_backend.multimodal.pictures import (
 from genlm_backend.queries.context import Context, ContextFactory
 from genlm_backend.tokenization.bos import without_bos
 
-if TYPE_CHECKING:  # it imports vLLM
+if TYPE_CHECKING:  # vllm_engine imports vLLM
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
 
 _FEATURES: Final = "features"
@@ -30,7 +30,7 @@ _READER: Final = "vLLM"
 
 @final
 class VLLMPictureReader:
-    """Makes contexts of prompts with pictures, by vLLM's own preprocessing."""
+    """Makes contexts from prompts with pictures, by vLLM's own preprocessing."""
 
     def __init__(self, engine: VLLMEngine, contexts: ContextFactory) -> None:
         self._engine, self._contexts = engine, contexts

@@ -43,8 +43,8 @@ class Engine(OfOneProcess, Closing):
     beams of a model run at once, and only if the KV cache has room for their maximum lengths; the
     others wait in order.
 
-    Methods for installed models raise an ``UnknownModelError`` (``KeyError``) if none has the name,
-    and methods for requests an ``UnknownRequestError`` (``ValueError``) if another engine made it.
+    Methods raise an ``UnknownModelError`` (``KeyError``) if no installed model has the given name,
+    and an ``UnknownRequestError`` (``ValueError``) if a request belongs to another engine.
 
     Use it in a ``with`` or ``async with`` statement, or call ``close()``. It belongs to the process
     that created it: a fork of that process gets a ``ForkedError``.
@@ -103,7 +103,7 @@ class Engine(OfOneProcess, Closing):
 
         Loading allocates the KV cache. Unless ``warm_up`` is off, the model then evaluates a
         context of the maximum length and a batch of the maximum size, so that a lack of memory
-        raises here.
+        raises an error here.
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless the model is installed or stopped.
@@ -154,7 +154,7 @@ class Engine(OfOneProcess, Closing):
         return self._served(name).num_running
 
     def num_waiting(self, name: str) -> int:
-        """Return how many submissions wait for a model; one may hold several requests."""
+        """Return how many submissions wait for a model; each may hold several requests."""
         return self._served(name).num_waiting_submissions
 
     def _served(self, name: str) -> ModelEntry:
@@ -190,7 +190,7 @@ class Engine(OfOneProcess, Closing):
             model_name: Name of a running model.
             input_ids: A list, or an array or tensor ``[length]`` or ``[1, length]``.
             config: The configuration; by default, decoding is greedy, up to the model's limit.
-            timeout: Seconds to wait for room, at most; with 0 a full queue raises at once.
+            timeout: Seconds to wait, at most, while the queue is full; 0 raises an error at once.
             **fields: Fields that override those of ``config``.
 
         Raises:
@@ -223,11 +223,11 @@ class Engine(OfOneProcess, Closing):
             model_name: Name of a running model.
             prompts: Texts, chats or token ids.
             configs: One configuration per prompt, or one for all.
-            timeout: Seconds to wait for room, at most; with 0 a full queue raises at once.
+            timeout: Seconds to wait, at most, while the queue is full; 0 raises an error at once.
 
         Raises:
-            OptionTypeError: (``TypeError``) If ``prompts`` is no list, or ``configs`` is neither a
-                list nor a configuration.
+            OptionTypeError: (``TypeError``) If ``prompts`` is not a list, or ``configs`` is neither
+                a list nor a configuration.
             GenerationConfigError: (``ValueError``) If ``configs`` and ``prompts`` differ in number;
                 otherwise as ``start_request_ids``.
         """
@@ -238,7 +238,7 @@ class Engine(OfOneProcess, Closing):
         configs = _CONFIGS("configs", configs)
         if len(configs) != len(prompts):
             raise GenerationConfigError(
-                f"configs must have one for each of the {len(prompts)} prompts, got {len(configs)}"
+                f"configs must have {len(prompts)} entries, one for each prompt, got {len(configs)}"
             )
         served = self._served(model_name)
         prepared = served.prepare(zip(prompts, configs, strict=True))
@@ -286,9 +286,9 @@ class Engine(OfOneProcess, Closing):
             model_name: Name of a running model.
             text: A text, to which the model's tokenizer adds its special tokens; a chat's messages,
                 ``[{"role": …, "content": …}, …]``, which the model's chat template renders; or
-                several of either.
+                several texts or chats.
             config: The configuration, as for ``start_request_ids``.
-            timeout: Seconds to wait for room for each request, at most.
+            timeout: Seconds to wait, at most, with each request while the queue is full.
             **fields: Fields that override those of ``config``.
 
         Raises:
@@ -371,7 +371,7 @@ class Engine(OfOneProcess, Closing):
         (request,) = prepared
         try:
             return await request
-        except GeneratorExit:  # the garbage collector's thread may hold a lock: stop on the loop
+        except GeneratorExit:  # a thread that collects garbage may hold a lock: stop on the loop
             self.loop.call_soon(self.stop_request, request)
             raise
         except BaseException:
@@ -408,7 +408,7 @@ class Engine(OfOneProcess, Closing):
     def close(self) -> None:
         """Stop and release every model and end the engine's thread; a second call has no effect.
 
-        All models end even if one raises. A concurrent call waits for the first one.
+        All models end, even if ending one raises an error. A concurrent call waits for the first.
         In a fork of the engine's process, this does nothing.
         """
         if self._lock.is_foreign:

@@ -85,7 +85,7 @@ class ModelEntry:
         self._config, self._loop = config, loop
         self._lm: AsyncLM | None = None
         self._transition = threading.RLock()  # held through a whole load, stop or release
-        self._lock = ProcessLock(is_reentrant=True)  # guards the queues, and each choose()
+        self._lock = ProcessLock(is_reentrant=True)  # guards the queues and calls of choose()
         self._lock.claim()  # the engine's thread lives in this process
         self._room = Signal()
         self._is_open = False
@@ -124,7 +124,7 @@ class ModelEntry:
             self.state = ModelState.RUNNING
 
     def shut(self) -> None:
-        """Refuse further requests, also those waiting in ``submit``; accepted requests go on."""
+        """Refuse further requests, including those waiting in ``submit``; accepted ones go on."""
         with self._lock.here:
             self._is_open = False
             self._room.notify()
@@ -311,7 +311,7 @@ class ModelEntry:
         queue, draft, lm = entry.request.queue, entry.draft, self.lm
         queue.begin()
         prompt = draft.asked_of(draft.contexts[0])
-        # The counts are queued before the query, so they do not include its own prefill.
+        # The counts are queued before the query, so they do not include the query's prefill.
         count = partial(lm.num_cached_tokens, prompt, draft.lora_name)
         asked = [count(), count(tier="host")] if lm.has_host_tier else [count()]
         counts, _ = await asyncio.gather(asyncio.gather(*asked), draft.ask())
@@ -326,7 +326,7 @@ class ModelEntry:
             await draft.ask()
 
     def _leave(self, entry: _Entry) -> None:
-        """Free a draft's room for waiting ones; the last draft to leave finishes its request."""
+        """Free a draft's place for waiting drafts; the last to leave finishes its request."""
         request = entry.request
         with self._lock.here:
             self._running = [other for other in self._running if other is not entry]

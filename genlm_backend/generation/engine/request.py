@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @final
 class Signal:
-    """Wakes all that wait for a state to change; call both methods under the lock of that state."""
+    """Wakes all callers that wait for a state to change; use it under the lock of that state."""
 
     def __init__(self) -> None:
         self._waiters: list[Future[None]] = []
@@ -46,7 +46,7 @@ class Signal:
 
 
 def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> T | None:
-    """Call ``attempt`` until it returns no future, blocking on each one; ``None`` on timeout."""
+    """Call ``attempt`` until it returns no future; block on each future. ``None`` on timeout."""
     timeout = check_timeout("timeout", timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
     while isinstance(found := attempt(), Future):
@@ -82,7 +82,7 @@ class ResultQueue:
 
     ``get``, ``get_with_timeout``, ``get_nowait``, ``aget``, ``for`` and ``async for`` read from the
     same queue, and each token is returned once. If a request has several texts, each result has
-    tokens of only one. After the last token of an ended request, these methods return ``None`` and
+    tokens of one text. After the last token of an ended request, these methods return ``None`` and
     iterations stop; if the request failed, they raise its exception.
     In a fork of its process, every method raises a ``ForkedError``.
     """
@@ -172,7 +172,7 @@ class ResultQueue:
             return found if is_over else self._changed.waiter()
 
     def _take(self) -> GeneratedElements | None:
-        """Return the unread tokens of the text that has most; called under the lock."""
+        """Return the unread tokens of the text with the most; called under the lock."""
         unread = [len(text.tokens) - text.num_read for text in self._texts]
         news = [(n, -i) for i, n in enumerate(unread) if n or self._texts[i].is_cut]
         if not news:
@@ -206,7 +206,6 @@ class ResultQueue:
         return bool(wait_for(self._end, timeout))
 
     async def await_end(self) -> None:
-        """Await the end of the request."""
         await await_for(self._end)
 
     def _end(self) -> bool | Future[None]:

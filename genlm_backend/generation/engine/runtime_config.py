@@ -49,7 +49,7 @@ class RuntimeConfig(CheckedConfig):
         warm_up: Whether starting the model evaluates a context of the maximum length and a batch
             of the maximum size, so that a lack of memory raises then.
         backend: Name of the backend for ``load_model_by_name``, if the model is given by name.
-        llm_opts: More options for loading it; they override the fields.
+        llm_opts: More options for loading the model; they override the fields.
 
     Raises:
         RuntimeConfigError: (``ValueError``) Naming the field.

@@ -65,7 +65,7 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, lm: AsyncLM) -> None:
-        # llguidance's EOS is the added token, so that its masks do not end texts by the model's.
+        # llguidance's EOS is the added token, so that its masks ignore the model's EOS tokens.
         self.eos_token_id = len(lm.byte_vocab)
         self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
         self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]
@@ -97,7 +97,7 @@ _REGEX = re.compile(
 
 
 def fault_of_generated(message: str) -> str:
-    """Return llguidance's message about a generated grammar, without the excerpt that it shows."""
+    """Return llguidance's message about a generated grammar, without its excerpt of the grammar."""
     place = _PLACE.match(message)
     first = max(1, int(place[1]) - 2) if place else 1  # llguidance shows two lines of context
     fault = message.rpartition(f"\n{first:4} | ")[0] or message

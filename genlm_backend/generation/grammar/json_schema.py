@@ -1,6 +1,6 @@
 """JSON schemas for llguidance: ``SchemaWalk`` rewrites a schema so that llguidance enforces it.
 
-It refuses features that llguidance ignores or misreads, such as numbers that are no doubles.
+It refuses features that llguidance ignores or misreads, such as numbers that no double equals.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _ENVELOPE: Final = frozenset({"name", "description", "strict", "schema"})
 _DEEPEST = 100
 _MOST = 2**53
 _MOST_EXPONENT = 22  # the largest power of ten that a double holds exactly
-_MOST_FACTOR = 100_000  # llguidance builds a state per unit: 6 s for 531,441
+_MOST_FACTOR = 100_000  # llguidance builds a state per unit: 531,441 take 6 s
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPES = 'nrbtf\\"'  # no "u": an escaped declared key would pass as an undeclared one
 
@@ -232,9 +232,10 @@ class SchemaWalk:
         divisor = schema.get("multipleOf")
         if _is_number(divisor) and not _is_factor(divisor):
             raise ConstraintError(
-                f"a constraint cannot enforce multipleOf {divisor} at {pointer} exactly, or would "
-                f"be too large: use an integer from 1 to {_MOST_FACTOR} or a fraction of few "
-                "digits, such as 0.01; or leave it out, and round the generated number"
+                f"a constraint cannot enforce multipleOf {divisor} at {pointer}, as "
+                "llguidance may round it or build too many states: use an integer from 1 to "
+                f"{_MOST_FACTOR} or a fraction of few digits, such as 0.01; or leave it out, and "
+                "round the generated number"
             )
         for value in [schema.get("const"), *_list(schema, "enum")]:
             for part in _scalars(value):
@@ -242,7 +243,7 @@ class SchemaWalk:
                 if _is_number(part) and not (_is_exact(part) and is_short):
                     raise ConstraintError(
                         f"a constraint cannot enforce the number {part} at {pointer} exactly, as "
-                        "llguidance may round it: use one of fewer digits, or a string"
+                        "llguidance may round it: use fewer digits, or a string"
                     )
                 if isinstance(part, str) and _CONTROL.search(part):
                     raise ConstraintError(
@@ -251,7 +252,7 @@ class SchemaWalk:
                     )
 
     def _write_format(self, schema: dict[str, Any], pointer: str) -> None:
-        """Replace a format by a pattern if llguidance's own allows more; refuse unknown formats."""
+        """Replace or narrow formats by patterns if llguidance is laxer; refuse unknown formats."""
         value, types = schema.get("format"), schema.get("type", "string")
         name, known = str(value), {**FORMATS, **NATIVE_FORMATS}
         if value is None or known.get(name) == "":
@@ -287,7 +288,9 @@ class SchemaWalk:
         try:
             TopologicalSorter(graph).prepare()
         except CycleError as error:
-            raise ConstraintError(f"the schema at {error.args[1][0]} refers to itself") from error
+            raise ConstraintError(
+                f"the schema at {error.args[1][0]} refers to itself before a value begins"
+            ) from error
 
     def _target(self, reference: str, pointer: str) -> str:
         target = self._anchors.get(reference, unquote(reference))
@@ -326,7 +329,7 @@ class SchemaWalk:
         )
 
     def _kinds(self, schema: Any, key: str, tagged: list[dict[str, Any]]) -> set[tuple[str, str]]:
-        """Return the types of values that may fit, each with its constant, or ``""`` for any."""
+        """Return the types of values that may fit, each with its constant (``""`` for any)."""
         while isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             schema = self._parts[self._target(schema["$ref"], "#")]
         if not isinstance(schema, dict):
@@ -359,7 +362,7 @@ class SchemaWalk:
         if self._is_merging and len(divisors) > 1:
             raise ConstraintError(
                 f"the multipleOf at {', '.join(divisors.values())} may apply to one number: put "
-                "their common multiple into one schema"
+                "their least common multiple into one schema"
             )
         lows = [(at, *own) for at, part in schemas for own in _bounds(part, _LOWER)]
         highs = [(at, *own) for at, part in schemas for own in _bounds(part, _UPPER)]
@@ -373,7 +376,7 @@ class SchemaWalk:
                 )
 
     def _refuse_escaped_keys(self) -> None:
-        """Refuse open objects: llguidance before 1.8 allows any escape in undeclared keys."""
+        """Refuse key patterns and open objects with keys: escaped keys evade llguidance < 1.8."""
         for pointer, part in self._schemas():
             is_open = part.get("additionalProperties") is not False
             if part.get("patternProperties") or (is_open and part.get("properties")):
@@ -487,7 +490,7 @@ def _is_exact(number: int | Decimal) -> bool:
 
 
 def _is_factor(divisor: int | Decimal) -> bool:
-    """Return whether llguidance enforces a ``multipleOf``; it scales the double to an integer."""
+    """Return whether llguidance enforces a ``multipleOf``, which it scales to an integer."""
     if divisor <= 0 or not _is_exact(divisor):
         return False
     value, exponent = float(divisor), 0

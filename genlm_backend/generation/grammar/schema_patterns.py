@@ -1,4 +1,4 @@
-r"""Patterns of JSON schemas, rewritten for Rust's ``regex``; and formats as patterns.
+r"""Rewrites patterns of JSON schemas for Rust's ``regex``; defines formats by patterns.
 
 A rewritten pattern matches only texts that both ECMA 262 and Python's ``re`` match: ``\d`` becomes
 the ASCII digits (ECMA 262), and ``[^\d]`` excludes the digits of all scripts (Python). A wide
@@ -15,7 +15,7 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import ConstraintError
 
 # Control characters without a short escape. llguidance 1.9 reads a set with all of them as if it
-# also had ``"`` and a backslash, so every set excludes them.
+# also had ``"`` and a backslash, so negated sets, ``.`` and ``\p`` exclude them.
 _NEVER: Final = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 _SPACE: Final = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 _FEW: Final = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACE, ".": r"\n\r\x{2028}\x{2029}"}
@@ -36,17 +36,17 @@ _RUST_ALONE = re.compile(r"\\[AzU]|\\[xu]\{.*|\\[pP][^{]?|\(\?(?![:=!<]|P<).*", 
 
 
 def portable(pattern: str, pointer: str, *, is_wide: bool = False) -> str:
-    """Rewrite a pattern to match what both dialects match, or if wide, what either matches."""
+    """Rewrite a pattern to match texts that both dialects match or, if wide, that either does."""
     written, before = [], ""
     for part, is_inside, is_negated in _parts(pattern):
         letter = part[1:]
         if _is_odd(part, before, is_inside) or (_UNWRITABLE.match(part) and not is_negated):
             raise ConstraintError(
                 f"the pattern {shown(pattern)} at {pointer} has {part!r}, which ECMA 262, Python's "
-                "re and Rust's regex do not read alike: write it another way, such as a{1,3} "
-                "without a space, ^ and $ for the ends, [aA] for a letter of either case, "
-                "(?:…) for a group, a backslash before a character that stands for itself, and no "
-                "control characters"
+                "re and Rust's regex do not read alike, or which is a control character: write it "
+                "another way, such as a{1,3} without a space, ^ and $ for the ends, [aA] for a "
+                "letter of either case, (?:…) for a group, or a backslash before a character that "
+                "stands for itself"
             )
         before = part
         if part == "[^":
@@ -80,7 +80,7 @@ def _is_odd(part: str, before: str, is_inside: bool) -> bool:
 
 
 def _parts(pattern: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield each part of a pattern, whether it is in a set (``[…]``), and in a negated set."""
+    """Yield each part of a pattern, whether it is in a set (``[…]``), and if so, a negated one."""
     is_inside = is_negated = False
     for match in _PART.finditer(pattern):
         part = match[0]
@@ -93,7 +93,7 @@ def _parts(pattern: str) -> Iterator[tuple[str, bool, bool]]:
             is_inside, is_negated = True, part[1:2] == "^"
 
 
-_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # there is no year 0
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # Python's dates have no year 0
 _LEAP_IN_CENTURY = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_LEAP_IN_CENTURY}|(?:{_LEAP_IN_CENTURY}|[2468][048])00)"
 _DAY = (
@@ -120,7 +120,7 @@ FORMATS: Final = {
         for version in range(1, 9)
     },
 }
-"""Formats of RFC 3339 and pydantic as patterns; llguidance's own allow texts that do not parse."""
+"""Patterns for formats that llguidance lacks or for which it allows texts that do not parse."""
 
 NATIVE_FORMATS: Final = {
     "email": "^[^@]{1,64}@.{1,63}$",

@@ -53,8 +53,8 @@ class AsyncReplicas(BatchedLM):
     from the contexts that it was sent before, whose keys and values it caches. Rows, batches and
     adapters work as with one evaluator; ``batch_size`` holds for each replica.
 
-    If a replica dies, the others get its contexts. Its restart, if its evaluator has one, is tried
-    after pauses of 0, 1, 5 and 20 s, and later by ``restart()``. A query raises an
+    If a replica dies, the others get its contexts. If its evaluator is restartable, a restart is
+    tried after pauses of 0, 1, 5 and 20 s, and later by each ``restart()``. A query raises an
     ``EngineDiedError`` if all replicas are dead, or if three have died while they computed it (a
     restarted replica counts again).
 
@@ -124,7 +124,7 @@ class AsyncReplicas(BatchedLM):
     ) -> Self:
         """Load a transformers model several times, each in a process of its own.
 
-        Replicas are assigned to the CUDA devices in turn. If there is none, or ``device_map`` or
+        Replicas are assigned to the CUDA devices in turn. If no device exists, or ``device_map`` or
         ``weights`` is given, they divide the cores instead, unless ``num_threads`` is given.
 
         Args:

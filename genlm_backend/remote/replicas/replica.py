@@ -46,7 +46,7 @@ class Replica:
         self.answering = ResultCollector(evaluator, rows, adapters)
         self._has_died, self._is_back = has_died, is_back
         self._death = ""
-        self._hurry = threading.Event()  # set: restart without a pause
+        self._hurry = threading.Event()  # if set, restart without a pause
         self._dying = threading.Lock()  # held while ``is_dead`` changes
         name = f"replica {number}"
         self.batcher: Batcher[Query, Any] = Batcher(
@@ -98,7 +98,7 @@ class Replica:
         return self._change(lambda e: e.add_adapter(adapter, path), {adapter: path})
 
     def remove_adapter(self, adapter: Adapter) -> concurrent.futures.Future[Any]:
-        """Remove an adapter, loaded or not, on the replica's thread, or at a dead one's restart."""
+        """Remove an adapter, if loaded, on the replica's thread; a dead one does not reload it."""
         return self._change(lambda e: e.remove_adapter(adapter), {}, without=adapter)
 
     def _change(

@@ -35,7 +35,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
         name: str,
         is_back: Callable[[int, EvaluatorInfo], None],
     ) -> None:
-        super().__init__(list, policy, name=name)  # its own queue stays unused
+        super().__init__(list, policy, name=name)  # the inherited queue stays unused
         self.replicas = [
             Replica(number, evaluator, rows, adapters, policy, self.died, self.back)
             for number, evaluator in enumerate(evaluators)
@@ -107,7 +107,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
             self._note_left()
 
     def _note_left(self) -> None:
-        """Remove from the loads the queries for which no caller waits any more."""
+        """Remove queries for which no caller waits any more from the loads of their replicas."""
         while self._left:
             query, choice = self._left.popleft()
             own, count = self._asked.get(query, (None, 0))

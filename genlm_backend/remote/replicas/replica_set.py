@@ -74,7 +74,7 @@ class ReplicaSet(Evaluator):
         return replace(self.infos[0], **least, **sums, **common, uses_openmp=uses_openmp)
 
     def _of_living(self, method: Callable[[Evaluator], Any]) -> list[Any]:
-        """Return a method's result on each living replica; an ``EngineDiedError`` marks it dead."""
+        """Return a method's results on the living replicas; one that dies meanwhile is left out."""
         asked = self._asked(method)
         concurrent.futures.wait(asked)
         return _of_living(asked)
@@ -120,7 +120,7 @@ class ReplicaSet(Evaluator):
     # ---------------------------------------------------------------- methods of Evaluator
 
     def evaluate(self, queries: Sequence[Any], /) -> NoReturn:
-        raise NotImplementedError("queries are sent to single replicas")
+        raise NotImplementedError("ReplicaBatcher sends each query to one replica")
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         return max(self._of_living(lambda e: e.num_cached(query, tier)), default=0)

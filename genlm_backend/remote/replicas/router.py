@@ -71,7 +71,7 @@ class Router:
         return choice
 
     def _wait(self, load: Load, match: _Match) -> float:
-        """Return a context's waiting time, without its own tokens, which cost the same anywhere."""
+        """Return the cost of waiting for a replica, except for the context's own tokens there."""
         num_passes = 1 + load.num_contexts // self.batch_size
         return load.num_tokens - match.num_waiting + self._per_forward * num_passes
 
@@ -125,7 +125,7 @@ class _Node:
 
 
 class _Match(NamedTuple):
-    """How much of a context a replica was sent, how much of that waits, a share of the rest."""
+    """Counts of a context's tokens: sent to a replica, waiting there, and its share of the rest."""
 
     num_known: int
     num_waiting: int
@@ -145,7 +145,7 @@ class RoutingTree:
     def matches(self, space: Hashable, packed: bytes) -> list[_Match]:
         path = list(self._path(space, packed))
         end = sum(matched for _, matched in path)
-        parts = [(len(packed) - end) / _ID_BYTES]  # after each node, last node first
+        parts = [(len(packed) - end) / _ID_BYTES]  # shares of the tokens after each node, reversed
         num_ways = 1
         for node, matched in reversed(path):
             num_ways = max(num_ways, len(node.children))
