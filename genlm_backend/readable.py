@@ -43,7 +43,7 @@ class Readable(abc.ABC):  # noqa: B024  (abstract because subclasses must be dat
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Readable):
+    if hasattr(value, "as_dict"):
         return value.as_dict()
     return dict(value) if isinstance(value, Mapping) else value
 
@@ -59,6 +59,8 @@ def _rows(statistics: Readable, prefix: str = "") -> Iterator[tuple[str, str]]:
 def _text(name: str, value: Any) -> str:
     if value is None:
         return "–"
+    if dataclasses.is_dataclass(value):
+        return str(value)
     if isinstance(value, Mapping):
         return ", ".join(f"{size} (×{count})" for size, count in value.items()) or "–"
     if name.startswith("time_"):

@@ -2,6 +2,7 @@
 
 from genlm_backend.batching.batched import Batched, batched
 from genlm_backend.batching.batcher import Batcher
+from genlm_backend.batching.histogram import Histogram
 from genlm_backend.batching.policy import BatcherStatistics, BatchPolicy, BatchState, Decision
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "Batcher",
     "BatcherStatistics",
     "Decision",
+    "Histogram",
     "batched",
 ]

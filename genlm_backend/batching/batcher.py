@@ -43,6 +43,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Generic, TypeVar, final
 
+from genlm_backend.batching.histogram import Durations
 from genlm_backend.batching.pending_query import (
     Answers,
     Caller,
@@ -131,7 +132,7 @@ class Batcher(Generic[Q, R]):
         self._name = text("name", name)
         self._worker, self._lock = Worker(f"genlm-{name}"), ProcessLock()
         self._is_wanted: Callable[[], bool] | None = None  # whether callers await the worker's task
-        self._last_wake = 0.0
+        self._last_wake = self._began = 0.0  # by time.monotonic
         self._given_up: QueryDroppedError | None = None  # set by ``check_cancelled``
         self._is_closed = False
         self._fences: dict[_Call[Any], int] = {}  # queued calls → number of the next query
@@ -143,6 +144,7 @@ class Batcher(Generic[Q, R]):
         self._num_arrived = 0
         self._num_submitted = self._num_joined = self._num_skipped = self._num_failed = 0
         self._batch_sizes: Counter[int] = Counter()
+        self._queue_time, self._batch_time = Durations(), Durations()
 
     # ---------------------------------------------------------------- submitting
 
@@ -275,6 +277,8 @@ class Batcher(Generic[Q, R]):
                 batch_sizes=dict(sorted(self._batch_sizes.items())),
                 num_pending=len(self._waiting),
                 num_in_flight=len(self._running),
+                queue_time_seconds=self._queue_time.histogram(),
+                batch_time_seconds=self._batch_time.histogram(),
             )
 
     # ---------------------------------------------------------------- calls on the worker
@@ -394,8 +398,9 @@ class Batcher(Generic[Q, R]):
         with self._lock.here:
             if self._is_closed or self._worker.is_stopped:
                 self.check_open()
+            now = time.monotonic()
             for query in queries:
-                asked.append(self._enter(caller, query))
+                asked.append(self._enter(caller, query, now))
                 self._num_submitted += 1
             self._loops.add(loop)
             if loop is None:
@@ -410,7 +415,7 @@ class Batcher(Generic[Q, R]):
                     self._advance(loop)
         return asked
 
-    def _enter(self, caller: Caller, query: Q) -> PendingQuery:
+    def _enter(self, caller: Caller, query: Q, now: float) -> PendingQuery:
         """Join the caller to an equal pending query, or queue a new one."""
         key: Any = query if self._key is None else self._key(query)
         pending = self._running.get(key) if self._running else None
@@ -418,7 +423,7 @@ class Batcher(Generic[Q, R]):
             weight = 1.0 if self._weight is None else self._weight(query)
             if type(weight) is not float or not weight >= 0:
                 weight = as_weight(weight)
-            new = PendingQuery(key, query, weight, self._num_arrived, caller)
+            new = PendingQuery(key, query, weight, self._num_arrived, caller, now)
             pending = self._waiting.setdefault(key, new)
             if pending is new:
                 self._num_arrived += 1
@@ -551,7 +556,9 @@ class Batcher(Generic[Q, R]):
         try:
             with self._lock.here:
                 self._is_busy = True
-                batch = self._take()
+                batch, self._began = self._take(), time.monotonic()
+                for arrived, times in Counter([q.arrived for q in batch.values()]).items():
+                    self._queue_time.add(self._began - arrived, times)
             self._is_wanted = partial(are_wanted, batch.values())
             queries = [pending.query for pending in batch.values()]
             self._settle(batch, *evaluated(self._evaluate, queries))
@@ -567,6 +574,8 @@ class Batcher(Generic[Q, R]):
         self, batch: dict[Hashable, PendingQuery], results: list[R], error: BaseException | None
     ) -> None:
         with self._lock.here:
+            if batch:
+                self._batch_time.add(time.monotonic() - self._began)
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
             self._is_wanted, self._given_up, self._running = None, None, {}
             answers: Answers = {}

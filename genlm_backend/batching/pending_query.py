@@ -61,10 +61,13 @@ def is_waiting(caller: Caller) -> bool:
 class PendingQuery:
     """A distinct query, in the queue or in the batch under evaluation."""
 
-    __slots__ = ("callers", "key", "number", "query", "result", "weight")
+    __slots__ = ("arrived", "callers", "key", "number", "query", "result", "weight")
 
-    def __init__(self, key: Hashable, query: Any, weight: float, number: int, caller: Any) -> None:
+    def __init__(
+        self, key: Hashable, query: Any, weight: float, number: int, caller: Any, arrived: float
+    ) -> None:
         self.key, self.query, self.weight = key, query, weight
+        self.arrived = arrived  # by time.monotonic
         self.number = number  # number of queries that arrived before it
         self.callers: Any = caller  # one caller, a dictionary of several, or ``None``
 

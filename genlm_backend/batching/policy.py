@@ -6,9 +6,10 @@ import enum
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Self, final
+from dataclasses import dataclass, field
+from typing import Any, Self, final
 
+from genlm_backend.batching.histogram import Histogram
 from genlm_backend.checks import checked, integer, number
 from genlm_backend.errors import OptionError
 from genlm_backend.readable import Readable
@@ -150,6 +151,8 @@ class BatcherStatistics(Readable):
         batch_sizes: Number of batches by size.
         num_pending: Distinct queries waiting now.
         num_in_flight: Distinct queries being evaluated now.
+        queue_time_seconds: How long each evaluated query waited for its batch to begin.
+        batch_time_seconds: How long each call of ``evaluate`` took.
     """
 
     num_submitted: int = 0
@@ -160,14 +163,18 @@ class BatcherStatistics(Readable):
     batch_sizes: Mapping[int, int] = field(default_factory=dict)
     num_pending: int = 0
     num_in_flight: int = 0
+    queue_time_seconds: Histogram = field(default_factory=Histogram)
+    batch_time_seconds: Histogram = field(default_factory=Histogram)
 
     @classmethod
     def sum(cls, several: Iterable[Self]) -> Self:
         """Return the sums of the counts of several batchers."""
         several = list(several)
-        sizes: Counter[int] = Counter()
-        for statistics in several:
-            sizes.update(statistics.batch_sizes)
-        names = [field.name for field in fields(cls) if field.name != "batch_sizes"]
-        numbers = {name: sum(getattr(one, name) for one in several) for name in names}
-        return cls(**numbers, batch_sizes=dict(sorted(sizes.items())))
+        sums = dict[str, Any]()
+        for name in cls.__dataclass_fields__:
+            own = [getattr(statistics, name) for statistics in several]
+            if name == "batch_sizes":
+                sums[name] = dict(sorted(sum(map(Counter, own), Counter[int]()).items()))
+            else:
+                sums[name] = (Histogram.added if name.endswith("_seconds") else sum)(own)
+        return cls(**sums)

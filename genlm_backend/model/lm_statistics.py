@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from genlm_backend.batching.histogram import Histogram
 from genlm_backend.queries.evaluator import EvaluatorCounts
 from genlm_backend.readable import Readable
 
@@ -30,6 +31,8 @@ class LMStatistics(Readable, EvaluatorCounts):
         row_cache_hits: Awaits answered from the row cache.
         num_joined: Awaits that joined an equal query, waiting or under evaluation.
         num_skipped: Queries never evaluated, because all their callers were cancelled.
+        queue_time_seconds: How long each query waited for its batch to begin.
+        batch_time_seconds: How long the evaluation of each batch took.
         row_bytes_used: Bytes of the cached rows.
         row_bytes_budget: Upper bound of ``row_bytes_used``.
         kv_bytes_used: Bytes of the cached keys and values.
@@ -59,6 +62,8 @@ class LMStatistics(Readable, EvaluatorCounts):
     row_cache_hits: int = 0
     num_joined: int = 0
     num_skipped: int = 0
+    queue_time_seconds: Histogram = field(default_factory=Histogram)
+    batch_time_seconds: Histogram = field(default_factory=Histogram)
     row_bytes_used: int = 0
     row_bytes_budget: int = 0
     num_evicted_rows: int = 0
