@@ -103,6 +103,7 @@ async def smc(
     repeats: int = 1,
     seed: int | None = None,
     lora_name: str | None = None,
+    ahead: bool = False,
     progress: bool = False,
 ) -> WeightedTexts:
     """Sample weighted texts by sequential Monte Carlo.
@@ -136,6 +137,8 @@ async def smc(
         repeats: Number of independent runs; they share passes, and give ``log_z_error``.
         seed: Seed of all random numbers; ``None`` for a fresh one.
         lora_name: The LoRA adapter to use.
+        ahead: Run the next forward pass while ``twist`` is awaited; see ``ParticleGroup.draw``. Not
+            in ``smc_sync``.
         progress: Show a bar of the steps.
 
     Raises:
@@ -152,6 +155,7 @@ async def smc(
     if constraint is not None and ends is not None:
         raise OptionError("ends is for texts without a constraint, which decides how texts end")
     factor = optional(function)("twist", twist)
+    is_early = switch("ahead", ahead)
     options = mapping("proposal", {} if proposal is None else proposal)
     check_names(options, ("temperature", "top_k", "top_p", "min_p"), "option of proposal")
     bits = packed_mask(allowed, len(lm.byte_vocab))
@@ -171,7 +175,8 @@ async def smc(
                 masks = [None] * len(states)
                 for i, each in own_masks:
                     masks[i] = each & mask
-            draws = await own.draw(allowed=masks, **options)
+            is_ahead = is_early and num_steps + 1 < length
+            draws = await own.draw(allowed=masks, ahead=is_ahead, **options)
             group.append(draws.token_ids)
             group.reweight(draws.log_increments)
             group.finish(_ended(draws, states, ending))

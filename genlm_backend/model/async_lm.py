@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NoReturn, Unpack
@@ -29,7 +30,12 @@ from genlm_backend.prefix.budgets import TierName
 from genlm_backend.queries.context import Context, ContextFactory, listed_contexts
 from genlm_backend.queries.query import NO_QUERY, UNKNOWN_ADAPTER, Adapter, RowQuery, TokenIds
 from genlm_backend.readouts.draw import Allowed, AnyRow, Draw, Mask, RandomGenerator, draw
-from genlm_backend.readouts.particle_step import ParticleStep, StepResult, numbers_of_draws
+from genlm_backend.readouts.particle_step import (
+    ParticleStep,
+    StepResult,
+    drawn_from_rows,
+    numbers_of_draws,
+)
 from genlm_backend.readouts.sample_readout import (
     DrawOptions,
     drawing_of,
@@ -838,6 +844,12 @@ class AsyncLM(Closing):
         return results
 
     particle_results_sync = blocking(particle_results, "results")
+
+    async def draws_from_rows(
+        self, steps: Sequence[ParticleStep], rows: Sequence[StepResult]
+    ) -> list[StepResult]:
+        """Return the results of steps with draws, given those of the steps without draws."""
+        return await asyncio.to_thread(drawn_from_rows, steps, rows)
 
     # ---------------------------------------------------------------- keys and values
 

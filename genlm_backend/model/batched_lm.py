@@ -56,7 +56,7 @@ from genlm_backend.queries.evaluator import (
 )
 from genlm_backend.queries.query import Adapter, Query, RowQuery, TokenIds
 from genlm_backend.queries.row import Row, RowCache, table_of
-from genlm_backend.readouts.particle_step import ParticleStep, StepResult
+from genlm_backend.readouts.particle_step import ParticleStep, StepResult, drawn_from_rows
 from genlm_backend.readouts.score_query import ScoreQuery, scores_of_rows
 from genlm_backend.readouts.token_readouts import ReadoutOf, readout_of, readouts_of
 from genlm_backend.runtime.blocking import blocking, is_blocking
@@ -332,14 +332,16 @@ class BatchedLM(OfOneProcess, AsyncLM):
         finally:
             rows.cancel()
             del rows
-        # Only the worker's thread may use the model's device.
-        values = self._batcher.call_soon(
-            lambda: [step.values(own.values) for step, own in zip(given, results, strict=True)]
-        )
-        pairs = zip(results, await asyncio.wrap_future(values), strict=True)
-        return [result._replace(values=of_step) for result, of_step in pairs]
+        return await self.draws_from_rows(given, results)
 
     particle_results_sync = blocking(particle_results, "results")
+
+    async def draws_from_rows(
+        self, steps: Sequence[ParticleStep], rows: Sequence[StepResult]
+    ) -> list[StepResult]:
+        # Only the worker's thread may use the model's device.
+        draws = self._batcher.call_soon(partial(drawn_from_rows, steps, rows))
+        return await asyncio.wrap_future(draws)
 
     # ------------------------------------------------------- the worker thread and its queue
 

@@ -18,6 +18,7 @@ of a particle, which have other indices, draw differently.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from genlm_backend.checks import integer, listed, number, optional, shown
+from genlm_backend.checks import integer, listed, number, optional, shown, switch
 from genlm_backend.errors import (
     ContextError,
     EvaluationError,
@@ -67,6 +68,10 @@ class ParticleModel(Protocol):
         steps: Sequence[ParticleStep],
         lora_name: str | None,
         with_draws: Callable[[], list[ParticleStep]] | None = None,
+    ) -> list[StepResult]: ...
+
+    async def draws_from_rows(
+        self, steps: Sequence[ParticleStep], rows: Sequence[StepResult]
     ) -> list[StepResult]: ...
 
 
@@ -168,6 +173,7 @@ class ParticleGroup:
         self._prompt_ids = [known.setdefault(own, i) for i, own in enumerate(prompts)]
         self._has_pictures = any(prompt.pictures is not None for prompt in prompts)
         self._is_running = self._is_drawn = False
+        self._ahead: _Ahead | None = None
 
     def __len__(self) -> int:
         return len(self.group_ids)
@@ -356,6 +362,8 @@ class ParticleGroup:
         self._num_tokens, self._hints = self._num_tokens[indices], self._hints[indices]
         self._last_tokens = self._last_tokens[indices]
         self._hinted_lengths = self._hinted_lengths[indices]
+        if self._ahead is not None:
+            self._ahead = self._ahead._replace(row_of=self._ahead.row_of[indices])
 
     # ---------------------------------------------------------------- tokens
 
@@ -380,6 +388,8 @@ class ParticleGroup:
         self._num_tokens = self._num_tokens + (ids >= 0)
         self._last_tokens = np.where(ids >= 0, ids, self._last_tokens)
         self._is_drawn = False
+        if self._ahead is not None:
+            self._ahead = self._ahead.appended(ids)
 
     def token_ids(self) -> list[list[int]]:
         """Return the tokens after each particle's prompt."""
@@ -427,6 +437,7 @@ class ParticleGroup:
         top_p: float = 1.0,
         min_p: float = 0.0,
         uniforms: ArrayLike | None = None,
+        ahead: bool = False,
     ) -> Draws:
         """Draw a token for each active particle; ``append`` the tokens to move on.
 
@@ -447,10 +458,16 @@ class ParticleGroup:
             top_p: As for ``draw_next_token``.
             min_p: As for ``draw_next_token``.
             uniforms: Numbers in [0, 1) to use instead of the group's own: float ``[N]``.
+            ahead: Start the forward pass of the drawn tokens at once, for the next ``draw``, so
+                that it runs while the program awaits a critic, for example. Resampling and
+                finishing keep the pass useful; if the program appends another token to an active
+                particle, the next ``draw`` takes a new pass. A change of the model's weights or
+                adapters does not reach a pass that has started. Needs an event loop.
 
         Raises:
             OptionTypeError: (``TypeError``) If an argument has another type.
-            OptionError: (``ValueError``) If an argument is out of its bounds or has a wrong shape.
+            OptionError: (``ValueError``) If an argument is out of its bounds or has a wrong shape,
+                or if ``draw_sync`` gets ``ahead=True``.
             ContextError: (``ValueError``) If a context is empty or longer than the model's maximum.
             ParticleError: (``RuntimeError``) While another await of the group runs.
             EvaluationError: (``RuntimeError``) If the row of a particle is NaN.
@@ -460,9 +477,18 @@ class ParticleGroup:
             points = self._uniforms(uniforms)
             divisor = TEMPERATURE("temperature", temperature)
             bounds = _bounds(top_k, top_p, min_p)
-            active = self._active()
-            first, row_of = self._distinct(active)
-            steps, places = self._steps(active[first]), list[Indices]()
+            active, is_ahead = self._active(), switch("ahead", ahead)
+            lm, found = await in_form(self._model), np.empty((len(active), 5))
+            if is_ahead and lm is not self._model:
+                raise OptionError("ahead=True needs an event loop: await draw(…) instead")
+            rows = await self._rows_ahead(active) if lm is self._model else None
+            if rows is None:
+                first, row_of = self._distinct(active)
+                steps = self._steps(active[first])
+            else:
+                assert self._ahead is not None
+                steps, row_of = self._ahead.steps, self._ahead.row_of[active]
+            places = list[Indices]()
             is_late = callable(allowed) and not hasattr(allowed, "state_key")
 
             def with_draws() -> list[ParticleStep]:
@@ -472,15 +498,18 @@ class ParticleGroup:
                 made, places[:] = plan.with_draws(steps, row_of)
                 return made
 
-            if not is_late:
+            if rows is not None:
+                results = await lm.draws_from_rows(with_draws(), rows)
+            elif is_late:
+                results = await lm.particle_results(steps, self._lora_name, with_draws)
+            else:
                 steps = with_draws()
-            lm, found = await in_form(self._model), np.empty((len(active), 5))
-            later = with_draws if is_late else None
-            results = await lm.particle_results(steps, self._lora_name, later) if steps else []
+                results = await lm.particle_results(steps, self._lora_name) if steps else []
             for result, own in zip(results, places, strict=True):
                 found[own] = result.values
             draws = self._draws(active, found)
             self._keep_hints(active, row_of, results)
+            await self._start_ahead(draws.token_ids, active, row_of, is_ahead)
             self._count_draw()
             return draws
 
@@ -637,25 +666,66 @@ class ParticleGroup:
         rows = np.array(row_of, np.int64)
         return np.unique(rows, return_index=True)[1], rows
 
-    def _steps(self, particles: Indices) -> list[ParticleStep]:
+    def _steps(self, particles: Indices, next_ids: Indices | None = None) -> list[ParticleStep]:
         """Return steps of at most ``batch_size`` rows, without draws.
 
         Args:
             particles: A particle for each row: int64 ``[R]``.
+            next_ids: A token after each row's context, to read the rows after these: int64 ``[R]``.
         """
-        size = self._model.batch_size
-        parts = [particles[start : start + size] for start in range(0, len(particles), size)]
-        return [
-            ParticleStep(
-                hints=self._hints[own],
+        lengths, tokens = (self._prompt_lengths + self._num_tokens)[particles], next_ids
+        if tokens is None:
+            tokens = self._last_tokens[particles]
+        else:
+            lengths = lengths + 1
+        size, steps = self._model.batch_size, list[ParticleStep]()
+        for start in range(0, len(particles), size):
+            own = slice(start, start + size)
+            contexts = self._contexts_of(particles[own])
+            step = ParticleStep(
+                hints=contexts.hints,
                 hint_key=self._hint_key,
-                lengths=(self._prompt_lengths + self._num_tokens)[own].astype(np.int32),
-                tokens=self._last_tokens[own],
-                contexts=self._contexts_of(own),
+                lengths=lengths[own].astype(np.int32),
+                tokens=tokens[own].astype(np.int32),
+                contexts=contexts if next_ids is None else contexts.followed_by(next_ids[own]),
                 has_pictures=self._has_pictures,
             )
-            for own in parts
-        ]
+            steps.append(step)
+        return steps
+
+    async def _rows_ahead(self, active: Indices) -> list[StepResult] | None:
+        """Return the rows of the pass that the last draw started, if all particles need these."""
+        ahead = self._ahead
+        if ahead is None or ahead.drawn is not None or not len(active):
+            return None
+        return None if (ahead.row_of[active] < 0).any() else await ahead.results()
+
+    async def _start_ahead(
+        self, drawn: Indices, active: Indices, row_of: Indices, is_ahead: bool
+    ) -> None:
+        """Start the pass of the drawn tokens, if ``is_ahead``; ``row_of`` has the draws' rows."""
+        self._ahead = None
+        if not is_ahead:
+            return
+        ids, most = drawn[active], self._model.max_length
+        lengths = (self._prompt_lengths + self._num_tokens)[active]
+        own = np.flatnonzero((ids >= 0) & (most is None or lengths < most))
+        codes = row_of[own] * len(self._model.byte_vocab) + ids[own]
+        _, first, rows = np.unique(codes, return_index=True, return_inverse=True)
+        steps = self._steps(active[own[first]], ids[own[first]])
+        task = asyncio.ensure_future(self._model.particle_results(steps, self._lora_name))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged
+        try:
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+        except BaseException:
+            task.cancel()
+            raise
+        self._ahead = _Ahead(steps, task, self._in_group(active[own], rows), drawn)
+
+    def _count_draw(self) -> None:
+        self._num_draws += 1
+        self._is_drawn = True
 
     def _contexts_of(self, particles: Indices) -> StepContexts:
         """Return the present contexts of some particles."""
@@ -705,9 +775,40 @@ class ParticleGroup:
         self._hinted_lengths = self._hinted_lengths.copy()
         self._hinted_lengths[active] = (self._prompt_lengths + self._num_tokens)[active]
 
-    def _count_draw(self) -> None:
-        self._num_draws += 1
-        self._is_drawn = True
+
+_TURNS: Final = 6  # of the event loop, after which a new batch has usually been sent
+
+
+@final
+class _Ahead(NamedTuple):
+    """The pass that a draw has started for the next one.
+
+    Attributes:
+        steps: The steps, without draws.
+        task: The task that waits for their results.
+        row_of: Index of each particle's row in the steps; -1 without one: int64 ``[N]``.
+        drawn: The drawn tokens, int64 ``[N]``; ``None`` once tokens have been appended.
+    """
+
+    steps: list[ParticleStep]
+    task: asyncio.Future[list[StepResult]]
+    row_of: Indices
+    drawn: Indices | None
+
+    def appended(self, token_ids: NDArray[np.int32]) -> _Ahead:
+        """Forget the rows of particles that have got other tokens than the drawn ones."""
+        is_drawn = token_ids == (-1 if self.drawn is None else self.drawn)
+        return self._replace(row_of=np.where(is_drawn, self.row_of, -1), drawn=None)
+
+    async def results(self) -> list[StepResult] | None:
+        """Wait for the results; ``None`` if the pass failed or another event loop waits for it."""
+        if not self.task.done():
+            if self.task.get_loop() is not asyncio.get_running_loop():
+                return None
+            await asyncio.wait([self.task])  # which a cancellation of the draw does not cancel
+        # After a failure, the draw takes an ordinary pass, which may raise the same error.
+        is_failed = self.task.cancelled() or self.task.exception() is not None
+        return None if is_failed else self.task.result()
 
 
 @final

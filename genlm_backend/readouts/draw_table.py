@@ -107,6 +107,8 @@ class Pools:
             that were drawn from, the log-probability of the draw, and the pool's largest score. If
             that is ``-inf`` or NaN, no token can be drawn, and the other numbers mean nothing.
         """
+        if not len(self.rows):
+            return np.empty((0, 5))
         if table.device.type == "mps":  # it has no float64
             table = table.cpu()
         width, device = table.shape[1], table.device

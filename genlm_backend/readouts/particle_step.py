@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
@@ -74,6 +74,12 @@ class StepResult(NamedTuple):
     hint_key: object
 
 
+def drawn_from_rows(steps: Sequence[ParticleStep], rows: Sequence[StepResult]) -> list[StepResult]:
+    """Return the results of steps with draws, given the steps' rows."""
+    pairs = zip(steps, rows, strict=True)
+    return [own._replace(values=step.values(own.values)) for step, own in pairs]
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContexts:
@@ -105,6 +111,13 @@ class StepContexts:
         if self.hints[index]:
             context.cache_hint = self.hint_key, int(self.hints[index])
         return context
+
+    def followed_by(self, next_ids: NDArray[np.int64]) -> StepContexts:
+        """Return the contexts with one more token each: int64 ``[R]``."""
+        rows, width = np.arange(len(self.rows)), self.sizes.max(initial=0)
+        tokens = np.pad(self.tokens[self.rows, :width], ((0, 0), (0, 1)))
+        tokens[rows, self.sizes] = next_ids
+        return replace(self, tokens=tokens, rows=rows, sizes=self.sizes + 1)
 
     def __reduce__(self) -> tuple[type[StepContexts], tuple[Any, ...]]:
         own = self.tokens[self.rows, : self.sizes.max(initial=0)]  # no other particle's tokens

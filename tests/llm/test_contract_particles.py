@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 
 import numpy as np
 import pytest
@@ -155,6 +156,49 @@ def test_cancelled_draw_leaves_the_group_as_it_was(lm):
     asyncio.run(main())
 
 
+def test_pass_ahead_answers_the_next_draw_unless_other_tokens_are_appended(lm):
+    async def main():
+        for change in (0, 1):
+            lm.clear_cache()
+            group, same = (lm.particles(PROMPT, 5, seed=2) for _ in range(2))
+            draws = await group.draw(ahead=True)
+            time.sleep(0.05)  # noqa: ASYNC251  (the pass begins without another turn of the loop)
+            before = lm.statistics().num_awaits
+            group.append((draws.token_ids + change) % VOCAB)
+            group.finish(np.arange(5) == 4)
+            group.reweight([0, 0, 0, -math.inf, 0])
+            ancestors = group.resample(1.0)
+            last = await group.draw()
+            assert (lm.statistics().num_awaits > before) == (change == 1)
+            await same.draw()
+            same.append((draws.token_ids + change) % VOCAB)
+            same.finish(np.arange(5) == 4)
+            same.reweight([0, 0, 0, -math.inf, 0])
+            assert (same.resample(1.0) == ancestors).all()
+            expected = await same.draw()
+            assert last.token_ids.tolist() == expected.token_ids.tolist()
+            np.testing.assert_allclose(last.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+
+    asyncio.run(main())
+
+
+def test_draws_after_a_pass_ahead_that_failed_or_is_of_an_ended_loop_match(lm):
+    group, same = (lm.particles(PROMPT, 5, seed=2) for _ in range(2))
+
+    async def step(is_ahead, is_dropped):
+        group.append((await group.draw(ahead=is_ahead)).token_ids)
+        same.append((await same.draw()).token_ids)
+        if is_dropped:
+            lm.reset_async_queries()
+            lm.clear_cache()
+
+    for is_ahead, is_dropped in ((True, True), (True, False), (False, False)):
+        asyncio.run(step(is_ahead, is_dropped))
+    assert group.token_ids() == same.token_ids()
+    with pytest.raises(OptionError, match="event loop"):
+        group.draw_sync(ahead=True)
+
+
 def test_draw_after_a_cleared_cache_filled_by_others_matches_fresh_rows(lm, backend):
     group, reference = lm.particles(PROMPT, 4, seed=0), Reference(backend, [PROMPT] * 4)
     for step in range(3):
@@ -303,14 +347,15 @@ def test_masks_of_every_kind_draw_the_same(lm):
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("step"), st.sampled_from([{}, {"temperature": 0.7}, {"allowed": True}])),
-        st.tuples(st.just("step"), st.just({"skip": True})),
+        st.tuples(st.just("step"), st.sampled_from([{"skip": True}, {"change": True}])),
+        st.tuples(st.just("step"), st.just({"is_sync": True})),
         st.tuples(
             st.just("resample"), st.sampled_from(["systematic", "ssp", "residual", "multinomial"])
         ),
         st.tuples(st.just("finish"), st.integers(0, 5)),
         st.tuples(st.just("kill"), st.integers(0, 5)),
         st.tuples(st.just("clear"), st.none()),
-        st.tuples(st.just("cancel"), st.integers(0, 4)),
+        st.tuples(st.just("cancel"), st.integers(0, 12)),
         st.tuples(st.just("others"), st.integers(1, 4)),
         st.tuples(st.just("part"), st.integers(1, 6)),
         st.tuples(st.just("append"), st.integers(1, 40)),
@@ -326,7 +371,7 @@ OPERATIONS = st.lists(
 )
 @given(operations=OPERATIONS, seed=st.integers(0, 1000), batch_size=st.sampled_from([2, 4, 20]))
 def test_any_history_matches_particles_one_by_one(backend, lm, operations, seed, batch_size):
-    """Resampling, finishing, masks, evictions, cancellations and awaits of others."""
+    """Resampling, finishing, masks, passes ahead, evictions, cancellations, awaits of others."""
 
     async def main():
         rng, count = np.random.default_rng(seed), 6
@@ -337,11 +382,12 @@ def test_any_history_matches_particles_one_by_one(backend, lm, operations, seed,
             if kind == "step":
                 uniforms, masks = rng.random(count), random_masks(rng, count)
                 is_masked, temperature = "allowed" in argument, argument.get("temperature", 1.0)
-                draws = await group.draw(
-                    uniforms=uniforms,
-                    temperature=temperature,
-                    **({"allowed": masks} if is_masked else {}),
-                )
+                options = {"uniforms": uniforms, "temperature": temperature}
+                options |= {"allowed": masks} if is_masked else {}
+                if argument.get("is_sync"):
+                    draws = group.draw_sync(**options)
+                else:
+                    draws = await group.draw(**options, ahead=rng.random() < 0.5)
                 drawn = draws.token_ids >= 0
                 assert (drawn == group.is_active).all()
                 given_masks = masks if is_masked else None
@@ -349,6 +395,8 @@ def test_any_history_matches_particles_one_by_one(backend, lm, operations, seed,
                 ids = draws.token_ids.copy()
                 if argument.get("skip"):
                     ids[::2] = -1
+                if argument.get("change"):
+                    ids[::3] = (ids[::3] + 1) % VOCAB
                 group.append(ids)
                 reference.append(ids)
                 group.reweight(np.where(drawn, 0.3 * draws.logprobs, 0.0))
@@ -365,7 +413,7 @@ def test_any_history_matches_particles_one_by_one(backend, lm, operations, seed,
             elif kind == "clear":
                 lm.clear_cache()
             elif kind == "cancel":
-                task = asyncio.ensure_future(group.draw())
+                task = asyncio.ensure_future(group.draw(ahead=argument % 2 == 0))
                 for _ in range(argument):
                     await asyncio.sleep(0)
                 task.cancel()
