@@ -363,7 +363,7 @@ def test_statistics_have_readable_repr_html_and_json():
     assert lm.as_dict()["mean_batch_size"] == 23 / 4
     assert "<td style='text-align:right'>12,345</td>" in lm._repr_html_()
     trie = TrieStatistics(*[BatcherStatistics(num_submitted=n) for n in range(3)])
-    assert "max.num_submitted      1\n" in repr(trie)
+    assert "max.num_submitted           1\n" in repr(trie)
     assert trie.as_dict()["log_sum"]["num_submitted"] == 2
     request = RequestStatistics(0.0123, 1.5, None, 3 * 1024.0, 1, 2, 3)
     assert "time_in_queue         12.3 ms\n" in repr(request)

@@ -41,7 +41,8 @@ class Histogram:
         return {"buckets": dict(self.buckets), "sum": self.sum, "count": self.count}
 
     def __str__(self) -> str:
-        return f"{self.count:,}, mean {1000 * self.sum / max(1, self.count):,.1f} ms"
+        count = self.count
+        return f"{count:,}, mean {1000 * self.sum / count:,.1f} ms" if count else "–"
 
     @classmethod
     def added(cls, several: Iterable[Self]) -> Self:

@@ -131,7 +131,7 @@ class Scheduler:
 
     def evaluate(self, queries: list[Query]) -> list[Result]:
         """Return one answer per query; if memory runs out, halve the batch and try again."""
-        if any(type(query) is ParticleStep for query in queries):
+        if ParticleStep in set(map(type, queries)):
             return self._evaluate_steps(queries)
         answers: list[Result] | None = None
         try:
@@ -476,7 +476,7 @@ class Scheduler:
         hints = self.tree.nodes.cache_hints(kept)
         for query, hint in zip(queries, hints, strict=True):
             query.context.cache_hint = hint
-        return self._without_nan(queries, rows, np.flatnonzero(~_are_sound(rows)).tolist())
+        return self._without_nan(queries, rows, np.flatnonzero(kept == 0).tolist())
 
     def _decode(
         self,

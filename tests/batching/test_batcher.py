@@ -153,6 +153,28 @@ async def test_the_loop_is_free_while_a_batch_is_evaluated(recorder):
     batcher.close()
 
 
+def test_histograms_count_each_querys_wait_and_each_batch():
+    batcher = Batcher(lambda queries: [time.sleep(0.03) or query for query in queries])
+    start = time.monotonic()
+    for queries in ((1, 2, 2, 3), (4,)):
+        batcher.submit_sync(queries)
+    seconds, statistics = time.monotonic() - start, batcher.statistics()
+    waits, batches = statistics.queue_time_seconds, statistics.batch_time_seconds
+    assert (waits.count, batches.count) == (4, statistics.num_batches) == (4, 2)
+    assert 0.12 <= batches.sum <= seconds
+    assert 0 <= waits.sum <= 3 * seconds
+    counts = list(batches.buckets.values())
+    assert counts == sorted(counts)
+    assert list(batches.buckets)[-1] == "+Inf"
+    assert [float(bound) for bound in batches.buckets] == sorted(map(float, batches.buckets))
+    assert batches.buckets["0.025"] == 0
+    both = BatcherStatistics.sum([statistics, BatcherStatistics(), statistics])
+    assert both.batch_time_seconds.as_dict()["count"] == 4
+    assert both.batch_time_seconds.buckets == {k: 2 * v for k, v in batches.buckets.items()}
+    assert both.batch_sizes == {size: 2 * times for size, times in statistics.batch_sizes.items()}
+    batcher.close()
+
+
 async def test_equal_keys_share_one_evaluation_even_in_flight(recorder):
     batcher = Batcher(recorder, PATIENT, key=lambda query: query % 10)
     recorder.hold()

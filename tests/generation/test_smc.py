@@ -222,6 +222,10 @@ def test_smc_with_a_coroutine_twist_calls_it_at_once_and_gives_the_result_of_smc
             numbers(found)
         )
         assert critic.statistics().num_batches < 6 * N
+        options = {**OPTIONS, "twist": critic, "ahead": True}
+        early = asyncio.run(smc(mock_lm, PROMPT, N, **options))
+        assert early.token_ids == found.token_ids
+        np.testing.assert_allclose(early.log_weights, found.log_weights)
     assert numbers(found) == numbers(smc_sync(mock_lm, PROMPT, N, **OPTIONS))
 
 
@@ -257,6 +261,7 @@ WRONG = {
     "scheme": (["best"], []),
     "repeats": ([0], [True]),
     "seed": ([-1], [1.5]),
+    "ahead": ([True], [1]),
     "progress": ([], [1]),
 }
 
