@@ -70,9 +70,9 @@ def multinomial(log_weights: ArrayLike, n: int, rng: np.random.Generator) -> Anc
 
 
 def residual(log_weights: ArrayLike, n: int, rng: np.random.Generator) -> Ancestors:
-    """Take ``floor(n * weight)`` copies of each index, and the rest by ``multinomial``.
+    """Take ``floor(n * weight)`` copies of each index, and draw the rest (Liu and Chen, 1998).
 
-    (Liu and Chen, 1998.)
+    The rest are drawn as by ``multinomial``, from the fractions that are left.
 
     Raises:
         Exception: Any error of ``systematic``.
@@ -147,7 +147,7 @@ def effective_sample_size(log_weights: ArrayLike) -> float:
     """Return ``(sum w)**2 / sum w**2``, between 1 and the number of weights; 0 if all are zero.
 
     Raises:
-        OptionTypeError: (``TypeError``) If ``log_weights`` is no array of numbers.
+        OptionTypeError: (``TypeError``) If ``log_weights`` is not an array of numbers.
         OptionError: (``ValueError``) If a weight is NaN or infinite.
     """
     weights = _relative(_log_weights(log_weights))

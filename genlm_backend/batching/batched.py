@@ -23,7 +23,7 @@ class Batched(Closing, Generic[Q, R]):
     """An awaitable function of one query, made by ``batched`` from a function of a list.
 
     ``await score(query)`` waits for one result, ``await score.map(queries)`` for several, and
-    ``score.map_sync(queries)`` blocks the thread. ``close()`` ends its thread.
+    ``score.map_sync(queries)`` blocks the thread. ``close()`` ends the thread of the batches.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Batched(Closing, Generic[Q, R]):
         return self._batcher.statistics()
 
     def close(self) -> None:
-        """Raise a ``QueryDroppedError`` in all callers, and end the thread; may be repeated."""
+        """Raise a ``QueryDroppedError`` in waiting callers, and end the thread; may be repeated."""
         self._batcher.close()
         if self._loop is not None and not self._batcher.is_foreign:
             self._loop.close()

@@ -6,15 +6,15 @@ joins that. The policy decides when to send a batch. The worker thread moves the
 ``_running``, evaluates them without the lock, and settles each loop's futures by one callback.
 
 **Invariants.** One lock guards both dictionaries. A query that no caller waits for leaves the
-queue, at the latest when it would enter a batch. The thread that sends a batch only queues a call
-for the worker thread, since Ctrl-C never interrupts that one. After a Ctrl-C, a surplus call may be
-queued, which finds no queries, or one may be missing, which the next caller queues. The collector
-may close a coroutine on any thread at any moment, so closing one sets a flag and takes no lock. A
-lock belongs to the process that claims it, and raises in a fork, which has no worker thread
-(``runtime/forks.py``).
+queue, at the latest when it would enter a batch. Ctrl-C never interrupts the worker thread, so the
+thread that sends a batch only queues a call for the worker. After a Ctrl-C, there may be a surplus
+call, which finds no queries, or a call may be missing, which the next caller queues. The garbage
+collector may close a coroutine on any thread at any moment, so closing one sets a flag and takes no
+lock. A lock belongs to the process that claims it, and raises an error in a fork, which has no
+worker thread (``runtime/forks.py``).
 
 **Why it waits for quiet.** After four turns of the event loop without a new query
-(``quiet_turns``), runnable tasks have usually submitted theirs; an idle turn costs some 20
+(``quiet_turns``), runnable tasks have usually submitted their queries; an idle turn costs about 20
 microseconds. The timeout and ``max_turns`` are for programs that never pause. After a batch, its
 callers get the same turns to add queries to those that arrived meanwhile, unless these fill a
 batch.
@@ -28,7 +28,7 @@ have cancelled a task (a notebook's stop button), and nothing else would wake th
 **Costs.** A caller of one query is represented by its future, and a caller of several by one
 ``MultiWaiter``: with an object per query, garbage collection made 1,024 awaits 30 % slower. The
 policy is not consulted for a query from a loop while the worker is busy, or while the loop has a
-turn scheduled and the batch is not full.
+turn scheduled and the batch is neither full nor flushed.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Batcher(Generic[Q, R]):
         Raises:
             BatcherClosedError: After ``close()``, or when the interpreter has ended the worker.
             ForkedError: In a fork of the batcher's process.
-            QueryDroppedError: If ``drop()`` or ``close()`` came first.
+            QueryDroppedError: If ``drop()`` or ``close()`` came before the result.
             Exception: Any error that ``evaluate`` raised for the batch or returned for the query.
         """
         loop = asyncio.get_running_loop()
@@ -306,7 +306,7 @@ class Batcher(Generic[Q, R]):
         """Run ``function`` on the worker thread after the batches already sent; see ``call``.
 
         Returns:
-            A future of its result or exception; cancel it before the function starts to skip it.
+            A future of the result or exception; cancel it before the call starts to skip the call.
         """
         return self._put(function).future
 
@@ -404,11 +404,11 @@ class Batcher(Generic[Q, R]):
                 self._num_submitted += 1
             self._loops.add(loop)
             if loop is None:
-                # False if all queries joined the batch under evaluation.
+                # False if no query waits: all have joined the batch under evaluation.
                 self._flush_requested = bool(self._waiting)
                 self._advance(None)
             elif queries and not self._is_busy:
-                # The loop's next turn decides, unless the batch is full or no turn is scheduled.
+                # A scheduled turn of the loop decides, unless the batch is full or flushed.
                 detector = self._quiet_detectors.get(loop)
                 is_full = len(self._waiting) >= self.policy.max_batch_size
                 if detector is None or is_full or self._flush_requested or not detector.is_coming:
@@ -441,7 +441,7 @@ class Batcher(Generic[Q, R]):
         """Remove a caller from its queries, and dequeue those without other callers."""
         leave(caller.future if type(caller) is MultiWaiter else caller)
         if isinstance(error, GeneratorExit):
-            return  # the garbage collector raised it, on a thread that may hold the lock
+            return  # from the garbage collector, perhaps on a thread that holds the lock
         with self._lock.here:
             for query in queries or ():
                 if query.leave(caller) and self._waiting.get(query.key) is query:
@@ -503,7 +503,7 @@ class Batcher(Generic[Q, R]):
         # Ctrl-C may interrupt this anywhere. If the call is missing, the next caller queues it; one
         # call too many finds an empty queue.
         try:
-            self.check_open()  # also claims the lock for this process, which owns the thread
+            self.check_open()  # also claims the lock for this process, which then owns the thread
             self._worker.put(self._run)
         except RuntimeError as error:  # the worker thread has ended or cannot be started
             deliver(self._refused(error))
@@ -531,7 +531,7 @@ class Batcher(Generic[Q, R]):
         return batch
 
     def _oldest(self) -> list[PendingQuery]:
-        """Return the oldest queries up to a full batch, and none after a queued call."""
+        """Return the oldest queries, up to a full batch and up to the first queued call."""
         most, waiting = self.policy.max_batch_size, self._waiting.values()
         fence = next(iter(self._fences.values()), self._num_arrived)  # fences are in order
         are_few = fence == self._num_arrived and len(waiting) <= most

@@ -23,18 +23,18 @@ class Histogram:
     sum_value=histogram.sum)`` of ``prometheus_client`` exports it.
 
     Attributes:
-        buckets: Number of durations up to each bound: the bound in seconds, as text, to the
-            cumulative count. The last bound is ``"+Inf"``. Empty before the first duration.
+        buckets: Cumulative counts: each bound in seconds, as text, mapped to the number of
+            durations up to it. The last bound is ``"+Inf"``.
         sum: Sum of the durations in seconds.
     """
 
-    buckets: Mapping[str, int] = field(default_factory=dict)
+    buckets: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(_NAMES, 0))
     sum: float = 0.0
 
     @property
     def count(self) -> int:
         """Number of durations."""
-        return self.buckets.get("+Inf", 0)
+        return self.buckets["+Inf"]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields and the count by name."""
@@ -46,10 +46,9 @@ class Histogram:
 
     @classmethod
     def added(cls, several: Iterable[Self]) -> Self:
-        """Return the histogram of the durations of several."""
-        several = [histogram for histogram in several if histogram.count]
-        names = several[0].buckets if several else ()
-        buckets = {name: sum(own.buckets[name] for own in several) for name in names}
+        """Return one histogram of the durations in several."""
+        several = list(several)
+        buckets = {name: sum(own.buckets[name] for own in several) for name in _NAMES}
         return cls(buckets, sum(own.sum for own in several))
 
 
@@ -66,9 +65,8 @@ class Durations:
         self._sum += seconds * times
 
     def histogram(self) -> Histogram:
-        """Return the durations counted so far."""
-        counts = list(accumulate(self._counts))
-        return Histogram(dict(zip(_NAMES, counts, strict=True)) if counts[-1] else {}, self._sum)
+        """Return the histogram of the durations so far."""
+        return Histogram(dict(zip(_NAMES, accumulate(self._counts), strict=True)), self._sum)
 
 
 _NAMES: Final = (*map(str, BOUNDS), "+Inf")

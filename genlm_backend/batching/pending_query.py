@@ -125,7 +125,7 @@ Answers: TypeAlias = dict[Loop, list[tuple[Any, Any]]]
 
 
 def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
-    """Detach all callers from the queries; return the answer of each caller that can be settled."""
+    """Detach all callers from the queries; return the answers of callers that are now done."""
     answers: Answers = {}
     for query, result in results:
         failed = is_error(result)
@@ -159,7 +159,7 @@ def deliver(answers: Answers) -> None:
 
 
 def settle_here(loop: asyncio.AbstractEventLoop, answers: list[tuple[Any, Any]]) -> None:
-    """Settle futures on the running loop; after an interrupt, schedule the rest on it."""
+    """Settle futures on the running loop; after an interrupt, schedule this call again."""
     try:
         _settle(answers)
     except BaseException:

@@ -1,4 +1,4 @@
-"""BatchPolicy decides when to send a batch; QuietDetector counts turns; statistics."""
+"""BatchPolicy, which decides when to send a batch; QuietDetector; BatcherStatistics."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class BatchState:
     num_pending: int  # distinct queries that wait for a batch
     is_busy: bool = False  # the worker is evaluating a batch
     flush_requested: bool = False  # a caller blocks a thread, or asked for a flush
-    num_turns: int = 0  # turns of the event loop since a batch could be sent
+    num_turns: int = 0  # turns of the event loop while queries waited and the worker was idle
     num_quiet_turns: int = 0  # latest turns in a row without a new query
-    waited: float = 0.0  # seconds since a batch could be sent
+    waited: float = 0.0  # seconds for which queries waited while the worker was idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class BatchPolicy:
 
     A batch is sent when it is full or flushed, when the event loop has had ``quiet_turns`` turns
     in a row without a new query, or ``timeout`` seconds or ``max_turns`` turns after its first
-    query. The timeout and ``max_turns`` only matter for programs that send a steady trickle.
+    query. The timeout and ``max_turns`` only matter if queries come in a steady trickle.
 
     Attributes:
         max_batch_size: Most distinct queries in one batch; at least 1. If a batcher weighs
@@ -55,8 +55,8 @@ class BatchPolicy:
         timeout: Seconds that the first query of a batch may wait for others; zero or more.
             Time while the worker is busy does not count: no batch could be sent then.
         quiet_turns: Turns of the event loop without an arrival after which a batch is sent.
-            More than one, because a result passes through a task or two (``asyncio.gather``)
-            before the caller sends the next query. One idle turn costs about 20 microseconds.
+            Use several: a result may pass through a task or two (``asyncio.gather``) before
+            the caller sends the next query. One idle turn costs about 20 microseconds.
         max_turns: Turns of the event loop after which a batch is sent in any case.
 
     Raises:

@@ -16,7 +16,7 @@ _ENDED: Final = "the worker thread has ended, as it does when the interpreter ex
 
 @final
 class _Calls(queue.SimpleQueue):
-    """A queue of calls for one thread, until it is closed."""
+    """A queue of calls for one thread, which can be closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Calls(queue.SimpleQueue):
         self._lock = threading.Lock()
 
     def claim(self) -> bool:
-        """Make the current thread the one that runs the calls; return whether it was the first."""
+        """Let the current thread run the calls, unless another does; return whether it may."""
         with self._lock:
             if self.thread is None:
                 self.thread = threading.current_thread()
@@ -55,7 +55,7 @@ class Worker:
         self._finalizer: weakref.finalize | None = None
 
     def put(self, call: Callable[[], None]) -> None:
-        """Queue ``call``, which must raise nothing; only one thread at a time may call this."""
+        """Queue ``call``, which must raise no error; only one thread at a time may call this."""
         if self.is_stopped:
             raise BatcherClosedError(_ENDED)
         if self._thread is None:
@@ -72,8 +72,7 @@ class Worker:
                 raise BatcherClosedError(f"the interpreter is exiting: {error}") from error
             self._thread = thread
             self._finalizer = weakref.finalize(self, _stop, self._calls, thread)
-        # ``call`` must not raise: an exception would end the thread.
-        self._calls.add(call)
+        self._calls.add(call)  # an exception of it would end the thread
 
     @property
     def is_stopped(self) -> bool:

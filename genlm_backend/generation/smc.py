@@ -47,12 +47,12 @@ class WeightedTexts:
 
     Attributes:
         texts: The texts after the prompt, without special tokens.
-        token_ids: Their tokens, with the one that ended each.
+        token_ids: Their token ids, including the token that ended each text.
         log_weights: Their log-weights, ``-inf`` for texts that are not possible: float64 ``[N]``.
         log_z: The logarithm of the estimate of the normalising constant: the probability that a
-            text of the model is allowed, times its expected factor.
+            text of the model is allowed, times the mean factor of such texts.
         log_z_error: Standard error of ``log_z``, from the spread over repeats; NaN for one repeat.
-        ess: Effective sample size of each repeat after each step: float64 ``[steps, repeats]``.
+        ess: Effective sample sizes before resampling: float64 ``[steps, repeats]``.
         group: The particles, one group per repeat.
     """
 
@@ -74,7 +74,7 @@ class WeightedTexts:
         return weights / weights.sum()
 
     def most_common(self, n: int | None = None) -> list[tuple[str, float]]:
-        """Return the texts with the largest total weights, and those weights."""
+        """Return up to ``n`` distinct texts and their total weights, the largest weight first."""
         totals = dict[str, float]()
         for text, weight in zip(self.texts, self.weights.tolist(), strict=True):
             if weight:
@@ -109,25 +109,25 @@ async def smc(
     """Sample weighted texts by sequential Monte Carlo.
 
     The texts have the model's probability, restricted to the allowed ones, times the exponential of
-    their twist. A particle gains the weight of each token under the model over its probability
-    under the proposal. When few particles have most of the weight, copies of them replace the
-    others (Doucet and Johansen, 2009, "A tutorial on particle filtering and smoothing").
+    their twist. Each token multiplies its particle's weight by the token's probability under the
+    model over that under the proposal. If few particles have most of the weight, copies of them
+    replace others (Doucet and Johansen, 2009, "A tutorial on particle filtering and smoothing").
 
     Args:
-        lm: The model. A step makes one pass for each ``batch_size`` of distinct contexts.
+        lm: The model. A step makes one pass for each ``batch_size`` distinct contexts.
         prompt: The prompt: a text or token ids.
         n: Number of particles of each repeat.
         max_tokens: Tokens of a text, at most. A text that has not ended at this length counts, but
             with a constraint its weight is 0.
         constraint: The constraint on the whole text, copied for each particle. It decides which
             token ends a text.
-        allowed: Tokens that may be drawn at every step, in the types of ``draw_next_token``.
+        allowed: Tokens that may be drawn at every step, as for ``draw_next_token``.
         twist: Returns the logarithm of a factor for a text so far, given a tuple of its ids;
             ``-inf`` only if no continuation is possible. Each step calls it once per particle that
             drew a token. If it is a coroutine function, such as one made by ``batched``, a step
             awaits its calls concurrently.
-        proposal: Options of ``ParticleGroup.draw`` to draw the tokens with, such as
-            ``{"temperature": 1.5}``. Options that exclude tokens also exclude texts.
+        proposal: ``temperature``, ``top_k``, ``top_p`` or ``min_p`` of ``ParticleGroup.draw``, such
+            as ``{"temperature": 1.5}``. Options that exclude tokens also exclude texts.
         ends: Token ids that end a text, or strings, such as ``"."``, for all tokens that end with
             one of them; strings add to the model's ``eos_token_ids``, which are the default. Not
             with a constraint.
@@ -139,7 +139,7 @@ async def smc(
         lora_name: The LoRA adapter to use.
         ahead: Run the next forward pass while ``twist`` is awaited; see ``ParticleGroup.draw``. Not
             in ``smc_sync``.
-        progress: Show a bar of the steps.
+        progress: Show a progress bar of the steps.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option has a wrong type.
@@ -153,7 +153,7 @@ async def smc(
     num_repeats, count = integer(1, 1 << 20)("repeats", repeats), integer(1)("n", n)
     share, chosen = number(0, 1)("threshold", threshold), scheme_of(scheme)
     if constraint is not None and ends is not None:
-        raise OptionError("ends is for texts without a constraint, which decides how texts end")
+        raise OptionError("pass constraint or ends, not both: the constraint decides how texts end")
     factor = optional(function)("twist", twist)
     is_early = switch("ahead", ahead)
     options = mapping("proposal", {} if proposal is None else proposal)
@@ -224,7 +224,7 @@ def _end_ids(lm: AsyncLM, ends: Any) -> frozenset[int]:
     for end in (end.encode() for end in given if isinstance(end, str)):
         found = {i for i, token in enumerate(lm.byte_vocab) if bytes(token).endswith(end)}
         if not found:
-            raise OptionError(f"ends has {end.decode()!r}, with which no token ends")
+            raise OptionError(f"ends has {end.decode()!r}, but no token ends with it")
         ids |= found | lm.eos_token_ids
     return frozenset(ids)
 

@@ -14,23 +14,23 @@ from genlm_backend.errors import OptionError, OptionTypeError
 from genlm_backend.readouts.draw import packed_mask
 
 Masks = tuple[NDArray[np.uint8], NDArray[np.int64]]
-"""Distinct masks, uint8 ``[M, ceil(V / 8)]``; index of each particle's, int64 ``[n]``, or -1."""
+"""Masks, uint8 ``[M, ceil(V / 8)]``; each particle's index there, int64 ``[n]``, -1 for none."""
 
 
 def to_array(name: str, values: Any) -> NDArray[Any]:
-    """Return numbers or bools, of an array, a tensor on any device or a list, as an array."""
+    """Return a list, an array or a tensor on any device as a NumPy array."""
     try:
         if isinstance(values, torch.Tensor):
             values = values.detach().cpu().numpy()
         return np.asarray(values)
-    except Exception as error:  # a tensor without data, a ragged list, an object's own
+    except Exception as error:  # a meta tensor, a ragged list, an error of the object
         raise OptionTypeError(f"{name} must be an array, got {shown(values)}") from error
 
 
 def masks_of(
     allowed: Any, vocab_size: int, active: NDArray[np.int64], num_particles: int
 ) -> Masks | None:
-    """Check ``allowed`` of ``ParticleGroup.draw``; return the masks of the active particles."""
+    """Check ``allowed`` of ``ParticleGroup.draw``; return the active particles' masks, if any."""
     if allowed is None:
         return None
     if isinstance(allowed, torch.Tensor):
@@ -68,7 +68,7 @@ def _check_rows(name: str, table: NDArray[Any], num_rows: int, vocab_size: int, 
 
 
 def _of_each(own: list[Any], active: NDArray[np.int64], vocab_size: int) -> Masks:
-    """Return the masks of a list; constraints in one state share one mask."""
+    """Return the masks of active particles' entries; constraints in one state share one mask."""
     index_of, keys = dict[Any, int](), list[Any]()
     for one in own:
         key = one.state_key if hasattr(one, "state_key") else id(one)

@@ -1,15 +1,15 @@
 """ParticleGroup: many particles of one program, as arrays.
 
 A particle is a prompt, the tokens after it and a log-weight. A group holds these in arrays. With a
-local model, a step is a query for up to ``batch_size`` distinct contexts, each one row of the pass.
+transformers or MLX model, a step is a query for up to ``batch_size`` distinct contexts.
 
 **What a step sends.** For each distinct context, a step sends the number of its prefix's node in
-the cache, its last token and its length. A local model returns the draws, and the numbers of the
-new nodes. If a node was evicted, its number is not found, and the step is answered from the
+the cache, its last token and its length. The model returns the draws, and the numbers of the new
+nodes. If a node was evicted, its number is not found, and the step is answered from the
 contexts, which the group can make from its prompts and tokens at any time.
 
-**Nothing changes before the result.** When it arrives, a draw changes the node numbers and counts
-as a draw. So after a cancelled or failed draw, the next one takes the same random numbers.
+**Only results count.** A draw stores the new node numbers after its result has arrived, and counts
+once it ends. So after a cancelled or failed draw, the next one takes the same random numbers.
 
 **Random numbers** come from Philox by (seed, index of the particle, number of draws so far). So a
 draw depends neither on other queries of its batch nor on which particles are finished, and copies
@@ -76,13 +76,14 @@ class ParticleModel(Protocol):
 
 
 class Draws(NamedTuple):
-    """The next tokens of a group's particles, each array ``[N]``.
+    """The next tokens of a group's particles, in arrays ``[N]``.
 
     Attributes:
-        token_ids: Ids of the tokens, int64; -1 for a finished, dead or impossible particle.
+        token_ids: Ids of the tokens, int64; -1 for a particle that is finished, dead or *stuck*: no
+            allowed token can follow it.
         logprobs: Log-probabilities under the model at temperature 1, without masks and bounds:
-            float64. 0 for a finished particle; ``-inf`` for a dead or impossible one.
-        log_allowed: Log-masses of the tokens that were drawn from: float64.
+            float64. 0 for a finished particle; ``-inf`` for a dead or stuck one.
+        log_allowed: Log-masses of all tokens that could be drawn: float64.
         log_proposals: Log-probabilities with which the tokens were drawn: float64.
     """
 
@@ -126,12 +127,12 @@ class ParticleTop(NamedTuple):
 
 @final
 class ParticleGroup:
-    """Particles of one or more groups, as arrays; made by ``lm.particles``.
+    """Particles in one or more groups, each with one prompt; made by ``lm.particles``.
 
     A step is ``draw``, ``append``, ``reweight`` and, as needed, ``finish`` and ``resample``. A
-    particle is *finished* once ``finish`` has named it, and *dead* at a log-weight of ``-inf``; the
-    model computes nothing for these. While an await of the group runs, calls that change or copy
-    the group, and further awaits, raise an error. One thread at a time may use a group.
+    particle is *finished* once ``finish`` has named it, and *dead* at a log-weight of ``-inf``;
+    neither draws any more. While an await of the group runs, calls that change or copy the group,
+    and further awaits, raise an error. One thread at a time may use a group.
 
     Attributes:
         group_ids: The group of each particle: int64 ``[N]``.
@@ -159,8 +160,8 @@ class ParticleGroup:
         self._log_weights = np.zeros(size)
         self.is_done = np.zeros(size, np.bool_)
         self.resampled, self.history = np.zeros(len(prompts), np.bool_), list[Indices]()
-        # The ledger: all tokens after the prompts. A step holds these arrays, so written elements
-        # must never change: ``append`` writes after the lengths that a step has copied.
+        # All tokens after the prompts. A step refers to this array, so written elements must never
+        # change: ``append`` writes after the lengths that the step has copied.
         self._tokens = np.zeros((size, 16), np.int32)  # [N, T] int32
         self._num_tokens = np.zeros(size, np.int64)
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
@@ -168,7 +169,7 @@ class ParticleGroup:
         last = [prompt[-1] if len(prompt) else 0 for prompt in prompts]
         self._last_tokens = np.array(last, np.int32)[group_ids]
         self._hints, self._hint_key = np.zeros(size, np.int64), None
-        self._hinted_lengths = np.zeros(size, np.int64)  # of the contexts that the hints are of
+        self._hinted_lengths = np.zeros(size, np.int64)  # context lengths when ``_hints`` was set
         known = dict[Context, int]()
         self._prompt_ids = [known.setdefault(own, i) for i, own in enumerate(prompts)]
         self._has_pictures = any(prompt.pictures is not None for prompt in prompts)
@@ -180,7 +181,7 @@ class ParticleGroup:
 
     @property
     def is_active(self) -> NDArray[np.bool_]:
-        """Whether each particle is drawn from, being neither finished nor dead: bool ``[N]``."""
+        """Whether each particle is neither finished nor dead: bool ``[N]``."""
         return ~self.is_done & (self._log_weights > -math.inf)
 
     @property
@@ -211,12 +212,12 @@ class ParticleGroup:
 
     @property
     def ess(self) -> Doubles:
-        """Each group's effective sample size, 0 if all of it is dead: float64 ``[G]``."""
+        """Each group's effective sample size, 0 if all particles are dead: float64 ``[G]``."""
         _, sums, squares = self._sums()
         return np.divide(sums**2, squares, out=np.zeros(len(sums)), where=squares > 0)
 
     def _sums(self) -> tuple[Doubles, Doubles, Doubles]:
-        """Return each group's largest log-weight, and the sums of relative weights and squares."""
+        """Return each group's largest log-weight, sum of relative weights and sum of squares."""
         largest = np.full(self.num_groups, -math.inf)
         np.maximum.at(largest, self.group_ids, self._log_weights)
         largest[largest == -math.inf] = 0.0
@@ -233,8 +234,8 @@ class ParticleGroup:
             log_increments: A number for each particle, or one for all: float ``[N]``.
 
         Raises:
-            OptionTypeError: (``TypeError``) If they are no numbers.
-            OptionError: (``ValueError``) If one is NaN or ``inf``, or their number differs.
+            OptionTypeError: (``TypeError``) If they are not numbers.
+            OptionError: (``ValueError``) If one is NaN or ``inf``, or the shape is wrong.
             ParticleError: (``RuntimeError``) While an await of the group runs.
         """
         self._check_idle()
@@ -290,7 +291,7 @@ class ParticleGroup:
         Args:
             threshold: Resample a group if its effective sample size is below this share of its
                 number of particles; 0 to 1.
-            scheme: A name in ``genlm_backend.resampling.SCHEMES``, or a function like these.
+            scheme: A name or a function, as in ``genlm_backend.resampling.SCHEMES``.
             retained: For conditional sequential Monte Carlo, the index of one particle of each
                 group, int ``[G]``, that stays where it is. Only with ``"multinomial"``, whose
                 other ancestors stay independent of it.
@@ -302,7 +303,8 @@ class ParticleGroup:
         Raises:
             OptionTypeError: (``TypeError``) If an argument has another type.
             OptionError: (``ValueError``) If ``threshold`` is out of its bounds, ``scheme`` is
-                unknown, or ``retained`` is not one particle of each group.
+                unknown or returns wrong indices, or ``retained`` comes with another scheme, is
+                not one particle of each group, or is dead.
             ParticleError: (``RuntimeError``) Between ``draw`` and ``append``, and while an await of
                 the group runs.
         """
@@ -351,13 +353,13 @@ class ParticleGroup:
                 f"retained must be the index of one particle of each of the {self.num_groups} "
                 f"groups, got {shown(retained)}"
             )
-        is_dead = self._log_weights[kept] == -math.inf
-        if (is_dead & (self.log_z > -math.inf)).any():
+        is_dead = (self._log_weights[kept] == -math.inf) & (self.log_z > -math.inf)
+        if is_dead.any():
             raise OptionError(f"retained has particle {kept[is_dead][0]}, whose weight is zero")
         return kept.astype(np.int64)
 
     def _take(self, indices: Indices) -> None:
-        """Replace each particle's tokens, and whether it is finished, by another's."""
+        """Make each particle a copy of another, except for its log-weight."""
         self.is_done, self._tokens = self.is_done[indices], self._tokens[indices]
         self._num_tokens, self._hints = self._num_tokens[indices], self._hints[indices]
         self._last_tokens = self._last_tokens[indices]
@@ -374,9 +376,8 @@ class ParticleGroup:
             token_ids: Ids, int ``[N]``; -1 leaves a particle as it is.
 
         Raises:
-            OptionTypeError: (``TypeError``) If they are no integers.
-            OptionError: (``ValueError``) If an id is outside the vocabulary, or their number
-                differs.
+            OptionTypeError: (``TypeError``) If they are not integers.
+            OptionError: (``ValueError``) If an id is outside the vocabulary, or the shape is wrong.
             ParticleError: (``RuntimeError``) While an await of the group runs.
         """
         self._check_idle()
@@ -392,7 +393,7 @@ class ParticleGroup:
             self._ahead = self._ahead.appended(ids)
 
     def token_ids(self) -> list[list[int]]:
-        """Return the tokens after each particle's prompt."""
+        """Return the ids of the tokens after each particle's prompt."""
         sizes = self._num_tokens.tolist()
         return [row[:size].tolist() for row, size in zip(self._tokens, sizes, strict=True)]
 
@@ -410,7 +411,7 @@ class ParticleGroup:
         """Return a new group of copies of particles, with random numbers of its own.
 
         Args:
-            indices: A slice, integers or bools ``[N]``, as NumPy takes them.
+            indices: A NumPy index: a slice, an array of integers, or bools ``[N]``.
         """
         self._check_idle()
         chosen = np.atleast_1d(np.arange(len(self))[indices])
@@ -441,7 +442,7 @@ class ParticleGroup:
     ) -> Draws:
         """Draw a token for each active particle; ``append`` the tokens to move on.
 
-        A draw moves no particle. Equal contexts are computed once, and drawn from separately. Up to
+        Equal contexts are computed once, and a token is drawn for each of their particles. Up to
         rounding, the tokens are those that ``draw_next_token`` draws by the same random numbers. A
         cancelled or failed draw does not count: the next one takes the same random numbers.
 
@@ -449,9 +450,9 @@ class ParticleGroup:
             allowed: The tokens that may be drawn: one mask for all particles (bools ``[V]``, a
                 ``PackedMask`` or token ids in an array or set); bools ``[N, V]``; a list with a
                 mask, a ``Constraint`` or ``None`` for each particle; or a function without
-                arguments that returns one of these, called once, on this thread: while the forward
-                pass runs if ``draw`` is awaited on a transformers or MLX model in this process,
-                before it otherwise. Constraints in equal states share a mask.
+                arguments that returns one of these. It is called once, on this thread: after a pass
+                that ``ahead`` started; during the pass if ``draw`` is awaited on a transformers or
+                MLX model in this process; else before. Constraints in equal states share a mask.
             allowed_by_group: Instead of ``allowed``, the tokens for each group: bools ``[G, V]``.
             temperature: As for ``draw_next_token``.
             top_k: As for ``draw_next_token``.
@@ -459,10 +460,10 @@ class ParticleGroup:
             min_p: As for ``draw_next_token``.
             uniforms: Numbers in [0, 1) to use instead of the group's own: float ``[N]``.
             ahead: Start the forward pass of the drawn tokens at once, for the next ``draw``, so
-                that it runs while the program awaits a critic, for example. Resampling and
-                finishing keep the pass useful; if the program appends another token to an active
-                particle, the next ``draw`` takes a new pass. A change of the model's weights or
-                adapters does not reach a pass that has started. Needs an event loop.
+                that it runs while the program awaits a critic, for example. The pass stays valid
+                after ``resample`` and ``finish``. If an active particle gets another token or none,
+                the next ``draw`` takes a new pass. Weights or adapters that change meanwhile do not
+                affect a pass that has started. Not in ``draw_sync``: it needs an event loop.
 
         Raises:
             OptionTypeError: (``TypeError``) If an argument has another type.
@@ -480,7 +481,7 @@ class ParticleGroup:
             active, is_ahead = self._active(), switch("ahead", ahead)
             lm, found = await in_form(self._model), np.empty((len(active), 5))
             if is_ahead and lm is not self._model:
-                raise OptionError("ahead=True needs an event loop: await draw(…) instead")
+                raise OptionError("ahead=True needs an event loop: await draw(…) or smc(…) instead")
             rows = await self._rows_ahead(active) if lm is self._model else None
             if rows is None:
                 first, row_of = self._distinct(active)
@@ -590,10 +591,7 @@ class ParticleGroup:
 
     def _check_idle(self) -> None:
         if self._is_running:
-            raise ParticleError(
-                "an await of this group is running: its arrays change when that ends, so wait "
-                "for it first"
-            )
+            raise ParticleError("an await of this group is running: wait until it has ended")
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -646,13 +644,14 @@ class ParticleGroup:
         most, longest = self._model.max_length, int(lengths.max(initial=0))
         if most is not None and longest > most:
             raise ContextError(
-                f"particle {active[lengths.argmax()]} has {longest} tokens, and the model takes at "
-                f"most {most}: finish() such particles"
+                f"particle {active[lengths.argmax()]} has {longest} tokens with its prompt, and "
+                f"the model takes at most {most}: finish() such particles"
             )
         hints = self._hints[active]
         are_near = (hints != 0) & (lengths - self._hinted_lengths[active] <= 1)
         if len(active) and are_near.all():
-            # Equal nodes of all tokens but the last, lengths and last tokens mean equal contexts.
+            # A hint is the node of all tokens or of all but the last. So contexts with equal hints,
+            # lengths and last tokens are equal.
             _, codes = np.unique(hints, return_inverse=True)
             codes = codes * (longest + 1) + lengths
             codes = codes * len(self._model.byte_vocab) + self._last_tokens[active]
@@ -671,7 +670,7 @@ class ParticleGroup:
 
         Args:
             particles: A particle for each row: int64 ``[R]``.
-            next_ids: A token after each row's context, to read the rows after these: int64 ``[R]``.
+            next_ids: A token to add to each particle's context: int64 ``[R]``; ``None`` adds none.
         """
         lengths, tokens = (self._prompt_lengths + self._num_tokens)[particles], next_ids
         if tokens is None:
@@ -694,7 +693,7 @@ class ParticleGroup:
         return steps
 
     async def _rows_ahead(self, active: Indices) -> list[StepResult] | None:
-        """Return the rows of the pass that the last draw started, if all particles need these."""
+        """Return the rows of the pass that the last draw started, if all ``active`` have one."""
         ahead = self._ahead
         if ahead is None or ahead.drawn is not None or not len(active):
             return None
@@ -703,7 +702,7 @@ class ParticleGroup:
     async def _start_ahead(
         self, drawn: Indices, active: Indices, row_of: Indices, is_ahead: bool
     ) -> None:
-        """Start the pass of the drawn tokens, if ``is_ahead``; ``row_of`` has the draws' rows."""
+        """Forget the last pass ahead; if ``is_ahead``, start one for the drawn tokens."""
         self._ahead = None
         if not is_ahead:
             return
@@ -714,7 +713,8 @@ class ParticleGroup:
         _, first, rows = np.unique(codes, return_index=True, return_inverse=True)
         steps = self._steps(active[own[first]], ids[own[first]])
         task = asyncio.ensure_future(self._model.particle_results(steps, self._lora_name))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged
+        # Look at the exception, since asyncio logs those that nobody has looked at.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
@@ -742,7 +742,7 @@ class ParticleGroup:
         )
 
     def _draws(self, active: Indices, found: Doubles) -> Draws:
-        """Return the draws of the group, given the numbers of ``Pools.draw`` for active ones."""
+        """Return the draws of the group, given the values of ``Pools.draw`` for active ones."""
         if np.isnan(found[:, 4]).any():
             own = active[np.isnan(found[:, 4])]
             raise EvaluationError(
@@ -781,10 +781,10 @@ _TURNS: Final = 6  # of the event loop, after which a new batch has usually been
 
 @final
 class _Ahead(NamedTuple):
-    """The pass that a draw has started for the next one.
+    """The pass that a draw has started for the next draw.
 
     Attributes:
-        steps: The steps, without draws.
+        steps: The steps of the pass, without draws.
         task: The task that waits for their results.
         row_of: Index of each particle's row in the steps; -1 without one: int64 ``[N]``.
         drawn: The drawn tokens, int64 ``[N]``; ``None`` once tokens have been appended.
@@ -796,16 +796,16 @@ class _Ahead(NamedTuple):
     drawn: Indices | None
 
     def appended(self, token_ids: NDArray[np.int32]) -> _Ahead:
-        """Forget the rows of particles that have got other tokens than the drawn ones."""
+        """Return the pass without the rows of particles whose new token is not the drawn one."""
         is_drawn = token_ids == (-1 if self.drawn is None else self.drawn)
         return self._replace(row_of=np.where(is_drawn, self.row_of, -1), drawn=None)
 
     async def results(self) -> list[StepResult] | None:
-        """Wait for the results; ``None`` if the pass failed or another event loop waits for it."""
+        """Wait for the results; ``None`` if the pass failed or still runs in another loop."""
         if not self.task.done():
             if self.task.get_loop() is not asyncio.get_running_loop():
                 return None
-            await asyncio.wait([self.task])  # which a cancellation of the draw does not cancel
+            await asyncio.wait([self.task])  # a cancelled wait leaves the task running
         # After a failure, the draw takes an ordinary pass, which may raise the same error.
         is_failed = self.task.cancelled() or self.task.exception() is not None
         return None if is_failed else self.task.result()
@@ -823,13 +823,13 @@ class _Plan(NamedTuple):
     def with_draws(
         self, steps: Sequence[ParticleStep], row_of: Indices
     ) -> tuple[list[ParticleStep], list[Indices]]:
-        """Return steps with their draws, and the indices of the draws of each.
+        """Return steps with their draws, and the indices of each step's draws.
 
         Args:
-            steps: The steps, which have the rows in order.
+            steps: The steps; together they have all rows, in order.
             row_of: The row of each draw: int64 ``[n]``.
         """
-        # Draws are in the order of their pools, the distinct pairs of a row and a mask.
+        # Sort the draws by pool; a pool is a distinct pair of a row and a mask.
         masks, mask_of = self.masks or (None, np.full(len(row_of), -1, np.int64))
         base = 1 if masks is None else len(masks) + 1
         codes, pool_of = np.unique(row_of * base + mask_of + 1, return_inverse=True)
@@ -887,7 +887,7 @@ def is_one_prompt(prompt: Any) -> bool:
 def group_of(
     lm: Any, prompts: Sequence[Context], n: Any, seed: Any, lora_name: str | None
 ) -> ParticleGroup:
-    """Check the numbers of particles and the seed; return a group of checked prompts."""
+    """Check ``n`` and ``seed``; return a group for ``prompts``, which have been checked."""
     counts = [n] * len(prompts) if isinstance(n, (int, np.integer)) else listed("n", n)
     if len(counts) != len(prompts):
         raise OptionError(

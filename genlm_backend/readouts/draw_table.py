@@ -1,4 +1,4 @@
-"""Draws from a table of rows, by inverting cumulative sums, with few waits for its device."""
+"""Draws from a table of rows by inverting cumulative sums, with few waits for a GPU."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Pools:
 
     @property
     def are_plain(self) -> bool:
-        """Whether all tokens may be drawn, at temperature 1."""
+        """Whether there are no masks and no bounds, and all temperatures are 1."""
         is_bounded = self.masks is not None or self.bounds is not None
         return not is_bounded and bool((self.temperatures == 1).all())
 
@@ -93,14 +93,14 @@ class Pools:
         *,
         are_logits: bool = False,
     ) -> Doubles:
-        """Draw one token per random number, from the pool of each.
+        """Draw one token for each random number, from the pool that ``pool_of`` gives.
 
         Args:
             table: Log-probabilities or other scores, float32 ``[R, V]``, on any device. If
                 ``are_plain``, they may be logits.
             uniforms: Numbers in [0, 1): float64 ``[N]``.
             pool_of: Index of each draw's pool, ascending: int64 ``[N]``.
-            are_logits: Whether to subtract each row's logsumexp from the scores of its tokens.
+            are_logits: Whether ``table`` has logits; the drawn tokens' scores are normalised then.
 
         Returns:
             For each draw, float64 ``[N, 5]``: the token id, its score, the log-mass of the tokens
@@ -206,37 +206,37 @@ class Pools:
 
 
 _HOST: Final = torch.device("cpu")
-_NUMBERS_ON_CPU: Final = 1 << 20  # 4 MB, which stay in the processor's cache
+_NUMBERS_ON_CPU: Final = 1 << 20  # 4 MB of float32, which fit into the processor's cache
 _ROWS_ON_DEVICE: Final = 256
 
 
 def _without_rounding(log_allowed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return pools' log-masses: at most 0, and 0 if the pool has all mass of its row."""
+    """Return log-masses of at most 0, and of exactly 0 for pools with all mass of their rows."""
     if log_allowed.is_cpu:
         near = (log_allowed.abs() < ROUNDING).nonzero()[:, 0]
         if len(near):
             is_all = (log_allowed[near] - log_sums(rows[near])).abs() < REORDERED
             log_allowed[near[is_all]] = 0
-    else:  # a look at the numbers would wait for the device
+    else:  # to branch on the numbers would wait for the device
         is_all = (log_allowed - log_sums(rows)).abs() < REORDERED
         log_allowed = torch.where((log_allowed.abs() < ROUNDING) & is_all, 0.0, log_allowed)
     return log_allowed.clamp(max=0)
 
 
 ROUNDING: Final = 5e-5
-"""Bound on the rounding of a row's log-sum: 6e-7 in this library, 2e-5 in torch's log_softmax."""
+"""Bound on a logsumexp's rounding error (6e-7 in this library, 2e-5 in torch.log_softmax)."""
 
 REORDERED: Final = 1e-12
-"""Bound on the difference of two log-sums in float64 of equal terms in different orders."""
+"""Bound on the difference between float64 log-sums of the same terms in different orders."""
 
 
 def _inverted(
     weights: torch.Tensor, points: torch.Tensor, pool_of: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where each draw's point is in its pool's cumulative weights, and the pools' sums."""
+    """Return the token of each draw, by its pool's cumulative weights, and the pools' sums."""
     # Search block sums first, then one block: a cumulative sum over the vocabulary would take
     # several times as long as a plain sum. Both searches are in float64, which keeps the rarest
-    # tokens from rounding away; the sum of a block is off by 1e-7 of it.
+    # tokens from rounding away. A block's float32 sum has a relative error of about 1e-7.
     width = weights.shape[1]
     num_blocks = math.isqrt(width)
     size = width // num_blocks
@@ -262,8 +262,8 @@ def _inverted(
 def _passed(
     ends: torch.Tensor, weights: torch.Tensor, row_of: torch.Tensor, points: torch.Tensor
 ) -> torch.Tensor:
-    """Return the first interval of each row that ends after a point: int64 ``[n]``."""
-    # A zero-width interval ends where the one before it ends, so it is never found first.
+    """Return the first interval that ends after each point: int64 ``[n]``."""
+    # A zero-width interval ends where the one before it ends, so the search never finds it.
     found = torch.searchsorted(ends, points[:, None], right=True)[:, 0]
     num = ends.shape[1]
     if found.is_cpu and not (found == num).any():

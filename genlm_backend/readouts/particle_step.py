@@ -53,7 +53,7 @@ class TableDraws:
 
 
 def numbers_of_draws(draws: Sequence[tuple[Draw]]) -> NDArray[np.float64]:
-    """Return the numbers of ``Pools.draw`` for single draws."""
+    """Return single draws as the array that ``Pools.draw`` returns."""
     rows = [(*draw, -math.inf if draw.token_id < 0 else 0.0) for (draw,) in draws]
     return np.array(rows, np.float64).reshape(-1, 5)
 
@@ -64,8 +64,8 @@ class StepResult(NamedTuple):
     Attributes:
         values: The numbers of ``Pools.draw``, float64 ``[N, 5]``; without draws, the rows'
             log-probabilities, float32 ``[R, V]`` on the model's device, not to be modified.
-        hints: Numbers of the cached prefix nodes of the rows' contexts, to find them by in the next
-            step; 0 if not cached: int64 ``[R]``.
+        hints: Number of the cache node of each row's context, for the next step; 0 if the context
+            is not cached: int64 ``[R]``.
         hint_key: Identifies the state of the cache in which the hints are valid.
     """
 
@@ -113,7 +113,7 @@ class StepContexts:
         return context
 
     def followed_by(self, next_ids: NDArray[np.int64]) -> StepContexts:
-        """Return the contexts with one more token each: int64 ``[R]``."""
+        """Return the contexts with one of ``next_ids`` appended to each."""
         rows, width = np.arange(len(self.rows)), self.sizes.max(initial=0)
         tokens = np.pad(self.tokens[self.rows, :width], ((0, 0), (0, 1)))
         tokens[rows, self.sizes] = next_ids
@@ -139,7 +139,7 @@ class ParticleStep(Query):
         tokens: Last tokens of the contexts: int32 ``[R]``.
         contexts: The contexts.
         draws: What to draw; ``None`` to return the rows themselves.
-        has_pictures: Whether a context begins with pictures.
+        has_pictures: Whether any prompt of the group has pictures.
         adapter: The adapter to read the contexts with, or ``None``.
     """
 

@@ -1,11 +1,11 @@
 """Scheduler: answers a batch of queries by forward passes that reuse cached prefixes.
 
 **Three ways.** If each context has one uncached token, the batch is a *decode step*: three integers
-per row (the node before it, its token, its slot) go into arrays. Other cacheable contexts are
-*planned* into chunks, waves and groups (``prefill_plan.py``): prompts, texts to score, and rows
-whose cached lengths are far apart: a decode step pads to the longest row, which must not exceed
-twice the shortest plus 64 tokens, or padding would prevail. Contexts that the cache cannot hold run
-*uncached*, from their first token.
+per row (the node before it, its token, its slot) go into arrays. Other cacheable contexts (prompts,
+texts to score, rows whose cached lengths are far apart) are *planned* into chunks, waves and groups
+(``prefill_plan.py``). A decode step pads to the longest row, so the longest cached length must not
+exceed twice the shortest plus 64 tokens. Contexts that the cache cannot hold run *uncached*, from
+their first token.
 
 **Nodes come first.** ``append`` makes nodes before a pass fills their slots, and ``insert`` makes
 them findable after it. So later passes of a batch read the tokens of earlier ones like cached
@@ -77,7 +77,7 @@ from genlm_backend.scheduling.prefix_cache import OutOfStates, PrefixCache
 _NUM_TARGETS: Final = attrgetter("num_targets")
 
 NUM_REMEMBERED: Final = 8
-"""Decode steps whose plans are kept, so that particles may alternate between 8 batches."""
+"""Number of decode steps whose plans are kept: particles may alternate between 8 batches."""
 
 
 @final
@@ -118,7 +118,7 @@ class Scheduler:
         self.tokens_reused = self.tokens_without_room = 0
         # A decode step whose contexts all extend contexts of one earlier step reuses its plan, with
         # rows permuted and one more column; otherwise a plan is made. Entries: the plan, the sorted
-        # uses of its rows' last nodes, and the sorting permutation of the rows.
+        # ``node_uses`` of its rows' last nodes, and the permutation that sorts the rows.
         self._remembered: deque[tuple[CascadePlan, NDArray[np.int64], NDArray[np.intp]]] = deque(
             maxlen=NUM_REMEMBERED
         )
@@ -169,8 +169,8 @@ class Scheduler:
 
     def row_alone(self, query: RowQuery) -> Row:
         """Return the row of a context, run whole and alone, without the cache."""
-        # A model with dynamic rotary frequencies keeps those of its longest context until a short
-        # context resets them.
+        # A model with dynamic rotary frequencies keeps the frequencies of its longest context until
+        # a short context resets them.
         if len(query.context) > self.can.max_cacheable_len:
             self.run_uncached([RowQuery([0], query.adapter)])
         (row,) = self.run_uncached([query])
@@ -189,14 +189,14 @@ class Scheduler:
         )
 
     def run_uncached(self, queries: list[Query], *, pads: bool = True) -> list[Result]:
-        """Return one result per query, without reading or writing a slot."""
+        """Return one result per query, without reading or writing the cache."""
         with_pictures = [query for query in queries if query.context.pictures]
         if with_pictures:
             apart = {query: self.openings.run_uncached(query) for query in with_pictures}
             return _beside(apart, queries, partial(self.run_uncached, pads=pads))
         jobs = [ScheduledQuery.of(query) for query in queries]
-        # A text with more than ``max_outputs`` outputs is run again from its first token for the
-        # rest.
+        # A text with more than ``max_outputs`` outputs runs several times from its first token, for
+        # one part of the outputs each time.
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
         padded = self._run_from_start(wanted, pads and self.can.pads)
         # Padding may have caused NaN: run those outputs again without it. Scores before a token
@@ -209,7 +209,7 @@ class Scheduler:
     def _run_from_start(
         self, wanted: Sequence[tuple[ScheduledQuery, Sequence[int]]], pads: bool
     ) -> set[tuple[ScheduledQuery, int]]:
-        """Run contexts from their first tokens; return the outputs of padded passes."""
+        """Run contexts from their first tokens; return which outputs came from padded passes."""
         chunks, padded = plan_uncached(wanted), set[tuple[ScheduledQuery, int]]()
         if not chunks:
             return padded
@@ -313,7 +313,7 @@ class Scheduler:
         return node if is_kept else None
 
     def _run_cached(self, queries: list[Query]) -> list[Result]:
-        """Answer queries over the cache, after ``_run_unshared`` has cached their openings."""
+        """Answer queries over the cache, after ``_run_unshared`` has cached their pictures."""
         if not self.cache.keeps:
             return self.run_uncached(queries)
         self.tree.new_step(len(queries))
@@ -372,7 +372,7 @@ class Scheduler:
             job.position_offset = self.openings.position_offset(job.context)
         pictures = [(job.start, job.context.pictures) for job in jobs]
         if any(own is not None and start < own.num_tokens for start, own in pictures):
-            return None  # this opening was evicted to make room for another one
+            return None  # these pictures were evicted to make room for others
         chunks = self._plan(jobs)
         slots = self.tree.allocate(sum(chunk.num_tokens for chunk in chunks), nodes)
         if slots is None:
@@ -446,7 +446,7 @@ class Scheduler:
         Args:
             nodes: The node of each row's cached prefix.
             sizes: The length of each row's context without its last token.
-            queries: The row queries among the rows; one with pictures makes the answer ``False``.
+            queries: The row queries of the batch; one with pictures makes the answer ``False``.
         """
         depths = self.tree.nodes.depth[nodes]
         least, deepest = int(depths.min()), int(depths.max())
@@ -555,7 +555,7 @@ class Scheduler:
     # ---------------------------------------------------------------- particle steps
 
     def _evaluate_steps(self, queries: list[Query]) -> list[Result]:
-        """Answer a batch with particle steps, on arrays if each row lacks only its last token."""
+        """Answer a batch with particle steps, on arrays if each row has only one uncached token."""
         steps = [query for query in queries if type(query) is ParticleStep]
         others = [query for query in queries if type(query) is not ParticleStep]
         answers = dict[Query, Result]()
@@ -574,12 +574,12 @@ class Scheduler:
         return [answers[query] for query in queries]
 
     def _nodes_of_step(self, step: ParticleStep) -> NDArray[np.int32] | None:
-        """Return the node before each row's last token; ``None`` if some row lacks it."""
+        """Return the node before each row's last token; ``None`` if some node is not cached."""
         nodes, sizes = self.tree.nodes, step.lengths - 1
         if not self.cache.keeps or step.has_pictures or sizes.max() >= self.can.max_cacheable_len:
             return None
         found = nodes.numbered(step.hints, step.hint_key, self.tree.root(step.adapter))
-        if (nodes.depth[found] > sizes).any():  # rows computed before are one too deep
+        if (nodes.depth[found] > sizes).any():  # nodes of rows computed before are one too deep
             found = nodes.ancestors(found, sizes)
         if self.cache.state_pool.num_states:
             found = self._at_states(found, step.lengths)
@@ -633,7 +633,7 @@ class Scheduler:
         kept = self._decode(nodes, np.concatenate(tokens), read)
         if kept is None:
             return {}
-        # 3. Compute rows with NaN again, uncached and alone.
+        # 3. Compute rows with NaN again, uncached and without padding.
         answers, key = dict[Query, Result](), tree.nodes.key
         for step, start in zip(steps, starts, strict=False):
             own = kept[start : start + len(step)]
@@ -654,7 +654,7 @@ class Scheduler:
         return answers
 
     def _steps_by_rows(self, queries: Sequence[Query]) -> dict[Query, Result]:
-        """Answer steps from the rows of their contexts, as if each had been asked for alone."""
+        """Answer queries, with a row query for each context of a step."""
         queries_of = dict[Query, list[RowQuery]]()
         queries_of.update((q, q.row_queries()) for q in queries if isinstance(q, ParticleStep))
         wanted = {own: own for query in queries for own in queries_of.get(query, (query,))}
@@ -686,7 +686,7 @@ class Scheduler:
         return int(chunk.nodes[-1])
 
     def _plan(self, jobs: list[ScheduledQuery]) -> list[PrefillChunk]:
-        """Plan the chunks; cut them for later batches too if there are two states per job."""
+        """Plan the chunks; cut them for later batches too if there are two states for each job."""
         num_states = self.cache.state_pool.num_states
         if not num_states:
             return plan_chunks(jobs, self.cost)
@@ -740,7 +740,7 @@ def _beside(
     queries: Sequence[Query],
     evaluate: Callable[[list[Query]], list[Result]],
 ) -> list[Result]:
-    """Return the answers to all queries, given those that were answered ``apart``."""
+    """Return the answers to all queries: those in ``apart``, and the others by ``evaluate``."""
     others = [query for query in queries if query not in apart]
     answers = {**apart, **dict(zip(others, evaluate(others) if others else (), strict=True))}
     return [answers[query] for query in queries]
@@ -765,11 +765,11 @@ def in_parts(
     parts: Iterable[list[int]],
     evaluate: Callable[[list[Query]], list[Result]],
 ) -> list[Result]:
-    """Return the answers to queries, given the indices of those that are answered together."""
+    """Return the answers to queries; ``parts`` has the indices of queries to evaluate together."""
     answers: dict[int, Result] = {}
     try:
         for part in filter(None, parts):
             answers.update(zip(part, evaluate([queries[i] for i in part]), strict=True))
         return [answers[i] for i in range(len(queries))]
     finally:
-        answers.clear()  # an error's traceback keeps this frame, which must not keep it in turn
+        answers.clear()  # an error's traceback keeps this frame, which must not keep the error
