@@ -123,11 +123,11 @@ async def stream(
     instance(AsyncLM, "an AsyncLM")("lm", lm)
     given, config = _with_length(make_config(config, dict(fields)))
     check_streamable(config)
-    (draft,) = make_drafts(lm, Prompt.from_prompt(lm, prompt, config), config)
+    (sequence,) = make_sequences(lm, Prompt.from_prompt(lm, prompt, config), config)
     tokens: list[GeneratedToken] = []
-    while not draft.is_finished:
-        await draft.ask()
-        for token in draft.choose():
+    while not sequence.is_finished:
+        await sequence.ask()
+        for token in sequence.choose():
             tokens.append(token)
             yield token
     if warning := _warning_of_cuts(given, tokens[-1:]):
@@ -144,26 +144,28 @@ async def _generated(
     if isinstance(prompt, (list, tuple)) and not prompt:  # no ids, or no prompts
         raise ContextError("prompt is empty: pass at least one token or one prompt")
     prompts = _checked(lm, list(prompt) if many else [prompt], config, many)
-    drafts = [make_drafts(lm, own, config, number * config.n) for number, own in enumerate(prompts)]
+    sequences = [
+        make_sequences(lm, own, config, number * config.n) for number, own in enumerate(prompts)
+    ]
     with progress_bar(len(prompts) * config.n, is_shown, "generating") as bar:
-        found = await together(_finished(own, config.n, bar) for own in drafts)
+        found = await together(_finished(own, config.n, bar) for own in sequences)
     warning = _warning_of_cuts(given, [text for texts in found for text in texts])
     return warning, found if many else found[0]
 
 
-async def _finished(drafts: list[TextSequence], num_texts: int, bar: Any) -> list[Generation]:
-    """Run a prompt's drafts concurrently until they finish; return their texts."""
+async def _finished(sequences: list[TextSequence], num_texts: int, bar: Any) -> list[Generation]:
+    """Run a prompt's sequences concurrently until they finish; return their texts."""
     texts: dict[int, list[GeneratedToken]] = defaultdict(list)
 
-    async def finish(draft: TextSequence) -> None:
-        while not draft.is_finished:
-            await draft.ask()
-            for token in draft.choose():
+    async def finish(sequence: TextSequence) -> None:
+        while not sequence.is_finished:
+            await sequence.ask()
+            for token in sequence.choose():
                 texts[token.index].append(token)
-        bar.update(num_texts // len(drafts))
+        bar.update(num_texts // len(sequences))
 
-    await together(map(finish, drafts))
-    scores = {number: score for draft in drafts for number, score in draft.scores.items()}
+    await together(map(finish, sequences))
+    scores = {number: score for sequence in sequences for number, score in sequence.scores.items()}
     return [
         Generation.of_tokens(tokens, score=scores.get(number))
         for number, tokens in sorted(texts.items())
@@ -218,10 +220,10 @@ def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> Gene
     return config.replace(**fields) if fields else config
 
 
-def make_drafts(
+def make_sequences(
     lm: AsyncLM, prompt: Prompt, config: GenerationConfig, stream: int = 0
 ) -> list[TextSequence]:
-    """Return a prompt's drafts: one ``Sample`` per text, or one ``BeamSearch``."""
+    """Return a prompt's ``TextSequence``s: a ``Sample`` per text, or one ``BeamSearch`` for all."""
     if config.num_beams > 1:
         return [BeamSearch(lm, prompt, config)]
     return [Sample(lm, prompt, config, number, stream + number) for number in range(config.n)]

@@ -325,7 +325,9 @@ class BatchedLM(OfOneProcess, AsyncLM):
             return await self._submit_all(own)
         rows = asyncio.ensure_future(self._batcher.submit_all(own))
         try:
-            for _ in range(self._batcher.policy.quiet_turns + 2):  # usually, the batch is sent then
+            for _ in range(
+                self._batcher.policy.quiet_turns + 2
+            ):  # until the batch is sent, usually
                 await asyncio.sleep(0)
             given = with_draws()
             results = await rows

@@ -891,7 +891,8 @@ def group_of(
     counts = [n] * len(prompts) if isinstance(n, (int, np.integer)) else listed("n", n)
     if len(counts) != len(prompts):
         raise OptionError(
-            f"n must be one number, or one for each of {len(prompts)} prompts; got {len(counts)}"
+            f"n must be one number, or a list with one for each of {len(prompts)} prompts; got a "
+            f"list of {len(counts)}"
         )
     sizes = [integer(1, _MOST_PARTICLES)("n", count) for count in counts]
     own_seed = np.random.SeedSequence(optional(integer(0))("seed", seed))

@@ -118,7 +118,7 @@ def test_an_interrupted_search_hands_out_its_best_texts_so_far(engine, gated, le
     gated.passes.acquire(blocking=False)
 
     request = engine.start_request_ids("m", [2], max_new_tokens=9, **fields)
-    search = engine._models["m"]._running[0].draft
+    search = engine._models["m"]._running[0].sequence
     gated.let(3)
     while len(search.contexts[0]) < 4:
         time.sleep(0.001)
@@ -165,8 +165,8 @@ def test_request_is_settled_even_if_cutting_its_draft_fails(engine, gated, monke
     serve(engine, gated)
     request = engine.start_request_ids("m", [1], max_new_tokens=9)
     other = engine.start_request_ids("m", [2], max_new_tokens=3)
-    draft = engine._models["m"]._running[0].draft
-    monkeypatch.setattr(draft, "cut", lambda: 1 / 0)
+    sequence = engine._models["m"]._running[0].sequence
+    monkeypatch.setattr(sequence, "cut", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.stop_request(request)
     assert request.result(30)[0].token_ids == []

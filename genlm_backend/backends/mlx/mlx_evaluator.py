@@ -62,7 +62,7 @@ class MlxEvaluator(LocalEvaluator):
         check_mlx_model(model)
         model.eval()
         self._is_metal = is_metal = mx.default_device().type == mx.DeviceType.gpu
-        if not is_metal:  # compiling would need a compiler, and write files next to the program
+        if not is_metal:  # compiling would need a C++ compiler, and leave temporary files
             mx.disable_compile()
         evaluate_all(model)
         self._adapters = MlxAdapters(model)

@@ -54,7 +54,10 @@ class MlxKVPool:
         ]
 
     def read_by_head(self, layer: int, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
-        """Return a layer's keys and values in rows of slots: ``[B, heads, n, dim]`` each."""
+        """Return a layer's keys and values of slots ``[B, n]``: ``[B, heads, n, dim]`` each.
+
+        A slice of ``n`` slots counts as one row.
+        """
         kept = [of_slots[:, slots] for of_slots in self._kept[layer]]
         if isinstance(slots, slice):
             return kept[0][None], kept[1][None]

@@ -150,7 +150,7 @@ class Engine(OfOneProcess, Closing):
             return {name: model.state for name, model in self._models.items()}
 
     def num_running(self, name: str) -> int:
-        """Return the number of a model's running drafts: texts, or whole beam searches."""
+        """Return the number of a model's running sequences: texts, or whole beam searches."""
         return self._served(name).num_running
 
     def num_waiting(self, name: str) -> int:

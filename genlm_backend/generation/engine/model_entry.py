@@ -28,7 +28,7 @@ from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.engine.request import GenerationRequest, Signal, await_for, wait_for
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
 from genlm_backend.generation.generated import GenerationStatus
-from genlm_backend.generation.generation import make_drafts
+from genlm_backend.generation.generation import make_sequences
 from genlm_backend.generation.prompt import Chat, Prompt, ids_of
 from genlm_backend.generation.text_sequence import TextSequence
 from genlm_backend.model.async_lm import AsyncLM
@@ -52,10 +52,10 @@ class ModelState(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A draft of a request: waiting, running, or ended before the request's other drafts."""
+    """A sequence of a request: waiting, running, or ended before the request's other sequences."""
 
     request: GenerationRequest
-    draft: TextSequence
+    sequence: TextSequence
     submission: int = -1
     task: asyncio.Task[None] | None = None
     has_left: bool = False
@@ -66,7 +66,7 @@ Submission: TypeAlias = dict[GenerationRequest, list[_Entry]]
 
 @final
 class ModelEntry:
-    """A model of an engine: loads and releases it, admits requests, and runs their drafts."""
+    """A model of an engine: loads and releases it, admits requests, and runs their sequences."""
 
     def __init__(
         self, name: str, source: AsyncLM | str, config: RuntimeConfig, loop: BackgroundLoop
@@ -194,8 +194,8 @@ class ModelEntry:
                     f"num_beams={config.num_beams} exceeds max_batch={self._max_batch(lm)}"
                 )
             request = GenerationRequest(self.name, checked.token_ids, config, self._loop)
-            drafts = make_drafts(lm, checked, config)
-            prepared[request] = [_Entry(request, draft) for draft in drafts]
+            sequences = make_sequences(lm, checked, config)
+            prepared[request] = [_Entry(request, sequence) for sequence in sequences]
             needed = _num_tokens(prepared[request][:1])
             if lm.kv_capacity is not None and needed > lm.kv_capacity:
                 raise ContextError(
@@ -257,13 +257,13 @@ class ModelEntry:
 
     @property
     def num_waiting_submissions(self) -> int:
-        """Number of submissions without a started draft."""
+        """Number of submissions without a started sequence."""
         with self._lock.here:
             waiting = {e.submission for e in self._waiting if e.request in self._requests}
             return len(waiting - {self._last_begun})
 
     def _admit(self) -> None:
-        """Start waiting drafts in order until one does not fit; called under the lock."""
+        """Start waiting sequences in order until one does not fit; called under the lock."""
         while self._waiting:
             entry = self._waiting[0]
             is_wanted = entry.request in self._requests
@@ -278,15 +278,15 @@ class ModelEntry:
 
     def _fits(self, entry: _Entry) -> bool:
         together, lm = [*self._running, entry], self.lm
-        has_rows = sum(one.draft.width for one in together) <= self._max_batch(lm)
-        # Room for the maximum length of every draft, so that none runs out of KV cache later.
+        has_rows = sum(one.sequence.width for one in together) <= self._max_batch(lm)
+        # Room for the maximum length of every sequence, so that none runs out of KV cache later.
         has_memory = lm.kv_capacity is None or _num_tokens(together) <= lm.kv_capacity
         return not self._running or (has_rows and has_memory)
 
-    # ---------------------------------------------------------------- running a draft
+    # ---------------------------------------------------------------- running a sequence
 
     def _start(self, entry: _Entry) -> None:
-        """Create a draft's task; called on the loop."""
+        """Create a sequence's task; called on the loop."""
         if entry.request in self._requests:
             entry.task = asyncio.get_running_loop().create_task(self._work(entry))
             self._tasks.add(entry.task)
@@ -307,26 +307,26 @@ class ModelEntry:
             self._leave(entry)
 
     async def _generate(self, entry: _Entry) -> None:
-        """Generate a draft until it finishes or its request ends."""
-        queue, draft, lm = entry.request.queue, entry.draft, self.lm
+        """Generate a sequence until it finishes or its request ends."""
+        queue, sequence, lm = entry.request.queue, entry.sequence, self.lm
         queue.begin()
-        prompt = draft.asked_of(draft.contexts[0])
+        prompt = sequence.asked_of(sequence.contexts[0])
         # The counts are queued before the query, so they do not include the query's prefill.
-        count = partial(lm.num_cached_tokens, prompt, draft.lora_name)
+        count = partial(lm.num_cached_tokens, prompt, sequence.lora_name)
         asked = [count(), count(tier="host")] if lm.has_host_tier else [count()]
-        counts, _ = await asyncio.gather(asyncio.gather(*asked), draft.ask())
+        counts, _ = await asyncio.gather(asyncio.gather(*asked), sequence.ask())
         queue.finish_context(*counts)
         while True:
             with self._lock.here:
                 if entry.request not in self._requests:
                     return
-                queue.put(draft.choose())
-                if draft.is_finished:
+                queue.put(sequence.choose())
+                if sequence.is_finished:
                     return
-            await draft.ask()
+            await sequence.ask()
 
     def _leave(self, entry: _Entry) -> None:
-        """Free a draft's place for waiting drafts; the last to leave finishes its request."""
+        """Free a sequence's place for waiting sequences; the last to leave finishes its request."""
         request = entry.request
         with self._lock.here:
             self._running = [other for other in self._running if other is not entry]
@@ -345,10 +345,10 @@ class ModelEntry:
         status: GenerationStatus = GenerationStatus.INTERRUPTED,
         error: Exception | None = None,
     ) -> None:
-        """End a request, unless it has ended or all its drafts are finished."""
+        """End a request, unless it has ended or all its sequences are finished."""
         with self._lock.here:
             entries = self._requests.get(request, [])
-            if not all(entry.draft.is_finished for entry in entries):
+            if not all(entry.sequence.is_finished for entry in entries):
                 for entry in entries:
                     self._loop.call_soon(self._cancel, entry)
                 self._settle(request, status, error)
@@ -356,27 +356,29 @@ class ModelEntry:
     def _settle(
         self, request: GenerationRequest, status: GenerationStatus, error: Exception | None = None
     ) -> None:
-        """Put a request's remaining tokens into its queue and end it, even if a draft raises."""
+        """Put a request's remaining tokens into its queue and end it, even if a sequence raises."""
         entries = self._requests.pop(request)
         self._running = [entry for entry in self._running if entry.request is not request]
         held_back: dict[int, str] = {}
         scores: dict[int, float] = {}
         try:
             for entry in entries:
-                tokens, characters = entry.draft.cut()
+                tokens, characters = entry.sequence.cut()
                 request.queue.put(tokens)
                 held_back |= characters
-                scores |= entry.draft.scores
+                scores |= entry.sequence.scores
         finally:
             request.queue.end(status, held_back, scores, error)
             self._admit()
 
 
 def _num_tokens(entries: Sequence[_Entry]) -> int:
-    """Return the most tokens that drafts may keep in the KV cache; each prompt counts once."""
+    """Return the most tokens that sequences may keep in the KV cache; each prompt counts once."""
     prompts = {entry.request: len(entry.request.prompt_token_ids) for entry in entries}
     # The last token of a text is never evaluated.
-    new = [own.draft.width * (own.draft.max_length - 1 - prompts[own.request]) for own in entries]
+    new = [
+        own.sequence.width * (own.sequence.max_length - 1 - prompts[own.request]) for own in entries
+    ]
     return sum(prompts.values()) + sum(new)
 
 
