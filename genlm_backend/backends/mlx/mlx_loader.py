@@ -110,7 +110,7 @@ class MlxLoader:
 
 
 def _untested(config: Mapping[str, Any]) -> str:
-    """Return why no test covers a config; ``""`` if one does."""
+    """Return why rows by a config may differ from transformers'; ``""`` if tests cover it."""
     kind = config.get("model_type")
     if kind not in TESTED:
         return f"no test compares a model of model_type {kind!r}"
