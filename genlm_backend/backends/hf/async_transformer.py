@@ -67,10 +67,12 @@ class AsyncTransformer(ProcessLM):
             copied into oneDNN's blocked layout if a short trial of their shape is faster in it. The
             copies take at most a quarter of the free memory, up to 4 GiB (``packed_weight_bytes``).
             The model's own layers stay as they are, and rows change by rounding alone. The trial
-            runs once per process, so another process may decide differently. On CUDA no copies are
-            kept: the weights of projections that have the same input move next to each other, so
-            that each group is one product. The parameters stay the same objects with the same
-            values, but tensors that shared their memory share it no longer.
+            runs once per process, so another process may decide differently. Default: ``True`` on a
+            CPU, unless the model is in training mode and a parameter requires gradients;
+            ``from_name`` sets ``True`` on all devices. On CUDA no copies are kept: the weights of
+            projections that have the same input move next to each other, so that each group is one
+            product. The parameters stay the same objects with the same values, but tensors that
+            shared their memory share it no longer.
         process: ``True`` is for ``from_name``: a model object stays in the process that made it.
         self_check: Whether to compare a few probe texts with the bytes of their tokens.
         processor: The model's processor of texts and pictures, as ``AutoProcessor`` loads it, or a

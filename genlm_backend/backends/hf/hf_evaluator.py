@@ -63,9 +63,14 @@ class HFEvaluator(LocalEvaluator):
         """Check ``HFOptions`` and a model, and put the model into evaluation mode; run no pass."""
         self._options = hf_options(options)
         check_hf_model(model)
+        packs = self._options.get("packs_weights")
+        if packs is None:  # copies of weights in training would have to be packed again and again
+            is_in_training = model.training and any(own.requires_grad for own in model.parameters())
+            self._packs = not is_in_training
+        else:
+            self._packs = packs
         model.eval()
-        merges = self._options.get("packs_weights", False)
-        runner = HFRunner(model, merges, lambda: self.check_cancelled())
+        runner = HFRunner(model, bool(packs), lambda: self.check_cancelled())
         cost = CostModel.on(runner.device.type)
         super().__init__(runner, cost, UncachedAttention(), output_device)
         max_length = self._options.get("max_length")
@@ -80,7 +85,7 @@ class HFEvaluator(LocalEvaluator):
         width = vocab_width(runner.model)
         if num_threads := self._options.get("num_threads"):
             use_num_threads(num_threads)
-        if self._options.get("packs_weights", False):
+        if self._packs:
             runner.packed.pack(runner.model)
         with tried(runner):
             tokens = [[i % width for i in (5, 6, 7)]]

@@ -41,7 +41,7 @@ class HFOptions(TypedDict, total=False):
     state_cache_bytes: Annotated[int | None, Option(None, optional(byte_count))]
     max_length: Annotated[int | None, Option(None, optional(integer(1)))]
     num_threads: Annotated[int | None, Option(None, optional(thread_count))]
-    packs_weights: Annotated[bool, Option(False, switch)]
+    packs_weights: Annotated[bool | None, Option(None, optional(switch))]
 
 
 def hf_options(values: Mapping[str, Any]) -> HFOptions:

@@ -70,9 +70,18 @@ async def test_rows_with_packed_weights_match_bare_model(name, used):
 
 
 @pytest.mark.usefixtures("faster")
-def test_only_loaded_models_are_packed_unless_opted_out(tmp_path):
+def test_models_are_packed_unless_opted_out_or_in_training(tmp_path):
     model = families.make("llama")
+    model.train()
     with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert lm.packed_weight_bytes == 0
+    model.train().requires_grad_(False)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert lm.packed_weight_bytes > 0
+    model.eval().requires_grad_(True)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert lm.packed_weight_bytes > 0
+    with AsyncTransformer(model, word_tokenizer(), packs_weights=False) as lm:
         assert lm.packed_weight_bytes == 0
     model.save_pretrained(tmp_path)
     PreTrainedTokenizerFast(tokenizer_object=word_tokenizer()).save_pretrained(tmp_path)
@@ -147,7 +156,8 @@ def test_untracked_weight_changes_are_found_by_pack_again(change):
 def test_packing_leaves_other_users_of_the_model_intact():
     model = families.make("llama")
     expected = fresh_row(model, [1, 2, 3])
-    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as beside:
+    plain = {"row_cache_bytes": 0, "packs_weights": False}
+    with AsyncTransformer(model, word_tokenizer(), **plain) as beside:
         options = {"row_cache_bytes": 0, "packs_weights": True}
         with (
             AsyncTransformer(model, word_tokenizer(), **options) as lm,
