@@ -11,6 +11,7 @@ import pytest
 import genlm_backend
 from genlm_backend import __main__ as command_line
 from genlm_backend.backends import bundled
+from tests.naive import naive_scores
 
 COMMAND = [sys.executable, "-m", "genlm_backend"]
 
@@ -152,13 +153,8 @@ TEXTS = ["the cat sat.", "a mat sat on ß", "the mat"]
 
 
 def plain_logprobs(lm, text, before=(0,)):
-    import torch
-
     ids = lm.tokenizer.encode(text)
-    with torch.no_grad():
-        logits = lm.model(torch.tensor([[*before, *ids]])).logits[0]
-    rows = logits.log_softmax(-1)[len(before) - 1 : -1]
-    return rows.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+    return naive_scores(lm.model, [*before, *ids], len(before)).tolist()
 
 
 def test_scores_of_lines_are_printed_in_order(folder, lm, tmp_path):

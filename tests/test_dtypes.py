@@ -12,7 +12,8 @@ import torch
 
 from genlm_backend import AsyncTransformer
 from tests.llm import families
-from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.conftest import random_contexts, word_tokenizer
+from tests.naive import naive_row
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def default_dtype(dtype):
 def test_rows_and_scores_do_not_depend_on_the_default_dtype(name):
     model = families.make(name)
     contexts = random_contexts(7, seed=3)
-    rows = [fresh_row(model, context) for context in contexts]
+    rows = [naive_row(model, context) for context in contexts]
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         with default_dtype(torch.bfloat16):
             found = lm.batch_next_token_logprobs_sync(contexts)
@@ -38,9 +39,9 @@ def test_rows_and_scores_do_not_depend_on_the_default_dtype(name):
         for row, expected in zip(found, rows, strict=True):
             torch.testing.assert_close(row, expected, rtol=0, atol=5e-5)
         for context, row, score in zip(contexts, again, scores, strict=True):
-            expected = fresh_row(model, [*context, 5])
+            expected = naive_row(model, [*context, 5])
             torch.testing.assert_close(row, expected, rtol=0, atol=5e-5)
-            wanted = torch.stack([fresh_row(model, context)[5], expected[6]])
+            wanted = torch.stack([naive_row(model, context)[5], expected[6]])
             torch.testing.assert_close(score, wanted, rtol=0, atol=5e-5)
 
 
@@ -48,7 +49,7 @@ async def test_scores_stay_correct_while_another_model_loads(tmp_path):
     families.make("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     model, is_over = families.make("mistral-sliding"), threading.Event()
     contexts = random_contexts(20, seed=4)
-    wanted = [fresh_row(model, context)[7] for context in contexts]
+    wanted = [naive_row(model, context)[7] for context in contexts]
     seen = set()
 
     def load():

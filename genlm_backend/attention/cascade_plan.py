@@ -4,7 +4,8 @@
 cascade attention (Hydragen: Juravsky et al., 2024, arXiv:2402.05099) reads it once in all. A plan
 divides the cached tokens of a pass into *prefixes*, each with the rows that have it (a long one
 may have a single row), and one *suffix* per row: its short runs, from any position, padded to the
-longest suffix. Suffixes are gathered row by row. ``cascade_run.py`` executes the plan.
+longest suffix. Suffixes are gathered row by row. ``cascade_run.py`` executes the plan. The
+reference is ``naive_attention`` in tests/naive.py.
 
 **Division.** A compiled loop walks the paths of all rows once. In the order of that walk, the rows
 below a node are an interval, so that the time is linear in the distinct tokens and the entries of

@@ -7,6 +7,8 @@ the logsumexps of their scores (Hydragen: Juravsky et al., 2024, arXiv:2402.0509
     rows 0 1 2 ──▶ ┌ shared: 4,096 tokens, read once ┐ ──▶ ┌ rest 0 ┬ new 0 ┐
                    └─────────────────────────────────┘     ├ rest 1 ┼ new 1 ┤
                                                            └ rest 2 ┴ new 2 ┘
+
+The reference is ``naive_attention`` in tests/naive.py.
 """
 
 from __future__ import annotations

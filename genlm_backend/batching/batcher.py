@@ -3,7 +3,8 @@
 **Flow.** ``submit`` adds a ``PendingQuery`` to ``_waiting``, a dictionary by key with the oldest
 first. If ``_waiting``, or ``_running`` (the batch under evaluation), has an equal one, the caller
 joins that. The policy decides when to send a batch. The worker thread moves the oldest queries to
-``_running``, evaluates them without the lock, and settles each loop's futures by one callback.
+``_running``, evaluates them without the lock, and settles each loop's futures by one callback. The
+reference is ``naive_batch`` in tests/naive.py.
 
 **Invariants.** One lock guards both dictionaries. A query that no caller waits for leaves the
 queue, at the latest when it would enter a batch. Ctrl-C never interrupts the worker thread, so the

@@ -1,4 +1,7 @@
-"""PrefixTree: the cached prefixes, as a tree over token ids whose nodes own slots."""
+"""PrefixTree: the cached prefixes, as a tree over token ids whose nodes own slots.
+
+The reference is ``naive_longest_prefix`` in tests/naive.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Draws of a token id from a row, by inverting a cumulative sum; masks of allowed tokens."""
+"""Draws of a token id from a row, by inverting a cumulative sum; masks of allowed tokens.
+
+The reference is ``naive_draw`` in tests/naive.py.
+"""
 
 from __future__ import annotations
 

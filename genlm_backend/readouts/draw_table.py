@@ -1,4 +1,7 @@
-"""Draws from a table of rows by inverting cumulative sums, with few waits for a GPU."""
+"""Draws from a table of rows by inverting cumulative sums, with few waits for a GPU.
+
+The reference is ``naive_draw`` in tests/naive.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""ParticleStep: the rows of a particle group as one query, in arrays."""
+"""ParticleStep: the rows of a particle group as one query, in arrays.
+
+The reference is ``naive_draw`` in tests/naive.py.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ per row (the node before it, its token, its slot) go into arrays. Other cacheabl
 texts to score, rows whose cached lengths are far apart) are *planned* into chunks, waves and groups
 (``prefill_plan.py``). A decode step pads to the longest row, so the longest cached length must not
 exceed twice the shortest plus 64 tokens. Contexts that the cache cannot hold run *uncached*, from
-their first token.
+their first token. The reference is ``naive_row`` in tests/naive.py.
 
 **Nodes come first.** ``append`` makes nodes before a pass fills their slots, and ``insert`` makes
 them findable after it. So later passes of a batch read the tokens of earlier ones like cached

@@ -1,4 +1,7 @@
-"""ParallelTokenCharacterTrie: prefix weights by a sparse matrix in torch, on a GPU or the CPU."""
+"""ParallelTokenCharacterTrie: prefix weights by a sparse matrix in torch, on a GPU or the CPU.
+
+The reference is ``naive_trie_weights`` in tests/naive.py.
+"""
 
 from __future__ import annotations
 

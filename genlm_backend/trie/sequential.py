@@ -1,4 +1,7 @@
-"""TokenCharacterTrie: prefix weights by a compiled bottom-up sweep on the CPU."""
+"""TokenCharacterTrie: prefix weights by a compiled bottom-up sweep on the CPU.
+
+The reference is ``naive_trie_weights`` in tests/naive.py.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from genlm_backend import AsyncTransformer, MockAsyncLM
 from genlm_backend.errors import EvaluationError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, stream
 from genlm_backend.queries.row import Row
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 
 MANY = list(range(40, 70))  # so that the estimates of when to end matter
 SETTINGS = [
@@ -76,7 +77,7 @@ async def test_beam_tokens_carry_their_log_probabilities(lm, model):
     for text in await generate(lm, [1, 2], config):
         context, total = [1, 2], 0.0
         for token in text.tokens:
-            row = fresh_row(model, context)
+            row = naive_row(model, context)
             assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
             assert [i for i, _ in token.top_logprobs] == row.topk(2).indices.tolist()
             context.append(token.token_id)

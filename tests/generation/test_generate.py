@@ -15,7 +15,8 @@ from genlm_backend.generation import GenerationConfig, generate, generate_sync, 
 from genlm_backend.generation.text_sequence import make_processors
 from genlm_backend.queries.query import NO_QUERY
 from genlm_backend.readouts.sample_readout import SampleReadout, SamplingFilter
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 
 SETTINGS = [
     {},
@@ -162,7 +163,7 @@ async def test_logprobs_are_the_models_own_without_penalties(lm, model):
     (generation,) = await generate(lm, [1, 2, 3], config)
     context = [1, 2, 3]
     for token in generation.tokens:
-        row = fresh_row(model, context)
+        row = naive_row(model, context)
         assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
         assert [i for i, _ in token.top_logprobs] == row.topk(3).indices.tolist()
         assert dict(token.top_logprobs)[int(row.argmax())] == pytest.approx(

@@ -10,7 +10,7 @@ import torch
 from genlm_backend import Engine
 from tests.histories import late, say
 from tests.histories.holders import tiny
-from tests.llm.conftest import fresh_row
+from tests.naive import naive_row
 from tests.tree_integrity import check_integrity
 
 
@@ -70,7 +70,7 @@ def interrupt():
         say(way, "passes", interrupting.num_passes)
     interrupting.is_noticed.set()
     row = lm.next_token_logprobs_sync(PROMPT)
-    torch.testing.assert_close(row, fresh_row(lm.model, PROMPT), rtol=0, atol=2e-5)
+    torch.testing.assert_close(row, naive_row(lm.model, PROMPT), rtol=0, atol=2e-5)
     check_integrity(lm._evaluator.scheduler.tree)
 
     late.append(lambda: say("exit passes", interrupting.num_passes))

@@ -17,18 +17,12 @@ from genlm_backend.backends.mlx.present import is_present
 from genlm_backend.llm import AsyncReplicas, BatchedLM
 from tests.llm import families, toy
 from tests.llm.vllm import real
+from tests.naive import naive_row
 
 
 def word_tokenizer(size=families.VOCAB):
     """One made-up word for each id, and no way to encode anything else."""
     return Tokenizer(models.WordLevel({f"<{i}>": i for i in range(size)}, unk_token="<0>"))
-
-
-def fresh_row(model, token_ids):
-    """The row that the bare model gives, run whole and alone."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([list(token_ids)])).logits[0, -1]
-    return logits.float().log_softmax(-1)
 
 
 def random_contexts(count, seed=0, max_length=12):
@@ -70,7 +64,7 @@ class Backend:
         if self.model is None:
             with MockAsyncLM(word_tokenizer(), row_cache_bytes=0) as other:
                 return other.next_token_logprobs_sync(token_ids)
-        return fresh_row(self.model, token_ids)
+        return naive_row(self.model, token_ids)
 
 
 class Toy(Backend):
@@ -192,7 +186,7 @@ class TinyVLLM(Backend):
         return real.tiny_model()
 
     def expected(self, token_ids):
-        return real.exact_row_of(real.tiny_model_exact(), token_ids)
+        return naive_row(real.tiny_model_exact(), token_ids)
 
 
 class SmallVLLM(Backend):

@@ -7,25 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm_backend.queries.context import common_length
+from tests.naive import naive_longest_prefix
 
 few_letters = st.lists(st.integers(0, 2), max_size=40)
 kinds = st.sampled_from([tuple, list, bytes, lambda ids: array("q", ids)])
 
 
-def by_a_loop(first, second):
-    length = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
-
-
 @given(shared=few_letters, first=few_letters, second=few_letters, kind=kinds)
 def test_common_length_equals_that_found_by_a_loop(shared, first, second, kind):
     one, other = kind(shared + first), kind(shared + second)
-    assert common_length(one, other) == by_a_loop(one, other)
-    assert common_length(other, one) == by_a_loop(one, other)
+    assert common_length(one, other) == naive_longest_prefix(one, [other])
+    assert common_length(other, one) == naive_longest_prefix(one, [other])
     assert common_length(one, one) == len(one)
 
 

@@ -20,12 +20,13 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm import PackedMask
 from tests.llm.families import VOCAB
+from tests.naive import naive_draw, naive_log_proposals
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
 class Reference:
-    """Particles one by one, each from its fresh row; the naive inversion of a cumulative sum."""
+    """Particles one by one, each from its fresh row."""
 
     def __init__(self, backend, prompts):
         self.backend, self.known = backend, {}
@@ -39,25 +40,20 @@ class Reference:
 
     def check(self, draws, uniforms, masks=None, temperature=1.0, tolerance=1e-4):
         """Compare draws with those of the rows; a point at the edge of a token may be either."""
+        slack = 20 * tolerance
         for i in np.flatnonzero(draws.token_ids >= 0).tolist():
             row, token_id = self.row(i), int(draws.token_ids[i])
-            scores = row if masks is None else np.where(masks[i], row, -np.inf)
-            weights = np.exp((scores - scores.max()) / (temperature or 1))
-            if temperature == 0:
-                weights = (np.arange(VOCAB) == scores.argmax()).astype(float)
-            ends = np.cumsum(weights) / weights.sum()
-            begin = ends[token_id - 1] if token_id else 0.0
-            slack = 20 * tolerance
-            assert weights[token_id] > 0 or temperature == 0
+            allowed = np.ones(VOCAB, bool) if masks is None else masks[i]
+            log_proposal = 0.0
             if temperature:
-                assert begin - slack <= uniforms[i] <= ends[token_id] + slack
+                assert token_id in naive_draw(row, allowed, temperature, uniforms[i], slack)
+                log_proposal = naive_log_proposals(row, allowed, temperature)[token_id]
             else:
-                assert scores[token_id] >= scores.max() - slack
-            log_allowed = np.log(np.exp(scores).sum())
-            log_proposal = np.log(weights[token_id] / weights.sum()) if temperature else 0.0
-            expected = row[token_id], log_allowed, log_proposal
+                assert allowed[token_id]
+                assert row[token_id] >= row[allowed].max() - slack
+            expected = row[token_id], np.logaddexp.reduce(row[allowed]), log_proposal
             found = draws.logprobs[i], draws.log_allowed[i], draws.log_proposals[i]
-            np.testing.assert_allclose(found, expected, rtol=0, atol=20 * tolerance)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=slack)
 
     def append(self, token_ids):
         for own, token_id in zip(self.ids, token_ids.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Draws from rows, against the cumulative distribution added up exactly."""
+"""Draws from rows, against the inverse of a cumulative sum over the whole row."""
 
 import math
 
@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
 from genlm_backend.queries.query import RowQuery
-from genlm_backend.readouts.draw import draw, draw_token, weights_of
+from genlm_backend.readouts.draw import PackedMask, draw, draw_token, weights_of
 from genlm_backend.readouts.draw_table import Pools
 from genlm_backend.readouts.sample_readout import (
     NO_DRAW,
@@ -21,6 +21,7 @@ from genlm_backend.readouts.sample_readout import (
     drawn_at_once,
 )
 from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_draw, naive_kept, naive_log_proposals
 
 SIZE = 49_152
 LAST = 1 - 2**-53
@@ -42,17 +43,6 @@ def row_of(size=SIZE, seed=0):
     return torch.from_numpy(row)
 
 
-def exact_ends(row, temperature):
-    """The cumulative distribution, each sum rounded once."""
-    largest = max(row)
-    weights = [math.exp((float(x) - float(largest)) / temperature) for x in row]
-    total, ends, so_far = math.fsum(weights), [], 0.0
-    for weight in weights:
-        so_far = math.fsum([so_far, weight])
-        ends.append(so_far / total)
-    return np.array(ends)
-
-
 # -------------------------------------------------------------------- the distribution
 
 
@@ -62,14 +52,11 @@ def test_a_draw_inverts_the_cumulative_distribution(size, temperature):
     row = row_of(size)
     if not row.isfinite().any():
         row[0] = 0
-    ends = exact_ends(row.numpy(), temperature)
     generator = np.random.default_rng(3)
     points = np.random.default_rng(3).random(50)
     for point in points:
         token_id = draw(row, size, generator, temperature)
-        below = ends[token_id - 1] if token_id > 0 else 0.0
-        assert below - 1e-6 <= point <= ends[token_id] + 1e-6
-        assert row[token_id] > -torch.inf
+        assert token_id in naive_draw(row.numpy(), None, temperature, point, 1e-6)
 
 
 @pytest.mark.parametrize("make", [np.random.default_rng, torch.Generator().manual_seed, None])
@@ -259,41 +246,25 @@ def test_invalid_temperature_is_refused(lm):
 # ---------------------------------------------------------------- from rows on a device
 
 
-def tokens_by_share(row, drawing):
-    """Return the tokens whose interval of the cumulative sum is within rounding of a point."""
-    mask = np.ones(len(row), bool)
-    if drawing.allowed is not None:
-        mask = np.unpackbits(np.frombuffer(drawing.allowed, np.uint8), count=len(row)).view(bool)
-    scores = np.where(mask, row.astype(np.float64), -np.inf)
-    if drawing.temperature == 0:
-        return {int(scores.argmax())}
-    scores -= scores.max()
-    finite = np.isfinite(scores)
-    scores[finite] /= min(drawing.temperature, 1e300)
-    weights = np.exp(scores)
-    ends = weights.cumsum() / weights.sum()
-    near = (ends > drawing.uniforms[0] - 1e-5) & (
-        ends - weights / weights.sum() < drawing.uniforms[0] + 1e-5
-    )
-    return set(np.flatnonzero(near & (weights > 0)).tolist())
+def mask_of(drawing, size):
+    """Return which tokens a readout allows: bool ``[vocab]``."""
+    if drawing.allowed is None:
+        return np.ones(size, bool)
+    return PackedMask(drawing.allowed, size).unpacked().numpy()
 
 
-def check_proposal(found, drawing, row):
-    """Compare with the softmax of the allowed tokens at the temperature, in float64."""
-    mask = np.ones(len(row), bool)
-    if drawing.allowed is not None:
-        mask = np.unpackbits(np.frombuffer(drawing.allowed, np.uint8), count=len(row)).view(bool)
-    scores = np.where(mask, row.astype(np.float64), -np.inf)
-    scores -= scores.max()
-    finite = np.isfinite(scores)
-    if drawing.temperature:
-        scores[finite] /= min(drawing.temperature, 1e300)
-        expected = scores[found.token_id] - np.log(np.exp(scores).sum())
-    else:
-        expected = 0.0
+def check_draw(found, drawing, row):
+    """Compare a token, and the probability with which it was drawn, with the whole row's."""
+    given = row, mask_of(drawing, len(row)), drawing.temperature
+    assert found.token_id in naive_draw(*given, drawing.uniforms[0])
+    check_proposal(found, *given)
+
+
+def check_proposal(found, row, allowed, temperature):
+    expected = naive_log_proposals(row, allowed, temperature)[found.token_id]
     assert found.log_proposal == pytest.approx(expected, abs=3e-5)
     assert found.log_proposal <= 0
-    if drawing.temperature == 1:
+    if temperature == 1:
         weight = found.logprob - found.log_proposal
         assert weight == pytest.approx(found.log_allowed, abs=1e-6)
 
@@ -323,13 +294,12 @@ def test_batched_draws_match_draws_from_each_row(data):
     found = drawn_at_once(drawings, rows)
     for (draw_found,), drawing, row in zip(found, drawings, rows, strict=True):
         (expected,) = drawing.of_logprobs(row)
-        assert draw_found.token_id in tokens_by_share(row.numpy(), drawing)
         assert draw_found.logprob == row[draw_found.token_id].item()
         assert draw_found.log_allowed == pytest.approx(expected.log_allowed, abs=1e-5)
         if drawing.allowed is None:
             assert draw_found.log_allowed == 0
         for one in (draw_found, expected):
-            check_proposal(one, drawing, row.numpy())
+            check_draw(one, drawing, row.numpy())
 
 
 def test_batched_draw_without_possible_token_fails_only_for_its_row():
@@ -376,11 +346,7 @@ def test_several_draws_equal_as_many_single_draws(data):
 
     # Distinct ones: each is a single draw of what the ones before it have left.
     found = SampleReadout(query, uniforms=uniforms, are_distinct=True, **options).of_logprobs(row)
-    is_left = np.unpackbits(
-        np.frombuffer(options["allowed"] or np.packbits(np.ones(size, bool)).tobytes(), np.uint8),
-        count=size,
-    ).view(bool)
-    is_left &= np.isfinite(row.numpy())
+    is_left = mask_of(several, size) & np.isfinite(row.numpy())
     if options["cuts"] is not None and options["temperature"]:
         masked = np.where(is_left, row.numpy(), np.float32(-np.inf))
         weights = weights_of(masked, masked.max(), options["temperature"])
@@ -388,10 +354,9 @@ def test_several_draws_equal_as_many_single_draws(data):
         is_left &= np.isin(np.arange(size), kept)
     assert len(found) == min(len(uniforms), is_left.sum())
     for one, uniform in zip(found, uniforms, strict=False):
-        own = {"temperature": options["temperature"], "allowed": np.packbits(is_left).tobytes()}
-        drawing = SampleReadout(query, uniforms=(uniform,), **own)
-        assert one.token_id in tokens_by_share(row.numpy(), drawing)
-        check_proposal(one, drawing, row.numpy())
+        own = row.numpy(), is_left, options["temperature"]
+        assert one.token_id in naive_draw(*own, uniform)
+        check_proposal(one, *own)
         expected = np.logaddexp.reduce(row.numpy()[is_left].astype(np.float64))
         assert one.log_allowed == pytest.approx(min(expected, 0), abs=1e-5)
         is_left[one.token_id] = False
@@ -441,23 +406,6 @@ def test_distinct_draws_find_tokens_of_vanishing_probability():
 # ---------------------------------------------------------------- bounds
 
 
-def left_by_transformers(row, temperature, cuts, mask):
-    """Return what the warpers of transformers leave of a row, in float64: bool ``[vocab]``."""
-    from transformers.generation import logits_process as processes
-
-    scores = torch.from_numpy(np.where(mask, row.astype(np.float64), -np.inf))[None]
-    warpers = [processes.TemperatureLogitsWarper(float(temperature))]
-    if cuts.top_k:
-        warpers.append(processes.TopKLogitsWarper(cuts.top_k))
-    if cuts.top_p < 1:
-        warpers.append(processes.TopPLogitsWarper(cuts.top_p))
-    if cuts.min_p:
-        warpers.append(processes.MinPLogitsWarper(cuts.min_p))
-    for warper in warpers:
-        scores = warper(torch.zeros(1, 1, dtype=torch.int64), scores)
-    return np.isfinite(scores[0].numpy())
-
-
 WAYS = pytest.mark.parametrize(
     "of_rows", [SampleReadout.of_rows, drawn_at_once], ids=["here", "at once"]
 )
@@ -490,7 +438,7 @@ def test_top_k_top_p_and_min_p_keep_the_tokens_of_transformers(of_rows, data):
         data.draw(st.sampled_from([0.0, 0.05, 0.5, 1.0])),
     )
     temperature = data.draw(st.sampled_from([1.0, 0.7, 2.0]))
-    left = left_by_transformers(row, temperature, cuts, mask)
+    left = naive_kept(row, mask, temperature, *cuts)
     packed = np.packbits(mask).tobytes()
     uniforms = [*random.random(20), 0.0, LAST]
     drawings = [
@@ -572,6 +520,8 @@ def test_draws_from_logits_are_those_from_log_probabilities_and_infinite_ones_ar
     expected = pools.draw(logits.log_softmax(-1), uniforms, pool_of)
     assert (found[:, 0] == expected[:, 0]).all()
     np.testing.assert_allclose(found[:, 1:4], expected[:, 1:4], rtol=0, atol=1e-5)
+    for token_id, pool, uniform in zip(found[:, 0], pool_of, uniforms, strict=True):
+        assert token_id in naive_draw(logits[pool].numpy(), None, 1.0, uniform)
     logits[0, 7], logits[1], logits[2, 9] = torch.inf, -torch.inf, torch.nan
     is_nan = np.isnan(pools.draw(logits, uniforms, pool_of, are_logits=True)[:, 4])
     assert is_nan.tolist() == (pool_of < 3).tolist()

@@ -10,7 +10,8 @@ import torch
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.runtime.threads import frequent_switches, release_idle_threads
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 
 WIDE = torch.randn(4_000_000)
 
@@ -49,7 +50,7 @@ def test_callers_that_use_torch_themselves_get_the_same_rows(tiny_llama):
             rows = list(pool.map(ask, contexts))
     assert threading.active_count() < 20
     for context, row in zip(contexts, rows, strict=True):
-        torch.testing.assert_close(row, fresh_row(tiny_llama, context), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(tiny_llama, context), rtol=0, atol=2e-5)
 
 
 def test_the_switch_interval_is_short_only_while_a_batch_is_evaluated(tiny_llama):

@@ -10,7 +10,8 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf.architecture import check_architecture
 from genlm_backend.errors import GenlmBackendError, ModelNotFoundError, UnsupportedModelError
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 
 SMALL = {
     "vocab_size": families.VOCAB,
@@ -120,7 +121,7 @@ def test_causal_models_of_unusual_kinds_are_accepted(kind, tmp_path):
     whole.config.use_cache = False  # transformers has no cache of linear attention alone
     with AsyncTransformer.from_name(path) as lm:
         row = lm.next_token_logprobs_sync([5, 6, 7])
-        torch.testing.assert_close(row, fresh_row(whole, [5, 6, 7]), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(whole, [5, 6, 7]), rtol=0, atol=2e-5)
 
 
 def test_every_causal_architecture_of_transformers_is_accepted():

@@ -12,6 +12,7 @@ from genlm_backend.errors import CacheError
 from genlm_backend.prefix.nodes import NO_HINT
 from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.prefix.slot_allocator import SlotAllocator
+from tests.naive import naive_longest_prefix
 from tests.tree_integrity import check_integrity
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
@@ -64,14 +65,14 @@ class Tree(RuleBasedStateMachine):
     def held(self):
         return self.cache.nodes.slot[self.pending].tolist()
 
-    def contents(self, node):
-        slots = self.cache.nodes.slot[self.cache.nodes.path(node)].tolist()
+    def contents(self, nodes):
+        slots = self.cache.nodes.slot[nodes].tolist()
         return [self.copies.device[slot] if slot > 0 else self.copies.host[-slot] for slot in slots]
 
     def check_node(self, node, token_ids, namespace):
         size = int(self.cache.nodes.depth[node])
         wanted = [(namespace, tuple(token_ids[: i + 1])) for i in range(size)]
-        assert self.contents(node) == wanted
+        assert self.contents(self.cache.nodes.path(node)) == wanted
 
     def num_on_host(self, node):
         return int((self.cache.nodes.slot[self.cache.nodes.path(node)] < 0).sum())
@@ -88,6 +89,9 @@ class Tree(RuleBasedStateMachine):
     def look_up(self, token_ids, namespace, hint=NO_HINT):
         num_cached = self.cache.num_cached(token_ids, namespace)
         tiers = [self.cache.num_cached(token_ids, namespace, tier) for tier in ("device", "host")]
+        table = self.cache.nodes.table
+        cached = [ids for own, ids in self.contents(table[table > 0]) if own == namespace]
+        assert num_cached == naive_longest_prefix(token_ids, cached)
         node = self.cache.match(token_ids, namespace, hint)
         assert self.cache.nodes.depth[node] == num_cached == sum(tiers)
         assert self.num_on_host(node) == tiers[1]

@@ -1,7 +1,8 @@
 """CudaGraphRunner: decode steps captured as CUDA graphs, one for each shape of their tables.
 
 **Why.** A pass of one token for each row launches some eight hundred kernels. The CPU takes ten
-times as long to launch them as the GPU takes to run them. A captured pass is one launch.
+times as long to launch them as the GPU takes to run them. A captured pass is one launch. The
+reference is ``naive_row`` in tests/naive.py.
 
 **Flow.** Tokens, positions, slots and the plan are tables of a fixed shape on the device
 (``DecodeTables``). One copy from pinned memory fills them (``DecodeArrays``). Shapes are few: the

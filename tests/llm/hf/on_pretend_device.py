@@ -19,7 +19,7 @@ from genlm_backend.readouts.sample_readout import SampleReadout
 from genlm_backend.readouts.score_query import ScoreQuery
 from genlm_backend.readouts.token_readouts import Entropy, Masses, Top
 from tests.llm import families
-from tests.llm.conftest import fresh_row
+from tests.naive import naive_row
 from tests.pretend_device import DEVICE, OnDevice, moved, pretending
 
 _HERE = torch.device("cpu")
@@ -36,7 +36,7 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
     """Return how far rows on the device are from the plain model's, and the waits of a pass."""
     asked = dict.fromkeys(torch_ops.FUSED_OPERATORS["cuda"], 0)
     model, options = families.make(name).to(dtype), {"kv_cache_bytes": 1 << 20, **options}
-    expected = [[fresh_row(model, context) for context in batch] for batch in BATCHES]
+    expected = [[naive_row(model, context) for context in batch] for batch in BATCHES]
     if "kv_cache_dtype" in options:
         expected = rows_here(model, options)
     differences, num_waits = [], []

@@ -9,9 +9,10 @@ import torch
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import AdapterError, UnknownAdapterError
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
 from tests.llm.families import VOCAB
 from tests.llm.hf import adapter_kinds as kinds
+from tests.naive import naive_row
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -41,7 +42,7 @@ class World:
     def row(self, adapter, token_ids):
         if adapter not in self._fresh:
             self._fresh[adapter] = kinds.fresh(self.base, self.path(*adapter))
-        return fresh_row(self._fresh[adapter], token_ids)
+        return naive_row(self._fresh[adapter], token_ids)
 
     def lm(self, **options):
         return AsyncTransformer(copy.deepcopy(self.base), word_tokenizer(), **options)

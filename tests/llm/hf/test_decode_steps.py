@@ -13,9 +13,10 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.attention.cascade_plan import CascadePlan
 from genlm_backend.scheduling.scheduler import Scheduler
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
 from tests.llm.hf.histories import History, tokens
 from tests.llm.hf.test_families import GATHERED
+from tests.naive import naive_row
 from tests.tree_integrity import check_integrity
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels
@@ -37,7 +38,7 @@ def slot_bytes(name):
 
 @lru_cache(4096)
 def expected(name, context):
-    return fresh_row(model_of(name), context)
+    return naive_row(model_of(name), context)
 
 
 with_and_without = pytest.mark.parametrize("counts", [True, False], indirect=True)
@@ -110,7 +111,7 @@ async def test_decode_steps_with_several_adapters_match_adapted_models(adapters,
 
     @lru_cache(None)
     def row(context, adapter):
-        return fresh_row(models.get(adapter, model_of("llama")), context)
+        return naive_row(models.get(adapter, model_of("llama")), context)
 
     with opened("llama", kv_cache_bytes=200 * slot_bytes("llama")) as lm:
         for name in models:

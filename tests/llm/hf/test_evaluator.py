@@ -12,7 +12,8 @@ import torch
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import CacheError, OptionError, QueryDroppedError
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 from tests.tree_integrity import check_integrity
 
 SLOT = 2 * 2 * 2 * 8 * 4
@@ -37,7 +38,7 @@ def make(tiny_llama):
 def check(lm, contexts):
     rows = lm.batch_next_token_logprobs_sync(contexts)
     for context, row in zip(contexts, rows, strict=True):
-        torch.testing.assert_close(row, fresh_row(lm.model, context), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(lm.model, context), rtol=0, atol=2e-5)
 
 
 async def test_step_computes_one_token_per_particle(make):
@@ -189,7 +190,7 @@ async def test_context_that_always_runs_out_of_memory_fails_alone(make):
     assert isinstance(found.pop(3), MemoryError)
     runner.forward = forward
     for context, row in zip(contexts[:3] + contexts[4:], found, strict=True):
-        torch.testing.assert_close(row, fresh_row(lm.model, context), atol=1e-4, rtol=0)
+        torch.testing.assert_close(row, naive_row(lm.model, context), atol=1e-4, rtol=0)
     check_integrity(lm._evaluator.scheduler.tree)
 
 
@@ -215,7 +216,7 @@ def test_other_errors_are_not_retried_and_leak_no_slot(make):
 def test_clearing_cache_from_another_thread_changes_no_row(make):
     lm = make(row_cache_bytes=0, batch_size=4)
     contexts = [[*PROMPT[: 5 + i % 20], i % 96] for i in range(60)]
-    expected = torch.stack([fresh_row(lm.model, context) for context in contexts])
+    expected = torch.stack([naive_row(lm.model, context) for context in contexts])
     is_over = threading.Event()
 
     def clear():
@@ -273,7 +274,7 @@ async def test_context_with_remaining_waiter_continues_after_cancellation(chunke
     await asyncio.gather(tasks[0], return_exceptions=True)
     chunked.may_go_on.set()
     row = await tasks[1]
-    torch.testing.assert_close(row, fresh_row(chunked.model, PROMPT), rtol=0, atol=2e-5)
+    torch.testing.assert_close(row, naive_row(chunked.model, PROMPT), rtol=0, atol=2e-5)
     assert chunked.statistics().num_forwards == 13
 
 

@@ -16,8 +16,9 @@ from genlm_backend.backends.hf.hf_evaluator import CACHED_TYPES
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.scheduling.prefill_plan import CostModel
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
 from tests.llm.hf.test_states import KEPT
+from tests.naive import naive_row
 
 
 def tree_of_contexts(generator):
@@ -83,7 +84,7 @@ def test_rows_match_bare_model(name, few_tokens, monkeypatch):
         for _ in range(4):
             rows = lm.batch_next_token_logprobs_sync(contexts)
             for context, row in zip(contexts, rows, strict=True):
-                torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=atol)
+                torch.testing.assert_close(row, naive_row(model, context), rtol=0, atol=atol)
             contexts = [[*c, generator.randrange(families.VOCAB)] for c in contexts]
         if name in families.RUNNING:
             assert lm.statistics().tokens_reused > 0
@@ -95,7 +96,7 @@ def test_rows_match_bare_model(name, few_tokens, monkeypatch):
         # The test means something: one wrong token, even early on, shows in the row.
         wrong = list(contexts[-1])
         wrong[-4] = (wrong[-4] + 1) % families.VOCAB
-        difference = (fresh_row(model, wrong) - fresh_row(model, contexts[-1])).abs().max()
+        difference = (naive_row(model, wrong) - naive_row(model, contexts[-1])).abs().max()
         assert float(difference) > 1e-2
 
 
@@ -147,7 +148,7 @@ def test_attention_scaling_of_long_contexts_follows_each_rows_length():
             for row, context in zip(
                 lm.batch_next_token_logprobs_sync(contexts), contexts, strict=True
             ):
-                torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
+                torch.testing.assert_close(row, naive_row(model, context), rtol=0, atol=3e-5)
             lm.clear_cache()
         steps = [[*long[:200], i] for i in range(12)]
         lm.next_token_logprobs_sync(long[:200])
@@ -183,7 +184,7 @@ def check_whole(model, contexts):
         for context in contexts:
             torch.testing.assert_close(
                 lm.next_token_logprobs_sync(context),
-                fresh_row(families.make("llama"), context),
+                naive_row(families.make("llama"), context),
                 rtol=0,
                 atol=3e-5,
             )
@@ -233,7 +234,7 @@ def check_whole_batches(model):
         ):
             rows = lm.batch_next_token_logprobs_sync(contexts)
             for context, row in zip(contexts, rows, strict=True):
-                torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
+                torch.testing.assert_close(row, naive_row(model, context), rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("config", UNTOLD.values(), ids=UNTOLD.keys())
@@ -277,7 +278,7 @@ def test_model_with_prefix_lm_attention_is_refused():
     with AsyncTransformer(model, word_tokenizer()) as lm:
         for context in ([1, 2, 3], [1, 2, 3, 4]):
             row = lm.next_token_logprobs_sync(context)
-            torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
+            torch.testing.assert_close(row, naive_row(model, context), rtol=0, atol=3e-5)
 
 
 class OtherwiseAlone(torch.nn.Linear):

@@ -9,7 +9,8 @@ from torch.nn import functional
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import fused_residuals, hf_runner, merged_linear
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 
 CONTEXTS = [[1, 2, 3], [1, 2, 4, 5], [6], [1, 2, 3, 7, 8, 9]]
 
@@ -72,7 +73,7 @@ def rows_of(lm):
 
 
 def rows_of_model(model):
-    return torch.stack([fresh_row(model, context) for context in CONTEXTS])
+    return torch.stack([naive_row(model, context) for context in CONTEXTS])
 
 
 @pytest.mark.parametrize("name", families.PER_TOKEN)

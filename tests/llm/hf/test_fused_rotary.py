@@ -15,7 +15,8 @@ from genlm_backend.backends.hf import fused_rotary
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
 from genlm_backend.backends.hf.model_view import ModelView
 from tests.llm import families
-from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.conftest import random_contexts, word_tokenizer
+from tests.naive import naive_row
 
 NAME = "apply_rotary_pos_emb"
 ALL = [*families.PER_TOKEN, *families.FEW_RUNNING, *families.WHOLE]
@@ -314,7 +315,7 @@ def test_patched_attention_code_takes_effect_after_clear_cache(patch, monkeypatc
         patch(monkeypatch)
         lm.clear_cache()
         row = lm.next_token_logprobs_sync([1, 2, 3])
-        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
 
 
 def halved(forward):
@@ -357,4 +358,4 @@ def test_decorators_of_attention_forward_still_apply(decorators, is_fused, monke
         num_asked = len(calls)
         row = lm.next_token_logprobs_sync([1, 2, 3])
         assert (len(calls) > num_asked) == is_fused
-    torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
+    torch.testing.assert_close(row, naive_row(model, [1, 2, 3]), rtol=0, atol=2e-5)

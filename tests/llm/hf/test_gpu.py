@@ -11,7 +11,8 @@ from genlm_backend.attention.torch.torch_ops import fused_operator
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
 from genlm_backend.backends.hf.model_view import ModelView
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +25,7 @@ pytestmark = [
 async def test_rows_match_cpu_model(name):
     model = families.make(name)
     contexts = [list(range(n)) for n in (1, 3, 9, 24)] + [[5, 6, n] for n in range(4)]
-    expected = torch.stack([fresh_row(model, context) for context in contexts])
+    expected = torch.stack([naive_row(model, context) for context in contexts])
     with AsyncTransformer(model.cuda(), word_tokenizer(), kv_cache_bytes=1 << 22) as lm:
         assert lm.kv_reuse
         for _ in range(2):
@@ -95,7 +96,7 @@ async def test_many_rows_with_shared_prefix_match_cpu_model(monkeypatch):
     model = families.make("llama")
     prefix = [(7 * i) % 23 for i in range(100)]
     contexts = [[*prefix, *[n % 23] * (1 + n % 3), n // 23] for n in range(40)]
-    expected = torch.stack([fresh_row(model, context) for context in contexts])
+    expected = torch.stack([naive_row(model, context) for context in contexts])
     with AsyncTransformer(model.cuda(), word_tokenizer(), kv_cache_bytes=1 << 22) as lm:
         for _ in range(2):
             rows = await lm.batch_next_token_logprobs(contexts)
@@ -122,9 +123,9 @@ async def test_captured_steps_match_float32_model_within_rounding(name, dtype, m
             contexts = [contexts[i] for i in random.integers(0, 12, 12)]
         contexts = [[*context, int(random.integers(23))] for context in contexts]
         steps.append(contexts)
-    expected = [torch.stack([fresh_row(model, context) for context in one]) for one in steps]
+    expected = [torch.stack([naive_row(model, context) for context in one]) for one in steps]
     model = model.to(dtype)
-    rounded = torch.stack([fresh_row(model, context) for context in steps[-1]]).float()
+    rounded = torch.stack([naive_row(model, context) for context in steps[-1]]).float()
     noise = (rounded - expected[-1]).pow(2).mean().sqrt()
     with AsyncTransformer(model.cuda(), word_tokenizer(), kv_cache_bytes=1 << 22) as lm:
         await lm.next_token_logprobs(contexts[0][:90])

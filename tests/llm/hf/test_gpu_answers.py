@@ -16,9 +16,10 @@ from genlm_backend.queries.query import RowQuery
 from genlm_backend.readouts.sample_readout import SampleReadout, SamplingFilter
 from genlm_backend.readouts.token_readouts import Chosen, Entropy, Masses, Top
 from tests.llm import families
-from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.conftest import random_contexts, word_tokenizer
 from tests.llm.hf.pictured import MANY, family, plain_row, prompt_of
 from tests.llm.vllm.adapters import make_adapter
+from tests.naive import naive_row
 
 pytestmark = [
     pytest.mark.gpu,
@@ -164,7 +165,7 @@ def test_rows_of_recurrent_models_match_cpu_model(name):
             [*generator.choice(contexts), generator.randrange(families.VOCAB)] for _ in range(6)
         ]
         steps.append(contexts)
-    expected = [torch.stack([fresh_row(model, context) for context in one]) for one in steps]
+    expected = [torch.stack([naive_row(model, context) for context in one]) for one in steps]
     on_device = copy.deepcopy(model).cuda()
     with AsyncTransformer(on_device, word_tokenizer(), row_cache_bytes=0) as lm:
         per_state = lm._evaluator.scheduler.cache.state_pool.layout.bytes_per_state
@@ -180,9 +181,9 @@ def test_rows_of_recurrent_models_match_cpu_model(name):
 def test_rows_after_host_round_trip_match_cpu_model(dtype):
     model, generator = families.make("llama"), random.Random(0)
     prompts = [[generator.randrange(families.VOCAB) for _ in range(30)] for _ in range(6)]
-    expected = torch.stack([fresh_row(model, prompt) for prompt in prompts])
+    expected = torch.stack([naive_row(model, prompt) for prompt in prompts])
     own = model.to(dtype)
-    rounded = torch.stack([fresh_row(own, prompt) for prompt in prompts])
+    rounded = torch.stack([naive_row(own, prompt) for prompt in prompts])
     atol = 2e-4 + 2 * float((rounded - expected).abs().max())
     own = own.cuda()
     per_slot = 2 * 2 * 2 * 8 * torch.finfo(dtype).bits // 8
@@ -228,15 +229,15 @@ def test_captured_steps_with_adapters_match_adapted_models(tmp_path, monkeypatch
             contexts = [[*context, generator.randrange(families.VOCAB)] for context in contexts]
             for name, model in models.items():
                 found = lm.batch_next_token_logprobs_sync(contexts, name)
-                expected = torch.stack([fresh_row(model, context) for context in contexts])
-                noise = torch.stack([fresh_row(rounded[name], context) for context in contexts])
+                expected = torch.stack([naive_row(model, context) for context in contexts])
+                noise = torch.stack([naive_row(rounded[name], context) for context in contexts])
                 noise = (noise.float() - expected).square().mean().sqrt()
                 assert (found - expected).square().mean().sqrt() < 3 * noise
 
 
 def test_saved_prefix_is_loaded_and_reused(tmp_path):
     model, prompt = families.make("llama"), [5] * 40
-    expected = fresh_row(model, [*prompt, 7])
+    expected = naive_row(model, [*prompt, 7])
     own = model.cuda()
     with AsyncTransformer(own, word_tokenizer()) as lm:
         lm.next_token_logprobs_sync(prompt)

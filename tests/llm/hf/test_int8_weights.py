@@ -21,6 +21,7 @@ from genlm_backend.errors import (
 )
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 from tests.processor import has_int8_products
 
 pytestmark = pytest.mark.skipif(
@@ -110,11 +111,6 @@ def with_rounded_weights(model):
     return model
 
 
-def logprobs(model, context):
-    with torch.inference_mode():
-        return model(torch.tensor([context])).logits[0, -1].float().log_softmax(-1)
-
-
 @pytest.mark.parametrize(
     "name",
     ["llama", "qwen2", "gemma2", "gemma3", "mistral-sliding", "gpt2", "bloom", "opt", "phi", "mpt"],
@@ -129,8 +125,8 @@ def test_rows_match_model_with_rounded_weights(name):
         for context in CONTEXTS:
             for length in (3, 8, 12):
                 row = lm.next_token_logprobs_sync(context[:length])
-                expected = logprobs(exact, context[:length])
-                apart = float((expected - logprobs(plain, context[:length])).abs().max())
+                expected = naive_row(exact, context[:length])
+                apart = float((expected - naive_row(plain, context[:length])).abs().max())
                 assert float((row - expected).abs().max()) < 0.05 * apart
         lm.clear_cache()
         together = lm.batch_next_token_logprobs_sync(CONTEXTS)
@@ -155,7 +151,7 @@ def test_int8_model_in_process_or_replicas_gives_same_rows(directory, tmp_path):
         assert isinstance(lm.model.lm_head, Int8Linear)
         lm.save_prefix(CONTEXTS[0], tmp_path / "prefix")
     exact = with_rounded_weights(families.make("llama"))
-    torch.testing.assert_close(expected[0], logprobs(exact, CONTEXTS[0]), atol=1e-2, rtol=0)
+    torch.testing.assert_close(expected[0], naive_row(exact, CONTEXTS[0]), atol=1e-2, rtol=0)
     for load in (
         lambda: AsyncTransformer.from_name(directory, process=True, **OPTIONS),
         lambda: AsyncReplicas.from_name(directory, 2, num_threads=1, **OPTIONS),

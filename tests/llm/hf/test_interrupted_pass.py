@@ -10,7 +10,8 @@ import torch
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import QueryDroppedError
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 from tests.tree_integrity import check_integrity
 
 LONG = [random.Random(3).randrange(families.VOCAB) for _ in range(90)]
@@ -30,7 +31,7 @@ def lm(request):
 
 def check(lm, context):
     row = lm.next_token_logprobs_sync(context)
-    torch.testing.assert_close(row, fresh_row(lm.model, context), rtol=0, atol=5e-5)
+    torch.testing.assert_close(row, naive_row(lm.model, context), rtol=0, atol=5e-5)
 
 
 def test_pass_interrupted_at_any_layer_corrupts_no_row(lm):

@@ -13,7 +13,8 @@ from genlm_backend.backends.hf.cascade_attention import CascadeAttention
 from genlm_backend.errors import OptionError
 from genlm_backend.prefix.codecs import KV_CACHE_DTYPES, codec_for
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 from tests.tree_integrity import check_integrity
 
 
@@ -79,7 +80,7 @@ def test_rows_match_model_with_rounded_keys_and_values(name, kept):
             rows = lm.batch_next_token_logprobs_sync(contexts)
             for context, row in zip(contexts, rows, strict=True):
                 expected = rounded_row(model, context, ROUNDS[kept])
-                assert_rounded(row, expected, fresh_row(model, context))
+                assert_rounded(row, expected, naive_row(model, context))
             contexts = [[*c, generator.randrange(families.VOCAB)] for c in contexts]
         assert lm.statistics().tokens_reused > 300
 
@@ -96,7 +97,7 @@ def test_stepwise_rows_match_uncached_rows(name):
             for end in range(max(1, len(context) - 3), len(context) + 1):
                 stepped = lm.next_token_logprobs_sync(context[:end])
             whole = lm.next_token_logprobs_uncached(context)
-            assert_rounded(stepped, whole, fresh_row(model, context))
+            assert_rounded(stepped, whole, naive_row(model, context))
 
 
 @pytest.mark.parametrize("kept", KV_CACHE_DTYPES)
@@ -144,7 +145,7 @@ def test_context_without_room_is_rounded_like_cached_one():
             rows.append(lm.next_token_logprobs_sync(context))
     for row in rows[:2]:
         torch.testing.assert_close(row, rows[2], rtol=0, atol=1e-6)
-    assert float((rows[2] - fresh_row(_DOUBLE, context)).abs().max()) > 1e-3
+    assert float((rows[2] - naive_row(_DOUBLE, context)).abs().max()) > 1e-3
 
 
 def test_long_shared_prefix_decoded_in_pieces_gives_same_rows(monkeypatch):

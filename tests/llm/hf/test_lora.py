@@ -24,9 +24,10 @@ from genlm_backend.errors import (
 )
 from genlm_backend.generation import Engine, generate
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
 from tests.llm.hf import adapter_kinds
 from tests.llm.vllm.adapters import make_adapter
+from tests.naive import naive_row
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -77,11 +78,11 @@ async def test_adapters_share_batches_and_never_keys_or_values(lm, models):
     second = await asyncio.gather(*(lm.next_token_logprobs(c, n) for c, n in longer))
     for pairs, rows in ((asked, first), (longer, second)):
         for (context, name), row in zip(pairs, rows, strict=True):
-            torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
+            torch.testing.assert_close(row, naive_row(models[name], context), rtol=0, atol=2e-5)
     assert lm.statistics().tokens_reused > 0
     for name, model in models.items():
         row = lm.next_token_logprobs_uncached([1, 2, 3], name)
-        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
 
 
 async def test_generation_and_engine_requests_use_named_adapter(lm, models):
@@ -91,7 +92,7 @@ async def test_generation_and_engine_requests_use_named_adapter(lm, models):
     for (text,), model in zip(texts, models.values(), strict=True):
         context = [3, 4]
         while len(context) < 8:
-            context.append(int(fresh_row(model, context).argmax()))
+            context.append(int(naive_row(model, context).argmax()))
         assert text.token_ids == context[2:]
     with Engine() as engine:
         engine.install_model("m", lm, warm_up=False)
@@ -110,7 +111,7 @@ def test_adding_name_again_replaces_its_adapter(lm, models, tmp_path):
     def check(adapter):
         for context in ([1, 2, 3], [1, 2, 3, 4], [5]):
             row = lm.next_token_logprobs_sync(context, "poet")
-            torch.testing.assert_close(row, fresh_row(models[adapter], context), rtol=0, atol=2e-5)
+            torch.testing.assert_close(row, naive_row(models[adapter], context), rtol=0, atol=2e-5)
 
     check("poet")
     lm.cache_kv([1, 2, 3], "poet")
@@ -140,12 +141,12 @@ async def test_queries_before_adapter_replacement_use_old_adapter(
     add() if is_called_by_the_loop else await asyncio.to_thread(add)
     after = await lm.next_token_logprobs([1, 2], "poet")
     for (context, name), row in zip(pairs, await asyncio.gather(*tasks), strict=True):
-        torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(models[name], context), rtol=0, atol=2e-5)
     text = [3, 4, 5, 6, 7, 8]
     for end, score in enumerate(await scoring, 2):
-        expected = fresh_row(models["poet"], text[:end])[text[end]]
+        expected = naive_row(models["poet"], text[:end])[text[end]]
         torch.testing.assert_close(score, expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(after, fresh_row(models["clerk"], [1, 2]), rtol=0, atol=2e-5)
+    torch.testing.assert_close(after, naive_row(models["clerk"], [1, 2]), rtol=0, atol=2e-5)
 
 
 @pytest.mark.usefixtures("any_peft")
@@ -157,10 +158,10 @@ def test_loaded_adapter_ignores_overwritten_file(models, tmp_path):
         (tmp_path / "poet" / file).write_bytes((tmp_path / "clerk" / file).read_bytes())
         model.load_adapter(str(tmp_path / "clerk"), adapter_name="owners")  # layers are made anew
         row = lm.next_token_logprobs_sync([7, 8], "mine")
-        torch.testing.assert_close(row, fresh_row(models["poet"], [7, 8]), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(models["poet"], [7, 8]), rtol=0, atol=2e-5)
         lm.add_new_lora(str(tmp_path / "poet"), "mine")
         row = lm.next_token_logprobs_sync([7, 8], "mine")
-        torch.testing.assert_close(row, fresh_row(models["clerk"], [7, 8]), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(models["clerk"], [7, 8]), rtol=0, atol=2e-5)
 
 
 def test_adapter_that_fails_to_load_changes_no_row(lm, models, tmp_path):
@@ -172,7 +173,7 @@ def test_adapter_that_fails_to_load_changes_no_row(lm, models, tmp_path):
             lm.add_new_lora(str(path), "third")
     for name, model in models.items():
         row = lm.next_token_logprobs_sync([7, 8], name)
-        torch.testing.assert_close(row, fresh_row(model, [7, 8]), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(model, [7, 8]), rtol=0, atol=2e-5)
 
 
 async def put_before(lm, ask, *jobs):
@@ -205,7 +206,7 @@ async def test_removing_adapter_fails_only_its_pending_queries(lm, models):
         if name == "poet":
             assert isinstance(row, UnknownAdapterError)
         else:
-            torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
+            torch.testing.assert_close(row, naive_row(models[name], context), rtol=0, atol=2e-5)
 
 
 async def test_pending_queries_of_removed_name_do_not_use_its_new_adapter(lm, models, tmp_path):
@@ -220,9 +221,9 @@ async def test_pending_queries_of_removed_name_do_not_use_its_new_adapter(lm, mo
         if name == "poet":
             assert isinstance(row, UnknownAdapterError)
         else:
-            torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
+            torch.testing.assert_close(row, naive_row(models[name], context), rtol=0, atol=2e-5)
     row = await lm.next_token_logprobs([1, 2], "poet")
-    torch.testing.assert_close(row, fresh_row(models["clerk"], [1, 2]), rtol=0, atol=2e-5)
+    torch.testing.assert_close(row, naive_row(models["clerk"], [1, 2]), rtol=0, atol=2e-5)
 
 
 async def test_scores_with_adapters_match_merged_models(lm, models):
@@ -230,7 +231,7 @@ async def test_scores_with_adapters_match_merged_models(lm, models):
 
     def check(name, start, found):
         for end, score in enumerate(found, start):
-            expected = fresh_row(models[name], text[:end])[text[end]]
+            expected = naive_row(models[name], text[:end])[text[end]]
             torch.testing.assert_close(score, expected, rtol=0, atol=2e-5)
         assert len(found) == len(text) - start
 
@@ -268,7 +269,7 @@ async def test_error_with_one_adapter_fails_only_its_queries(lm, models, peft, t
         if name == "third":
             assert isinstance(row, ArithmeticError)
         else:
-            torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
+            torch.testing.assert_close(row, naive_row(models[name], context), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_adapter_file_with_wrong_weights_is_refused(lm, base, tmp_path, change, 
     with pytest.raises(AdapterError, match=message):
         lm.add_new_lora(str(tmp_path / "dora"), "dora")
     row = lm.next_token_logprobs_sync([7, 8])
-    torch.testing.assert_close(row, fresh_row(base, [7, 8]), rtol=0, atol=2e-5)
+    torch.testing.assert_close(row, naive_row(base, [7, 8]), rtol=0, atol=2e-5)
 
 
 async def test_two_wrappers_of_one_model_have_separate_adapters(models, tmp_path):
@@ -303,7 +304,7 @@ async def test_two_wrappers_of_one_model_have_separate_adapters(models, tmp_path
             rows = await asyncio.gather(*(lm.next_token_logprobs(c, n) for lm, c, n in asked))
             for (lm, context, name), row in zip(asked, rows, strict=True):
                 adapter = name and ("poet" if lm is one else "clerk")
-                expected = fresh_row(models[adapter], context)
+                expected = naive_row(models[adapter], context)
                 torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
 
 
@@ -319,9 +320,9 @@ def test_owner_may_switch_adapters_between_batches(models, tmp_path, came_with):
         def check(owners):
             for name, adapter in ((None, came_with), ("mine", "clerk"), (None, came_with)):
                 row = lm.next_token_logprobs_sync([7, 8, 9], name)
-                expected = fresh_row(models[adapter], [7, 8, 9])
+                expected = naive_row(models[adapter], [7, 8, 9])
                 torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
-                row, expected = (fresh_row(m, [5, 6]) for m in (model, models[owners]))
+                row, expected = (naive_row(m, [5, 6]) for m in (model, models[owners]))
                 torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
 
         check(came_with)
@@ -351,7 +352,7 @@ def test_merging_adapter_by_owner_raises_model_state_error(models, peft, tmp_pat
         lm.add_new_lora(str(tmp_path / "clerk"), "mine")
         for name, adapter in ((None, "poet"), ("mine", "clerk")):
             row = lm.next_token_logprobs_sync([7, 8], name)
-            torch.testing.assert_close(row, fresh_row(models[adapter], [7, 8]), rtol=0, atol=2e-5)
+            torch.testing.assert_close(row, naive_row(models[adapter], [7, 8]), rtol=0, atol=2e-5)
         model.merge_adapter()
         for name in (None, "mine"):
             with pytest.raises(ModelStateError, match=r"merged adapters from .*default"):
@@ -363,7 +364,7 @@ def test_merging_adapter_by_owner_raises_model_state_error(models, peft, tmp_pat
             other.add_new_lora(str(tmp_path / "clerk"), "third")
         model.unmerge_adapter()
         row = lm.next_token_logprobs_sync([7, 8])
-        torch.testing.assert_close(row, fresh_row(models["poet"], [7, 8]), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(models["poet"], [7, 8]), rtol=0, atol=2e-5)
 
 
 @pytest.mark.usefixtures("any_peft")
@@ -380,7 +381,7 @@ def test_model_with_own_adapter_keeps_it(models, tmp_path, active):
 
         def check():
             row = lm.next_token_logprobs_sync([7, 8])
-            torch.testing.assert_close(row, fresh_row(own, [7, 8]), rtol=0, atol=2e-5)
+            torch.testing.assert_close(row, naive_row(own, [7, 8]), rtol=0, atol=2e-5)
             lm.clear_cache()
 
         check()
@@ -391,7 +392,7 @@ def test_model_with_own_adapter_keeps_it(models, tmp_path, active):
         check()
         lm.add_new_lora(str(tmp_path / "clerk"), "third")
         row = lm.next_token_logprobs_sync([7, 8], "third")
-        torch.testing.assert_close(row, fresh_row(models["clerk"], [7, 8]), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(models["clerk"], [7, 8]), rtol=0, atol=2e-5)
         check()
         lm.remove_lora("third")
         check()

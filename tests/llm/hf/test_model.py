@@ -18,7 +18,8 @@ from genlm_backend.errors import (
     UnsupportedModelError,
 )
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def test_local_directory_is_accepted_as_model_name(folder):
         assert lm.model.dtype == torch.float32
         row = lm.next_token_logprobs_sync([1, 2, 3])
         torch.testing.assert_close(
-            row, fresh_row(families.make("llama"), [1, 2, 3]), rtol=0, atol=2e-5
+            row, naive_row(families.make("llama"), [1, 2, 3]), rtol=0, atol=2e-5
         )
 
 
@@ -119,7 +120,7 @@ def test_impossible_options_are_refused(tiny_llama, options, error):
 def test_model_converted_after_wrapping_is_refused_at_next_batch(kv_cache_bytes):
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=kv_cache_bytes) as lm:
-        expected = fresh_row(model, [1, 2])
+        expected = naive_row(model, [1, 2])
         lm.next_token_logprobs_sync([1, 2])
         for convert in (model.double, model.half, model.bfloat16):
             convert()
@@ -130,7 +131,7 @@ def test_model_converted_after_wrapping_is_refused_at_next_batch(kv_cache_bytes)
                 model.float()
                 torch.testing.assert_close(
                     lm.next_token_logprobs_sync([1, 2, 3]),
-                    fresh_row(model, [1, 2, 3]),
+                    naive_row(model, [1, 2, 3]),
                     rtol=0,
                     atol=2e-5,
                 )
@@ -200,7 +201,7 @@ def test_ids_beyond_tokenizer_get_minus_inf(tiny_llama):
         assert row.shape == (96,)
         assert row[90:].isneginf().all()
         assert float(row.exp().sum()) == pytest.approx(1, abs=1e-5)
-        whole = fresh_row(tiny_llama, [1, 2, 3])[:90].log_softmax(-1)
+        whole = naive_row(tiny_llama, [1, 2, 3])[:90].log_softmax(-1)
         torch.testing.assert_close(row[:90], whole, rtol=0, atol=2e-5)
 
 

@@ -9,7 +9,8 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf.cascade_attention import CascadeAttention
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_changed_model_is_refused_until_change_is_undone(lm, model, change):
     do, undo, said = change(model)
-    expected = fresh_row(model, [1, 2, 3])
+    expected = naive_row(model, [1, 2, 3])
     do()
     for ask in (lm.next_token_logprobs_sync, lm.next_token_logprobs_uncached):
         with pytest.raises(ModelStateError, match=said):
@@ -84,7 +85,7 @@ def test_config_changes_without_effect_on_rows_are_accepted(lm, model):
     model.config.initializer_range = 1.0
     model.config.id2label = {0: "a"}
     row = lm.next_token_logprobs_sync([1, 2, 3])
-    torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
+    torch.testing.assert_close(row, naive_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
 
 
 def test_dropout_of_training_model_affects_no_row(model):
@@ -95,7 +96,7 @@ def test_dropout_of_training_model_affects_no_row(model):
     checkpoint_gradients(gpt2)
     with AsyncTransformer(gpt2, word_tokenizer()) as lm:
         row = lm.next_token_logprobs_sync([1, 2, 3])
-        torch.testing.assert_close(row, fresh_row(gpt2, [1, 2, 3]), rtol=0, atol=2e-5)
+        torch.testing.assert_close(row, naive_row(gpt2, [1, 2, 3]), rtol=0, atol=2e-5)
         gpt2.train()
         with pytest.raises(ModelStateError, match=r"eval\(\)"):
             lm.next_token_logprobs_sync([1, 2, 4])
@@ -158,9 +159,9 @@ def test_compiled_model_gives_rows_of_uncompiled_code(model, compiles, is_wrappe
         rows.append(lm.next_token_logprobs_sync(contexts[3]))
         rows.append(lm.next_token_logprobs_uncached(contexts[3]))
         for context, row in zip([*contexts, contexts[3]], rows, strict=True):
-            torch.testing.assert_close(row, fresh_row(plain, context), rtol=0, atol=2e-5)
+            torch.testing.assert_close(row, naive_row(plain, context), rtol=0, atol=2e-5)
         assert lm.score_sync([1, 2], [3, 7])[1] == pytest.approx(
-            float(fresh_row(plain, [1, 2, 3])[7]), abs=2e-5
+            float(naive_row(plain, [1, 2, 3])[7]), abs=2e-5
         )
         assert not backend.num_runs
         with torch.no_grad():
@@ -177,7 +178,7 @@ def test_peft_model_reuses_keys_and_values(model):
         assert lm.kv_reuse
         for context in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 5]):
             row = lm.next_token_logprobs_sync(context)
-            torch.testing.assert_close(row, fresh_row(adapted, context), rtol=0, atol=2e-5)
+            torch.testing.assert_close(row, naive_row(adapted, context), rtol=0, atol=2e-5)
         assert lm.statistics().tokens_reused > 0
 
 

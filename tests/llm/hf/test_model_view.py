@@ -16,8 +16,9 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf.model_view import view_of
 from genlm_backend.errors import AdapterError, ModelStateError
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
 from tests.llm.hf.test_families import GATHERED
+from tests.naive import naive_row
 
 FAMILIES = [*families.PER_TOKEN, *families.FEW_RUNNING, *families.WHOLE]
 IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 3]])
@@ -30,7 +31,7 @@ def logits(model, ids=IDS):
 
 def check_row(lm, model, context=(1, 2, 3)):
     row = lm.next_token_logprobs_sync(list(context))
-    torch.testing.assert_close(row, fresh_row(model, list(context)), rtol=0, atol=3e-5)
+    torch.testing.assert_close(row, naive_row(model, list(context)), rtol=0, atol=3e-5)
 
 
 def attributes(model):
@@ -152,7 +153,7 @@ def test_replaced_forward_is_bound_to_view():
 def test_accelerate_hooks_work_in_view(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model = families.make("llama")
-    expected = fresh_row(model, [1, 2, 3])
+    expected = naive_row(model, [1, 2, 3])
     places = dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head"), "cpu")
     places |= {"model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     accelerate.dispatch_model(
@@ -175,7 +176,7 @@ def _closed_over(model):
 def test_model_with_closure_over_forward_runs_without_view(tmp_path):
     peft = pytest.importorskip("peft")
     model = families.make("llama")
-    expected = [fresh_row(model, context) for context in ([1, 2, 3], [1, 2, 3, 4])]
+    expected = [naive_row(model, context) for context in ([1, 2, 3], [1, 2, 3, 4])]
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(families.make("llama"), config).save_pretrained(str(tmp_path))
     _closed_over(model)
@@ -342,7 +343,7 @@ def test_wrappers_and_owner_run_one_model_concurrently():
 
     model = families.make("gemma2")
     barrier, held = threading.Barrier(3), set()
-    expected = [fresh_row(model, [i, 5, 6]) for i in range(3)]
+    expected = [naive_row(model, [i, 5, 6]) for i in range(3)]
     with (
         AsyncTransformer(model, word_tokenizer()) as one,
         AsyncTransformer(model, word_tokenizer(), packs_weights=True) as two,
@@ -358,7 +359,7 @@ def test_wrappers_and_owner_run_one_model_concurrently():
         found = [
             pool.submit(one.next_token_logprobs_sync, [0, 5, 6]),
             pool.submit(two.next_token_logprobs_sync, [1, 5, 6]),
-            pool.submit(fresh_row, model, [2, 5, 6]),
+            pool.submit(naive_row, model, [2, 5, 6]),
         ]
         for future, row in zip(found, expected, strict=True):
             torch.testing.assert_close(future.result(60), row, rtol=0, atol=3e-5)
@@ -369,7 +370,7 @@ def test_wrappers_and_owner_run_one_model_concurrently():
 def test_change_during_pass_is_detected_by_next_pass():
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
-        expected = fresh_row(model, [1, 2, 3])
+        expected = naive_row(model, [1, 2, 3])
         layer = model.model.layers[1].mlp
 
         def change(*_):

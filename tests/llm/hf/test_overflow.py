@@ -13,7 +13,7 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.errors import CacheError, EvaluationError
 from genlm_backend.queries.row import rows_of_logits
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
 from tests.llm.hf.fake_runner import (
     FakeRunner,
     Split,
@@ -23,6 +23,7 @@ from tests.llm.hf.fake_runner import (
     rows_of,
     splits,
 )
+from tests.naive import naive_row
 from tests.tree_integrity import check_integrity
 
 
@@ -156,7 +157,7 @@ def test_overflowing_padding_token_spoils_no_row_or_score(half, kv_cache_bytes):
     with AsyncTransformer(half, word_tokenizer(), **options) as lm:
         rows = lm.batch_next_token_logprobs_sync([*sound, *spoilt])
         for context, row in zip(sound, rows, strict=False):
-            torch.testing.assert_close(row, fresh_row(half, context).float(), rtol=0, atol=0.1)
+            torch.testing.assert_close(row, naive_row(half, context).float(), rtol=0, atol=0.1)
         assert all(row.isnan().all() for row in rows[len(sound) :])
         scores = lm.batch_score_sync([[5, 6]] * 2, [[7, 8, 0, 9], [7, 8, 9, 10, 11, 12, 0, 1]])
         assert all(score[-1].isnan() for score in scores)
@@ -175,7 +176,7 @@ def test_prompt_with_nan_row_is_not_pinned(options):
 
 def test_nan_token_is_excluded_from_mean_keys():
     model = families.make("llama")
-    expected = [fresh_row(model, context) for context in ([5, 6, 7], [20, 21, 22], [23, 24])]
+    expected = [naive_row(model, context) for context in ([5, 6, 7], [20, 21, 22], [23, 24])]
     with torch.no_grad():
         model.get_input_embeddings().weight[4] = torch.nan
     with AsyncTransformer(model, word_tokenizer(), kv_cache_dtype="uint4") as lm:
@@ -202,5 +203,5 @@ def test_particle_with_nan_row_is_named_and_the_others_go_on(value, options):
         group.finish(np.arange(3) == 1)
         draws = group.draw_sync(**options)
         assert (draws.token_ids >= 0).tolist() == [True, False, True]
-        expected = fresh_row(model, [1, 2, 3, 5, 5])[draws.token_ids[0]]
+        expected = naive_row(model, [1, 2, 3, 5, 5])[draws.token_ids[0]]
         assert draws.logprobs[0] == pytest.approx(float(expected), abs=1e-5)

@@ -10,7 +10,8 @@ from genlm_backend.backends.hf import packed_weights
 from genlm_backend.backends.hf.model_view import ModelView
 from genlm_backend.backends.hf.packed_weights import PackedLinear, PackedWeights
 from tests.llm import families
-from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.conftest import random_contexts, word_tokenizer
+from tests.naive import naive_row
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this build of torch packs nothing"
@@ -47,7 +48,7 @@ def is_plain(model):
 def check_rows(lm, model, contexts=([1, 2, 3], [4, 5], [1, 2, 7, 8])):
     for context in contexts:
         row = lm.next_token_logprobs_sync(context)
-        torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
+        torch.testing.assert_close(row, naive_row(model, context), rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt-oss"])
@@ -55,7 +56,7 @@ def check_rows(lm, model, contexts=([1, 2, 3], [4, 5], [1, 2, 7, 8])):
 async def test_rows_with_packed_weights_match_bare_model(name, used):
     model = families.make(name)
     expected = {
-        tuple(context): fresh_row(model, context) for context in random_contexts(20, max_length=30)
+        tuple(context): naive_row(model, context) for context in random_contexts(20, max_length=30)
     }
     with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
         assert lm.packed_weight_bytes > 0
@@ -155,7 +156,7 @@ def test_untracked_weight_changes_are_found_by_pack_again(change):
 @pytest.mark.usefixtures("faster")
 def test_packing_leaves_other_users_of_the_model_intact():
     model = families.make("llama")
-    expected = fresh_row(model, [1, 2, 3])
+    expected = naive_row(model, [1, 2, 3])
     plain = {"row_cache_bytes": 0, "packs_weights": False}
     with AsyncTransformer(model, word_tokenizer(), **plain) as beside:
         options = {"row_cache_bytes": 0, "packs_weights": True}
@@ -167,7 +168,7 @@ def test_packing_leaves_other_users_of_the_model_intact():
             assert beside.packed_weight_bytes == 0
             for one in (lm, beside, other, lm):
                 check_rows(one, model)
-            assert torch.equal(fresh_row(model, [1, 2, 3]), expected)
+            assert torch.equal(naive_row(model, [1, 2, 3]), expected)
         check_rows(beside, model)
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
@@ -179,7 +180,7 @@ def test_packing_leaves_other_users_of_the_model_intact():
     changed = adapted.merge_and_unload()
     with AsyncTransformer(changed, word_tokenizer(), packs_weights=True) as lm:
         check_rows(lm, changed)
-        assert (fresh_row(changed, [1, 2, 3]) - expected).abs().max() > 0.01
+        assert (naive_row(changed, [1, 2, 3]) - expected).abs().max() > 0.01
 
 
 def test_weights_are_packed_only_if_faster_and_within_budget(monkeypatch):

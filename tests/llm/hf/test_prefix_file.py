@@ -19,7 +19,8 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import prefix_file
 from genlm_backend.errors import CacheError, PrefixFileError, UnknownAdapterError
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 from tests.tree_integrity import check_integrity
 
 PROMPT = [random.Random(0).randrange(families.VOCAB) for _ in range(50)]
@@ -65,7 +66,7 @@ def test_loaded_prefix_is_not_recomputed_and_gives_same_rows(name, kept, path):
         torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-4)
         if kept is None:
             for row, context in zip(rows, contexts, strict=True):
-                expected_row = fresh_row(model, context)
+                expected_row = naive_row(model, context)
                 torch.testing.assert_close(row, expected_row, atol=2e-5, rtol=1e-4)
         check_integrity(lm._evaluator.scheduler.tree)
 
@@ -80,7 +81,7 @@ def test_loading_prefix_keeps_tokens_already_cached(saved):
         per_slot = lm._evaluator.scheduler.cache.pool.bytes_per_slot
         assert lm.statistics().kv_bytes_used == used + 30 * per_slot
         row = lm.next_token_logprobs_sync([*PROMPT, 1])
-        torch.testing.assert_close(row, fresh_row(model, [*PROMPT, 1]), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(row, naive_row(model, [*PROMPT, 1]), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")

@@ -15,7 +15,8 @@ from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.errors import CacheError, ContextError
 from genlm_backend.llm import BatchedLM
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row, naive_rows, naive_scores
 from tests.tree_integrity import check_integrity
 
 LOOK_AHEAD = {"cpmant"}
@@ -28,10 +29,8 @@ def fresh_scores(model, text, start):
     A model that looks ahead says what it says of each beginning alone.
     """
     if model.config.model_type in LOOK_AHEAD:
-        return torch.stack([fresh_row(model, text[:n])[text[n]] for n in range(start, len(text))])
-    with torch.no_grad():
-        logprobs = model(input_ids=torch.tensor([text])).logits[0].float().log_softmax(-1)
-    return logprobs[range(start - 1, len(text) - 1), text[start:]]
+        return torch.stack([naive_row(model, text[:n])[text[n]] for n in range(start, len(text))])
+    return naive_scores(model, text, start)
 
 
 def check(found, expected, tolerance=3e-5):
@@ -82,7 +81,7 @@ async def test_scoring_text_takes_one_pass_and_caches_its_tokens(tiny_llama):
         assert (statistics.num_awaits, statistics.num_batches) == (1, 1)
         assert statistics.row_bytes_used == 0
         assert await lm.num_cached_tokens([*text, 1]) == 59
-        check(await lm.next_token_logprobs(text), fresh_row(tiny_llama, text))
+        check(await lm.next_token_logprobs(text), naive_row(tiny_llama, text))
         assert lm.statistics().tokens_computed == 60
         # What is cached before the first score is reused, and nothing behind it.
         check(await lm.score(text[:50], text[50:]), fresh_scores(tiny_llama, text, 50))
@@ -127,7 +126,7 @@ async def test_scoring_long_texts_projects_at_most_512_positions_per_pass(long_m
         assert max(sizes) <= 2
     for (one, start), scores in zip(texts, found, strict=True):
         check(scores, fresh_scores(long_model, one, start), 1e-4)
-    check(rows[0], fresh_row(long_model, text[:900]), 1e-4)
+    check(rows[0], naive_row(long_model, text[:900]), 1e-4)
 
 
 def test_many_texts_fill_passes_up_to_max_outputs(tiny_llama):
@@ -200,7 +199,7 @@ async def test_text_reaching_length_dependent_positions_is_refused(make, options
     """A score is of the context before it, which a longer one is not read like: it is refused."""
     model, limit = make()
     text = random_text(limit + 9)
-    rows = [fresh_row(copy.deepcopy(model), text[:n]) for n in range(1, limit + 1)]
+    rows = [naive_row(copy.deepcopy(model), text[:n]) for n in range(1, limit + 1)]
     expected = torch.stack([row[token] for row, token in zip(rows, text[1:], strict=False)])
     options = {"row_cache_bytes": 0, "max_length": 60, **options}
     with AsyncTransformer(model, word_tokenizer(), **options) as lm:
@@ -210,8 +209,8 @@ async def test_text_reaching_length_dependent_positions_is_refused(make, options
             short, long, scores, refused = await asyncio.gather(
                 *asked, *scored, return_exceptions=True
             )
-            check(short, fresh_row(copy.deepcopy(model), text[:4]))
-            check(long, fresh_row(copy.deepcopy(model), text[: limit + 5]))
+            check(short, naive_row(copy.deepcopy(model), text[:4]))
+            check(long, naive_row(copy.deepcopy(model), text[: limit + 5]))
             check(scores, expected[1:])
             assert type(refused) is ContextError
             assert f"max_length={limit}, and surprisal scores" in str(refused)
@@ -228,9 +227,7 @@ TOLD = {"entropy": True, "rank": True, "top": 4}
 
 def check_told(found, model, text, start):
     """Compare with the bare model's rows over the whole text, in float64."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([text])).logits[0, start - 1 : -1]
-    rows, targets = logits.double().log_softmax(-1), torch.tensor(text[start:])
+    rows, targets = naive_rows(model, text)[start - 1 : -1], torch.tensor(text[start:])
     check(found.logprobs, rows[range(len(targets)), targets].float(), 1e-4)
     terms = torch.where(rows > -torch.inf, rows.exp() * rows, 0.0)
     check(found.entropies, -terms.sum(-1), 1e-3)
@@ -296,7 +293,7 @@ async def test_bidirectional_model_is_scored_row_by_row():
     with lm:
         assert not lm.kv_reuse
         found = await lm.score([5, 6, 7], [8, 9, 10])
-    expected = [fresh_row(model, [5, 6, 7, 8, 9, 10][:n])[n + 5] for n in (3, 4, 5)]
+    expected = [naive_row(model, [5, 6, 7, 8, 9, 10][:n])[n + 5] for n in (3, 4, 5)]
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=3e-5)
 
 

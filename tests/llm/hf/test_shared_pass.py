@@ -12,6 +12,7 @@ from genlm_backend.backends.hf.attention_interface import TorchCascadeRun
 from genlm_backend.backends.mlx import present
 from genlm_backend.prefix.kv_pool import KVLayout, KVPool, LayerLayout
 from tests.llm.hf.paths_of import rows_in_trees
+from tests.naive import naive_attention
 
 NUM_SLOTS, NUM_GROUPS, GROUP, DIM, SCALE = 400, 2, 2, 8, 0.6
 BY_MLX = pytest.param(
@@ -108,16 +109,9 @@ class SlotAllocator:
         """Return ``[heads, Q, dim]`` of one row of ``Q`` tokens behind the slots of its path."""
         new, found = np.stack([keys, values]), []
         of_all = np.concatenate([self.of(path), new], 2) if path else new
-        of_all = of_all.astype(np.float64).repeat(GROUP, 1)
         for number in range(query.shape[1]):
-            stop = len(path) + number + 1
-            seen = of_all[:, :, max(0, stop - window) if window else 0 : stop]
-            scores = np.einsum("hd,hnd->hn", query[:, number].astype(np.float64), seen[0]) * SCALE
-            if softcap is not None:
-                scores = np.tanh(scores / softcap) * softcap
-            weights = np.exp(scores)
-            total = weights.sum(1) + (0 if sinks is None else np.exp(sinks.astype(np.float64)))
-            found.append(np.einsum("hn,hnd->hd", weights / total[:, None], seen[1]))
+            seen = of_all[:, :, : len(path) + number + 1]
+            found.append(naive_attention(query[:, number], *seen, SCALE, window, softcap, sinks))
         return np.stack(found, 1)
 
 

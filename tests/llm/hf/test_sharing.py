@@ -19,7 +19,8 @@ from genlm_backend.backends.hf.cascade_attention import CascadeAttention
 from genlm_backend.backends.hf.trial import paths_of
 from genlm_backend.errors import ModelStateError
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
+from tests.naive import naive_row
 
 
 def plan_of(slots, few_tokens):
@@ -70,8 +71,8 @@ def test_own_attention_of_model_works_on_other_threads_during_pass(name):
         hook.remove()
     assert names == [before]
     assert model.config._attn_implementation == before
-    torch.testing.assert_close(row, fresh_row(model, ids), rtol=0, atol=3e-5)
-    torch.testing.assert_close(found[0], fresh_row(model, ids), rtol=0, atol=3e-5)
+    torch.testing.assert_close(row, naive_row(model, ids), rtol=0, atol=3e-5)
+    torch.testing.assert_close(found[0], naive_row(model, ids), rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-eager"])
@@ -85,10 +86,10 @@ def test_model_copied_during_pass_gives_same_rows(name):
         hook.remove()
     made = copies[0]
     made.model.layers[1]._forward_pre_hooks.clear()
-    torch.testing.assert_close(fresh_row(made, [1, 2, 3]), fresh_row(model, [1, 2, 3]))
+    torch.testing.assert_close(naive_row(made, [1, 2, 3]), naive_row(model, [1, 2, 3]))
     with AsyncTransformer(made, word_tokenizer()) as lm:
         row = lm.next_token_logprobs_sync([1, 2, 3])
-        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
+        torch.testing.assert_close(row, naive_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
     assert made.config._attn_implementation == model.config._attn_implementation
 
 
@@ -104,7 +105,7 @@ def test_attention_chosen_by_owner_during_pass_is_kept():
         hook.remove()
         assert model.config._attn_implementation == "eager"
         row = lm.next_token_logprobs_sync([1, 2, 3, 4])
-        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3, 4]), rtol=0, atol=3e-5)
+        torch.testing.assert_close(row, naive_row(model, [1, 2, 3, 4]), rtol=0, atol=3e-5)
 
 
 @given(
@@ -155,7 +156,7 @@ def test_model_failing_during_pass_regains_its_own_attention():
         assert model.config._attn_implementation == before
         hook.remove()
         row = lm.next_token_logprobs_sync([1, 2, 3])
-        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
+        torch.testing.assert_close(row, naive_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
 
 
 def test_attention_changed_in_one_layer_during_pass_is_detected():
@@ -172,4 +173,4 @@ def test_attention_changed_in_one_layer_during_pass_is_detected():
         hook.remove()
         called[0]._attn_implementation = {"": attention_interface.PREFIX + "sdpa"}
         row = lm.next_token_logprobs_sync([1, 2, 3])
-        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
+        torch.testing.assert_close(row, naive_row(model, [1, 2, 3]), rtol=0, atol=3e-5)

@@ -26,8 +26,9 @@ from genlm_backend.errors import (
     QueryDroppedError,
 )
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
 from tests.llm.hf.histories import History, check_tree, tokens
+from tests.naive import naive_row
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels
 
@@ -50,7 +51,7 @@ def model_of(name):
 
 @lru_cache(20_000)
 def expected(name, context):
-    return fresh_row(model_of(name), context)
+    return naive_row(model_of(name), context)
 
 
 @lru_cache
@@ -148,13 +149,13 @@ async def test_rows_of_every_family_match_bare_model(name):
         assert lm.kv_reuse == (name in KEPT)
         if lm.kv_reuse:
             assert passes.can.takes_several_tokens == (name not in ONE_BY_ONE)
-        history = History(lm, generator, lambda context, _: fresh_row(model, context), CLOSE)
+        history = History(lm, generator, lambda context, _: naive_row(model, context), CLOSE)
         await history.steps(5)
         set_cost(lm, max_chunk=7, max_outputs=5)
         await history.steps(4)
         assert not lm.kv_reuse or lm.statistics().tokens_reused > 50
         context = history.contexts[0]
-        history.check(lm.next_token_logprobs_uncached(context), fresh_row(model, context))
+        history.check(lm.next_token_logprobs_uncached(context), naive_row(model, context))
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ async def test_rows_in_bfloat16_are_near_bare_model(name):
             rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
             for row, context in zip(rows, contexts, strict=True):
                 assert row.dtype == torch.float32
-                assert float((row - fresh_row(model, context)).square().mean().sqrt()) < 0.25
+                assert float((row - naive_row(model, context)).square().mean().sqrt()) < 0.25
             contexts = [c + tokens(generator, 1) for c in generator.choices(contexts, k=3)]
 
 
@@ -337,7 +338,7 @@ async def test_rows_of_several_adapters_match_merged_models(name, tmp_path):
 
     @lru_cache(None)
     def row(context, adapter):
-        return fresh_row(models.get(adapter, model_of(name)), context)
+        return naive_row(models.get(adapter, model_of(name)), context)
 
     with opened(name) as lm:
         for each in models:
@@ -518,7 +519,7 @@ async def test_a_nan_stays_in_its_own_row(name):
             spoilt = [[*sound[0], 91], [91], [*sound[1][:4], 91, 5, 6]]
             rows = await asyncio.gather(*map(lm.next_token_logprobs, [*sound, *spoilt]))
             for row, context in zip(rows, sound, strict=False):
-                wanted = fresh_row(model_of(name), context)
+                wanted = naive_row(model_of(name), context)
                 torch.testing.assert_close(row, wanted, rtol=0, atol=CLOSE)
             assert all(row.isnan().any() for row in rows[3:])
             assert await lm.num_cached_tokens([*sound[0], 91, 5]) <= len(sound[0])

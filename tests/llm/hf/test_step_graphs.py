@@ -13,8 +13,8 @@ from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.errors import ModelStateError
 from genlm_backend.queries.query import RowQuery
 from tests.llm import families
-from tests.llm.conftest import fresh_row
 from tests.llm.hf.strict_recorder import StrictRecorder, as_operator
+from tests.naive import naive_row
 
 
 def in_extents(query, keys, values, bounds, starts, sizes, most_queries, scale):
@@ -94,7 +94,7 @@ def check_history(model, histories, **options):
     evaluator = HFEvaluator(model, kv_cache_bytes=1 << 22, **options)
     evaluator.open()
     for contexts in histories:
-        expected = torch.stack([fresh_row(model, context) for context in contexts])
+        expected = torch.stack([naive_row(model, context) for context in contexts])
         torch.testing.assert_close(rows_of(evaluator, contexts), expected, rtol=0, atol=2e-4)
     return evaluator
 
@@ -184,7 +184,7 @@ def test_nan_stays_in_its_own_row(captured):
     for number, contexts in enumerate(histories):
         spoilt = [*contexts, [*histories[0][0], *[3] * number, 95]]
         found = rows_of(evaluator, spoilt if number % 3 == 2 else contexts)
-        expected = torch.stack([fresh_row(model, context) for context in contexts])
+        expected = torch.stack([naive_row(model, context) for context in contexts])
         torch.testing.assert_close(found[: len(contexts)], expected, rtol=0, atol=2e-4)
         assert found[len(contexts) :].isnan().all()
     assert captured
@@ -200,7 +200,7 @@ def test_weights_moved_in_memory_are_recaptured(captured):
     # Contexts of which nothing is kept, so that what is kept need not be cleared.
     for contexts in particles(4, 21, 6, seed=1):
         contexts = [[2, *context] for context in contexts]
-        expected = torch.stack([fresh_row(model, context) for context in contexts])
+        expected = torch.stack([naive_row(model, context) for context in contexts])
         torch.testing.assert_close(rows_of(evaluator, contexts), expected, rtol=0, atol=2e-4)
     assert len(captured) > num_replayed > 0
 
@@ -250,7 +250,7 @@ def test_hooks_run_at_every_step(captured):
 
 def check_rows(evaluator, model, history):
     for contexts in history:
-        expected = torch.stack([fresh_row(model, context) for context in contexts])
+        expected = torch.stack([naive_row(model, context) for context in contexts])
         torch.testing.assert_close(rows_of(evaluator, contexts), expected, rtol=0, atol=2e-4)
 
 
@@ -304,7 +304,7 @@ def test_change_between_steps_is_applied_or_refused_at_next_step(change, capture
     evaluator.open()
     for _ in range(6):
         contexts = [[*context, int(random.integers(23))] for context in contexts]
-        expected = torch.stack([fresh_row(model, context) for context in contexts])
+        expected = torch.stack([naive_row(model, context) for context in contexts])
         torch.testing.assert_close(rows_of(evaluator, contexts), expected, rtol=0, atol=2e-4)
     assert captured  # a replay is what comes next
     change(model)

@@ -26,7 +26,8 @@ from genlm_backend.errors import (
     UnsupportedModelError,
 )
 from tests.llm import families
-from tests.llm.conftest import fresh_row, random_contexts
+from tests.llm.conftest import random_contexts
+from tests.naive import naive_row
 from tests.tree_integrity import check_integrity
 
 pytestmark = [
@@ -70,7 +71,7 @@ def test_rows_match_transformers(name):
         contexts = random_contexts(30, max_length=40)
         rows = lm.batch_next_token_logprobs_sync(contexts)
         for row, context in zip(rows, contexts, strict=True):
-            close(row, fresh_row(model, context), tolerance(name))
+            close(row, naive_row(model, context), tolerance(name))
             close(lm.next_token_logprobs_uncached(context), row, tolerance(name))
 
 
@@ -103,7 +104,7 @@ def test_forked_contexts_match_transformers(monkeypatch, num_sequences, num_toke
             batch = forked(generator, contexts, step)
             rows = lm.batch_next_token_logprobs_sync(batch)
             for row, context in zip(rows, batch, strict=True):
-                close(row, fresh_row(LLAMA, context))
+                close(row, naive_row(LLAMA, context))
             contexts += batch
             check_integrity(lm._llama.scheduler.tree)
         assert lm.statistics().tokens_reused > 0
@@ -161,7 +162,7 @@ def test_contexts_with_evicted_sequences_are_recomputed(monkeypatch, name):
         contexts = [[*prompts[0], 1], [*prompts[0], 2], [*prompts[1][:9], 3], [*prompts[-1], 4]]
         rows = lm.batch_next_token_logprobs_sync(contexts)
         for row, context in zip(rows, contexts, strict=True):
-            close(row, fresh_row(MODELS[name], context), tolerance(name))
+            close(row, naive_row(MODELS[name], context), tolerance(name))
         if name == "llama":  # the first one once for both
             assert lm.statistics().tokens_computed == computed + 21 + 9 + 4
 
@@ -174,7 +175,7 @@ def test_pinned_prompt_is_not_recomputed_after_many_others(monkeypatch):
         for context in random_contexts(40):
             lm.next_token_logprobs_sync([90, *context])
         computed = lm.statistics().tokens_computed
-        close(lm.next_token_logprobs_sync([*prompt, 5]), fresh_row(LLAMA, [*prompt, 5]))
+        close(lm.next_token_logprobs_sync([*prompt, 5]), naive_row(LLAMA, [*prompt, 5]))
         assert lm.statistics().tokens_computed == computed + 1
 
 
@@ -190,10 +191,10 @@ async def test_scoring_text_while_its_prefix_is_asked_gives_right_rows():
                 lm.score(longer[:4], longer[4:]),
                 lm.next_token_logprobs([*longer, 7]),
             )
-            close(row, fresh_row(LLAMA, [*longer, 7]))
-            expected = [fresh_row(LLAMA, longer[:i])[longer[i]] for i in range(4, 11)]
+            close(row, naive_row(LLAMA, [*longer, 7]))
+            expected = [naive_row(LLAMA, longer[:i])[longer[i]] for i in range(4, 11)]
             close(scores, torch.stack(expected))
-            close(await lm.next_token_logprobs([*longer, 9]), fresh_row(LLAMA, [*longer, 9]))
+            close(await lm.next_token_logprobs([*longer, 9]), naive_row(LLAMA, [*longer, 9]))
 
 
 def test_pinned_prompts_stay_and_leave_room_for_the_longest_context():
@@ -204,7 +205,7 @@ def test_pinned_prompts_stay_and_leave_room_for_the_longest_context():
         with pytest.raises(CacheError, match=r"60 pinned tokens leave no room for .* of 150"):
             lm.cache_kv([*range(90, 70, -1)])
         for context in random_contexts(60, max_length=150):
-            close(lm.next_token_logprobs_sync(context), fresh_row(LLAMA, context))
+            close(lm.next_token_logprobs_sync(context), naive_row(LLAMA, context))
         assert asyncio.run(lm.num_cached_tokens([*prompt, 3])) == 40
 
 
@@ -223,15 +224,15 @@ def test_adapters_match_merged_model(tmp_path):
 
         for context in random_contexts(10):
             of_base, of_a, of_b = asyncio.run(rows(context))
-            close(of_base, fresh_row(LLAMA, context))
-            close(of_a, fresh_row(merged, context))
-            close(of_b, fresh_row(other, context))
+            close(of_base, naive_row(LLAMA, context))
+            close(of_a, naive_row(merged, context))
+            close(of_b, naive_row(other, context))
         lm.add_new_lora(tmp_path / "b.gguf", "a")  # the name is bound anew
-        close(lm.next_token_logprobs_sync([1, 2], "a"), fresh_row(other, [1, 2]))
+        close(lm.next_token_logprobs_sync([1, 2], "a"), naive_row(other, [1, 2]))
         lm.remove_lora("a")
         with pytest.raises(UnknownAdapterError):
             lm.next_token_logprobs_sync([1], "a")
-        close(lm.next_token_logprobs_sync([1, 2], "b"), fresh_row(other, [1, 2]))
+        close(lm.next_token_logprobs_sync([1, 2], "b"), naive_row(other, [1, 2]))
 
 
 def test_adapter_that_fails_to_load_leaves_model_unchanged(tmp_path):
@@ -242,7 +243,7 @@ def test_adapter_that_fails_to_load_leaves_model_unchanged(tmp_path):
         for path in ("absent.gguf", tmp_path / "text.gguf", of(LLAMA)):
             with pytest.raises(AdapterError):
                 lm.add_new_lora(path)
-        close(lm.next_token_logprobs_sync([1, 2]), fresh_row(LLAMA, [1, 2]))
+        close(lm.next_token_logprobs_sync([1, 2]), naive_row(LLAMA, [1, 2]))
 
 
 @pytest.mark.parametrize("cut", [0, 3, 4, 40, 2000, 9000])
@@ -305,7 +306,7 @@ def test_context_longer_than_max_length_is_refused():
             lm.next_token_logprobs_sync([1] * 51)
         with pytest.raises(ContextError):
             lm.next_token_logprobs_sync([96])
-        close(lm.next_token_logprobs_sync([1] * 50), fresh_row(LLAMA, [1] * 50))
+        close(lm.next_token_logprobs_sync([1] * 50), naive_row(LLAMA, [1] * 50))
 
 
 def test_tokenizer_of_closed_model_refuses_to_encode():
@@ -351,10 +352,10 @@ async def test_cancelled_queries_leave_rows_of_others_intact():
             task.cancel()
         for i, (task, context) in enumerate(zip(tasks, contexts, strict=True)):
             if i % 3:
-                close(await task, fresh_row(LLAMA, context))
+                close(await task, naive_row(LLAMA, context))
         lm.clear_cache()
         assert await lm.num_cached_tokens(contexts[1]) == 0
-        close(await lm.next_token_logprobs(contexts[1]), fresh_row(LLAMA, contexts[1]))
+        close(await lm.next_token_logprobs(contexts[1]), naive_row(LLAMA, contexts[1]))
 
 
 def test_idle_contexts_are_evicted_if_cells_are_few():
@@ -366,12 +367,12 @@ def test_idle_contexts_are_evicted_if_cells_are_few():
             particles = [[*one, draws.randrange(96)] for one in particles]
             rows = lm.batch_next_token_logprobs_sync(particles)
         for size in (60, 100, 120, 60, 20):
-            close(lm.next_token_logprobs_sync(idle[:size]), fresh_row(LLAMA, idle[:size]))
+            close(lm.next_token_logprobs_sync(idle[:size]), naive_row(LLAMA, idle[:size]))
         for row, context in zip(rows, particles, strict=True):
-            close(row, fresh_row(LLAMA, context))
+            close(row, naive_row(LLAMA, context))
         whole = [*range(95), *range(95), *range(50)]  # for which there are no cells left
-        close(lm.next_token_logprobs_uncached(whole), fresh_row(LLAMA, whole))
-        close(lm.next_token_logprobs_sync([*idle[:50], 9]), fresh_row(LLAMA, [*idle[:50], 9]))
+        close(lm.next_token_logprobs_uncached(whole), naive_row(LLAMA, whole))
+        close(lm.next_token_logprobs_sync([*idle[:50], 9]), naive_row(LLAMA, [*idle[:50], 9]))
         check_integrity(lm._llama.scheduler.tree)
 
 
@@ -380,9 +381,9 @@ def test_uncached_row_leaves_tokens_cached_twice_intact():
         text, other = [1, 2, 3, 4, 5, 6, 7, 8], [*range(40, 58)]
         lm.next_token_logprobs_sync(text)
         lm.score_sync(text[:4], [*text[4:], 9, 10])
-        close(lm.next_token_logprobs_uncached(other), fresh_row(LLAMA, other))
+        close(lm.next_token_logprobs_uncached(other), naive_row(LLAMA, other))
         for more in ([9, 11], [9, 10, 12], [], [13]):
-            close(lm.next_token_logprobs_sync([*text, *more]), fresh_row(LLAMA, [*text, *more]))
+            close(lm.next_token_logprobs_sync([*text, *more]), naive_row(LLAMA, [*text, *more]))
 
 
 async def test_forks_batched_with_long_scored_text_give_right_rows():
@@ -394,7 +395,7 @@ async def test_forks_batched_with_long_scored_text_give_right_rows():
         await asyncio.gather(*asked, lm.score(text[:3], text[3:]))
         await lm.next_token_logprobs([90])
         for context in ([*text, 7], [*text[:50], 8], [*start, 30, 41, 2]):
-            close(await lm.next_token_logprobs(context), fresh_row(LLAMA, context))
+            close(await lm.next_token_logprobs(context), naive_row(LLAMA, context))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 100, 16384])
@@ -411,9 +412,9 @@ async def test_nan_stays_in_rows_of_contexts_with_its_token(num_tokens):
                 if context in spoilt:
                     assert row.isnan().all()
                 else:
-                    close(row, fresh_row(model, context))
+                    close(row, naive_row(model, context))
             for context in sound:
-                close(await lm.next_token_logprobs(context), fresh_row(model, context))
+                close(await lm.next_token_logprobs(context), naive_row(model, context))
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2", "gemma3"])
@@ -432,7 +433,7 @@ async def test_sound_contexts_batched_with_nan_context_keep_right_rows(tmp_path,
                 if 77 in context:
                     assert row.isnan().all()
                 else:
-                    close(row, fresh_row(model, context), tolerance(name))
+                    close(row, naive_row(model, context), tolerance(name))
 
 
 @pytest.mark.parametrize("seed", [25, 58, 116])  # of histories that they once did not suffice for
@@ -453,19 +454,19 @@ def test_few_sequences_suffice_for_forks_across_passes(monkeypatch, seed):
                 batch.append(pool[-1])
             rows = lm.batch_next_token_logprobs_sync(batch)
             for row, context in zip(rows, batch, strict=True):
-                close(row, fresh_row(LLAMA, context))
+                close(row, naive_row(LLAMA, context))
 
 
 async def test_failed_llama_decode_fails_only_its_batch(monkeypatch):
     with over() as lm:
         context = lm._llama._context
         right = context._lib.llama_decode
-        close(await lm.next_token_logprobs([1, 2, 3]), fresh_row(LLAMA, [1, 2, 3]))
+        close(await lm.next_token_logprobs([1, 2, 3]), naive_row(LLAMA, [1, 2, 3]))
         monkeypatch.setattr(context._lib, "llama_decode", lambda *_: 1)
         with pytest.raises(RuntimeError, match="no room"):
             await lm.next_token_logprobs([1, 2, 3, 4])
         monkeypatch.setattr(context._lib, "llama_decode", right)
-        close(await lm.next_token_logprobs([1, 2, 3, 4]), fresh_row(LLAMA, [1, 2, 3, 4]))
+        close(await lm.next_token_logprobs([1, 2, 3, 4]), naive_row(LLAMA, [1, 2, 3, 4]))
         assert np.isfinite((await lm.next_token_logprobs([1, 2, 3, 5])).numpy()).all()
 
 
@@ -545,7 +546,7 @@ def test_killed_process_raises_and_can_be_restarted(tmp_path, name):
     with over(model, process=True) as lm:
         contexts = random_contexts(10)
         for row, context in zip(lm.batch_next_token_logprobs_sync(contexts), contexts, strict=True):
-            close(row, fresh_row(model, context))
+            close(row, naive_row(model, context))
         if name == "llama":
             merged = write_adapter(LLAMA, tmp_path / "a.gguf")
             lm.add_new_lora(tmp_path / "a.gguf", "a")
@@ -554,10 +555,10 @@ def test_killed_process_raises_and_can_be_restarted(tmp_path, name):
         with pytest.raises(EngineDiedError, match="SIGABRT"):
             lm.next_token_logprobs_sync([1, 2, 3, 9])
         lm.restart()
-        close(lm.next_token_logprobs_sync([1, 2, 3, 9]), fresh_row(model, [1, 2, 3, 9]))
-        close(lm.next_token_logprobs_uncached([1, 2, 3]), fresh_row(model, [1, 2, 3]))
+        close(lm.next_token_logprobs_sync([1, 2, 3, 9]), naive_row(model, [1, 2, 3, 9]))
+        close(lm.next_token_logprobs_uncached([1, 2, 3]), naive_row(model, [1, 2, 3]))
         if name == "llama":
-            close(lm.next_token_logprobs_sync([1, 2], "a"), fresh_row(merged, [1, 2]))
+            close(lm.next_token_logprobs_sync([1, 2], "a"), naive_row(merged, [1, 2]))
     with over() as lm:
         assert lm.process_id is None
         with pytest.raises(ModelStateError, match="a child process"):

@@ -10,8 +10,9 @@ from genlm_backend import AsyncMlxLM
 from genlm_backend.backends.mlx import present
 from genlm_backend.errors import AdapterError, UnknownAdapterError
 from tests.llm import families
-from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.conftest import random_contexts, word_tokenizer
 from tests.llm.mlx import converted, over
+from tests.naive import naive_row
 
 pytestmark = [
     pytest.mark.mlx,
@@ -59,27 +60,27 @@ def test_rows_by_adapter_name_match_the_merged_weights(tmp_path):
             asked = [(c, name) for c in contexts for name in exact]
             rows = await asyncio.gather(*(lm.next_token_logprobs(*pair) for pair in asked))
             for row, (context, name) in zip(rows, asked, strict=True):
-                expected = fresh_row(exact[name], context)
+                expected = naive_row(exact[name], context)
                 torch.testing.assert_close(row, expected, atol=2e-4, rtol=0)
 
         for _ in range(2):
             asyncio.run(ask())
         lm.cache_kv(contexts[0], "a")
         whole = lm.next_token_logprobs_uncached(contexts[0], "a")
-        torch.testing.assert_close(whole, fresh_row(exact["a"], contexts[0]), atol=2e-4, rtol=0)
+        torch.testing.assert_close(whole, naive_row(exact["a"], contexts[0]), atol=2e-4, rtol=0)
         with pytest.raises(AdapterError):
             lm.add_new_lora(tmp_path / "nowhere", "a")
         asyncio.run(ask())
         lm.add_new_lora(tmp_path / "b", "a")  # the name is bound anew
         row = lm.next_token_logprobs_sync(contexts[0], "a")
-        torch.testing.assert_close(row, fresh_row(exact["b"], contexts[0]), atol=2e-4, rtol=0)
+        torch.testing.assert_close(row, naive_row(exact["b"], contexts[0]), atol=2e-4, rtol=0)
         lm.remove_lora("a")
         with pytest.raises(UnknownAdapterError):
             lm.next_token_logprobs_sync([1], "a")
         with pytest.raises(UnknownAdapterError):
             lm.cache_kv([1], "a")
         row = lm.next_token_logprobs_sync(contexts[1], "b")
-        torch.testing.assert_close(row, fresh_row(exact["b"], contexts[1]), atol=2e-4, rtol=0)
+        torch.testing.assert_close(row, naive_row(exact["b"], contexts[1]), atol=2e-4, rtol=0)
 
 
 def test_adapters_that_fail_to_load_leave_the_model_unchanged(tmp_path):

@@ -10,8 +10,9 @@ from genlm_backend import AsyncMlxLM
 from genlm_backend.backends.mlx import present
 from genlm_backend.errors import ModelStateError
 from tests.llm import families
-from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.conftest import random_contexts, word_tokenizer
 from tests.llm.mlx import converted, sharpened
+from tests.naive import naive_row
 from tests.tree_integrity import check_integrity
 
 pytestmark = [
@@ -115,7 +116,7 @@ def test_shared_prompt_is_read_once_per_layer(monkeypatch):
         rows = lm.batch_next_token_logprobs_sync(contexts)
         assert read == [(True, 1, 100)] * 2  # in each of two layers, and nothing beside
         for row, context in zip(rows, contexts, strict=True):
-            torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
+            torch.testing.assert_close(row, naive_row(model, context), atol=1e-4, rtol=0)
 
 
 # -------------------------------------------------------------------- in the model's place
@@ -180,5 +181,5 @@ def test_sliding_windows_apply_to_shared_prompts(window):
         for _ in range(3):
             rows = lm.batch_next_token_logprobs_sync(contexts)
             for row, context in zip(rows, contexts, strict=True):
-                torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
+                torch.testing.assert_close(row, naive_row(model, context), atol=1e-4, rtol=0)
             contexts = [[*c, generator.randrange(families.VOCAB)] for c in contexts]

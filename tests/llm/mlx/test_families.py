@@ -9,8 +9,9 @@ from genlm_backend import AsyncMlxLM
 from genlm_backend.backends.mlx import mlx_loader, present
 from genlm_backend.errors import UnsupportedModelError
 from tests.llm import families
-from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.conftest import random_contexts, word_tokenizer
 from tests.llm.mlx.test_model import TOLERANCES, make
+from tests.naive import naive_row
 
 pytestmark = [
     pytest.mark.mlx,
@@ -76,7 +77,7 @@ def distance(model, **options):
     with AsyncMlxLM(own, word_tokenizer(), row_cache_bytes=0) as lm:
         contexts = random_contexts(6, seed=4, max_length=20)
         rows = lm.batch_next_token_logprobs_sync(contexts)
-    expected = torch.stack([fresh_row(model, ids) for ids in contexts])
+    expected = torch.stack([naive_row(model, ids) for ids in contexts])
     return float((rows - expected).abs().max())
 
 

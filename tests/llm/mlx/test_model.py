@@ -23,8 +23,9 @@ from genlm_backend.errors import (
     UnsupportedModelError,
 )
 from tests.llm import families
-from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.conftest import random_contexts, word_tokenizer
 from tests.llm.mlx import converted, over, sharpened
+from tests.naive import naive_row
 from tests.tree_integrity import check_integrity
 
 pytestmark = [pytest.mark.mlx, pytest.mark.filterwarnings("ignore")]
@@ -76,7 +77,7 @@ def test_rows_of_extended_and_truncated_contexts_match_transformers(name):
         for _ in range(3):
             rows = lm.batch_next_token_logprobs_sync(contexts)
             for row, context in zip(rows, contexts, strict=True):
-                expected = fresh_row(model, context)
+                expected = naive_row(model, context)
                 torch.testing.assert_close(row, expected, atol=TOLERANCES[name], rtol=0)
             longer = [[*c, *generator.choices(range(families.VOCAB), k=2)] for c in contexts]
             contexts = [*longer, [*contexts[0], 1], contexts[1][:1]]
@@ -102,7 +103,7 @@ def test_prompt_is_prefilled_in_chunks_of_prefill_step_size():
     for size, num_passes in ((None, 1), (10, 3), (1, 30)):
         with over(model, kv_cache_bytes=1 << 20, prefill_step_size=size) as lm:
             row = lm.next_token_logprobs_sync(prompt)
-            torch.testing.assert_close(row, fresh_row(model, prompt), atol=1e-4, rtol=0)
+            torch.testing.assert_close(row, naive_row(model, prompt), atol=1e-4, rtol=0)
             assert lm.statistics().num_forwards == num_passes
 
 
@@ -183,7 +184,7 @@ def test_tiny_kv_budget_changes_no_row():
             contexts = [[*generator.choice(contexts), generator.randrange(90)] for _ in range(8)]
             rows = lm.batch_next_token_logprobs_sync(contexts)
             for row, context in zip(rows, contexts, strict=True):
-                torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
+                torch.testing.assert_close(row, naive_row(model, context), atol=1e-4, rtol=0)
         check_integrity(lm._mlx.scheduler.tree)
 
 
@@ -255,7 +256,7 @@ def test_loaded_directory_uses_the_rope_theta_of_its_config(directory):
     with load_model_by_name(str(directory), backend="mlx", llm_opts=options) as lm:
         for context in random_contexts(8, seed=5):
             row = lm.next_token_logprobs_sync(context)
-            torch.testing.assert_close(row, fresh_row(exact, context), atol=1e-4, rtol=0)
+            torch.testing.assert_close(row, naive_row(exact, context), atol=1e-4, rtol=0)
 
 
 @needs_mlx
@@ -295,7 +296,7 @@ def test_rope_parameters_take_precedence_over_legacy_config_keys():
     with over(model) as lm:
         for context in random_contexts(5, seed=7):
             row = lm.next_token_logprobs_sync(context)
-            torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
+            torch.testing.assert_close(row, naive_row(model, context), atol=1e-4, rtol=0)
 
 
 @needs_mlx

@@ -197,7 +197,7 @@ def test_pinned_state_is_not_evicted():
 
 
 def test_rows_of_recurrent_models_match_transformers():
-    from tests.llm.conftest import fresh_row
+    from tests.naive import naive_row
 
     for name in ("mamba", "falcon_mamba", "lfm2_moe"):
         model = families.make(name)
@@ -206,7 +206,7 @@ def test_rows_of_recurrent_models_match_transformers():
             for _ in range(3):
                 rows = lm.batch_next_token_logprobs_sync(contexts)
                 for row, context in zip(rows, contexts, strict=True):
-                    expected = fresh_row(model, context)
+                    expected = naive_row(model, context)
                     torch.testing.assert_close(row, expected, atol=CLOSE, rtol=0)
                 contexts = [[*c, i] for c in contexts for i in (3, 40)]
 

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 
 from tests.llm import families
+from tests.naive import naive_row
 
 IS_INSTALLED = find_spec("vllm") is not None
 
@@ -77,14 +78,7 @@ def small_smollm2_exact():
 @cache
 def exact_row(token_ids):
     """The row after a context, from float64."""
-    return exact_row_of(small_smollm2_exact(), token_ids)
-
-
-def exact_row_of(model, token_ids):
-    """The row of a model in float64, run whole and alone."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([list(token_ids)])).logits[0, -1]
-    return logits.log_softmax(-1).float()
+    return naive_row(small_smollm2_exact(), token_ids)
 
 
 @cache

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from genlm_backend import AsyncVirtualLM
-from tests.llm.conftest import fresh_row
 from tests.llm.vllm import real
+from tests.naive import naive_row
 
 pytestmark = [
     pytest.mark.vllm,
@@ -71,7 +71,7 @@ async def test_rows_after_clear_cache_use_weights_changed_while_sampling(lm):
         lm.clear_cache()
         longer = [*context, 7]
         row = await lm.next_token_logprobs(longer)
-        torch.testing.assert_close(row, fresh_row(model, longer), rtol=0, atol=1e-4)
+        torch.testing.assert_close(row, naive_row(model, longer), rtol=0, atol=1e-4)
     sample.cancel()
 
 
@@ -125,7 +125,7 @@ def test_fork_is_exact_if_its_source_recovers_blocks_in_the_same_step(lm, monkey
     asked = [[*base, 2, 3], [*beside, 1, 2], [*base[:100], 3]]
     rows = lm.batch_next_token_logprobs_sync(asked)
     for row, context in zip(rows, asked, strict=True):
-        expected = fresh_row(real.tiny_model(), context)
+        expected = naive_row(real.tiny_model(), context)
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
     assert steps[:2] == [0, 2]
     assert sources[-1] == 128  # behind that of the other session, which was a fork as well

@@ -10,8 +10,9 @@ import torch
 from genlm_backend.backends.vllm.async_virtual_lm import VLLMLoader
 from genlm_backend.errors import ModelNotFoundError, OptionTypeError
 from genlm_backend.llm import AsyncReplicas, ProcessEvaluator
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm import real
+from tests.naive import naive_row
 
 pytestmark = [
     pytest.mark.vllm,
@@ -24,7 +25,7 @@ pytestmark = [
 async def check(lm, contexts):
     rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
     for row, context in zip(rows, contexts, strict=True):
-        expected = fresh_row(real.tiny_model(), context)
+        expected = naive_row(real.tiny_model(), context)
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
 
 

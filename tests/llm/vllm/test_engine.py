@@ -8,8 +8,8 @@ import torch
 
 from genlm_backend import load_model_by_name
 from genlm_backend.errors import ModelNotFoundError, OptionError, OptionTypeError
-from tests.llm.conftest import fresh_row
 from tests.llm.vllm import real
+from tests.naive import naive_row, naive_scores
 
 pytestmark = [
     pytest.mark.vllm,
@@ -48,7 +48,7 @@ def lm(request):
 
 
 def check(row, model, context):
-    torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=1e-3)
+    torch.testing.assert_close(row, naive_row(model, context), rtol=0, atol=1e-3)
 
 
 TEXT = "Sequential Monte Carlo methods are a set of algorithms that estimate the state of a system."
@@ -131,9 +131,7 @@ async def test_texts_with_any_part_cached_are_scored_in_few_passes(lm, smollm2):
     lm.clear_cache()
 
     def check_scores(found, text, start):
-        with torch.no_grad():
-            rows = smollm2(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
-        expected = rows[range(start - 1, len(text) - 1), text[start:]]
+        expected = naive_scores(smollm2, text, start)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
     for _ in range(2):  # the second time all of them are cached
@@ -149,7 +147,7 @@ async def test_texts_with_any_part_cached_are_scored_in_few_passes(lm, smollm2):
         assert after.num_forwards - before.num_forwards <= 2
     told = await lm.score_with(ids[:10], ids[10:16], entropy=True, rank=True, top=3)
     check_scores(told.logprobs, ids[:16], 10)
-    row = fresh_row(smollm2, ids[:10])
+    row = naive_row(smollm2, ids[:10])
     torch.testing.assert_close(told.top_logprobs[0], row.topk(3).values, rtol=0, atol=1e-3)
     longest = (ids * 6)[:1024]
     check_scores(await lm.score(longest[:1020], longest[1020:]), longest, 1020)
@@ -171,10 +169,7 @@ async def test_text_with_incomplete_logprobs_is_scored_again(lm, smollm2, monkey
     monkeypatch.setattr(core, "logprobs_of", logprobs_of)
     ids = lm.tokenizer.encode(TEXT)
     found = await lm.score(ids[:4], ids[4:])
-    with torch.no_grad():
-        rows = smollm2(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
-    expected = rows[range(3, len(ids) - 1), ids[4:]]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(found, naive_scores(smollm2, ids, 4), rtol=0, atol=1e-3)
     assert len(asked) == 2
 
 
@@ -186,9 +181,7 @@ async def test_cancelled_scoring_leaves_other_scores_exact(lm, smollm2):
         each.cancel()
     for k, each in zip(range(1, 40), asked, strict=True):
         if not each.cancelled() and (k - 1) % 2:
-            with torch.no_grad():
-                logits = smollm2(input_ids=torch.tensor([ids[: k + 30]])).logits[0]
-            expected = logits.log_softmax(-1)[range(k - 1, k + 29), ids[k : k + 30]]
+            expected = naive_scores(smollm2, ids[: k + 30], k)
             torch.testing.assert_close(await each, expected, rtol=0, atol=1e-3)
 
 

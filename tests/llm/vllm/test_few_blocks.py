@@ -11,9 +11,9 @@ from genlm_backend import AsyncVirtualLM
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.errors import AdapterError, QueryDroppedError
 from genlm_backend.queries.query import RowQuery
-from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
 from tests.llm.vllm import real
+from tests.naive import naive_row
 
 pytestmark = [
     pytest.mark.vllm,
@@ -48,7 +48,7 @@ def contexts(*sizes):
 
 
 def check(row, context):
-    expected = fresh_row(real.tiny_model(), context)
+    expected = naive_row(real.tiny_model(), context)
     torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
 
 

@@ -10,8 +10,9 @@ import transformers as tf
 
 from genlm_backend import load_model_by_name
 from tests.llm import families
-from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm import real
+from tests.naive import naive_row
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,7 +79,7 @@ async def test_rows_of_forks_are_exact_while_sampling(lm, model):
 
     async def ask(context):
         row = await lm.next_token_logprobs(context)
-        torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(row, naive_row(model, context), rtol=0, atol=TOLERANCE)
 
     for turn in range(15):
         asked = []

@@ -11,10 +11,10 @@ import torch
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.errors import AdapterError, UnknownAdapterError
 from genlm_backend.queries.query import Adapter
-from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
 from tests.llm.vllm import adapters, real
 from tests.llm.vllm.fake import FakeEngine
+from tests.naive import naive_row, naive_scores
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ async def test_rows_of_several_adapters_in_one_batch_match_merged_models(lm, mod
         asked = [(context, name) for context in contexts for name in models[1]]
         rows = await asyncio.gather(*(lm.next_token_logprobs(*pair) for pair in asked))
         for row, (context, name) in zip(rows, asked, strict=True):
-            expected = fresh_row(models[1][name], context)
+            expected = naive_row(models[1][name], context)
             torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
         for context in contexts:
             context.append(3 * context[-1] % VOCAB)
@@ -73,7 +73,7 @@ async def test_adapter_reloaded_from_changed_files_while_sampling_is_used(lm, tm
     merged = adapters.make_adapter(tmp_path / "c", 6)
     await asyncio.to_thread(lm.add_new_lora, str(tmp_path / "c"), "c")
     row = await lm.next_token_logprobs(context, "c")
-    torch.testing.assert_close(row, fresh_row(merged, context), rtol=0, atol=1e-4)
+    torch.testing.assert_close(row, naive_row(merged, context), rtol=0, atol=1e-4)
     is_over = True
     await sampling
     assert set(sizes) == {240}
@@ -87,7 +87,7 @@ async def test_greedy_samples_with_adapters_match_merged_models(lm, models):
     for name, model in models[1].items():
         context = [1, 2]
         for _ in range(4):
-            context.append(int(fresh_row(model, context).argmax()))
+            context.append(int(naive_row(model, context).argmax()))
         sampled = await lm.sample([1, 2], 4, [], temperature=0, lora_name=name)
         assert sampled == context[2:]
 
@@ -99,9 +99,7 @@ async def test_scores_with_and_without_adapters_match_merged_models(lm, models):
     text = [random.Random(0).randrange(VOCAB) for _ in range(40)]
     asked = [lm.score(text[:10], text[10:], lora_name=name) for name in models[1]]
     for found, model in zip(await asyncio.gather(*asked), models[1].values(), strict=True):
-        with torch.no_grad():
-            rows = model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
-        expected = rows[range(9, 39), text[10:]]
+        expected = naive_scores(model, text, 10)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
@@ -112,7 +110,7 @@ def test_missing_adapter_files_leave_other_adapters_intact(lm, models, tmp_path)
     with pytest.raises(AdapterError, match="cannot load the adapter 'c'"):
         lm.add_new_lora(str(tmp_path / "nowhere"), "c")
     row = lm.next_token_logprobs_sync([1, 2], "a")
-    torch.testing.assert_close(row, fresh_row(models[1]["a"], [1, 2]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(row, naive_row(models[1]["a"], [1, 2]), rtol=0, atol=1e-4)
 
 
 async def test_unknown_lora_name_is_refused_and_a_loaded_one_rebound():
@@ -138,16 +136,16 @@ async def test_unknown_lora_name_is_refused_and_a_loaded_one_rebound():
 def test_removed_adapter_frees_its_slot_and_its_name(lm, models):
     folder, merged = models
     before = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
-    torch.testing.assert_close(before, fresh_row(merged["a"], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(before, naive_row(merged["a"], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
     lm.remove_lora("a")
     with pytest.raises(UnknownAdapterError, match=r"'a' is loaded \(loaded: 'b'\)"):
         lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
     for name in (None, "b"):
         row = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], name)
-        torch.testing.assert_close(row, fresh_row(merged[name], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
+        torch.testing.assert_close(row, naive_row(merged[name], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
     lm.add_new_lora(str(folder / "b"), "a")  # another adapter under the name
     row = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
-    torch.testing.assert_close(row, fresh_row(merged["b"], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(row, naive_row(merged["b"], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
     for _ in range(3):  # more than there are places
         lm.remove_lora("a")
         lm.add_new_lora(str(folder / "a"), "a")
@@ -164,7 +162,7 @@ async def test_lora_name_is_rebound_while_sampling_with_all_slots_taken(lm, mode
     for seed in (8, 9):
         context = [1, 2]
         for _ in range(40):
-            context.append(int(fresh_row(merged, context).argmax()))
+            context.append(int(naive_row(merged, context).argmax()))
         sample = lm.sample([1, 2], 40, [], temperature=0, lora_name="c")
         sampling = asyncio.ensure_future(sample)
         await lm.next_token_logprobs([5])  # which goes with the steps of the sample
@@ -175,7 +173,7 @@ async def test_lora_name_is_rebound_while_sampling_with_all_slots_taken(lm, mode
         exact = {**models[1], "c": merged}
         rows = await asyncio.gather(*(lm.next_token_logprobs([1, 2, 3], name) for name in exact))
         for row, model in zip(rows, exact.values(), strict=True):
-            torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=1e-4)
+            torch.testing.assert_close(row, naive_row(model, [1, 2, 3]), rtol=0, atol=1e-4)
     with pytest.raises(AdapterError, match="max_loras=3"):
         lm.add_new_lora(str(tmp_path / "c"), "d")
     lm.remove_lora("c")

@@ -20,9 +20,9 @@ import torch
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.errors import EngineDiedError
 from genlm_backend.llm import Readout, RowQuery
-from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
 from tests.llm.vllm import real
+from tests.naive import naive_row, naive_scores
 
 pytestmark = [
     pytest.mark.vllm,
@@ -52,7 +52,7 @@ def lm(request):
 
 
 def check(row, context):
-    expected = fresh_row(real.tiny_model(), context)
+    expected = naive_row(real.tiny_model(), context)
     torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
 
 
@@ -191,14 +191,12 @@ class Least(Readout):
 async def test_text_scored_together_with_a_row_takes_at_most_three_passes(lm):
     randomness = random.Random(3)
     text = [randomness.randrange(VOCAB) for _ in range(120)]
-    with torch.no_grad():
-        expected = real.tiny_model()(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
     for start in (30, 1, 119, 30):  # the last time its prompt's keys and values are there
         before = lm.statistics().num_forwards
         scores, row = await asyncio.gather(
             lm.score(text[:start], text[start:]), lm.next_token_logprobs(text[:start])
         )
-        chosen = expected[range(start - 1, 119), text[start:]]
+        chosen = naive_scores(real.tiny_model(), text, start)
         torch.testing.assert_close(scores, chosen, rtol=0, atol=1e-4)
         check(row, text[:start])
         assert lm.statistics().num_forwards - before <= 3
@@ -208,7 +206,7 @@ async def test_sample_outgrowing_the_free_blocks_evicts_sessions(lm):
     lm.clear_cache()
     context = [1]
     for _ in range(3):
-        context.append(int(fresh_row(real.tiny_model(), context).argmax()))
+        context.append(int(naive_row(real.tiny_model(), context).argmax()))
     await asyncio.gather(*(lm.next_token_logprobs([i, 2] * 100) for i in range(5)))  # 35 of 39
     before = lm.statistics().num_evicted_tokens
     sampled = await asyncio.wait_for(lm.sample([1], 220, [], temperature=0), 60)
@@ -237,7 +235,7 @@ async def test_late_step_reports_of_a_slow_engine_evict_no_session(lm, monkeypat
         check(await lm.next_token_logprobs(text), text)
     else:
         (score,) = await lm.score(text[:4], text[4:])
-        expected = fresh_row(real.tiny_model(), text[:4])[text[4]]
+        expected = naive_row(real.tiny_model(), text[:4])[text[4]]
         torch.testing.assert_close(score, expected, rtol=0, atol=1e-4)
     assert late == []
     assert lm.statistics().num_evicted_tokens == before

@@ -7,8 +7,8 @@ import torch
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.errors import UnsupportedModelError
 from tests.llm import families
-from tests.llm.conftest import fresh_row
 from tests.llm.vllm import real
+from tests.naive import naive_row
 
 pytestmark = [
     pytest.mark.vllm,
@@ -49,5 +49,5 @@ def test_model_loaded_after_a_refused_one_gives_correct_rows(tmp_path):
     with AsyncVirtualLM(real.load_tiny(), row_cache_bytes=0) as lm:
         assert lm._vllm.engine._core.is_local
         row = lm.next_token_logprobs_sync([1, 2, 3])
-        expected = fresh_row(real.tiny_model(), [1, 2, 3])
+        expected = naive_row(real.tiny_model(), [1, 2, 3])
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)

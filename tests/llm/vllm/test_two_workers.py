@@ -12,9 +12,9 @@ import torch
 
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.errors import EngineDiedError
-from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
 from tests.llm.vllm import adapters, real
+from tests.naive import naive_row, naive_rows, naive_scores
 
 pytestmark = [
     pytest.mark.vllm,
@@ -50,13 +50,6 @@ def lm(models):
         yield lm
 
 
-def rows_behind(model, text, start):
-    """The row behind each of a text's tokens from ``start - 1`` on, but the last, run whole."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([text])).logits[0, start - 1 : -1]
-    return logits.float().log_softmax(-1)
-
-
 def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
@@ -74,14 +67,14 @@ async def test_rows_of_forks_are_correct_in_batches_that_mix_adapters(lm, models
         pool.extend(context for context, _ in asked)
         rows = await asyncio.gather(*(lm.next_token_logprobs(*pair) for pair in asked))
         for row, (context, name) in zip(rows, asked, strict=True):
-            close(row, fresh_row(models[1][name], context))
+            close(row, naive_row(models[1][name], context))
     assert lm.statistics().tokens_reused > 0
 
 
 async def test_draws_and_readouts_with_adapters_match_merged_models(lm, models):
     for name, model in models[1].items():
         context = [7, 5, 3]
-        row = fresh_row(model, context)
+        row = naive_row(model, context)
         top, chosen, masses, drawn = await asyncio.gather(
             lm.next_token_top(context, 3, lora_name=name),
             lm.next_token_logprobs_of(context, [5, 7], lora_name=name),
@@ -105,15 +98,15 @@ async def test_scores_and_samples_with_adapters_match_merged_models(lm, models):
     for _ in range(2):  # the second time the keys and values of the prompt are there
         asked = [lm.score(text[:20], text[20:], lora_name=name) for name in models[1]]
         for found, model in zip(await asyncio.gather(*asked), models[1].values(), strict=True):
-            close(found, rows_behind(model, text, 20)[range(40), text[20:]])
+            close(found, naive_scores(model, text, 20))
     for name, model in models[1].items():
         told = await lm.score_with(text[:50], text[50:], lora_name=name, rank=True, top=3)
-        rows = rows_behind(model, text, 50)
-        close(told.logprobs, rows[range(10), text[50:]])
+        rows = naive_rows(model, text)[49:-1].float()
+        close(told.logprobs, naive_scores(model, text, 50))
         close(told.top_logprobs, rows.topk(3).values)
         greedy = text[:20]
         for _ in range(5):
-            greedy.append(int(fresh_row(model, greedy).argmax()))
+            greedy.append(int(naive_row(model, greedy).argmax()))
         sampled = await lm.sample(text[:20], 5, [], temperature=0, lora_name=name)
         assert sampled == greedy[20:]
 
@@ -152,7 +145,7 @@ async def ask_while_a_worker_is_killed(lm, worker):
     assert all(isinstance(each, EngineDiedError) for each in failures), failures
     for i, row in enumerate(results[:60]):
         if isinstance(row, torch.Tensor):
-            close(row, fresh_row(real.tiny_model(), [i, 1] * 60))
+            close(row, naive_row(real.tiny_model(), [i, 1] * 60))
 
 
 @pytest.mark.parametrize(
