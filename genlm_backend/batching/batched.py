@@ -51,11 +51,17 @@ class Batched(Closing, Generic[Q, R]):
         Raises:
             Exception: Any error of ``Batcher.submit``.
         """
+        self._check_loop()
         return await self._batcher.submit(query)
 
     async def map(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for queries, in order; see ``Batcher.submit_all``."""
+        self._check_loop()
         return await self._batcher.submit_all(queries)
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is self._loop:
+            raise RuntimeError(f"{self.__name__} cannot await its own results within a batch")
 
     def map_sync(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for queries, in order, blocking the thread."""

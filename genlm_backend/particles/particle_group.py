@@ -256,6 +256,7 @@ class ParticleGroup:
                 "-inf to make the particle dead"
             )
         self._log_weights = self._log_weights + added
+        self._drop_ahead(is_wanted=self.is_active.any())
 
     def finish(self, is_done: ArrayLike) -> None:
         """Mark particles as finished: they keep their weight, and draw no more tokens.
@@ -274,6 +275,7 @@ class ParticleGroup:
                 f"is_done must be bools [{len(self)}], got {done.dtype} {list(done.shape)}"
             )
         self.is_done = self.is_done | done
+        self._drop_ahead(is_wanted=self.is_active.any())
 
     def resample(
         self,
@@ -699,11 +701,20 @@ class ParticleGroup:
             return None
         return None if (ahead.row_of[active] < 0).any() else await ahead.results()
 
+    def _drop_ahead(self, is_wanted: object = False) -> None:
+        """Forget the pass that the last draw started, unless wanted; skip it if it can be."""
+        ahead = self._ahead
+        if ahead is None or is_wanted:
+            return
+        self._ahead, loop = None, ahead.task.get_loop()
+        if not ahead.task.done() and not loop.is_closed():
+            loop.call_soon_threadsafe(ahead.task.cancel)
+
     async def _start_ahead(
         self, drawn: Indices, active: Indices, row_of: Indices, is_ahead: bool
     ) -> None:
         """Forget the last pass ahead; if ``is_ahead``, start one for the drawn tokens."""
-        self._ahead = None
+        self._drop_ahead()
         if not is_ahead:
             return
         ids, most = drawn[active], self._model.max_length
@@ -744,6 +755,7 @@ class ParticleGroup:
     def _draws(self, active: Indices, found: Doubles) -> Draws:
         """Return the draws of the group, given the values of ``Pools.draw`` for active ones."""
         if np.isnan(found[:, 4]).any():
+            self._drop_ahead()  # or every later draw would read the same rows
             own = active[np.isnan(found[:, 4])]
             raise EvaluationError(
                 f"the model's next-token row is NaN for {len(own)} of {len(self)} particles, such "

@@ -96,3 +96,12 @@ def test_mistakes_name_the_argument():
         batched(3)
     with pytest.raises(OptionError, match="max_batch_size"):
         batched(max_batch_size=0)
+
+
+def test_coroutine_function_that_awaits_its_own_results_raises():
+    @batched
+    async def score(queries):
+        return [await score(query - 1) for query in queries]
+
+    with score, pytest.raises(RuntimeError, match="score cannot await its own results"):
+        asyncio.run(score(3))
