@@ -357,7 +357,7 @@ def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
 def _loaded(
     pretrained: str, backend: str | None, options: dict[str, Any], device: str | None
 ) -> AsyncLM:
-    """Load a model; a backend with ``library_opts`` passes options that it lacks to its library."""
+    """Load a model; options unknown to its backend go to the backend's library, if it takes any."""
     kind, _ = check_loading(
         pretrained, backend, {n: v for n, v in options.items() if n == "replicas"}
     )

@@ -145,7 +145,7 @@ class Nodes:
         return nodes
 
     def insert(self, nodes: Ints) -> tuple[Ints, Ints]:
-        """Link nodes, parents first; return the nodes that are linked now, and surplus slots."""
+        """Link nodes, parents first; return the linked node for each, and the slots left over."""
         # If a child with the same token is linked already, it stays and the new node is freed. A
         # child on the host takes the new node's slot; its host slot is returned, negative.
         real, spare = np.empty_like(nodes), np.empty(len(nodes), np.int32)

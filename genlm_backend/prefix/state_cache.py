@@ -336,7 +336,7 @@ class StateCache:
         depths = self._nodes.depth
         return depths[nodes] - depths[self.last(self._nodes.parent[nodes])]
 
-    # ---------------------------------------------------------------- between batches
+    # ---------------------------------------------------------------- pins and replaced nodes
 
     def pin(self, node: int) -> bool:
         """Keep a node's device state until ``clear()``; return whether it could be pinned."""

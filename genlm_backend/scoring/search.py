@@ -475,7 +475,8 @@ class _Ways:
         self._alphabet, self._byte_vocab, self._data = lm.alphabet, lm.byte_vocab, data
         self._words, self._word_ends = words, word_ends
         wanted = [data + blank for blank in BLANKS] if word_ends else [data]
-        # With the caller's ``words``, a path may end in part of a character, at most a blank long.
+        # With the caller's ``words``, a path may end within a character, at most 3 bytes after the
+        # text: as many as the longest blank has.
         self.longest = max(map(len, wanted))
         self._is_default = words == NOT_BLANK
         self._wanted = wanted if self._is_default else [data]

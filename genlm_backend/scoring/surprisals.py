@@ -335,9 +335,9 @@ class _Asked:
         return [self._begin_of(own, f"contexts[{i}]") for i, own in enumerate(contexts)]
 
     def _begin_of(self, context: Any, name: str) -> tuple[list[int], bool]:
-        """Return a text's context, and whether no word is open at the context's end."""
+        """Return the ids of a text's context, and whether the text begins between words."""
         ids = context_ids(self.lm, context, name)
-        # Without a context, no word is open before the text; a context's last word may be open.
+        # A context may end within a word, which the text then continues.
         return ids, context is None or is_between_words(self.lm, ids)
 
 

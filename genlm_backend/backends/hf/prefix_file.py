@@ -239,7 +239,7 @@ class PrefixFiles:
         return ids
 
     def look_again(self) -> None:
-        """Forget digests, since weights may have changed in ways that torch does not count."""
+        """Forget digests, since weights may have changed but torch's version counters have not."""
         self._digests.clear()
 
     def _fingerprint(self, adapter: Adapter | None) -> dict[str, str]:
