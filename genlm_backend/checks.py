@@ -121,7 +121,7 @@ def defaults_of(kind: type) -> dict[str, Any]:
 def checked_options(
     kind: type, given: Mapping[str, Any], of: str, also: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Check options against a ``TypedDict``, and add its defaults; refuse names that it lacks."""
+    """Return all options of a ``TypedDict``, given or default, checked; refuse other names."""
     check_names(given, options_of(kind), of, also=also)
     return {n: own.check(n, given.get(n, own.default)) for n, own in options_of(kind).items()}
 
@@ -247,7 +247,7 @@ def switch(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any) -> str:
-    """Return a non-empty string, and refuse everything else."""
+    """Return the value if it is a non-empty string; raise an error otherwise."""
     if not isinstance(value, str):
         raise OptionTypeError(f"{name} must be a string, got {shown(value)}")
     if not value:
@@ -297,7 +297,7 @@ def listed(name: str, value: Any) -> list[Any]:
 
 
 def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
-    """Return a check of an iterable's elements; it refuses strings, bytes and mappings."""
+    """Return a check that makes a tuple of checked elements, but refuses strings and mappings."""
 
     def check_all(name: str, value: Any) -> tuple[T, ...]:
         is_text = isinstance(value, (str, bytes, bytearray, Mapping))
@@ -353,13 +353,13 @@ def device(name: str, value: Any) -> Any:
 # -------------------------------------------------------------------- bounds that recur
 
 MAX_BYTES = (1 << 63) - 1
-"""Largest number of bytes: the maximum of a signed 64-bit integer."""
+"""Largest number of bytes to accept: the maximum of a signed 64-bit integer."""
 
 MAX_THREADS = 4096
-"""Largest number of threads: OpenMP aborts a process that asks for too many."""
+"""Largest number of threads to accept: OpenMP aborts a process that asks for too many."""
 
 MAX_VOCAB = 1 << 24
-"""Largest number of token ids, each of which costs a Python object; known models have fewer."""
+"""Largest vocabulary to accept: each id costs a Python object, and known models have fewer."""
 
 byte_count = integer(0, MAX_BYTES)
 
@@ -369,7 +369,7 @@ _seconds = optional(number(0, is_finite=False))
 
 
 def timeout(name: str, value: Any) -> float | None:
-    """Return the seconds to wait; ``None`` (no limit) if above ``threading.TIMEOUT_MAX``."""
+    """Return the seconds to wait; ``None`` (no limit) if ``None`` or above ``TIMEOUT_MAX``."""
     seconds = _seconds(name, value)
     return None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
 

@@ -18,7 +18,7 @@ TextFunction: TypeAlias = Callable[[Any, str], Coroutine[Any, Any, dict[str, Any
 """A coroutine function: from a model and a text, it returns the fields of the text's JSON line."""
 
 _AT_ONCE: Final = 200
-"""Largest number of texts that are scored concurrently."""
+"""Largest number of texts that ``score`` and ``surprisal`` process concurrently."""
 
 
 def add_commands(commands: Any) -> None:
@@ -175,7 +175,7 @@ def answer_texts(options: argparse.Namespace) -> None:
 
 
 def _texts(files: list[str], is_whole: bool) -> Iterator[str]:
-    """Return the texts of files: each line, or each whole file, that is not blank."""
+    """Return the texts of files: each non-blank line or, if ``is_whole``, each non-blank file."""
     for path in files:
         if path != "-" and not os.access(path, os.R_OK):
             raise OptionError(f"the file {path!r} does not exist or cannot be read")
@@ -185,7 +185,7 @@ def _texts(files: list[str], is_whole: bool) -> Iterator[str]:
 def _texts_of(path: str, is_whole: bool) -> Iterator[str]:
     is_input = path == "-"
     try:
-        # Not sys.stdin: at exit, the interpreter would wait for the lock that a read holds.
+        # Not by sys.stdin, whose lock a blocked read holds: at exit, Python would wait for it.
         with open(0 if is_input else path, encoding="utf-8", closefd=not is_input) as file:
             for text in [file.read()] if is_whole else file:
                 if text.strip():
@@ -207,7 +207,7 @@ async def _print_answers(
 
     def read() -> None:
         end: OptionError | None = None
-        with contextlib.suppress(RuntimeError):  # a closed loop needs no more texts
+        with contextlib.suppress(RuntimeError):  # from a closed loop, which needs no texts
             try:
                 for text in texts:
                     places.acquire()

@@ -1,7 +1,7 @@
-"""The library's own exceptions; timeouts and file errors raise built-in exceptions.
+"""The exceptions that this library defines; it also raises built-in ones, such as ``TimeoutError``.
 
-Except for the base class, each is also a subclass of the standard exception in parentheses, so
-that ``except ValueError`` works without an import of this module::
+Each of them but the base class is also a subclass of a standard exception: the one in parentheses,
+or that of its parent. So ``except ValueError`` works without an import of this module::
 
     GenlmBackendError
     ├── OptionError (ValueError)             an argument out of its bounds
@@ -12,12 +12,12 @@ that ``except ValueError`` works without an import of this module::
     ├── AdapterError (ValueError)            a LoRA adapter that cannot be used
     │   └── UnknownAdapterError              an adapter that is not loaded
     ├── UnknownBackendError (ValueError)     a backend name that is not registered
-    ├── UnsupportedModelError (ValueError)   a model this backend cannot evaluate
-    ├── ModelNotFoundError (OSError)         no model under that name
+    ├── UnsupportedModelError (ValueError)   a model that the backend cannot evaluate
+    ├── ModelNotFoundError (OSError)         no model of the given name was found
     ├── MissingExtraError (ImportError)      an optional library is absent
     ├── TokenizerDecodeError (ValueError)    a token's bytes cannot be determined
     ├── VocabularyError (ValueError)         a vocabulary unfit for a trie or its model
-    ├── VocabularyTypeError (TypeError)      an entry that has no letters
+    ├── VocabularyTypeError (TypeError)      an entry that is no iterable of letters
     ├── WeightsError (ValueError)            weights whose shape does not fit the trie
     ├── WeightsTypeError (TypeError)         weights that are not real numbers
     ├── ConstraintError (ValueError)         a constraint that cannot be built
@@ -26,24 +26,24 @@ that ``except ValueError`` works without an import of this module::
     ├── GenerationConfigError (ValueError)   an invalid field of a GenerationConfig
     ├── RuntimeConfigError (ValueError)      an invalid field of a RuntimeConfig
     ├── UnknownModelError (KeyError)         a model name that an engine does not have
-    ├── UnknownRequestError (ValueError)     a request that does not belong to this engine
+    ├── UnknownRequestError (ValueError)     a request that is not one of the engine's
     ├── UnknownTaskError (KeyError)          a task that an AsyncGLM does not have
     ├── ModelStateError (RuntimeError)       a model is not in the required state
-    ├── ParticleError (RuntimeError)         a call that a particle group cannot take now
+    ├── ParticleError (RuntimeError)         a call that a particle group refuses for now
     ├── RequestQueueFullError (queue.Full)   the request queue is full
     ├── DeviceError (ValueError)             a device that cannot be used
     ├── PrefixFileError (ValueError)         a file that holds no prefix of this model
     ├── ReplacedNameError (NotImplementedError)  a name of genlm-backend 0.3.1 that was replaced
-    ├── BatcherClosedError (RuntimeError)    no answer after close(), or at exit
+    ├── BatcherClosedError (RuntimeError)    no answer after close() or at interpreter exit
     ├── ForkedError (RuntimeError)           an object used in a fork of its process
     ├── NotPicklableError (TypeError)        an object that cannot be pickled
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
     ├── EvaluationError (RuntimeError)       an evaluation gave no valid result
-    │   └── EngineDiedError                  the engine or process that evaluates has ended
+    │   └── EngineDiedError                  the engine or process of the model has ended
     └── CacheError (RuntimeError)            a prefix that cannot be cached, or a misused cache
         └── OutOfSlotsError                  too few free key-value slots are left
 
-All other modules may raise these errors, so this module imports nothing from the library.
+All other modules may import this one, so it imports nothing from the library.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class OptionError(GenlmBackendError, ValueError):
 
 
 class OptionTypeError(GenlmBackendError, TypeError):
-    """An argument has a wrong type, or an option an unknown name."""
+    """An argument has a wrong type, or an option has an unknown name."""
 
 
 class ContextError(GenlmBackendError, ValueError):
-    """The context is empty, too long, or holds an id outside the model's vocabulary."""
+    """The context is empty or too long, has an id outside the vocabulary, or cannot be encoded."""
 
 
 class PictureError(ContextError):
@@ -73,7 +73,7 @@ class PictureError(ContextError):
 
 
 class ContextTypeError(GenlmBackendError, TypeError):
-    """The context is not a sequence of integers."""
+    """The token ids of a context are not a sequence of integers."""
 
 
 class AdapterError(GenlmBackendError, ValueError):
@@ -81,11 +81,11 @@ class AdapterError(GenlmBackendError, ValueError):
 
 
 class UnknownAdapterError(AdapterError):
-    """A query names a LoRA adapter that is not loaded, or that was removed or replaced since."""
+    """The LoRA adapter of a query is not loaded, or was removed or replaced before the answer."""
 
 
 class UnknownBackendError(GenlmBackendError, ValueError):
-    """No backend of that name is registered."""
+    """No backend of the given name is registered."""
 
 
 class UnsupportedModelError(GenlmBackendError, ValueError):
@@ -105,8 +105,8 @@ class TokenizerDecodeError(GenlmBackendError, ValueError):
 
     Attributes:
         tokenizer: The class name of the tokenizer.
-        token_id: The id of the token at fault, or ``None`` if no single token is.
-        token: The token as the vocabulary spells it, or ``None``.
+        token_id: The id of a token whose bytes are unknown; ``None`` if the error names no token.
+        token: The spelling of that token in the vocabulary, or ``None``.
         reason: Why the bytes cannot be determined.
     """
 
@@ -122,15 +122,15 @@ class TokenizerDecodeError(GenlmBackendError, ValueError):
 
 
 class VocabularyError(GenlmBackendError, ValueError):
-    """A vocabulary is empty, too large, holds an entry twice, or does not fit the model."""
+    """A vocabulary is empty or too large, holds an entry twice, or does not fit the model."""
 
 
 class VocabularyTypeError(GenlmBackendError, TypeError):
-    """The vocabulary is not a list, or an entry is unhashable or does not have hashable letters."""
+    """The vocabulary is no list, or an entry is unhashable or no iterable of hashable letters."""
 
 
 class WeightsError(GenlmBackendError, ValueError):
-    """The shape of weights or sums does not fit the trie, or ``mass`` got negative sums."""
+    """Weights or sums have a wrong shape, or ``mass`` finds no node and the sums are negative."""
 
 
 class WeightsTypeError(GenlmBackendError, TypeError):
@@ -150,7 +150,7 @@ class ConstraintTypeError(GenlmBackendError, TypeError):
 
 
 class GenerationConfigError(GenlmBackendError, ValueError):
-    """A ``GenerationConfig`` is invalid, or does not fit the call."""
+    """A ``GenerationConfig`` is invalid, or does not fit the model or the call."""
 
 
 class RuntimeConfigError(GenlmBackendError, ValueError):
@@ -158,9 +158,9 @@ class RuntimeConfigError(GenlmBackendError, ValueError):
 
 
 class UnknownModelError(GenlmBackendError, KeyError):
-    """An engine has no model of that name."""
+    """An engine has no model of the given name."""
 
-    __str__ = Exception.__str__  # a KeyError would show its message in quotes
+    __str__ = Exception.__str__  # that of KeyError puts the message in quotes
 
 
 class UnknownRequestError(GenlmBackendError, ValueError):
@@ -168,7 +168,7 @@ class UnknownRequestError(GenlmBackendError, ValueError):
 
 
 class UnknownTaskError(GenlmBackendError, KeyError):
-    """There is no task of that number, or its result has been collected."""
+    """An ``AsyncGLM`` has no task of the given id, or its result has been collected."""
 
     __str__ = Exception.__str__
 
@@ -178,7 +178,7 @@ class ModelStateError(GenlmBackendError, RuntimeError):
 
 
 class ParticleError(GenlmBackendError, RuntimeError):
-    """A particle group cannot take this call now, for example while one of its awaits runs."""
+    """A particle group refuses a call for now, for example while another call is being awaited."""
 
 
 class RequestQueueFullError(GenlmBackendError, queue.Full):
@@ -186,7 +186,7 @@ class RequestQueueFullError(GenlmBackendError, queue.Full):
 
 
 class DeviceError(GenlmBackendError, ValueError):
-    """Torch does not know the device, or this machine does not have it."""
+    """Torch does not know the device, or cannot use it on this machine."""
 
 
 class ReplacedNameError(GenlmBackendError, NotImplementedError):
@@ -206,15 +206,15 @@ class NotPicklableError(GenlmBackendError, TypeError):
 
 
 class QueryDroppedError(GenlmBackendError, RuntimeError):
-    """The query was dropped before its result was computed."""
+    """The query was dropped before it was answered, for example by ``reset_async_queries``."""
 
 
 class EvaluationError(GenlmBackendError, RuntimeError):
-    """An evaluation returned an invalid result, such as NaN or a wrong count, or failed."""
+    """An evaluation failed, or gave an invalid result, such as NaN or too few answers."""
 
 
 class EngineDiedError(EvaluationError):
-    """The engine or process that evaluates has ended; the model may have to be loaded again."""
+    """The engine or process of the model has ended; the model may have to be loaded again."""
 
 
 class CacheError(GenlmBackendError, RuntimeError):
@@ -222,7 +222,7 @@ class CacheError(GenlmBackendError, RuntimeError):
 
 
 class PrefixFileError(GenlmBackendError, ValueError):
-    """A file holds no prefix of this model, or it has been truncated or modified."""
+    """A file holds no prefix of this model, or the file has been truncated or modified."""
 
 
 class OutOfSlotsError(CacheError):

@@ -64,7 +64,7 @@ _PUBLIC: Final = {
     "trie.parallel": "ParallelTokenCharacterTrie",
     "trie.sequential": "TokenCharacterTrie",
 }
-"""Module of this package → its public names, which are imported at their first use.
+"""Module of ``genlm_backend`` → its public names, which are imported at their first use.
 
 ``Other=Name`` exports the module's ``Name`` as ``Other``.
 """
@@ -79,7 +79,7 @@ _HOMES: Final = {
 def lazy_names(
     namespace: dict[str, Any], submodules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package, for the names in its ``__all__``."""
+    """Return ``__getattr__`` and ``__dir__`` for a package, given its globals and submodules."""
     package = namespace["__name__"]
     names = {name: _HOMES[name] for name in namespace["__all__"] if name in _HOMES}
 

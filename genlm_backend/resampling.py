@@ -1,10 +1,10 @@
 """Resampling schemes of sequential Monte Carlo, on NumPy arrays.
 
 A scheme is a function ``scheme(log_weights, n, rng)`` that returns the indices of ``n`` ancestors,
-int64 ``[n]``, ascending. Log-weights, float64 ``[m]``, need not be normalised; ``-inf`` is a weight
-of zero, which no ancestor has. Each scheme is unbiased: index ``i`` is expected ``n * weight_i``
-times, for normalised weights. The schemes differ in their variance (Douc, Cappé and Moulines, 2005,
-arXiv:cs/0507025; Gerber, Chopin and Whiteley, 2019, arXiv:1708.06551).
+int64 ``[n]``, ascending. Log-weights, float64 ``[m]``, need not be normalised. ``-inf`` is a weight
+of zero; its index is never returned. Each scheme is unbiased: for normalised weights, index ``i``
+is expected ``n * weight_i`` times. The schemes differ in their variance (Douc, Cappé and Moulines,
+2005, arXiv:cs/0507025; Gerber, Chopin and Whiteley, 2019, arXiv:1708.06551).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 Ancestors: TypeAlias = NDArray[np.int64]
 
 Scheme: TypeAlias = Callable[[NDArray[np.float64], int, np.random.Generator], Ancestors]
-"""A resampling scheme: log-weights, the number of ancestors and a random generator."""
+"""A resampling scheme: a function of log-weights, the number of ancestors and a generator."""
 
 
 def systematic(log_weights: ArrayLike, n: int, rng: np.random.Generator) -> Ancestors:
-    """Resample at ``n`` equidistant points with one random offset (Kitagawa, 1996).
+    """Resample at ``n`` equidistant points that share one random offset (Kitagawa, 1996).
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument has a wrong type.
@@ -114,7 +114,7 @@ def ssp(log_weights: ArrayLike, n: int, rng: np.random.Generator) -> Ancestors:
             held, share = i if full == held else held, total - 1
             if share <= 0:
                 held = -1
-    if copies.sum() < count:  # rounding kept the last fraction below 1
+    if copies.sum() < count:  # rounding kept the last fraction below 1: add its copy
         copies[held if held >= 0 else int(rests.argmax())] += 1
     return np.repeat(np.arange(len(weights)), copies)
 
@@ -130,7 +130,7 @@ SCHEMES: Final[dict[str, Scheme]] = {
 
 
 def scheme_of(scheme: Any) -> Scheme:
-    """Return the scheme of a name, or a function unchanged.
+    """Return the scheme with the name ``scheme``, or ``scheme`` itself if it is a function.
 
     Raises:
         OptionError: (``ValueError``) If no scheme has that name.
@@ -170,7 +170,7 @@ def log_mean(log_weights: ArrayLike) -> float:
 
 
 def _at(weights: NDArray[np.float64], points: NDArray[np.float64]) -> Ancestors:
-    """Return the index at which the cumulative weights pass each of the sorted points."""
+    """Return, for each point in [0, 1), the index in whose share of the total weight it lies."""
     ends = weights.cumsum()
     found = np.searchsorted(ends, points * ends[-1], side="right")
     return np.minimum(found, np.flatnonzero(weights)[-1])  # a point may round up to the last end
@@ -179,7 +179,7 @@ def _at(weights: NDArray[np.float64], points: NDArray[np.float64]) -> Ancestors:
 def _copies(
     weights: NDArray[np.float64], count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the whole copies of each index, and the fractions that are left."""
+    """Return ``floor(count * weight)`` for each index, and the fraction that is left."""
     expected = weights * count
     whole = np.round(expected)  # or 2.9999999999 would give two copies, and a third by chance
     expected = np.where(abs(expected - whole) < 1e-9, whole, expected)

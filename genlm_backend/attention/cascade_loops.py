@@ -1,8 +1,8 @@
-"""Compiled loops that find the prefixes that several rows share; see ``CascadePlan``.
+"""Compiled loops that find the prefixes that several rows share; see ``cascade_plan.py``.
 
-Row by row, ``_climb`` walks up from the row's node and numbers each token not met before, from 1;
-every root has number 0. So a token's ancestors have larger numbers from the same row, or numbers
-from an earlier row. In the order of a tree walk, the rows that have a token are consecutive.
+Row by row, ``_climb`` walks from the row's node towards the root, and numbers the tokens that no
+earlier row has, from 1; every root has number 0. So an ancestor has a larger number if the same row
+numbered it, else a smaller one. In depth-first order, the rows that have a token are consecutive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from genlm_backend.runtime.compiled import compiled
 def divide(
     parent: Any, depth: Any, slot: Any, nodes: Any, is_long: Any, few_tokens: int, numbers: Any
 ) -> Any:
-    """Divide the cached tokens of ``B`` rows into shared prefixes and one suffix for each row."""
+    """Divide the cached tokens of ``B`` rows into prefixes, which rows may share, and suffixes."""
     found, first, above, last = _climb(parent, depth, nodes, numbers)
     slots, positions = np.empty(len(above), np.int64), np.empty(len(above), np.int64)
     for k in range(1, len(above)):
@@ -59,7 +59,7 @@ def _climb(parent: Any, depth: Any, nodes: Any, numbers: Any) -> Any:
 
 @compiled
 def _count(first: Any, above: Any, last: Any, is_long: Any) -> Any:
-    """Return how many rows have each token, and how many of these rows have many new tokens."""
+    """Return for each token how many rows have it, and how many of them have many new tokens."""
     num_rows, num_long = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
     for row in range(len(last)):
         num_rows[last[row]] += 1
@@ -73,9 +73,9 @@ def _count(first: Any, above: Any, last: Any, is_long: Any) -> Any:
 
 @compiled
 def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
-    """Return where each token's rows begin in the order of a tree walk, and that order."""
+    """Return where each token's rows start in depth-first order, and all rows in that order."""
     starts, num_placed = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
-    stops = np.zeros(len(above), np.int64)  # end of each token's rows placed so far
+    stops = np.zeros(len(above), np.int64)  # start of the rows of each token's next child
     num_last = np.zeros(len(above), np.int64)
     for row in range(len(last)):
         num_last[last[row]] += 1
@@ -96,14 +96,14 @@ def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
 def _shared(
     first: Any, above: Any, slots: Any, num_rows: Any, num_long: Any, few_tokens: int
 ) -> Any:
-    """Choose the tokens of shared prefixes; the others stay in the suffixes."""
+    """Choose the tokens of each prefix; all other tokens stay in the suffixes."""
     in_suffix = np.ones(len(above), np.bool_)
     shared, bounds = np.empty(len(above), np.int64), np.empty(len(above) + 1, np.int64)
     num_shared = num_prefixes = 0
     for row in range(len(first) - 1):
         top = first[row + 1] - 1
         while top >= first[row]:
-            # From ``top`` to ``bottom``, the same rows have all tokens.
+            # The tokens from ``top`` down to ``bottom`` all have the same rows.
             bottom = top
             while bottom > first[row] and num_rows[bottom - 1] == num_rows[top]:
                 bottom -= 1
@@ -122,7 +122,7 @@ def _shared(
                 else:
                     num_others += size
                 start = stop - 1
-            num_saved = (num_rows[top] - 1) * num_others  # tokens gathered once instead of per row
+            num_saved = (num_rows[top] - 1) * num_others  # reads saved by one gather for all rows
             if num_others > 0 and (num_saved >= few_tokens or num_long[top] > 0):
                 bounds[num_prefixes] = num_shared
                 num_prefixes += 1
@@ -138,7 +138,7 @@ def _shared(
 @compiled
 def _suffix(first: Any, above: Any, last: Any, in_suffix: Any, slots: Any, positions: Any) -> Any:
     """Return slots and positions of each row's suffix, padded on the left: ``[2, B, P]``."""
-    nearest = np.zeros(len(above), np.int64)  # nearest suffix token, this or an ancestor
+    nearest = np.zeros(len(above), np.int64)  # nearest suffix token: itself or an ancestor
     sizes = np.zeros(len(above), np.int64)
     for row in range(len(last)):
         for k in range(first[row + 1] - 1, first[row] - 1, -1):

@@ -3,21 +3,21 @@
 **Why.** Particles share long prefixes. Attention row by row reads such a prefix once per row;
 cascade attention (Hydragen: Juravsky et al., 2024, arXiv:2402.05099) reads it once in all. A plan
 divides the cached tokens of a pass into *prefixes*, each with the rows that have it (a long one
-may have a single row), and one *suffix* per row: its short runs, from any position, padded to the
+may have a single row), and one *suffix* per row: the row's short runs of tokens, padded to the
 longest suffix. Suffixes are gathered row by row. ``cascade_run.py`` executes the plan. The
 reference is ``naive_attention`` in tests/naive.py.
 
-**Division.** A compiled loop walks the paths of all rows once. In the order of that walk, the rows
-below a node are an interval, so that the time is linear in the distinct tokens and the entries of
-the suffix. A run of few tokens goes to the suffix (``FEW_TOKENS``), unless one of its rows has many
-new tokens (``MANY_NEW_TOKENS``). A prefix with consecutive slots is read in place, which is why the
-allocator prefers consecutive slots.
+**Division.** A compiled loop walks the paths of all rows once. In depth-first order, the rows below
+a node are consecutive. So the time is linear in the distinct tokens and the entries of the suffix.
+A run of few tokens goes to the suffix (``FEW_TOKENS``), unless one of its rows has many new tokens
+(``MANY_NEW_TOKENS``). A prefix with consecutive slots is read in place, which is why the allocator
+prefers consecutive slots.
 
 **Extension.** A decode step takes the plan of the step before, reorders, copies or drops its rows,
-and adds a column to the suffix (``advanced``). Tokens that rows have come to share since then are
-gathered for each row. ``is_stale`` asks for a new plan once the suffix is more than twice as wide
-and more than 64 columns wider, or once more tokens have been gathered repeatedly than the first
-pass of the plan read.
+and adds a column to the suffix (``advanced``). Tokens that rows have come to share since the plan
+was made are gathered for each row. ``is_stale`` asks for a new plan in two cases. The suffix is
+more than twice as wide and more than 64 columns wider; or copied rows have read more suffix tokens
+again than the plan's first pass read in all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FEW_TOKENS = 384
-"""From this number of tokens times rows, a separate product for a run of tokens pays off."""
+"""Tokens of a run, times its rows, from which a separate attention product for it pays off."""
 # Below this, the small operators of a product and its merge take longer than gathering the tokens.
 
 MANY_NEW_TOKENS: Final = 16
@@ -44,7 +44,7 @@ MANY_NEW_TOKENS: Final = 16
 # In the suffix, each cached token would add a column to a mask with one row per new token.
 
 MIN_ADDED: Final = 64
-"""Columns that any suffix may grow by before its width makes the plan stale."""
+"""Columns that a plan's suffix may always grow by before its width makes the plan stale."""
 
 
 @final
@@ -73,20 +73,20 @@ class CachedPrefixes:
         return self.depth[self.nodes].astype(np.int64)
 
     def columns(self, num_columns: int) -> NDArray[np.int64]:
-        """Return the slots of each row's last tokens, left-padded: int64 ``[B, num_columns]``."""
+        """Return each row's last ``num_columns`` slots, left-padded: int64 ``[B, num_columns]``."""
         slots = np.full((len(self.nodes), num_columns), PADDING_SLOT, np.int64)
         self.write_last(slots[:, ::-1])
         return slots
 
     def write_last(self, slots: NDArray[np.int64]) -> None:
-        """Write the slots of each row's last tokens into ``slots``, the last token's first."""
+        """Write the slots of each row's last tokens into ``slots``, the last token's slot first."""
         cascade_loops.write_last(self.parent, self.depth, self.slot, self.nodes, slots)
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefix:
-    """A run of cached tokens, and the rows whose contexts all contain it."""
+    """Cached tokens that are read together, and the rows whose contexts contain all of them."""
 
     rows: NDArray[np.int64]  # [G] int64
     positions: NDArray[np.int64]  # [n] int64
@@ -99,7 +99,7 @@ class SharedPrefix:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class CascadePlan:
-    """How a pass reads its cached tokens: by shared prefixes, and one suffix per row."""
+    """How a pass reads its cached tokens: by prefixes that rows share, and one suffix per row."""
 
     prefixes: tuple[SharedPrefix, ...]
     # Slots and their positions, padded on the left; padding is slot 0 at position -1.
@@ -113,7 +113,7 @@ class CascadePlan:
 
     @classmethod
     def of(cls, past: CachedPrefixes, num_new: NDArray[np.int64], few_tokens: int) -> Self:
-        """Divide the cached tokens of rows, in time linear in the tokens that the plan reads."""
+        """Return a plan of the tokens in ``past``, in time linear in those that the plan reads."""
         # A large tree costs little: the OS zeroes only the pages that the walk touches.
         numbers = np.zeros(len(past.parent), np.int32)
         is_long = num_new >= MANY_NEW_TOKENS
@@ -145,12 +145,12 @@ class CascadePlan:
         return num_added > max(MIN_ADDED, self.num_columns) or self.num_repeated > self.num_tokens
 
     def advanced(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> CascadePlan:
-        """Return the plan of the next decode step, in which each of ``rows`` has one more token."""
+        """Return the next plan: this plan's ``rows``, each with one more token, in ``slots``."""
         prefixes: list[SharedPrefix] = []
         everybody = np.arange(len(rows))
         for prefix in self.prefixes:
             if len(prefix.rows) == len(self.prefix_lens) == len(rows):
-                prefixes.append(prefix)  # the same object, which is a cache key of ``_extents_of``
+                prefixes.append(prefix)  # the same object, by which ``_extents_of`` caches
                 continue
             own = everybody
             if len(prefix.rows) < len(self.prefix_lens):

@@ -32,11 +32,11 @@ from genlm_backend.attention.softmax_attention import (
 )
 
 LONG_COPY: Final = 4096
-"""About how many cached tokens are decoded at once from a pool that is not exact."""
+"""About how many cached tokens are decoded at once, if the pool stores them rounded."""
 
 
 class AnyKVPool(Protocol[A]):
-    """A pool of keys and values in the arrays of any library."""
+    """A pool of keys and values, in the arrays of torch or MLX."""
 
     @property
     def is_exact(self) -> bool:
@@ -53,7 +53,7 @@ class AnyKVPool(Protocol[A]):
 class Block(Generic[A]):
     """Cached keys that one product reads, the rows that attend to them, and the mask."""
 
-    # The heads of a GQA group become extra queries: all ``Q`` of one head, then of the next.
+    # The heads of a GQA group become extra queries: all ``Q`` of one head, then all of the next.
     rows: A | None  # [G] indices; ``None`` for all rows
     slots: A | slice  # [1, n] of a prefix, or [B, P] of suffixes
     num_tokens: int
@@ -67,7 +67,7 @@ class Block(Generic[A]):
 
 
 def new_positions(batch: ForwardBatch) -> torch.Tensor:
-    """Return the positions of the new tokens' columns in their contexts: int64 ``[B, Q]``."""
+    """Return the positions of new tokens and their padding in contexts: int64 ``[B, Q]``."""
     first = torch.from_numpy(batch.prefix_lens)
     return first[:, None] + torch.arange(batch.input_ids.shape[1], dtype=torch.int64)
 
@@ -119,7 +119,7 @@ class CascadeRun(Generic[A]):
         softcap: float | None = None,
         sinks: A | None = None,
     ) -> A:
-        """Attend to cached and new tokens; return the merged ``[B, heads, Q, value_dim]``."""
+        """Attend to cached and new tokens by the mask ``given``: ``[B, heads, Q, value_dim]``."""
         if self._new is None or self._new[1] is not keys or self._new[2] is not values:
             raise self.attends_otherwise(
                 "a layer attends to keys or values other than the ones it cached"
@@ -183,12 +183,12 @@ class CascadeRun(Generic[A]):
     def _blocks_of(
         self, allowed: torch.Tensor | None, group_size: int, device: Any
     ) -> tuple[Block[A], list[Block[A]]]:
-        """Return the suffix block, and the prefix blocks in which a layer's mask allows any key.
+        """Return the suffix block, and each prefix block in which a layer's mask allows some key.
 
         Args:
             allowed: The mask, bool ``[B, 1, Q, positions]``; ``None`` for a causal one.
             group_size: Number of query heads per key head.
-            device: The device of the layers.
+            device: The device of the layer's queries.
         """
         plan = self._plan
 

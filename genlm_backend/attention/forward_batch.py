@@ -39,7 +39,7 @@ class BatchStates(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, layers: list[Any]) -> None:
-        """Put the rows' states into new cache layers, which the pass updates."""
+        """Put the rows' states before the pass into new cache layers; the pass updates these."""
 
     @abc.abstractmethod
     def behind(self, rows: NDArray[np.int64]) -> list[Any]:
@@ -73,7 +73,7 @@ class ForwardBatch:
     )
 
     def new_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``slot_mapping`` and ``unpadded_index`` on a device, copied at the first call."""
+        """Return ``slot_mapping`` and ``unpadded_index`` on a device; copy them only once."""
         if device not in self._new_on:
             columns = self.unpadded_index
             moved = None if columns is None else columns.to(device)
@@ -95,7 +95,7 @@ def pack(
     past: CachedPrefixes | None = None,
     states: BatchStates | None = None,
 ) -> ForwardBatch:
-    """Return the batch of chunks, padded to the length of the longest."""
+    """Return a batch with a row for each chunk, padded to the length of the longest chunk."""
     num_new = np.array([len(chunk.token_ids) for chunk in chunks])
     past = CachedPrefixes.none(len(chunks)) if past is None else past
     prefix_lens = past.num_tokens
@@ -151,7 +151,7 @@ def pack_decode(
 
 @functools.lru_cache(maxsize=64)
 def _of_step(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-    """Return a decode step's output rows, output columns and numbers of new tokens, cached."""
+    """Return the ``output_rows``, ``output_columns`` and ``num_new`` of a decode step."""
     with torch.inference_mode(False):  # inference tensors fail in autograd
         rows = torch.arange(num_rows, dtype=torch.int64)
         return rows, torch.zeros_like(rows), np.ones(num_rows, np.int64)
@@ -199,7 +199,7 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def running_states(self, layout: Any, before: Sequence[Any] | None) -> BatchStates:
-        """Return the recurrent states of the rows of a pass.
+        """Return the ``BatchStates`` of a pass, which begins from the states ``before``.
 
         Args:
             layout: The tensors of a state, with their layers and shapes.

@@ -41,7 +41,7 @@ class ArrayOps(Generic[A]):
 
 
 MAX_SCORES: Final = 4 << 20
-"""About how many scores the unfused formula computes at once; it splits queries to fit."""
+"""About how many scores are computed at once without a fused operator; queries are split to fit."""
 
 _SMALLEST: Final = float(np.finfo(np.float32).min)
 _TINIEST: Final = float(np.finfo(np.float32).tiny)
@@ -50,19 +50,19 @@ _TINIEST: Final = float(np.finfo(np.float32).tiny)
 @final
 @dataclass(slots=True, eq=False)
 class AttentionState(Generic[A]):
-    """The attention of queries to a part of their keys; ``merge_state`` adds other keys."""
+    """The result of attention to some of the keys; ``merge_state`` adds the result for others."""
 
     ops: ArrayOps[A]
     values: A  # [N, heads, M, value_dim]
     logsumexp: A  # [N, heads, M] float32 or float64
 
     def merge_state(self, other: AttentionState[A], rows: A | None) -> None:
-        """Merge in the attention to other keys, for ``rows`` or, if ``None``, for all rows."""
+        """Merge the result for other keys into ``rows`` or, if ``rows`` is ``None``, into all."""
         ops, values, logsumexp = self.ops, self.values, self.logsumexp
         if rows is not None:
             values, logsumexp = values[rows], logsumexp[rows]
         share = ops.lib.sigmoid(other.logsumexp - logsumexp)
-        # If a query attends to no key of either block, the difference of -inf and -inf is NaN.
+        # For a query that attends to no key of either block, -inf - -inf is NaN: its share is 0.
         share = ops.fill_(share, other.logsumexp == -math.inf, 0)[..., None]
         values = ops.lerp(values, other.values, ops.as_type_of(share, values))
         logsumexp = ops.lib.logaddexp(logsumexp, other.logsumexp)
@@ -90,7 +90,7 @@ def join_rows(queries: A) -> A:
 @final
 @dataclass(frozen=True, slots=True)
 class SoftmaxAttention(Generic[A]):
-    """Attention with one scale and softcap of the scores."""
+    """Attention whose scores are multiplied by ``scaling`` and capped by ``softcap``, if given."""
 
     ops: ArrayOps[A]
     scaling: float
@@ -99,7 +99,7 @@ class SoftmaxAttention(Generic[A]):
     def attend(
         self, query: A, keys: A, values: A, mask: A | None, causal_group: int = 0
     ) -> AttentionState[A]:
-        """Attend, if possible by a fused operator; ``causal_group``: a causal mask's group size."""
+        """Attend, fused if possible; ``causal_group``: the group size of a causal mask, else 0."""
         if self.softcap is None:
             found = self.ops.fused(query, keys, values, self.scaling, mask, causal_group)
             if found is not None:
@@ -134,7 +134,7 @@ class SoftmaxAttention(Generic[A]):
         if mask is not None:
             scores += mask
         largest = ops.largest(scores)
-        if mask is not None:  # else fully masked queries would get NaN weights
+        if mask is not None:  # or fully masked queries would get NaN weights
             largest = ops.at_least_(largest, _SMALLEST)
         scores -= largest
         weights = ops.exp_(scores)

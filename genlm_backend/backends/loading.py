@@ -34,7 +34,7 @@ _SECONDS: Final = 5.0
 
 
 def resolve_name(name: str) -> str:
-    """Return the path or repository id of a name; directories have priority over bundled models."""
+    """Return a name's path or repository id; a directory has priority over a bundled model."""
     name = check_name(name)
     if Path(name).is_dir():
         return name
@@ -46,7 +46,7 @@ def check_name(name: Any) -> str:
 
 
 def is_gguf(name: str) -> bool:
-    """Return whether a name ends in ".gguf" or is a directory of such files without config.json."""
+    """Return whether a name ends in ".gguf" or is a directory of GGUF files without config.json."""
     path = Path(name)
     if path.is_dir():
         return not (path / "config.json").exists() and any(path.glob("*.gguf"))
@@ -82,7 +82,7 @@ _PARTS_OF_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "bpe", "tekke
 
 
 def check_reachable(path: str) -> None:
-    """Raise an ``OSError`` if an absolute path is missing, or an uncached model is out of reach."""
+    """Refuse an absolute path that is missing, or an uncached name if the hub does not answer."""
     if Path(path).is_absolute() and not Path(path).exists():
         raise OSError("no such file or directory")
     if hub_options(path) and path not in cached_models():
@@ -114,7 +114,7 @@ def explained(name: str) -> Iterator[None]:
 def named_ends(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[int, ...] | None:
-    """Return the EOS ids in a model's generation config or, without one, in its config, if any."""
+    """Return a model's EOS ids, if any: from its generation config or, without one, its config."""
     from transformers import AutoConfig, GenerationConfig
 
     path = resolve_name(name)
@@ -161,7 +161,7 @@ def hub_answers() -> bool:
 
 
 def cached_models() -> list[str]:
-    """Return the model repositories in the hub's local cache."""
+    """Return the ids of the model repositories in the hub's local cache."""
     from huggingface_hub import constants
 
     folders = Path(constants.HF_HUB_CACHE).glob("models--*")

@@ -20,7 +20,7 @@ from genlm_backend.tokenization import decode_vocab
 
 
 class MockAsyncLM(BatchedLM):
-    """A pseudo-random language model: a row depends only on its context and the vocabulary.
+    """A pseudo-random language model: a row depends only on its context and ``vocab_size``.
 
     Rows are the log-softmax of standard normal logits, seeded by a 384-bit digest of the
     context: equal contexts get equal rows in every process, and distinct contexts practically

@@ -26,16 +26,16 @@ BACKENDS: Final = {
     "llama-cpp": ("genlm_backend.backends.llama_cpp.async_llama_cpp_lm", "AsyncLlamaCppLM"),
     "mock": ("genlm_backend.backends.mock", "MockAsyncLM"),
 }
-"""Backend name → (module, class); imported when a model is loaded."""
+"""Backend name → (module, class); the module is imported when a model is loaded."""
 
 _LIBRARIES: Final = {"transformers": "hf", "huggingface": "hf", "mlx-lm": "mlx"}
-"""Name of a library → the backend that uses it, for error messages."""
+"""A wrong backend name, taken from a library → the backend that the error message suggests."""
 
 REPLICAS: Final = ("genlm_backend.remote.replicas.async_replicas", "AsyncReplicas")
-"""The (module, class) used instead of ``"hf"`` if ``replicas`` is among the options."""
+"""The (module, class) used instead of that of ``"hf"`` if the options contain ``replicas``."""
 
 ABSENT: Final = {"sgl": ("genlm_backend.compat.replaced", "AsyncSGLTransformer")}
-"""Name of a backend that this library lacks → (module, class), whose error names a replacement."""
+"""Unsupported backend → (module, class); loading this class raises an error that says so."""
 
 
 @overload
@@ -87,7 +87,7 @@ def load_model_by_name(
             ``None`` means ``"llama-cpp"`` for GGUF files, ``"vllm"`` with a CUDA device and a
             supported release of vLLM, ``"mlx"`` on macOS with MLX installed, otherwise ``"hf"``.
         llm_opts: Keyword arguments for the backend's ``from_name``. The option ``"replicas"``, a
-            number, makes the model an ``AsyncReplicas``; the type annotations do not show that.
+            number, makes the model an ``AsyncReplicas``; the annotated types do not show that.
         **others: Not accepted: the error shows how to pass such an option in ``llm_opts``.
 
     Returns:
@@ -96,11 +96,11 @@ def load_model_by_name(
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type. Options of
-            ``from_name`` are checked before loading; the engine checks ``engine_opts`` later.
-        OptionError: (``ValueError``) If one is out of its bounds, or does not fit the backend.
+            ``from_name`` are checked before loading; vLLM checks ``engine_opts`` later.
+        OptionError: (``ValueError``) If an option is out of bounds, or does not fit the backend.
         UnknownBackendError: (``ValueError``) If there is no such backend.
         ModelNotFoundError: (``OSError``) If there is no such model.
-        MissingExtraError: (``ImportError``) If the model or backend needs an extra.
+        MissingExtraError: (``ImportError``) If the model or backend needs an extra that is missing.
     """
     for option, value in others.items():
         raise OptionTypeError(
@@ -114,7 +114,7 @@ def load_model_by_name(
 def check_loading(
     name: Any, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Check ``load_model_by_name``'s arguments without loading; return the class and options."""
+    """Check the arguments without loading a model; return the model's class and its options."""
     file = check_name(name)
     options = optional(mapping)("llm_opts", llm_opts) or {}
     optional(text)("backend", backend)
@@ -183,7 +183,7 @@ _SHARED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "kv_cache_dtype": ("engine_opts", "kv_cache_dtype"),
     },
 }
-"""Backend → option → its path in ``from_name``'s arguments: a name, or a mapping and a key."""
+"""Backend → shared option → its ``from_name`` argument, with a key if that is a mapping."""
 
 _OF_EVERY: Final = {"batch_size": ("batch_size",), "row_cache_bytes": ("row_cache_bytes",)}
 
@@ -191,13 +191,13 @@ VLLM_KV_CACHE_DTYPES: Final[Mapping[str, str]] = {
     "int8": "int8_per_token_head",
     "uint4": "int4_per_token_head",
 }
-"""Number format of keys and values → vLLM's name for the nearest equivalent."""
+"""Value of the shared option ``kv_cache_dtype`` → vLLM's name for the nearest number format."""
 
 
 def shared_options(
     backend: str, shared: Mapping[str, Any], more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return ``llm_opts``: shared options under the backend's own names, merged with ``more``."""
+    """Return ``llm_opts``: ``shared`` under the backend's option names, updated with ``more``."""
     known = {**_OF_EVERY, **_SHARED.get(backend, {})}
     options: dict[str, Any] = {}
     for name, value in shared.items():

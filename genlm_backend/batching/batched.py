@@ -23,7 +23,7 @@ class Batched(Closing, Generic[Q, R]):
     """An awaitable function of one query, made by ``batched`` from a function of a list.
 
     ``await score(query)`` waits for one result, ``await score.map(queries)`` for several, and
-    ``score.map_sync(queries)`` blocks the thread. ``close()`` ends the thread of the batches.
+    ``score.map_sync(queries)`` blocks the thread. ``close()`` ends the worker thread.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Batched(Closing, Generic[Q, R]):
         key: Callable[[Q], Hashable] | None,
     ) -> None:
         is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-        self._loop: asyncio.AbstractEventLoop | None = None  # made by the first batch
+        self._loop: asyncio.AbstractEventLoop | None = None  # made by the first batch, if async
         self.__wrapped__, self.__doc__ = function, inspect.getdoc(function)
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         evaluate = self._evaluate if is_async else function
@@ -46,7 +46,7 @@ class Batched(Closing, Generic[Q, R]):
         return self._loop.run_until_complete(cast(Any, self.__wrapped__)(queries))
 
     async def __call__(self, query: Q) -> R:
-        """Return the result for a query, computed in a batch with those of other callers.
+        """Return the result for a query, computed in a batch with other callers' queries.
 
         Raises:
             Exception: Any error of ``Batcher.submit``.
@@ -64,15 +64,15 @@ class Batched(Closing, Generic[Q, R]):
             raise RuntimeError(f"{self.__name__} cannot await its own results within a batch")
 
     def map_sync(self, queries: Iterable[Q]) -> list[R]:
-        """Return the results for queries, in order, blocking the thread."""
+        """Return the results for queries, in order, blocking the calling thread."""
         return self._batcher.submit_sync(queries)
 
     def statistics(self) -> BatcherStatistics:
-        """Return the counts so far."""
+        """Return the batcher's counts and durations so far."""
         return self._batcher.statistics()
 
     def close(self) -> None:
-        """Raise a ``QueryDroppedError`` in waiting callers, and end the thread; may be repeated."""
+        """Raise a ``QueryDroppedError`` in waiting callers, and end the worker; may be repeated."""
         self._batcher.close()
         if self._loop is not None and not self._batcher.is_foreign:
             self._loop.close()
@@ -118,7 +118,7 @@ def batched(
             the query, which has to be hashable.
 
     Raises:
-        OptionTypeError: (``TypeError``) If an argument has another type.
+        OptionTypeError: (``TypeError``) If an argument has a wrong type.
         OptionError: (``ValueError``) If a number is out of its bounds.
     """
     policy = BatchPolicy(max_batch_size=max_batch_size, timeout=timeout)

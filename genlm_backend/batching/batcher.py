@@ -1,10 +1,10 @@
 """Batcher: groups concurrent queries into batches and returns results to their event loops.
 
 **Flow.** ``submit`` adds a ``PendingQuery`` to ``_waiting``, a dictionary by key with the oldest
-first. If ``_waiting``, or ``_running`` (the batch under evaluation), has an equal one, the caller
+first. If ``_waiting``, or ``_running`` (the batch under evaluation), has an equal query, the caller
 joins that. The policy decides when to send a batch. The worker thread moves the oldest queries to
-``_running``, evaluates them without the lock, and settles each loop's futures by one callback. The
-reference is ``naive_batch`` in tests/naive.py.
+``_running``, evaluates them without the lock, and settles each loop's futures by one callback.
+Tests compare results with those of ``naive_batch`` in tests/naive.py.
 
 **Invariants.** One lock guards both dictionaries. A query that no caller waits for leaves the
 queue, at the latest when it would enter a batch. Ctrl-C never interrupts the worker thread, so the
@@ -17,14 +17,14 @@ worker thread (``runtime/forks.py``).
 **Why it waits for quiet.** After four turns of the event loop without a new query
 (``quiet_turns``), runnable tasks have usually submitted their queries; an idle turn costs about 20
 microseconds. The timeout and ``max_turns`` are for programs that never pause. After a batch, its
-callers get the same turns to add queries to those that arrived meanwhile, unless these fill a
+callers get the same turns to add queries to those that arrived during it, unless the latter fill a
 batch.
 
 **Cancellation.** ``evaluate`` sees no futures. Between two steps it may call ``check_cancelled``,
 which raises once no caller of its batch is left. If new callers join some of the queries after
-that, these return to the head of the queue and are sent at once, since they have waited for an
-evaluation already. At most every 0.1 s, ``check_cancelled`` wakes the callers' loops: a signal may
-have cancelled a task (a notebook's stop button), and nothing else would wake the task's loop.
+that, these queries return to the head of the queue. They are sent at once, since they have waited
+for an evaluation already. At most every 0.1 s, ``check_cancelled`` wakes the callers' loops: a
+signal (a notebook's stop button) may have cancelled a task, and nothing else would wake its loop.
 
 **Costs.** A caller of one query is represented by its future, and a caller of several by one
 ``MultiWaiter``: with an object per query, garbage collection made 1,024 awaits 30 % slower. The
@@ -91,7 +91,7 @@ class Batcher(Generic[Q, R]):
 
     Cancelling a caller does not affect the others; its query, if not sent yet, is evaluated only if
     another caller waits for it. A long ``evaluate`` should call ``check_cancelled()`` between its
-    steps, which raises once no caller is left. An exception that ``evaluate`` raises goes to all
+    steps; that raises once no caller is left. An exception that ``evaluate`` raises goes to all
     callers of the batch; one that it returns as a result goes to the callers of that query.
 
     A batcher belongs to the process that first uses it; in a fork it raises a ``ForkedError``.
@@ -101,13 +101,13 @@ class Batcher(Generic[Q, R]):
         policy: The bounds on the size and the age of a batch.
         key: Returns a query's key; its exceptions go to the caller. Default: the query itself.
         weight: Returns how much a query counts toward ``max_batch_size``, zero or more; its
-            exceptions go to the caller. A query above the bound is sent alone. Default: 1.
+            exceptions go to the caller. A query that exceeds the maximum is sent alone. Default: 1.
         forward_key: Returns the key of the computation that answers a query; queries that share it
             count once in a batch. Default: each query counts.
         name: Name in error messages and, after ``genlm-``, of the thread.
 
     Raises:
-        OptionTypeError: (``TypeError``) If an argument has another type.
+        OptionTypeError: (``TypeError``) If an argument has a wrong type.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Batcher(Generic[Q, R]):
         self._last_wake = self._began = 0.0  # by time.monotonic
         self._given_up: QueryDroppedError | None = None  # set by ``check_cancelled``
         self._is_closed = False
-        self._fences: dict[_Call[Any], int] = {}  # queued calls → number of the next query
+        self._fences: dict[_Call[Any], int] = {}  # queued call → number of the first query after it
         self._waiting: dict[Hashable, PendingQuery] = {}  # the queue, oldest first
         self._running: dict[Hashable, PendingQuery] = {}  # the batch under evaluation
         self._loops: set[Loop] = set()  # loops of callers, including some callers that have left
@@ -216,7 +216,7 @@ class Batcher(Generic[Q, R]):
                 self._advance(None)
 
     def drain(self) -> None:
-        """Block until no query submitted so far is waiting or being evaluated."""
+        """Block until no query submitted before this call is waiting or being evaluated."""
         with self._lock.here:
             stop = self._num_arrived
 
@@ -242,9 +242,9 @@ class Batcher(Generic[Q, R]):
     def drop(self, reason: str | Exception = "the query was dropped before it was answered") -> int:
         """Raise a ``QueryDroppedError`` with ``reason`` in all callers; return their number.
 
-        A batch under evaluation ends at its next ``check_cancelled()``; without one, its results
-        are discarded. If ``reason`` is an exception, only callers of queued queries get it, and the
-        batch under evaluation continues.
+        A batch under evaluation ends at its next ``check_cancelled()``; if it never calls that, its
+        results are discarded. If ``reason`` is an exception, only callers of queued queries get it,
+        and the batch under evaluation continues.
         """
         error = reason if isinstance(reason, Exception) else QueryDroppedError(reason)
         with self._lock.here:
@@ -255,8 +255,8 @@ class Batcher(Generic[Q, R]):
     def close(self) -> None:
         """Drop all queries and stop the worker thread; a second call has no effect.
 
-        Blocks until a batch under evaluation ends or calls ``check_cancelled()``, so that the
-        worker uses nothing afterwards. In a fork it has no effect.
+        Blocks until the thread has ended; a batch under evaluation ends early if it calls
+        ``check_cancelled()``. In a fork, ``close`` has no effect.
         """
         if self._lock.is_foreign:
             return
@@ -288,8 +288,8 @@ class Batcher(Generic[Q, R]):
         """Run ``function`` on the worker thread after the batches already sent; return its result.
 
         A query submitted after the call is evaluated after it, unless an equal query is pending
-        already. An interrupt of this thread before the function starts cancels it. Raises what
-        ``check_open`` or the function raises.
+        already. An interrupt of this thread before the function starts cancels the call.
+        Raises what ``check_open`` or the function raises.
         """
         if self._worker.is_current_thread():
             return function()
@@ -316,7 +316,7 @@ class Batcher(Generic[Q, R]):
         with self._lock.here:
             self.check_open()
             self._worker.put(partial(self._run_call, call))
-            # Last: a fence without its call, left by an interrupt, would stop the queue for good.
+            # Last: if an interrupt left a fence without its call, the queue would stop for good.
             self._fences[call] = self._num_arrived
         return call
 
@@ -334,11 +334,11 @@ class Batcher(Generic[Q, R]):
             raise BatcherClosedError(f"{self._name} cannot answer: the interpreter is exiting")
 
     def check_cancelled(self) -> None:
-        """Raise if no caller waits any more for the worker thread's current task.
+        """Raise an error if no caller waits any more for the worker thread's current task.
 
-        ``evaluate``, or a function of ``call``, calls this between two steps of long work and lets
-        the error propagate. Callers see the error only at interpreter exit; callers that joined
-        meanwhile are answered by another batch. On other threads it has no effect.
+        ``evaluate``, or a function given to ``call``, calls this between two steps of long work and
+        lets the error propagate. Callers see it only at interpreter exit; callers that join after
+        it was raised are answered by another batch. On other threads, this has no effect.
 
         Raises:
             QueryDroppedError: If no caller is left, at ``close()``, and at interpreter exit.
@@ -417,7 +417,7 @@ class Batcher(Generic[Q, R]):
         return asked
 
     def _enter(self, caller: Caller, query: Q, now: float) -> PendingQuery:
-        """Join the caller to an equal pending query, or queue a new one."""
+        """Join the caller to an equal pending query, or queue a new one; return that query."""
         key: Any = query if self._key is None else self._key(query)
         pending = self._running.get(key) if self._running else None
         if pending is None:
@@ -461,7 +461,7 @@ class Batcher(Generic[Q, R]):
             self._num_skipped += 1
 
     def _advance(self, loop: Loop) -> None:
-        """Apply the policy after a change; ``loop`` is ``None`` outside of event loops."""
+        """Apply the policy after a change of state; ``loop`` is ``None`` outside of event loops."""
         state = BatchState(len(self._waiting), self._is_busy, self._flush_requested)
         decision = self.policy.decide(state)
         if decision is Decision.FIRE:
@@ -478,7 +478,7 @@ class Batcher(Generic[Q, R]):
                 detector.is_scheduled = True
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Apply the policy at a turn of ``loop``, while queries wait."""
+        """Apply the policy at a scheduled turn of ``loop``."""
         try:
             self._turn(loop)
         except (KeyboardInterrupt, SystemExit):
@@ -517,7 +517,7 @@ class Batcher(Generic[Q, R]):
         return answers_of((query, error) for query in (*waiting.values(), *running))
 
     def _take(self) -> dict[Hashable, PendingQuery]:
-        """Move the next batch from the queue to the running queries."""
+        """Move the next batch from the queue to the running queries, and return it."""
         queries = self._oldest()
         while gone := unwanted(queries):
             self._prune(gone)
@@ -534,7 +534,7 @@ class Batcher(Generic[Q, R]):
     def _oldest(self) -> list[PendingQuery]:
         """Return the oldest queries, up to a full batch and up to the first queued call."""
         most, waiting = self.policy.max_batch_size, self._waiting.values()
-        fence = next(iter(self._fences.values()), self._num_arrived)  # fences are in order
+        fence = next(iter(self._fences.values()), self._num_arrived)  # the first is the lowest
         are_few = fence == self._num_arrived and len(waiting) <= most
         if are_few and sum([query.weight for query in waiting]) <= most:
             return [*waiting]
@@ -591,7 +591,7 @@ class Batcher(Generic[Q, R]):
                 answers = answers_of(zip(batch.values(), given, strict=True))
             self._is_busy = False
             # A full or flushed batch is sent now. Other queries wait until their loop is quiet, so
-            # that the callers that get results now can add theirs.
+            # that the callers that get results now can add their next ones.
             self._advance(None)
             wake = list[Loop]() if self._is_busy or not self._waiting else [*self._loops]
             self._loops = {own for own in self._loops if own is not None and not own.is_closed()}

@@ -46,7 +46,7 @@ class Histogram:
 
     @classmethod
     def added(cls, several: Iterable[Self]) -> Self:
-        """Return one histogram of the durations in several."""
+        """Return one histogram of the durations of all given histograms."""
         several = list(several)
         buckets = {name: sum(own.buckets[name] for own in several) for name in _NAMES}
         return cls(buckets, sum(own.sum for own in several))

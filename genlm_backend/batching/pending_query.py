@@ -12,7 +12,7 @@ from genlm_backend.errors import EvaluationError, OptionError
 from genlm_backend.runtime.threads import call_threadsafe
 
 Loop: TypeAlias = asyncio.AbstractEventLoop | None
-"""An event loop; ``None`` for threads that block."""
+"""A caller's event loop; ``None`` if the caller blocks a thread."""
 
 
 @final
@@ -28,7 +28,7 @@ class MultiWaiter:
         self.queries: list[PendingQuery] = []  # in the order of the results
 
     def note(self, is_error: bool) -> bool:
-        """Count a query as answered; return whether the future can be settled now."""
+        """Count a query as answered; return whether its answer settles the future."""
         self.num_missing -= 1
         if self.is_settled or (self.num_missing and not is_error):
             return False
@@ -37,7 +37,7 @@ class MultiWaiter:
 
 
 Caller: TypeAlias = "asyncio.Future[Any] | MultiWaiter"
-"""A caller of one query is represented by its future, which saves an object per query."""
+"""A caller that awaits one query is its future, which saves an object; else a ``MultiWaiter``."""
 
 
 def leave(future: Any) -> None:
@@ -46,7 +46,7 @@ def leave(future: Any) -> None:
 
 
 def is_waiting(caller: Caller) -> bool:
-    """Return whether a caller still waits: it has not left, and its event loop is open."""
+    """Return whether a caller still waits: not answered, not gone, and its event loop is open."""
     if type(caller) is MultiWaiter:
         if caller.is_settled:
             return False
@@ -68,7 +68,7 @@ class PendingQuery:
     ) -> None:
         self.key, self.query, self.weight = key, query, weight
         self.arrived = arrived  # by time.monotonic
-        self.number = number  # number of queries that arrived before it
+        self.number = number  # number of distinct queries that arrived before it
         self.callers: Any = caller  # one caller, a dictionary of several, or ``None``
 
     def is_wanted(self) -> bool:
@@ -125,7 +125,7 @@ Answers: TypeAlias = dict[Loop, list[tuple[Any, Any]]]
 
 
 def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
-    """Detach all callers from the queries; return the answers of callers that are now done."""
+    """Detach all callers from the queries; return the answers of callers to settle now."""
     answers: Answers = {}
     for query, result in results:
         failed = is_error(result)
@@ -148,7 +148,7 @@ def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
 
 
 def deliver(answers: Answers) -> None:
-    """Settle futures on their own loops, with one wake-up per event loop."""
+    """Settle futures: by one callback on each event loop, and at once for blocked threads."""
     for loop, own in answers.items():
         if loop is None:
             # Claim each future before it is settled, since another thread may cancel it.
@@ -218,7 +218,7 @@ def is_error(result: object) -> TypeGuard[Exception]:
 
 
 def presentable(raised: BaseException) -> BaseException:
-    """Wrap an exception if futures or loops treat it specially (StopIteration, SystemExit, …)."""
+    """Return the exception, wrapped if futures or loops treat it specially (StopIteration, …)."""
     if is_error(raised) and not issubclass(type(raised), StopIteration):
         return raised
     try:

@@ -140,7 +140,7 @@ class QuietDetector:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BatcherStatistics(Readable):
-    """Counts since the batcher was made.
+    """Counts and durations since the batcher was made.
 
     Attributes:
         num_submitted: Queries submitted.
@@ -168,7 +168,7 @@ class BatcherStatistics(Readable):
 
     @classmethod
     def sum(cls, several: Iterable[Self]) -> Self:
-        """Return the sums of the counts of several batchers."""
+        """Return the sums of the counts and durations of several batchers."""
         several = list(several)
         sums = dict[str, Any]()
         for name in cls.__dataclass_fields__:

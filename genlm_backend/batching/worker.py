@@ -55,7 +55,7 @@ class Worker:
         self._finalizer: weakref.finalize | None = None
 
     def put(self, call: Callable[[], None]) -> None:
-        """Queue ``call``, which must raise no error; only one thread at a time may call this."""
+        """Queue ``call``, which must raise no error; only one thread at a time may call ``put``."""
         if self.is_stopped:
             raise BatcherClosedError(_ENDED)
         if self._thread is None:
@@ -63,8 +63,8 @@ class Worker:
                 target=_work, args=(self._calls,), name=self._name, daemon=True
             )
             try:
-                # If a Ctrl-C interrupts this, the thread may run all the same. ``claim`` then
-                # refuses the thread that the next call starts, so that it ends at once.
+                # If a Ctrl-C interrupts this, the thread may run all the same. The next ``put``
+                # then starts a second thread, which ``claim`` refuses, so that it ends at once.
                 thread.start()
             except RuntimeError as error:
                 if threading.main_thread().is_alive():
@@ -72,7 +72,7 @@ class Worker:
                 raise BatcherClosedError(f"the interpreter is exiting: {error}") from error
             self._thread = thread
             self._finalizer = weakref.finalize(self, _stop, self._calls, thread)
-        self._calls.add(call)  # an exception of it would end the thread
+        self._calls.add(call)  # if it raised, the thread would end
 
     @property
     def is_stopped(self) -> bool:
@@ -102,7 +102,7 @@ def _work(calls: _Calls) -> None:
 
 def _stop(calls: _Calls, thread: threading.Thread) -> None:
     alive = [own for own in (thread, calls.thread) if own is not None and own.is_alive()]
-    if alive:  # a fork has no such thread
+    if alive:  # in a fork, neither thread is alive
         calls.close()
         _join(*alive)
 

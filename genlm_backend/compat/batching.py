@@ -10,7 +10,7 @@ from typing import Any, final
 from genlm_backend.errors import QueryDroppedError
 
 batch_stats: Counter[tuple[Any, ...]] = Counter()
-"""Number of computed groups, by kind of query and number of entries."""
+"""Number of groups computed so far, by kind of query and number of entries in the group."""
 
 
 def take_batch_stats() -> Counter[tuple[Any, ...]]:
@@ -21,10 +21,10 @@ def take_batch_stats() -> Counter[tuple[Any, ...]]:
 
 
 def batch_abandoned(exc: BaseException) -> QueryDroppedError:
-    """Return the error for callers whose batch was lost because the caller that held it ended.
+    """Return the error for the other callers of a batch whose first caller failed to compute it.
 
     Args:
-        exc: The exception that ended the holder; it becomes the error's cause.
+        exc: The exception that ended the first caller; it becomes the error's cause.
     """
     error = QueryDroppedError(f"the caller that held the batch ended with {exc!r}: call again")
     error.__cause__ = exc
@@ -32,7 +32,7 @@ def batch_abandoned(exc: BaseException) -> QueryDroppedError:
 
 
 def fail_futures(entries: Iterable[tuple[Any, ...]], exc: BaseException) -> None:
-    """Set ``exc`` on the future of each entry (the last item), unless the future is done."""
+    """Set ``exc`` on the future of each entry (its last item), unless the future is done."""
     for *_, future in entries:
         if not future.done():
             future.set_exception(exc)
@@ -40,7 +40,7 @@ def fail_futures(entries: Iterable[tuple[Any, ...]], exc: BaseException) -> None
 
 @final
 class Window:
-    """The waiting entries of one event loop, and whether a caller already holds the batch."""
+    """The waiting entries of one event loop, and whether a first caller is collecting them."""
 
     __slots__ = ("armed", "queue")
 
@@ -57,17 +57,17 @@ async def join_batch(
 ) -> list[tuple[Any, ...]] | None:
     """Add entries to the batch of the running event loop.
 
-    The first caller holds the batch until one turn of the event loop adds no entry; with
-    ``linger``, it then waits once and repeats this. It then gets all entries, and must resolve
-    every future that is not done before it awaits anything.
+    The first caller waits until a turn of the event loop adds no entry. With ``linger``, it then
+    sleeps once and waits for another such turn. It gets all entries, and must resolve every future
+    that is not done before it awaits anything.
 
     Args:
-        store: A ``weakref.WeakKeyDictionary``, one for each kind of batch.
+        store: A ``weakref.WeakKeyDictionary`` of windows by event loop; one per kind of batch.
         entries: Tuples whose last item is an ``asyncio`` future.
-        linger: Seconds that the first caller waits once for further entries.
+        linger: Seconds for which the first caller sleeps once, so that more entries may arrive.
 
     Returns:
-        All entries of the batch, in order, if the caller holds the batch; otherwise ``None``.
+        For the first caller, all entries of the batch, in order; for other callers, ``None``.
 
     Raises:
         BaseException: The exception that ended the first caller's wait, such as a cancellation. The

@@ -55,11 +55,11 @@ async def draw_from(
         both numbers are ``-inf``.
 
     Raises:
-        OptionError: (``ValueError``) If a weight is NaN or ``+inf``, or ``target`` has another
-            shape.
-        RuntimeError: If the batch's rows of the same width cannot be stacked to ``[N, V]``.
-        BatchAbandoned: (``RuntimeError``) If the caller that held the batch was cancelled; another
-            name of ``QueryDroppedError``.
+        OptionError: (``ValueError``) If a weight is NaN or ``+inf``, or the shape of ``target`` is
+            not that of ``weights``.
+        RuntimeError: If a row of this width in the same batch does not have the shape ``[V]``.
+        BatchAbandoned: (``RuntimeError``) If the first caller of the batch ended early, as by a
+            cancellation; another name of ``QueryDroppedError``.
     """
     row, place = _tensor_of(weights)
     if target is not None:
@@ -103,7 +103,7 @@ _NO_ROW = "a row must have one dimension, got the shape {}"
 
 
 class _Entry(NamedTuple):
-    key: tuple[Hashable, ...]  # entries with equal keys are computed together; the kind is first
+    key: tuple[Hashable, ...]  # entries of equal keys are computed together; key[0] is the kind
     row: torch.Tensor
     target: torch.Tensor | None
     future: asyncio.Future[Any]
@@ -127,7 +127,7 @@ async def _ask(
 
 
 def _serve(batch: list[Any]) -> None:
-    """Compute each group of a batch, and resolve every future that is not done."""
+    """Compute a batch in groups of equal keys, and resolve every future that is not done."""
     import torch
 
     groups: dict[Hashable, list[_Entry]] = {}
@@ -161,7 +161,7 @@ def _draws(group: Sequence[_Entry]) -> list[tuple[int, float, float] | OptionErr
         if entry.target is not None
     ]
     values = torch.cat([part.to(_wide(rows)) for part in (picked, logps, log_sums, *targets)])
-    numbers = values.tolist()  # the one transfer to the host
+    numbers = values.tolist()  # the only transfer to the host
     of_targets = iter(numbers[3 * len(group) :])
     results: list[tuple[int, float, float] | OptionError] = []
     for i, entry in enumerate(group):
@@ -253,7 +253,7 @@ def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
         return row
     _TEMPERATURE("temperature", temperature)
     scores = row.to(_at_least_float32(row.dtype))
-    # Subtract the maximum first, so that a small temperature does not overflow.
+    # Subtract the maximum first, so that division by a small temperature does not overflow.
     return _normalise((scores - _largest(scores)) / temperature)[0].to(row.dtype)
 
 
@@ -292,7 +292,7 @@ def inverse_cdf(log_weights: torch.Tensor) -> torch.Tensor:
     import torch
 
     probabilities = _probabilities(log_weights)
-    # A parallel cumsum may increase at an element of zero probability, so set it to 0 there.
+    # A parallel cumsum may increase at an element of zero probability, so set the sum to 0 there.
     ends = probabilities.cumsum(-1).masked_fill_(probabilities == 0, 0)
     total = ends.amax(-1, keepdim=True)
     point = torch.rand_like(total) * total
@@ -301,7 +301,7 @@ def inverse_cdf(log_weights: torch.Tensor) -> torch.Tensor:
 
 
 def _probabilities(log_weights: torch.Tensor) -> torch.Tensor:
-    """Return the softmax of rows in float64 (float32 on MPS), with NaN replaced by 1."""
+    """Return the softmax of rows in float64 (float32 on MPS), with 1 in place of NaN."""
     return log_weights.softmax(-1, dtype=_wide(log_weights)).nan_to_num_(1.0)
 
 

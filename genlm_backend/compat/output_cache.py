@@ -15,8 +15,8 @@ from genlm_backend.checks import integer, switch
 class OutputCache:
     """A mapping from keys to tensors that evicts the least recently used tensors.
 
-    Kept for programs written for genlm-backend 0.3.1. The models of this library keep their rows in
-    a ``RowCache``, whose bound is in bytes.
+    It serves programs written for genlm-backend 0.3.1. The models of this library cache their
+    next-token rows in a ``RowCache`` instead, whose bound is in bytes.
 
     Args:
         maxsize: Largest number of tensors to keep.

@@ -1,7 +1,7 @@
 """Public names of genlm-backend 0.3.1 that the rest of this library does not have.
 
 The package ``genlm.backend`` exports them, so that a program that imports one still starts. The
-constants and ``get_byte_vocab`` work; using any other name raises an error with its replacement.
+constants and ``get_byte_vocab`` work. Calling another raises an error that names a replacement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HAS_MLX = is_present()
 """Whether the packages that ``AsyncMlxLM`` needs, MLX and mlx-lm, are installed."""
 
 HAS_SGL = False
-"""Whether ``AsyncSGLTransformer`` can load a model: never, since there is no SGLang backend."""
+"""Whether ``AsyncSGLTransformer`` can load a model; false, since there is no SGLang backend."""
 
 
 class _Replaced(abc.ABC):
@@ -33,14 +33,14 @@ class _Replaced(abc.ABC):
 
 @final
 class Query(_Replaced):
-    """An entry of the queue of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
+    """An entry of genlm-backend 0.3.1's queue. Constructing one raises a ``ReplacedNameError``."""
 
     instead = "`await lm.next_token_logprobs(token_ids)` queues, batches and answers queries"
 
 
 @final
 class TokenTrie(_Replaced):
-    """The cache of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
+    """The cache of genlm-backend 0.3.1. Constructing one raises a ``ReplacedNameError``."""
 
     instead = (
         "every model caches the keys, values and rows of the prefixes it has seen; "
@@ -50,18 +50,18 @@ class TokenTrie(_Replaced):
 
 @final
 class BackendScheduler(_Replaced):
-    """The scheduler of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
+    """The scheduler of genlm-backend 0.3.1. Constructing one raises a ``ReplacedNameError``."""
 
     instead = "AsyncVirtualLM.from_name(name, engine_opts) runs vLLM's own scheduler"
 
 
 def get_byte_vocab(tokenizer: Any) -> list[bytes]:
-    """Return the bytes of every token id; ``decode_vocab`` gives the ids too, as ``Token``s."""
+    """Return each token's bytes, in order of the ids; ``decode_vocab`` also returns the texts."""
     return [token.byte_string for token in decode_vocab(tokenizer).byte_vocab]
 
 
 def get_byte_tokens_from_byte_decoder(tokenizer: Any, byte_decoder: Any) -> NoReturn:
-    """Raise a ``ReplacedNameError``: ``decode_vocab`` finds the decoder."""
+    """Raise a ``ReplacedNameError``: ``decode_vocab`` needs no ``byte_decoder`` argument."""
     _refuse("get_byte_tokens_from_byte_decoder", _DECODE_VOCAB)
 
 
@@ -76,7 +76,7 @@ def check_byte_decoder(tokenizer: Any, byte_decoder: Any) -> NoReturn:
 
 
 def bytes_to_strs(tokenizer: Any, byte_vocab: Any, byte2str_fallback: str) -> NoReturn:
-    """Raise a ``ReplacedNameError``: ``decode_vocab`` returns the text of every token too."""
+    """Raise a ``ReplacedNameError``: ``decode_vocab`` returns every token's bytes and text."""
     _refuse("bytes_to_strs", "decode_vocab(tokenizer, byte2str_fallback) returns bytes and texts")
 
 

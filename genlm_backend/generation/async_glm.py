@@ -1,4 +1,4 @@
-"""AsyncGLM: ``model.generate`` tasks from ordinary threads, batched together by an engine."""
+"""AsyncGLM: accepts ``model.generate`` tasks from many threads; an engine batches them together."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class AsyncGLM(OfOneProcess):
     ``model.generate`` serves one caller at a time; this class batches the concurrent tasks of all
     callers into the same forward passes, on its own ``Engine``. Each row of a task is a request of
     that engine, which queues the requests. Any method may be called from any thread. Tasks that
-    are submitted before ``start()`` wait for that call.
+    are submitted before ``start()`` wait until it is called.
 
     Args:
         model: A causal language model of transformers, or an ``AsyncLM``, which ``shutdown`` does
             not close.
         tokenizer: The model's tokenizer; optional, since tasks are token ids.
-        max_queue_size: Number of tasks that may wait for running tasks to end, at least 1.
+        max_queue_size: Largest number of tasks that may wait to be run; 1 or more.
         generation_kwargs: Default options of the tasks; see ``HONOURED``.
-        max_running: Texts generated at once, at most; by default the model's ``batch_size``.
+        max_running: Most texts and beams to run at once; by default the model's ``batch_size``.
 
     Raises:
         GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has an option that is not
@@ -79,7 +79,7 @@ class AsyncGLM(OfOneProcess):
         self._lm: AsyncLM = _wrap(model, tokenizer) if self._is_own else model
         try:
             padding = getattr(self._lm.tokenizer, "pad_token_id", None)
-            # The model's own configuration, or a default one with its EOS and padding ids.
+            # The model's own configuration, or a default one with the EOS ids and padding id.
             self._base: Any = own_config(self._lm) or transformers.GenerationConfig(
                 eos_token_id=sorted(self._lm.eos_token_ids) or None, pad_token_id=padding
             )
@@ -136,9 +136,9 @@ class AsyncGLM(OfOneProcess):
 
         Args:
             inputs: Token ids ``[length]`` or ``[batch, length]``, or a mapping with ``input_ids``
-                and an ``attention_mask`` that is 0 at the padding, on either side (a collator's
-                ``token_type_ids`` and ``labels`` are ignored). For a model that reads pictures,
-                the output of its processor for one prompt, with ``pixel_values``.
+                and an ``attention_mask`` that is 0 at the padding, left or right of a prompt. A
+                collator's ``token_type_ids`` and ``labels`` are ignored. For a model that reads
+                pictures, the output of its processor for one prompt, with ``pixel_values``.
             generation_kwargs: Options that override the constructor's.
             timeout: Seconds to wait if the queue is full; ``None`` for no limit.
 
@@ -153,14 +153,14 @@ class AsyncGLM(OfOneProcess):
         """
         timeout = check_timeout("timeout", timeout)
         checked(_CHECKS, {"generation_kwargs": generation_kwargs}, GenerationConfigError)
-        # Raise errors before making tensors: torch aborts if a tensor with views is freed at exit.
+        # Check this before making tensors: torch aborts if one with views is freed at exit.
         with self._lock.here:
             self._check_open()
         own = generation_kwargs or {}
         kwargs = {**self._defaults, **own}
         for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
             if whole in own and new not in own:
-                kwargs.pop(new, None)  # else the constructor's value would override this one
+                kwargs.pop(new, None)  # else the constructor's option would override this call's
         rows, mask, pictures = _rows_of(inputs, self._lm.contexts)
         width = rows.shape[1]
         configs = [_config_of_kwargs(self._base, kwargs, row, width) for row in range(len(rows))]
@@ -196,7 +196,7 @@ class AsyncGLM(OfOneProcess):
                 return self._add(task)
         except RequestQueueFullError:
             raise self._full() from None
-        except BaseException as error:  # the caller gets no id with which to collect the result
+        except BaseException as error:  # the caller gets no id, so stop the task
             task.interrupt(engine)
             if isinstance(error, ModelStateError):
                 self._check_open()
@@ -211,8 +211,8 @@ class AsyncGLM(OfOneProcess):
         """Wait for a task and return its result, which can be collected once.
 
         Returns:
-            Token ids, int64 ``[batch × num_return_sequences, length]``, in the format of
-            ``model.generate``: each input row, its continuation, and padding.
+            Token ids, int64 ``[batch × num_return_sequences, length]``, as ``model.generate``
+            returns them: in each row, an input row, one continuation and padding.
 
         Raises:
             TimeoutError: If the task is not complete after ``timeout`` seconds; call again later.
@@ -228,7 +228,7 @@ class AsyncGLM(OfOneProcess):
             if not (task.result.done() or self._is_shut_down):
                 self._check_started(f"task {task_id} has not begun")
         try:
-            task.result.exception(timeout)  # waits
+            task.result.exception(timeout)  # waits for the end
         except TimeoutError:
             raise TimeoutError(f"task {task_id} is not complete after {timeout} s") from None
         except CancelledError:
@@ -241,7 +241,7 @@ class AsyncGLM(OfOneProcess):
         return task.result.result()
 
     def _task(self, task_id: int) -> _Task:
-        """Return a task whose result has not been collected; called under the lock."""
+        """Return the task of an id, or raise if there is none; called under the lock."""
         task = self._tasks.get(_CHECKS["task_id"]("task_id", task_id))
         if task is None:
             raise UnknownTaskError(f"no task {task_id} exists, or its result has been collected")
@@ -257,7 +257,7 @@ class AsyncGLM(OfOneProcess):
             return self._task(task_id).result.done()
 
     def queue_size(self) -> int:
-        """Return the number of tasks that have not started."""
+        """Return the number of tasks that wait to be run."""
         with self._lock.here:
             return self._num_waiting()
 
@@ -269,14 +269,14 @@ class AsyncGLM(OfOneProcess):
     # ---------------------------------------------------------------- ending
 
     def shutdown(self, wait: bool = True, timeout: float | None = None) -> None:
-        """End the engine; a second call has no effect. Complete results can still be collected.
+        """End the engine; a second call has no effect. Results of complete tasks stay available.
 
         In a fork of the process that called ``start``, this does nothing.
 
         Args:
-            wait: Whether to wait for the submitted tasks, if ``start()`` has been called, before
-                all incomplete tasks are cancelled.
-            timeout: Seconds to wait, at most.
+            wait: Whether to wait for the submitted tasks, if ``start()`` has been called. Tasks
+                that are incomplete after the wait are cancelled.
+            timeout: Seconds to wait, at most; ``None`` for no limit.
         """
         switch("wait", wait)
         timeout = check_timeout("timeout", timeout)
@@ -286,7 +286,7 @@ class AsyncGLM(OfOneProcess):
             self._is_shut_down = True
             tasks, engine = list(self._tasks.values()), self._engine
         if engine is not None:
-            with contextlib.suppress(ModelStateError):  # at exit, the engine ends first
+            with contextlib.suppress(ModelStateError):  # it may have ended, as at exit
                 engine.shut_model(_NAME)  # raises in callers that wait for room in the queue
             if wait:
                 concurrent.futures.wait([task.result for task in tasks], timeout)
@@ -344,7 +344,7 @@ def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
     if tokenizer is None:
         from tokenizers import Tokenizer, models
 
-        # The tokens' bytes are not used here, so each id gets a placeholder word.
+        # An ``AsyncGLM`` returns ids and no texts, so each id gets a placeholder word.
         size = model.get_input_embeddings().num_embeddings
         tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(size)}, unk_token="<0>"))
     return AsyncTransformer(model, tokenizer)
@@ -353,7 +353,7 @@ def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
 @final
 @dataclass(eq=False)
 class _Task:
-    """An engine request for each row, and the future of their joint result."""
+    """A task: its rows, an engine's request for each row, and the future of its whole result."""
 
     rows: torch.Tensor  # [batch, length]
     contexts: list[Context]
@@ -371,7 +371,7 @@ class _Task:
             engine.stop_request(request)
 
     async def _complete(self, engine: Engine) -> torch.Tensor:
-        """Await the requests; return each row with its continuations, padded."""
+        """Await the requests; return the ids of each row with each of its continuations, padded."""
         try:
             found = await together(self.requests)
         except BaseException:
@@ -396,7 +396,7 @@ HONOURED = (*SHARED_FIELDS, "early_stopping", "num_return_sequences", "pad_token
 def _config_of_kwargs(
     defaults: Any, kwargs: Mapping[str, Any], row: int, width: int = 0
 ) -> GenerationConfig:
-    """Return the configuration of one row of a task; each row has its own random stream."""
+    """Return the configuration of row ``row``, which is ``width`` ids long and has its own seed."""
     merged, ours = copy.deepcopy(defaults), {}
     for name, value in kwargs.items():
         if name not in HONOURED:
@@ -432,11 +432,11 @@ def _config_of_kwargs(
 
 
 _APART = {"seed": optional(integer(0)), "pad_token_id": optional(integer())}
-"""Checks of the accepted keys that are not set on transformers' configuration."""
+"""Checks of the accepted options that are not set on transformers' configuration."""
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Convert arrays and tensors to lists and numbers, which configurations can compare."""
+    """Convert an array or tensor to a list or number, which a configuration can compare."""
     try:
         return value.tolist() if hasattr(value, "tolist") else value
     except (TypeError, RuntimeError) as error:
@@ -444,13 +444,13 @@ def _plain(name: str, value: Any) -> Any:
 
 
 _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
-"""Inputs that collators make of texts; a text model uses only the ids and attention mask."""
+"""Entries that collators make for texts; a text model uses only the ids and attention mask."""
 
 
 def _rows_of(
     inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any], contexts: ContextFactory
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any] | None]:
-    """Return token ids ``[batch, length]``, a bool mask (false at padding), and picture inputs."""
+    """Return ids ``[batch, length]``, a mask (false at padding), and picture inputs or ``None``."""
     named = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
     if "input_ids" not in named:
         raise ContextError(f"the inputs have no 'input_ids', only {sorted(named)}")
@@ -487,7 +487,7 @@ def _rows_of(
 
 
 def _listed(value: Any, contexts: ContextFactory) -> Any:
-    """Convert each ``Context`` to a list; return anything else unchanged."""
+    """Convert a ``Context``, or each in a list, to a list of ids; return other inputs unchanged."""
     if isinstance(value, Context):
         if value.pictures is not None:
             raise ContextError(
@@ -512,7 +512,7 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def _hint(value: Any) -> str:
-    """Return a hint for texts, chats and rows of unequal lengths."""
+    """Return a hint if the value is texts, chats or rows of unequal lengths; else ``""``."""
     first, depth = value, 0
     while isinstance(first, (list, tuple)) and first and depth < 3:
         first, depth = first[0], depth + 1

@@ -16,7 +16,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.readouts.draw import check_possible
 
 _NEVER = -1.0e9
-"""Initial score of all beams but the first, so that the first step extends only that one."""
+"""Initial score of all beams but the first, so that the first step extends only the first."""
 
 LogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 
@@ -35,7 +35,7 @@ class _Beam:
 class BeamSearch(TextSequence):
     """Searches with ``num_beams`` beams and returns the ``n`` texts with the best scores."""
 
-    # Beam search (Lowerre, 1976): each step extends all beams by all tokens and keeps the best
+    # Beam search (Lowerre, 1976): each step extends each beam by every token and keeps the best
     # that have not ended. The score of an ended text is its sum of log-probabilities / length **
     # ``length_penalty``, without the prompt (Wu et al., 2016, arXiv:1609.08144). The operations
     # run in float32 in the order of transformers' ``model.generate``, so that the texts are the
@@ -47,19 +47,19 @@ class BeamSearch(TextSequence):
         self._beams = [first] + [_Beam(first.context, _NEVER)] * (config.num_beams - 1)
         self._ended: list[_Beam] = []
         self._rows: torch.Tensor | None = None
-        # More candidates than beams, so that ``num_beams`` are left when some end.
+        # As in transformers: at least ``num_beams`` candidates do not end with an EOS token.
         self._num_candidates = max(2, 1 + len(prompt.eos_token_ids)) * config.num_beams
 
     async def ask(self) -> None:
         lora = self._config.lora_name
         contexts = map(self.asked_of, self.contexts)
         rows = await asyncio.gather(*(self._lm.next_token_logprobs(c, lora) for c in contexts))
-        if len(rows) < len(self._beams):  # before the first token, all beams have one context
+        if len(rows) < len(self._beams):  # before the first token, ``contexts`` has one entry
             rows = rows * len(self._beams)
         self._rows = torch.stack(list(rows))
 
     def choose(self) -> list[GeneratedToken]:
-        """Extend each beam by a token; return the texts once the search has ended."""
+        """Extend the beams by a token; return the best texts' tokens once the search has ended."""
         rows, beams, config = self._rows, self._beams, self._config
         assert rows is not None
         self._rows = None
@@ -100,7 +100,7 @@ class BeamSearch(TextSequence):
         return self._texts(self._ended[: self._config.n]), nothing_held_back
 
     def _told(self, row: torch.Tensor, token_id: int) -> LogProbs:
-        """Return a token's log-probability, and the most probable tokens with log-probabilities."""
+        """Return the log-probabilities of a token and of the ``top_logprobs`` likeliest tokens."""
         top = row.topk(min(self._config.top_logprobs, len(row)))
         pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return float(row[token_id]), pairs
@@ -108,12 +108,12 @@ class BeamSearch(TextSequence):
     # ---------------------------------------------------------------- scores
 
     def _score(self, beam: _Beam, length: int) -> float:
-        """Return a beam's score if it ended at this length, which includes the prompt."""
+        """Return a beam's score if it ended at ``length``, which includes the prompt."""
         penalty = (length - len(self._prompt.token_ids)) ** self._config.length_penalty
         return float(torch.tensor(beam.score, dtype=torch.float32) / penalty)
 
     def _end(self, beams: list[_Beam]) -> None:
-        """Add beams to the ended texts, and keep the ``num_beams`` best."""
+        """Add beams to the ended texts, and keep the ``num_beams`` best of all of these."""
         scored = [replace(beam, score=self._score(beam, len(beam.context))) for beam in beams]
         self._ended = sorted([*self._ended, *scored], key=lambda beam: -beam.score)[: self.width]
 

@@ -41,7 +41,7 @@ class CheckedConfig(abc.ABC):
     _error: ClassVar[type[Exception]]
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
-        """Refuse unknown names with a suggestion, before ``__init__`` raises its ``TypeError``."""
+        """Refuse unknown names, and suggest near ones, since ``__init__`` would suggest none."""
         cls._check_names(fields)
         return super().__new__(cls)
 
@@ -61,7 +61,7 @@ class CheckedConfig(abc.ABC):
         """Return a copy with these fields changed.
 
         Raises:
-            ValueError: If a value is invalid, or a name is not that of a field.
+            ValueError: If a value is invalid, or the class has no field of a given name.
         """
         self._check_names(fields)
         return dataclasses.replace(self, **fields)
@@ -88,7 +88,7 @@ class MultiMediaInfo:
 
 
 DEFAULT_MAX_NEW_TOKENS: Final = 20
-"""Tokens of a text if no length is given; transformers' ``model.generate`` has the same default."""
+"""Most tokens of a text if no length is given; ``model.generate`` has the same default."""
 
 _BOUNDS = ("top_k", "top_p", "min_p")
 """Sampling filters; giving one turns sampling on, unless the temperature is 0."""
@@ -166,38 +166,38 @@ class GenerationConfig(CheckedConfig):
             ``generate`` and ``stream`` default to 20. With a ``response_format``, or in an engine,
             the model's limit is the default.
         max_length: Tokens of prompt and text together, at most.
-        min_length: Tokens of prompt and text together before the text may end.
-        min_new_tokens: Tokens of the text before it may end.
+        min_length: Tokens of prompt and text together before an EOS token may end the text.
+        min_new_tokens: Tokens of the text before an EOS token may end it.
         early_stopping: ``False`` ignores end-of-sequence tokens; with ``True`` and ``None`` they
-            end a text. Transformers uses this name for ``beam_early_stopping``, so it is refused
-            with ``num_beams > 1``; for the effect of ``False``, pass ``eos_token_id=()``.
+            end a text. Transformers uses this name for ``beam_early_stopping``, so only ``None`` is
+            accepted with ``num_beams > 1``. ``eos_token_id=()`` has the effect of ``False``.
         eos_token_id: One or several tokens that end a text; ``None`` for the model's own,
             ``lm.eos_token_ids``.
-        stop_words_ids: Lists of token ids; a text that ends with one of these sequences is
-            complete. ``None`` means none, as for ``stop`` and ``bad_words_ids``.
+        stop_words_ids: Lists of token ids; a text is complete once its last tokens are one of
+            these lists. ``None`` means none, as for ``stop`` and ``bad_words_ids``.
         stop: Strings that end a text; the text is cut off before the first that occurs in it.
-        bad_words_ids: Lists of token ids; none of these sequences is generated.
+        bad_words_ids: Lists of token ids; no generated text contains one of these sequences.
         repetition_penalty: Above 0; 1 for none. Divides the positive logits of tokens that have
-            occurred, and multiplies the negative logits (Keskar et al., 2019); in beam search,
-            multiplies log-probabilities.
-        suppress_repetition_in_generation: Whether ``repetition_penalty`` applies only to generated
-            tokens, and not to those of the prompt.
-        no_repeat_ngram_size: Size of the n-grams that may not occur twice; 0 for no such rule.
+            occurred, and multiplies their negative logits (Keskar et al., 2019). In beam search,
+            it multiplies their log-probabilities.
+        suppress_repetition_in_generation: Whether ``repetition_penalty`` counts only occurrences in
+            the generated text, and not those in the prompt.
+        no_repeat_ngram_size: Size of the n-grams that may not occur twice; 0 for no limit.
         presence_penalty: Subtracted from the logits of tokens that have been generated.
         frequency_penalty: Subtracted from a token's logit for each time it has been generated.
         logprobs: Whether to return the log-probabilities of the tokens.
         top_logprobs: Number of most probable tokens to return with each token; above 0, it needs
             ``logprobs=True``.
-        lora_name: The LoRA adapter to evaluate the context with.
-        response_format: The format of the text: a mapping, or a class with a JSON schema, which
-            is derived at construction; see ``Constraint.from_response_format``.
+        lora_name: Name of the LoRA adapter with which the model is evaluated; ``None`` for none.
+        response_format: The format of the text: a mapping, or a class, whose JSON schema is
+            derived at construction; see ``Constraint.from_response_format``.
         num_beams: Number of beams; 1 for no beam search. The best ``n`` texts are returned, the
             best first.
-        length_penalty: Beams are ranked by log-probability / length ** ``length_penalty``; a value
-            above 0 favours long texts.
+        length_penalty: Finished beams are ranked by log-probability / length **
+            ``length_penalty``; a value above 0 favours long texts.
         beam_early_stopping: When to end a beam search that has ``num_beams`` finished texts:
-            ``True`` at once, ``False`` when no beam beats the worst text at its current length,
-            ``"never"`` when none can still beat it. Transformers' name is ``early_stopping``.
+            ``True`` at once; ``False`` when no beam, at its current length, beats the worst of
+            them; ``"never"`` when none could at any length. Transformers' name: ``early_stopping``.
         mm_info: The pictures in the prompt.
 
     Raises:
@@ -269,20 +269,20 @@ class GenerationConfig(CheckedConfig):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether tokens are sampled; otherwise decoding is greedy."""
+        """Whether tokens are sampled; otherwise decoding is greedy or a beam search."""
         is_meant = any(getattr(self, name) is not None for name in ("temperature", *_BOUNDS))
         return self.temperature != 0 and (is_meant if self.do_sample is None else self.do_sample)
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
-        """Convert a ``transformers.GenerationConfig`` to one with the same effect.
+        """Convert a ``transformers.GenerationConfig`` to one of this class with the same effect.
 
         ``max_new_tokens`` overrides ``max_length``, and ``min_new_tokens`` overrides
-        ``min_length``; a minimum above the maximum is lowered to it. Keys that change no text are
-        ignored, as are keys that transformers itself does not define.
+        ``min_length``. A minimum above the maximum is set to the maximum. Keys that change no text
+        are ignored, as are keys that transformers itself does not define.
 
         Raises:
-            GenerationConfigError: (``ValueError``) Naming the key that is not supported.
+            GenerationConfigError: (``ValueError``) If a key is not supported or has a wrong value.
         """
         if not hasattr(config, "to_diff_dict"):
             raise GenerationConfigError(
@@ -292,7 +292,7 @@ class GenerationConfig(CheckedConfig):
 
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:
-        """Return the model's own generation defaults, or the library's if it has none."""
+        """Return the model's own generation defaults, or this library's if the model has none."""
         config = own_config(_MODEL("lm", lm))
         return cls() if config is None else cls.from_hf(config)
 

@@ -44,12 +44,12 @@ from genlm_backend.readouts.draw import PackedMask, as_scores
 from genlm_backend.readouts.sample_readout import log_mass, log_sum
 
 _MOST_OF_A_ROW: Final = 0.1
-"""Largest logarithm of a row's sum that rounding to 8 bits of precision (bfloat16) can cause."""
+"""Largest accepted log of a row's total probability; rounding to bfloat16 adds less to it."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Without ``no_forcing``, llguidance allows only one tokenisation of text that a grammar forces.
 
-The line comes last, so that llguidance counts the lines as in the caller's grammar.
+This line follows the caller's grammar, so that the grammar's lines keep their numbers.
 """
 
 
@@ -57,14 +57,14 @@ The line comes last, so that llguidance counts the lines as in the caller's gram
 class Constraint:
     """The grammar state of one text: the tokens so far, and the tokens that may follow.
 
-    Make one with a ``from_…`` method. Every token whose bytes keep the text within the grammar
-    is allowed, in any tokenisation. A sampler that draws from the allowed tokens therefore samples
-    from the model restricted to the grammar, prefix by prefix. Give each particle of a program
-    its own constraint; ``fork`` copies one.
+    Make a constraint with a ``from_…`` method. A token is allowed if the text and the token's bytes
+    together begin a text of the grammar, so every tokenisation is possible. A sampler that draws
+    from the allowed tokens thus samples from the model restricted to the grammar, prefix by prefix.
+    Give each particle of a program its own constraint; ``fork`` copies one.
 
     Draw tokens ``while not constraint.is_ended``. The token that ends a text has a probability, so
-    draw and weigh it like any other, even if no other token may follow. A loop that skips it then
-    leaves that probability out of some weights, and samples another distribution.
+    draw and weigh it like any other, even if no other token may follow. A loop that skips it
+    leaves that probability out of some weights, and so samples another distribution.
 
     The grammar decides whether one of ``eos_token_ids`` ends the text. If the grammar accepts the
     token (a line break, say, in a grammar of lines), it is part of the text. Otherwise it ends a
@@ -102,13 +102,13 @@ class Constraint:
             schema: A JSON schema, its JSON text, or a type that has one: a pydantic model, a
                 dataclass, a typed dictionary or a ``pydantic.TypeAdapter``. The objects of a class
                 have its fields and no others, unless the class allows extra keys.
-            whitespace: A pattern of the white space between the parts of a value; ``""`` for
-                none.
+            whitespace: A regular expression of the white space between the parts of a value;
+                ``""`` for none.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
             ConstraintError: If ``schema`` is invalid, or has a keyword or value that no constraint
-                can enforce; most messages have a JSON pointer and an alternative. Annotations are
+                can enforce; most messages name its place and an alternative. Annotations are
                 allowed: ``title``, ``description``, ``default``, ``examples``, … and any keyword
                 that begins with ``x-``.
         """
@@ -196,13 +196,13 @@ class Constraint:
             lm: The model that generates the text.
             response_format: A class that ``from_json_schema`` takes, or a mapping with a ``type``:
                 ``"json_schema"``, ``"json_object"``, ``"regex"``, ``"choice"`` or ``"grammar"``.
-                All but ``"json_object"`` need an entry of that name, with the argument of the
-                ``from_…`` method. A JSON schema may have OpenAI's wrapper, ``{"name": …,
-                "strict": …, "schema": {…}}``; it is enforced whatever ``strict`` is.
+                All but ``"json_object"`` need an entry named like the type, which holds the
+                argument of the ``from_…`` method. A JSON schema may have OpenAI's wrapper,
+                ``{"name": …, "strict": …, "schema": {…}}``; ``strict`` changes nothing.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
-            ConstraintError: If ``response_format`` is none of these, or its entry is not valid.
+            ConstraintError: If ``response_format`` is none of these, or holds an invalid argument.
         """
         makers = {
             "json_schema": cls.from_json_schema,
@@ -249,10 +249,10 @@ class Constraint:
     # ---------------------------------------------------------------- use
 
     def mask(self, *, may_end: bool = True) -> torch.Tensor:
-        """Return which tokens may come next: bool ``[vocab]``; the caller may modify it.
+        """Return a mask of the tokens that may come next: a new tensor, bool ``[vocab]``.
 
-        If the text is complete, the mask allows the tokens that end it. Once the text has ended,
-        the mask allows no token.
+        If the text is complete, the mask also allows the tokens that end it. If the text has
+        ended, the mask allows no token.
 
         Args:
             may_end: ``False`` excludes the tokens that would end the text, say to enforce a minimum
@@ -266,7 +266,7 @@ class Constraint:
 
     @staticmethod
     def masks(constraints: Iterable[Constraint], *, may_end: bool = True) -> list[PackedMask]:
-        """Return the masks of many constraints, computed in parallel by llguidance's threads.
+        """Return the mask of each constraint, in order; llguidance's threads compute them at once.
 
         A mask has one bit per token instead of a bool; ``draw_next_token`` accepts it.
 
@@ -309,13 +309,13 @@ class Constraint:
     def restrict(
         self, row: torch.Tensor, mask: torch.Tensor | PackedMask | None = None
     ) -> tuple[torch.Tensor, float]:
-        """Return the row renormalised over the allowed tokens, and their log-mass.
+        """Return the row renormalised over the allowed tokens, and their total log-probability.
 
         Args:
             row: Log-probabilities of all tokens, float ``[vocab]``, as a model returns them; not
                 modified.
-            mask: The mask of the next token, if it has been computed, say during the forward pass:
-                ``asyncio.to_thread(constraint.mask)``, or one of ``Constraint.masks``.
+            mask: The next token's mask, from ``mask`` or ``masks``, if already computed, say during
+                the forward pass with ``asyncio.to_thread(constraint.mask)``.
 
         Returns:
             The renormalised row, in which excluded tokens are ``-inf``; and the logarithm of the
@@ -351,8 +351,8 @@ class Constraint:
         """Append one token to the text.
 
         Raises:
-            ConstraintViolation: (``ValueError``) If the token is not allowed here; the state is
-                unchanged then.
+            ConstraintViolation: (``ValueError``) If the token may not come next. The constraint
+                stays unchanged.
             OptionTypeError: (``TypeError``) If ``token_id`` is not an integer.
         """
         token_id = _check_token_id("token_id", token_id)
@@ -393,12 +393,12 @@ class Constraint:
 
     @property
     def state_key(self) -> Hashable:
-        """A key that copies of one constraint share while they have the same tokens."""
+        """A key that is equal for copies of one constraint that have the same ``token_ids``."""
         return self._origin, tuple(self.token_ids)
 
     @property
     def can_end(self) -> bool:
-        """Whether the text so far is complete, so that it may end here."""
+        """Whether the text is complete and has not ended, so that a token may end it."""
         return not self._is_ended and bool(self._matcher.is_accepting())
 
     @property
@@ -408,7 +408,7 @@ class Constraint:
 
     @property
     def must_end(self) -> bool:
-        """Whether the text has not ended, and only its end may follow.
+        """Whether the text has not ended, and only a token that ends it may follow.
 
         A loop that needs no weights may stop here; one that weighs texts runs until ``is_ended``.
         """

@@ -15,7 +15,7 @@ class GeneratedToken:
     """One generated token; a ``Piece``.
 
     Attributes:
-        token_id: The token.
+        token_id: The token's id.
         text: The characters that this token completes; empty while a character or a possible
             stop string is incomplete.
         logprob: The model's log-probability of the token, if requested.
@@ -83,7 +83,7 @@ class Generation:
     def of_tokens(
         cls, tokens: list[GeneratedToken], rest: str = "", score: float | None = None
     ) -> Generation:
-        """Join a text's tokens, and ``rest``, the characters held back when its request ended."""
+        """Join a text's tokens and ``rest``, the characters held back when the text ended."""
         reason = tokens[-1].finish_reason if tokens else None
         return cls(
             token_ids=[token.token_id for token in tokens],
@@ -98,9 +98,9 @@ class GenerationStatus(enum.Enum):
     """The progress of a request. The last three values are final."""
 
     INIT = "init"
-    """The request waits to run, or its prompt is being computed."""
+    """The request waits to run, or its prompt is being evaluated."""
     CONTEXT_FINISHED = "context finished"
-    """The prompt has been computed."""
+    """The prompt has been evaluated."""
     GENERATING = "generating"
     """Some tokens have been generated, and more may follow."""
     FINISHED = "finished"
@@ -108,11 +108,11 @@ class GenerationStatus(enum.Enum):
     INTERRUPTED = "interrupted"
     """The request was stopped; its tokens so far can be read."""
     FAILED = "failed"
-    """An exception ended it; the queue yields the unread tokens, then raises the exception."""
+    """An exception ended the request; the queue yields unread tokens, then raises the exception."""
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing will follow."""
+        """Whether the request has ended, so that its status no longer changes."""
         return self in (type(self).FINISHED, type(self).INTERRUPTED, type(self).FAILED)
 
 
@@ -157,7 +157,7 @@ class GeneratedElements:
 
     @property
     def token_id(self) -> int | None:
-        """Id of the last new token; ``None`` if there is no new token, but only characters."""
+        """Id of the last new token; ``None`` if the text ended without a new token."""
         return self.token_ids[-1] if self.token_ids else None
 
     @property
@@ -169,7 +169,7 @@ class GeneratedElements:
 Piece: TypeAlias = GeneratedToken | GeneratedElements
 """The items that streams yield: new tokens of a text, and the characters that they complete.
 
-Both kinds have ``tokens``, ``token_ids``, ``token_id``, ``text``, ``logprobs``, ``logprob``,
+Both types have ``tokens``, ``token_ids``, ``token_id``, ``text``, ``logprobs``, ``logprob``,
 ``index``, ``finish_reason`` and ``num_cached_tokens``. ``stream`` yields a ``GeneratedToken`` per
 token; an engine's streams and queues yield ``GeneratedElements``, with all unread tokens of a text.
 """
@@ -184,7 +184,7 @@ class RequestStatistics(Readable):
         time_in_queue: From its start until its first query to the model.
         time_to_first_token: From its start until its first token.
         time_per_token: Time from its first to its last token, divided by n - 1 if its longest
-            text has n tokens; the texts of a request are generated concurrently.
+            text has n tokens (the texts of a request are generated concurrently).
         time_in_total: From its start until it ended, or until now.
         num_prompt_tokens: Tokens of the prompt.
         num_generated_tokens: Tokens generated, in all texts.

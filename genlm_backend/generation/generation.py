@@ -1,4 +1,4 @@
-"""generate and stream: sample texts token by token, batched with the model's other queries."""
+"""generate and stream: make texts token by token, batched with the model's other queries."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ async def generate(
     """Generate ``config.n`` texts after a prompt, or after each of several, all concurrently.
 
     Args:
-        lm: The model; its other concurrent queries share the batches.
+        lm: The model. Other concurrent queries to it are evaluated in the same batches.
         prompt: A text, a chat, token ids, or a list of such prompts. The model's tokenizer adds
-            its special tokens to a text, but no second BOS if the text spells one, as a rendered
+            its special tokens to a text, but no BOS if the text begins with one, as a rendered
             chat may. The chat template renders a chat's messages,
             ``[{"role": …, "content": …}, …]``.
         config: The configuration. By default, decoding is greedy and ends with a token of
             ``lm.eos_token_ids`` or after 20 tokens, with a warning if that limit cuts a text off.
-        progress: Whether to show a bar of the finished texts, on a terminal or in a notebook.
+        progress: Whether to show a progress bar of finished texts, on a terminal or in a notebook.
         **fields: Fields that override those of ``config``.
 
     Returns:
@@ -173,7 +173,7 @@ async def _finished(sequences: list[TextSequence], num_texts: int, bar: Any) -> 
 
 
 def _checked(lm: AsyncLM, prompts: list[Any], config: GenerationConfig, many: bool) -> list[Prompt]:
-    """Check the prompts against a configuration; build its constraint once for all of them."""
+    """Encode and check prompts; build the configuration's constraint once for all of them."""
     checked: list[Prompt] = []
     for number, prompt in enumerate(prompts):
         try:
@@ -223,7 +223,7 @@ def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> Gene
 def make_sequences(
     lm: AsyncLM, prompt: Prompt, config: GenerationConfig, stream: int = 0
 ) -> list[TextSequence]:
-    """Return a prompt's ``TextSequence``s: a ``Sample`` per text, or one ``BeamSearch`` for all."""
+    """Return one ``BeamSearch``, or ``n`` ``Sample``s with random streams from ``stream`` on."""
     if config.num_beams > 1:
         return [BeamSearch(lm, prompt, config)]
     return [Sample(lm, prompt, config, number, stream + number) for number in range(config.n)]

@@ -1,4 +1,4 @@
-"""Conversion of a ``transformers.GenerationConfig`` to fields of ``GenerationConfig``."""
+"""Conversion of a transformers configuration to the fields of a ``GenerationConfig``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SHARED_FIELDS = (
     "num_beams",
     "length_penalty",
 )
-"""Fields with the same name and meaning in transformers."""
+"""Fields of ``GenerationConfig`` with the same name and meaning in transformers."""
 
 _HF_TOP_K = 50
 """The ``top_k`` with which transformers samples by default."""
 
 _HONOURED_BESIDE = {"early_stopping", "num_return_sequences"}
-"""Keys of transformers that are converted to fields with another name."""
+"""Keys of a transformers configuration that become fields with another name."""
 
 _WITHOUT_EFFECT = {
     *("transformers_version", "_from_model_config"),
@@ -42,19 +42,19 @@ _WITHOUT_EFFECT = {
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
     *("return_dict_in_generate", "use_cache", "cache_config", "max_cache_len", "low_memory"),
     *("compile_config", "disable_compile", "prefill_chunk_size", "continuous_batching_config"),
-    # Only speculative decoding or an assistant model reads these; the text stays the same.
+    # Only speculative decoding reads the next ten keys, and it does not change the text.
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("assistant_lookbehind", "target_lookbehind", "assistant_early_exit", "use_mtp"),
     *("prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type"),
-    "diversity_penalty",  # only read with groups of beams
+    "diversity_penalty",  # read only with num_beam_groups > 1, which is refused
 }
-"""Keys of transformers that change no text, whatever their value."""
+"""Keys of a transformers configuration that never change the text, whatever their value."""
 
 _OF_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-"""Keys that matter only when tokens are drawn."""
+"""Keys of a transformers configuration that have an effect only with ``do_sample``."""
 
 _OF_BEAMS = {"renormalize_logits"}
-"""Keys that matter only for the scores of beams."""
+"""Keys of a transformers configuration that have an effect only in a beam search."""
 
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "begin_suppress_tokens": not_,
@@ -74,12 +74,12 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "token_healing": not_,
     "typical_p": lambda value: value >= 1,
 }
-"""Key of transformers → whether a value leaves the text unchanged, as ``None`` always does."""
+"""Key → function that returns whether a value other than ``None`` leaves the text unchanged."""
 
 
 def own_config(lm: AsyncLM) -> Any:
     """Return a model's own ``transformers.GenerationConfig``, or ``None`` if it has none."""
-    # Only transformers models have one, and no attribute of ``AsyncLM`` identifies them.
+    # Only models of transformers have a generation config; others may lack these attributes.
     config = getattr(getattr(lm, "model", None), "generation_config", None)
     named = None if config is None else listed_ids(config.eos_token_id)
     if config is None or named is None:
@@ -112,7 +112,7 @@ def fields_of_hf(config: Any) -> dict[str, Any]:
             fields.pop(name, None)  # transformers ignores them too
     for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
         if new in fields:
-            fields.pop(whole, None)  # as in transformers, the limit of new tokens wins
+            fields.pop(whole, None)  # as in transformers, ``new`` takes precedence
     for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
         if isinstance(fields.get(least), int) and isinstance(fields.get(most), int):
             fields[least] = min(fields[least], fields[most])
@@ -124,8 +124,8 @@ def _check_neutral(config: Any, given: Mapping[str, Any], is_search: bool) -> No
     ignored = {*SHARED_FIELDS, *_HONOURED_BESIDE, *_WITHOUT_EFFECT}
     ignored |= set() if config.do_sample else _OF_SAMPLING
     ignored |= set() if is_search else _OF_BEAMS
-    # A key of transformers in no table comes from a newer release: any value but None is refused.
-    # Keys that only the checkpoint defines are ignored, as in transformers.
+    # A key of transformers that no table has is of a newer release: only None is accepted.
+    # Keys that transformers does not define, such as a checkpoint's own, are ignored.
     for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):
         value = given[name]
         is_neutral = value is None or (name in _NEUTRAL and _NEUTRAL[name](value))

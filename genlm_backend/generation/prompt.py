@@ -45,7 +45,7 @@ class Prompt:
         config: GenerationConfig,
         max_length: int | None = None,
     ) -> Prompt:
-        """Encode a prompt, and check it and its configuration against a model."""
+        """Encode and check a prompt; ``max_length`` limits prompt and text, as ``config`` does."""
         context = _context(lm, prompt, config)
         token_ids = tuple(context)
         lm.check_adapter(config.lora_name)
@@ -78,7 +78,7 @@ def _context(lm: AsyncLM, prompt: str | Chat | TokenIds, config: GenerationConfi
 
 
 def _check_is_one(prompt: Any) -> None:
-    """Raise a ``ContextTypeError`` for several prompts, a single message or a non-iterable."""
+    """Raise a ``ContextTypeError`` if ``prompt`` is a list of prompts, a message or no iterable."""
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
     if isinstance(prompt, Mapping) and "role" in prompt:
         hint = ": pass a chat as a list of messages"
@@ -96,7 +96,7 @@ def _check_is_one(prompt: Any) -> None:
 
 
 def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
-    """Render a chat up to the start of the answer, as token ids, or as text if it has images."""
+    """Render a chat up to the start of the answer: as text if it has images, else as token ids."""
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ContextError(
@@ -120,7 +120,7 @@ def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
 
 
 def is_chat(text: object) -> TypeGuard[Chat]:
-    """Return whether ``text`` is a chat's messages, and not a text or a list of texts."""
+    """Return whether ``text`` is a chat: a list or tuple whose first element is a mapping."""
     return isinstance(text, (list, tuple)) and bool(text) and isinstance(text[0], Mapping)
 
 
@@ -143,14 +143,14 @@ check_texts: Final[Check[tuple[Any, ...]]] = sequence(
 
 
 def ids_of(input_ids: Any) -> Any:
-    """Return ``input_ids`` without the batch dimension of size 1 that tokenizers add."""
+    """Return ``input_ids``, or its only row if it is an array or tensor of shape ``[1, n]``."""
     if getattr(input_ids, "ndim", 1) == 2 and input_ids.shape[0] == 1:
         return input_ids[0]
     return input_ids
 
 
 def check_is_ids(input_ids: Any) -> None:
-    """Raise a ``ContextTypeError`` for a text, a chat or a tokenizer's whole output mapping."""
+    """Raise a ``ContextTypeError`` if ``input_ids`` is a text, a chat or a mapping."""
     if isinstance(input_ids, (Mapping, str)) or is_chat(input_ids):
         raise ContextTypeError(
             f"input_ids must be token ids, got {type(input_ids).__name__}: pass a text or a chat "
@@ -165,7 +165,7 @@ def _max_length(
         None if config.max_new_tokens is None else prompt_length + config.max_new_tokens,
         config.max_length,
         max_length,
-        None if lm.max_length is None else lm.max_length + 1,  # the last token is not evaluated
+        None if lm.max_length is None else lm.max_length + 1,  # no pass reads the last token
     ]
     known = [limit for limit in limits if limit is not None]
     if not known:

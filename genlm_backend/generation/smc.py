@@ -37,22 +37,22 @@ from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 
 Twist = Callable[[tuple[int, ...]], float | Awaitable[float]]
-"""Returns the logarithm of a factor of a text's weight, given its token ids."""
+"""Function from a text's token ids to the logarithm of a factor of the text's weight."""
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightedTexts:
-    """Texts with weights, and the estimate of their normalising constant.
+    """Weighted texts, and an estimate of the normalising constant of their distribution.
 
     Attributes:
-        texts: The texts after the prompt, without special tokens.
-        token_ids: Their token ids, including the token that ended each text.
-        log_weights: Their log-weights, ``-inf`` for texts that are not possible: float64 ``[N]``.
-        log_z: The logarithm of the estimate of the normalising constant: the probability that a
-            text of the model is allowed, times the mean factor of such texts.
+        texts: The text of each particle, without the prompt and special tokens.
+        token_ids: The token ids of each text, including any token that ended it.
+        log_weights: The log-weight of each text, ``-inf`` for a weight of 0: float64 ``[N]``.
+        log_z: The logarithm of the estimated normalising constant: the probability that a text of
+            the model is allowed, times the mean of ``exp(twist)`` over allowed texts.
         log_z_error: Standard error of ``log_z``, from the spread over repeats; NaN for one repeat.
-        ess: Effective sample sizes before resampling: float64 ``[steps, repeats]``.
+        ess: Each repeat's effective sample size, before resampling: float64 ``[steps, repeats]``.
         group: The particles, one group per repeat.
     """
 
@@ -66,7 +66,7 @@ class WeightedTexts:
 
     @property
     def weights(self) -> NDArray[np.float64]:
-        """The normalised weights, all 0 if no text is possible: float64 ``[N]``."""
+        """The normalised weights; all are 0 if each log-weight is ``-inf``: float64 ``[N]``."""
         largest = self.log_weights.max()
         if largest == -math.inf:
             return np.zeros(len(self.texts))
@@ -74,7 +74,7 @@ class WeightedTexts:
         return weights / weights.sum()
 
     def most_common(self, n: int | None = None) -> list[tuple[str, float]]:
-        """Return up to ``n`` distinct texts and their total weights, the largest weight first."""
+        """Return up to ``n`` distinct texts (default: all) with total weights, largest first."""
         totals = dict[str, float]()
         for text, weight in zip(self.texts, self.weights.tolist(), strict=True):
             if weight:
@@ -108,33 +108,33 @@ async def smc(
 ) -> WeightedTexts:
     """Sample weighted texts by sequential Monte Carlo.
 
-    The texts have the model's probability, restricted to the allowed ones, times the exponential of
-    their twist. Each token multiplies its particle's weight by the token's probability under the
-    model over that under the proposal. If few particles have most of the weight, copies of them
-    replace others (Doucet and Johansen, 2009, "A tutorial on particle filtering and smoothing").
+    The weighted texts represent the model's distribution over allowed texts, times ``exp(twist)``.
+    Each token multiplies its particle's weight by the token's probability under the model, divided
+    by that under the proposal. If few particles have most of the weight, copies of them replace
+    others (Doucet and Johansen, 2009, "A tutorial on particle filtering and smoothing").
 
     Args:
-        lm: The model. A step makes one pass for each ``batch_size`` distinct contexts.
+        lm: The model. It computes the distinct contexts of a step in batches of ``batch_size``.
         prompt: The prompt: a text or token ids.
         n: Number of particles of each repeat.
-        max_tokens: Tokens of a text, at most. A text that has not ended at this length counts, but
-            with a constraint its weight is 0.
+        max_tokens: Tokens of a text, at most. A text of this length that has not ended keeps its
+            weight, but with a constraint its weight is 0.
         constraint: The constraint on the whole text, copied for each particle. It decides which
             token ends a text.
         allowed: Tokens that may be drawn at every step, as for ``draw_next_token``.
-        twist: Returns the logarithm of a factor for a text so far, given a tuple of its ids;
-            ``-inf`` only if no continuation is possible. Each step calls it once per particle that
-            drew a token. If it is a coroutine function, such as one made by ``batched``, a step
-            awaits its calls concurrently.
-        proposal: ``temperature``, ``top_k``, ``top_p`` or ``min_p`` of ``ParticleGroup.draw``, such
-            as ``{"temperature": 1.5}``. Options that exclude tokens also exclude texts.
-        ends: Token ids that end a text, or strings, such as ``"."``, for all tokens that end with
-            one of them; strings add to the model's ``eos_token_ids``, which are the default. Not
-            with a constraint.
+        twist: Function from a tuple of a text's token ids so far to the logarithm of a factor of
+            its weight; ``-inf`` only if no continuation is possible. Each step calls it once per
+            particle that drew a token. If it is a coroutine function, such as one made by
+            ``batched``, a step awaits its calls concurrently.
+        proposal: Options of ``ParticleGroup.draw`` (``temperature``, ``top_k``, ``top_p``,
+            ``min_p``), such as ``{"temperature": 1.5}``. Tokens that they exclude are never drawn.
+        ends: Token ids that end a text, or strings: ``"."`` stands for all tokens that end with it.
+            If there are strings, the ``eos_token_ids`` of the model, which are the default, end
+            texts too. Not with a constraint.
         threshold: Resample a repeat when its effective sample size is below this share of ``n``;
             see ``ParticleGroup.resample``.
         scheme: The resampling scheme; see ``genlm_backend.resampling``.
-        repeats: Number of independent runs; they share passes, and give ``log_z_error``.
+        repeats: Number of independent runs, which share passes; ``log_z_error`` needs several.
         seed: Seed of all random numbers; ``None`` for a fresh one.
         lora_name: The LoRA adapter to use.
         ahead: Run the next forward pass while ``twist`` is awaited; see ``ParticleGroup.draw``. Not
@@ -188,7 +188,7 @@ async def smc(
             num_steps += 1
             bar.update()
             sizes.append(group.ess)
-            if num_steps < length:  # after the last step, copies would be a waste
+            if num_steps < length:  # else the copies would draw no token
                 ancestors = group.resample(share, chosen)
                 log_twists = log_twists[ancestors]
                 if states is not None and group.resampled.any():
@@ -232,7 +232,7 @@ def _end_ids(lm: AsyncLM, ends: Any) -> frozenset[int]:
 def _ended(
     draws: Draws, states: list[Constraint] | None, ends: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Advance the constraints by the drawn tokens; return which texts have ended."""
+    """Advance any constraints by the drawn tokens; return the particles to finish: bool ``[N]``."""
     if states is None:
         return np.isin(draws.token_ids, ends)
     for state, token_id in zip(states, draws.token_ids.tolist(), strict=True):
@@ -244,7 +244,7 @@ def _ended(
 async def _twists(
     twist: Callable[[tuple[int, ...]], Any], group: ParticleGroup, draws: Draws
 ) -> NDArray[np.float64]:
-    """Return the twist of each particle that has drawn a token, 0 for the others."""
+    """Return each particle's twist, 0 for a particle that drew no token: float64 ``[N]``."""
     ids, chosen = group.token_ids(), np.flatnonzero(draws.token_ids >= 0)
     values = [twist(tuple(ids[i])) for i in chosen.tolist()]
     if any(map(inspect.isawaitable, values)):
@@ -257,14 +257,14 @@ async def _twists(
     given = np.asarray(values)
     if given.dtype.kind not in "fiu" or given.ndim != 1:
         raise OptionTypeError(f"twist must return numbers, got {shown(values[0])}")
-    if not (given < math.inf).all():  # NaN is not below it
+    if not (given < math.inf).all():  # false for NaN too
         raise OptionError(f"twist must return numbers below inf, got {given.max()}")
     found[chosen] = given
     return found
 
 
 def _error(log_z: NDArray[np.float64]) -> float:
-    """Return the standard error of the logarithm of a mean of estimates, by the delta method."""
+    """Return the standard error of the log of the mean of ``exp(log_z)``, by the delta method."""
     if len(log_z) < 2 or log_z.max() == -math.inf:
         return math.nan
     estimates = np.exp(log_z - log_z.max())

@@ -1,4 +1,4 @@
-"""TextSequence: generates texts of one prompt step by step; Sample: one sampled text."""
+"""TextSequence: generates texts after a prompt, step by step; Sample: one sampled text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from genlm_backend.runtime.together import together
 
 
 class TextSequence(abc.ABC):
-    """Generates texts: await ``ask()``, then call ``choose()``, until ``is_finished``."""
+    """Generates texts: repeat ``await ask()``, then ``choose()``, until ``is_finished``."""
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         self._lm, self._prompt, self._config = lm, prompt, config
@@ -43,8 +43,8 @@ class TextSequence(abc.ABC):
         self.is_finished = False
         self.scores: dict[int, float] = {}
         self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
-        # A constraint may allow an eos token inside a text, so its mask, and no logits processor,
-        # enforces the minimum lengths.
+        # With a constraint, the mask enforces the minimum lengths: a logits processor would also
+        # forbid EOS tokens that the constraint allows inside a text.
         if prompt.constraint is not None:
             config = config.replace(min_length=0, min_new_tokens=0)
         eos = sorted(prompt.eos_token_ids)
@@ -56,14 +56,14 @@ class TextSequence(abc.ABC):
 
     @abc.abstractmethod
     def choose(self) -> list[GeneratedToken]:
-        """Choose the next token of each text; return the tokens that are final."""
+        """Choose the next token of each text; return tokens that cannot change any more."""
 
     @abc.abstractmethod
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
-        """Return tokens that ``choose`` has not returned, and each text's held-back characters."""
+        """Cut the texts off; return tokens not yet returned, and each text's held-back part."""
 
     def asked_of(self, context: list[int]) -> TokenIds:
-        """Return the context to query, with the prompt's pictures if it has any."""
+        """Return ``context``, which begins with the prompt, with any pictures of the prompt."""
         begin = self._prompt.context
         return context if begin.pictures is None else begin + context[len(begin) :]
 
@@ -79,13 +79,13 @@ class TextSequence(abc.ABC):
         return "length" if len(context) >= self.max_length else None
 
     def _is_end(self, token_id: int) -> bool:
-        """Return whether a chosen token ends the text, instead of being part of it."""
+        """Return whether the token chosen last ends its text, instead of being a part of it."""
         if self._constraint is not None:
             return self._constraint.is_ended
         return token_id in self._prompt.eos_token_ids
 
     def _bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to the text: none if it is special or the end."""
+        """Return the bytes that a token adds to the text: none if it is special or ends it."""
         is_silent = token_id in self._lm.special_ids or self._is_end(token_id)
         return b"" if is_silent else self._lm.byte_vocab[token_id].byte_string
 
@@ -103,7 +103,7 @@ class Text:
         self.is_stopped = False
 
     def add(self, new: bytes) -> str:
-        """Add the bytes of a token; return the new characters that no stop string can cut off."""
+        """Add a token's bytes; return further characters that no stop string can still cut off."""
         begin = max(0, len(self._bytes) - self._longest + 1)
         self._bytes += new
         found = [self._bytes.find(stop, begin) for stop in self._stops]
@@ -122,7 +122,7 @@ class Text:
         return self._show(len(self._bytes)) + self._decoder.decode(b"", final=True)
 
     def _show(self, end: int) -> str:
-        # Bytes that were returned before cannot be taken back.
+        # Characters that ``add`` has returned already cannot be taken back.
         end = max(end, self._num_shown)
         shown = self._decoder.decode(bytes(self._bytes[self._num_shown : end]))
         self._num_shown = end
@@ -131,7 +131,7 @@ class Text:
 
 @final
 class Sample(TextSequence):
-    """A sampled text; the model draws its tokens, unless logits are processed or masked here."""
+    """A sampled text; the model draws its tokens if no logits are processed or masked here."""
 
     def __init__(
         self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int, stream: int
@@ -161,7 +161,7 @@ class Sample(TextSequence):
         top = partial(Top, k=min(self._config.top_logprobs, len(self._lm.byte_vocab)))
         if self._processors or self._constraint is not None:
             asked = self._lm.next_token_logits(context, lora_name)
-            # A thread computes the mask during the model's forward pass.
+            # A thread computes the constraint's mask during the model's forward pass.
             logits, allowed = await asyncio.gather(asked, self._allowed())
             row = logits.log_softmax(-1)
             processed = row
@@ -204,7 +204,7 @@ class Sample(TextSequence):
             self._constraint.advance(token_id)
         new = self._text.add(self._bytes(token_id))
         is_stopped = self._text.is_stopped
-        if self._constraint is not None:  # a sample has no weight, so a complete text needs no eos
+        if self._constraint is not None:  # if only an EOS may follow, it is not drawn
             is_stopped |= self._constraint.is_ended or self._constraint.must_end
         reason = self._finish_reason(context, is_stopped)
         if reason is not None:
@@ -214,14 +214,14 @@ class Sample(TextSequence):
         return [GeneratedToken(token_id, new, logprob, self._top, reason, self._number)]
 
     def cut(self) -> tuple[list[GeneratedToken], dict[int, str]]:
-        """Return no tokens, since ``choose`` has returned all, and the held-back characters."""
+        """Return no tokens, since ``choose`` has returned all, and any held-back characters."""
         return [], {} if self.is_finished else {self._number: self._text.end()}
 
 
 def make_processors(
     config: GenerationConfig, prompt_length: int, eos_token_ids: list[int]
 ) -> LogitsProcessorList:
-    """Return a configuration's logits processors: first ``model.generate``'s, then OpenAI's."""
+    """Return a configuration's logits processors: first transformers', then OpenAI's penalties."""
     made = LogitsProcessorList()  # called with ids [texts, n] and scores [texts, vocab]
     if config.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
@@ -243,7 +243,7 @@ def make_processors(
 
 @final
 class _OfGenerated:
-    """Calls a processor with the generated ids alone, once there are any."""
+    """Calls a logits processor with only the generated ids; without any, scores do not change."""
 
     # Not a partial: transformers would inspect its signature at each token, which takes 0.3 ms.
 
@@ -257,7 +257,7 @@ class _OfGenerated:
 
 
 def _less_for_counts(presence: float, frequency: float, input_ids: Any, scores: Any) -> Any:
-    """Subtract OpenAI's presence and frequency penalties from logits."""
+    """Return ``scores`` minus OpenAI's penalties for the tokens in ``input_ids``."""
     ones = torch.ones_like(input_ids, dtype=scores.dtype)
     counts = torch.zeros_like(scores).scatter_add_(1, input_ids, ones)
     return scores - frequency * counts - presence * (counts > 0)

@@ -1,1 +1,1 @@
-"""Integrations of third-party programs with the library's models."""
+"""Modules by which third-party programs use the library's models."""

@@ -1,4 +1,4 @@
-"""The model ``genlm`` of lm-evaluation-harness: evaluates its tasks with any ``AsyncLM``."""
+"""Model ``genlm`` of lm-evaluation-harness, which runs the harness's tasks on any ``AsyncLM``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from genlm_backend.scoring.words import default_beginning
 from genlm_backend.tokenization.bos import adds_bos
 
 try:
-    # Import the harness's own models first: it does so itself only while its registry is empty.
+    # Import the harness's models first: the harness does so only while its registry is empty.
     import lm_eval.models  # noqa: F401 # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
@@ -53,7 +53,7 @@ _AT_ONCE: Final = 512
 """Continuations that one call scores, at most; the progress bar is updated after each call."""
 
 _UNBOUNDED: Final = 2048
-"""Context window, in tokens, of a model without a maximum, as in the harness's own models."""
+"""Context window, in tokens, assumed if a model has no maximum, as in the harness's models."""
 
 _OF_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p")
 
@@ -70,7 +70,7 @@ class HarnessLM(TemplateLM):
     """A model of lm-evaluation-harness that runs on an ``AsyncLM``.
 
     Importing this module registers the class as ``genlm``. Contexts and continuations are tokenized
-    and truncated from the left as in the harness's transformers model (``hf``), so log-likelihoods
+    and truncated from the left as in the harness's transformers model (``hf``). So log-likelihoods
     and greedy texts agree with that model's up to rounding. Prefixes that requests share, such as
     few-shot examples, are computed once if the model caches keys and values.
 
@@ -90,8 +90,8 @@ class HarnessLM(TemplateLM):
         peft: A LoRA adapter to evaluate with; see ``add_new_lora``.
         chat_template_args: More arguments for the tokenizer's chat template.
         enable_thinking: The argument ``enable_thinking`` of the chat template.
-        think_end_token: A string; only the part of a generated text after its last occurrence
-            counts.
+        think_end_token: A string that ends a model's reasoning; only the part of a generated text
+            after its last occurrence counts.
         **llm_opts: Options of ``load_model_by_name`` by name. An option of the backend's library,
             such as ``dtype`` in ``hf_opts``, may be given directly.
 
@@ -190,7 +190,7 @@ class HarnessLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **others: Any
     ) -> list[int]:
-        """Return token ids; if ``add_special_tokens`` is ``None``, ``add_bos_token`` decides."""
+        """Return a text's token ids; ``add_special_tokens`` defaults to ``add_bos_token``."""
         if add_special_tokens is None:
             # A text that already begins with the prefix token's text gets no special tokens.
             begins = string.startswith(self._prefix)
@@ -258,9 +258,9 @@ class HarnessLM(TemplateLM):
     def _scored(
         self, pairs: Sequence[tuple[list[int], list[int]]], is_shown: bool
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Yield each pair's index and answer: log-likelihood, and whether the text is greedy."""
+        """Yield each pair's index and (log-likelihood, whether the continuation is greedy)."""
         cut = [self._cut(context, continuation) for context, continuation in pairs]
-        # In sorted order, neighbours share the longest prefixes, which are then still cached.
+        # In sorted order, neighbours share the longest prefixes while these are still cached.
         order = sorted(range(len(cut)), key=lambda i: cut[i][0] + cut[i][1])
         with progress_bar(len(cut), is_shown, "scoring") as bar:
             for start in range(0, len(order), _AT_ONCE):
@@ -276,13 +276,13 @@ class HarnessLM(TemplateLM):
                 bar.update(len(some))
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Return a context, cut on the left to the model's length, and its continuation."""
+        """Return context and continuation; the context is cut on the left so that both fit."""
         if not 0 < len(continuation) <= self.max_length:
             raise ContextError(
                 f"a continuation must have 1 to {self.max_length} tokens, got {len(continuation)}: "
                 f"{shown(self.tokenizer.decode(continuation))}"
             )
-        # The last token is never evaluated, so there is room for one more.
+        # The continuation's last token is never evaluated, so one more token fits.
         most = self.max_length + 1 - len(continuation)
         if len(context) > most:
             _log.warning("a context of %d tokens is truncated to its last %d", len(context), most)
@@ -300,7 +300,7 @@ class HarnessLM(TemplateLM):
             return loop.run(self._texts(requests, asked, bar))
 
     async def _texts(self, requests: Any, asked: Sequence[_Asked], bar: Any) -> list[str]:
-        # More concurrent texts would not fit into a batch, but would need KV cache.
+        # Further texts would not fit into a batch, but would take space in the KV cache.
         places = asyncio.Semaphore(self.lm.batch_size)
 
         async def finished(request: Any, own: _Asked) -> str:
@@ -331,7 +331,7 @@ class HarnessLM(TemplateLM):
                 fields.pop(name, None)
         elif "seed" not in fields:  # draw one from torch's generator, which the harness seeds
             fields["seed"] = int(torch.randint(1 << 62, (), dtype=torch.int64))
-        # Special tokens add no characters to a text, so match such ends by their ids too.
+        # Special tokens add no characters to a text, so ends with one are matched by ids too.
         ends = {end: self.tok_encode(end, add_special_tokens=False) for end in until}
         special = [ids for ids in ends.values() if not self.lm.special_ids.isdisjoint(ids)]
         config = GenerationConfig(
@@ -346,7 +346,7 @@ class HarnessLM(TemplateLM):
 
 
 def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
-    """Return the ``batch_size`` option, if any: ``None``, 1 and "auto" keep the model's default."""
+    """Return the loading options that set ``batch_size``: none for ``None``, 1 and "auto"."""
     if batch_size in (None, 1, "1") or str(batch_size).startswith("auto"):
         return {}
     if isinstance(batch_size, str) and batch_size.isdecimal():
@@ -357,7 +357,7 @@ def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
 def _loaded(
     pretrained: str, backend: str | None, options: dict[str, Any], device: str | None
 ) -> AsyncLM:
-    """Load a model; options unknown to its backend go to the backend's library, if it takes any."""
+    """Load a model; options that its backend does not know go to the backend's library, if any."""
     kind, _ = check_loading(
         pretrained, backend, {n: v for n, v in options.items() if n == "replicas"}
     )

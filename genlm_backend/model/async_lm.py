@@ -1,4 +1,4 @@
-"""AsyncLM: the interface of every backend."""
+"""AsyncLM: the interface of every model."""
 
 from __future__ import annotations
 
@@ -82,21 +82,21 @@ from genlm_backend.tokenization.bos import encode_text
 class AsyncLM(Closing):
     """A language model whose next-token log-probabilities can be awaited.
 
-    Concurrent awaits share batches. A row is a ``torch.Tensor`` of shape ``[len(byte_vocab)]`` and
-    dtype float32: normalised natural log-probabilities, computed in float32 whatever the model's
-    dtype. The caller may modify it. Ids that no token has get ``-inf``. Up to rounding, a row
-    depends only on its context and adapter, not on the other contexts of its batch or on the
-    contents of the cache.
+    Concurrent awaits share batches. A *row* has the log-probability of each token after a context:
+    a ``torch.Tensor`` of shape ``[len(byte_vocab)]`` and dtype float32. The logarithms are natural,
+    normalised, and computed in float32 whatever the model's dtype. Ids that no token has get
+    ``-inf``. The caller may modify a row. Up to rounding, it depends only on context and adapter,
+    not on the other contexts of its batch or on the contents of the cache.
 
     Every log-probability method takes ``lora_name``, the adapter to read the context with. A
     subclass has to define ``next_token_logprobs`` and ``next_token_logprobs_sync``. By default, the
-    other log-probability methods call one of these for each context; overrides can be faster.
+    other log-probability methods call one of these two per context; overrides can be faster.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
-        vocab_size: Width of the model's rows, if it may differ from the tokenizer's. If the model
-            is wider, the extra ids are undefined; if it is narrower, the tokenizer's extra ids are
-            cut, with a warning.
+        vocab_size: Width of the model's rows, if it may differ from the size of the tokenizer's
+            vocabulary. Ids that only the model has are undefined. Ids that only the tokenizer has
+            are cut off, with a warning.
         self_check: Whether to compare probe texts with the bytes of their tokens.
 
     Attributes:
@@ -116,7 +116,7 @@ class AsyncLM(Closing):
     """Checks of the constructor's options, by name."""
 
     library_opts: ClassVar[str] = ""
-    """Name of the ``from_name`` option that holds arguments for the backend's library, if any."""
+    """Name of the ``from_name`` option with arguments for the backend's library; empty if none."""
 
     def __init__(
         self, tokenizer: Any, *, vocab_size: int | None = None, self_check: bool = True
@@ -235,7 +235,7 @@ class AsyncLM(Closing):
         Raises:
             ContextTypeError: (``TypeError``) If the ids are not integers.
             ContextError: (``ValueError``) If the context is empty, longer than the model's
-                maximum, or holds an id outside the vocabulary. This error and the
+                maximum, or has an id outside the vocabulary. This error and the
                 ``TypeError`` are raised before the query is queued.
             UnknownAdapterError: (``ValueError``) If ``lora_name`` is not loaded.
             BatcherClosedError: (``RuntimeError``) After ``close()``.
@@ -247,10 +247,10 @@ class AsyncLM(Closing):
     async def next_token_logits(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the logits, or log-probabilities if the backend has none: float32 ``[vocab]``.
+        """Return next-token logits (if unknown, log-probabilities): float32 ``[vocab]``.
 
         Some logits processors of transformers, such as the repetition penalty, need logits.
-        Log-probabilities differ from them by one constant per row.
+        Log-probabilities differ from logits by one constant per row.
         """
         return await self.next_token_logprobs(token_ids, lora_name)
 
@@ -286,10 +286,10 @@ class AsyncLM(Closing):
     async def read(
         self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None = None
     ) -> Any:
-        """Return the answer to a readout of any class, such as one of your own.
+        """Return what a readout, perhaps of a class of your own, computes from a context's row.
 
-        Methods that return less than a row, such as ``next_token_top``, call this one. Other
-        callers may hold the same answer object: copy it before you modify it.
+        Methods that return less than a row, such as ``next_token_top``, call this one. Several
+        callers may get the same object as their answer: copy it before you modify it.
 
         Args:
             token_ids: The context.
@@ -325,9 +325,9 @@ class AsyncLM(Closing):
     ) -> TopTokens:
         """Return the ``k`` most probable next tokens, and the log-mass of all others.
 
-        The library's backends compute it on the model's device, in a batch with other awaits: no
+        The library's backends compute them on the model's device, in a batch with other awaits: no
         row is copied for the caller, sent by another process, or cached. If the row is cached
-        already, the result is computed from that.
+        already, the result is computed from the cached row.
 
         Args:
             token_ids: The context.
@@ -336,7 +336,7 @@ class AsyncLM(Closing):
 
         Returns:
             The ids of these tokens, int64 ``[k]``, and their log-probabilities, float32 ``[k]``,
-            the most probable first; and the log-mass of all other tokens, summed from their
+            the most probable first; and the log-mass of all other tokens, summed from the others'
             probabilities. The attribute ``texts`` has the tokens as text, for the ``repr``.
 
         Raises:
@@ -355,7 +355,7 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the log-probabilities of chosen tokens after a context: float32 ``[len(chosen)]``.
 
-        They equal the row's entries bit for bit, and are computed where ``next_token_top`` is.
+        They equal a row's entries bit for bit. No row is copied or cached; see ``next_token_top``.
 
         Args:
             token_ids: The context.
@@ -376,7 +376,7 @@ class AsyncLM(Closing):
     async def next_token_entropy(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
         """Return the entropy of the next-token distribution in nats, summed in float64.
 
-        It is computed where ``next_token_top`` is.
+        No row is copied or cached; see ``next_token_top``.
 
         Raises:
             EvaluationError: (``RuntimeError``) If the row is NaN.
@@ -394,7 +394,7 @@ class AsyncLM(Closing):
         A log-mass is the logarithm of the probability that the next token is in the group, or
         ``-inf`` if no token of the group is possible. The tokens below a node of a trie over the
         vocabulary are ``trie.tokens_below(node)``; ``lm_trie_weights`` computes the masses of all
-        nodes at once. The log-masses are computed where ``next_token_top`` is.
+        nodes at once. No row is copied or cached; see ``next_token_top``.
 
         Args:
             token_ids: The context.
@@ -422,7 +422,7 @@ class AsyncLM(Closing):
         """Return the log-probability of each token of a continuation: float32 ``[n]``.
 
         Up to rounding, each equals that token's entry in the row of all tokens before it. If the
-        backend scores texts, as ``AsyncTransformer`` does for most models and vLLM for most texts,
+        backend can score whole texts (``AsyncTransformer`` for most models, vLLM for most texts),
         it computes each token once, in batches with other awaits, and makes no rows. Otherwise the
         rows of all prefixes are computed, ``batch_size`` at a time.
 
@@ -459,11 +459,11 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
         **options: Unpack[ScoreOptions],
     ) -> TokenScores:
-        """Return each token's log-probability and further numbers from its row; see ``score``.
+        """Return each token's log-probability and more numbers about its row; see ``score``.
 
         Entropies, top tokens and log-masses are those that ``next_token_entropy``,
-        ``next_token_top`` and ``next_token_log_masses`` return for the tokens before each token.
-        A backend that supports it computes them in the scoring pass, on the model's device.
+        ``next_token_top`` and ``next_token_log_masses`` return for the context before each token.
+        A backend that can do so computes them in the scoring pass, on the model's device.
 
         Args:
             prompt: The tokens before the continuation, at least one.
@@ -472,9 +472,9 @@ class AsyncLM(Closing):
             **options: ``entropy``: also return the entropy of each next-token distribution, in
                 nats. ``rank``: also return each token's rank, 0 for the most probable. ``top``:
                 number of most probable tokens to return. ``groups``: groups whose log-masses to
-                return, in the types of ``next_token_log_masses``. ``beginnings``: also return the
-                log-masses of all tokens that begin with the token's first byte, its first two
-                bytes, and so on; see ``alphabet``.
+                return, in the types of ``next_token_log_masses``. ``beginnings``: for each scored
+                token, also return the log-masses of all tokens that begin with its first byte, with
+                its first two bytes, and so on; see ``alphabet``.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option has a wrong type.
@@ -522,7 +522,7 @@ class AsyncLM(Closing):
     _scores_sync = blocking(_scores)
 
     async def _scored(self, asked: list[ScoreQuery], lora_name: str | None) -> list[torch.Tensor]:
-        """Return the answers to distinct scorings, here from the rows of all prefixes."""
+        """Return the answers to distinct queries in order, here from the rows of all prefixes."""
 
         def ask(queries: list[RowQuery]) -> Awaitable[torch.Tensor]:
             contexts = [_listed(query.context) for query in queries]
@@ -537,14 +537,14 @@ class AsyncLM(Closing):
     def draw(
         self, row: AnyRow, *, generator: RandomGenerator | None = None, temperature: float = 1.0
     ) -> int:
-        """Draw a token id from the softmax of ``row / temperature``, float ``[vocab]``.
+        """Draw a token id from the softmax of ``row / temperature``; ``row`` is float ``[vocab]``.
 
         The row need not be normalised and is not modified; mask a token by ``-inf``. Temperature 0
         takes the first of the most probable tokens. Otherwise, a draw takes one number from
-        ``generator`` or from the operating system. NumPy computes it on the calling thread.
+        ``generator`` or from the operating system. NumPy computes the draw on the calling thread.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an argument has another type, such as a seed.
+            OptionTypeError: (``TypeError``) If a type is wrong, such as a seed as ``generator``.
             OptionError: (``ValueError``) If ``row`` has another shape, a NaN, no possible token or
                 probabilities instead of logarithms, or ``temperature`` is negative.
         """
@@ -563,8 +563,8 @@ class AsyncLM(Closing):
 
         Without ``top_k``, ``top_p`` and ``min_p``, the token is, up to rounding, the one that
         ``draw`` returns, with the same generator, for the row with ``-inf`` at forbidden tokens.
-        No row is copied or cached; see ``next_token_top``. A particle gains the log-weight
-        ``logprob - log_proposal``, which equals ``log_allowed`` at temperature 1; see ``Draw``.
+        No row is copied or cached; see ``next_token_top``. A particle that the token extends gains
+        the log-weight ``logprob - log_proposal`` (``log_allowed`` at temperature 1); see ``Draw``.
 
         Args:
             token_ids: The context.
@@ -584,7 +584,7 @@ class AsyncLM(Closing):
                 ``log_allowed`` are ``-inf``, the weight of a dead particle.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an argument has another type, such as a seed.
+            OptionTypeError: (``TypeError``) If a type is wrong, such as a seed as ``generator``.
             OptionError: (``ValueError``) If ``temperature``, ``top_k``, ``top_p`` or ``min_p`` is
                 out of bounds, ``impossible`` is another word, or ``allowed`` has another shape, an
                 id outside the vocabulary, or (under ``impossible="raise"``) no token.
@@ -615,8 +615,8 @@ class AsyncLM(Closing):
         Up to rounding, they equal the results of ``n`` calls of ``draw_next_token`` with the same
         generator. With ``distinct``, they are drawn without replacement, in proportion to
         probability. They then have the distribution of the ``n`` tokens with the largest
-        Gumbel-perturbed log-probabilities, in order (Kool et al., 2019, arXiv:1903.06059), and
-        each draw's ``log_allowed`` and ``log_proposal`` are relative to the tokens still left.
+        Gumbel-perturbed log-probabilities, in order (Kool et al., 2019, arXiv:1903.06059).
+        The ``log_allowed`` and ``log_proposal`` of a draw refer to the tokens not drawn before it.
 
         Args:
             token_ids: The context.
@@ -648,7 +648,7 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
         **options: Unpack[DrawOptions],
     ) -> list[Draw]:
-        """Draw the token after each of many contexts, such as the particles of one step.
+        """Draw a token after each of many contexts, such as those of particles in one step.
 
         The draws equal those of one ``draw_next_token`` call per context, in order, with the same
         generator.
@@ -753,7 +753,7 @@ class AsyncLM(Closing):
         """Sample a continuation of each prompt; the options have been checked."""
         temperature, seed = options.pop("temperature"), options.pop("seed")
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
-        if len(prompts) == 1 and not progress:  # tqdm's import may fail while Python exits
+        if len(prompts) == 1 and not progress:  # without tqdm, whose import may fail at exit
             return [await self._sample(prompts[0], lora_name, samplers[0], **options)]
         with progress_bar(len(samplers), progress) as bar:
 
@@ -795,19 +795,19 @@ class AsyncLM(Closing):
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> ParticleGroup:
-        """Return a group of particles that all begin with a prompt; nothing is computed yet.
+        """Return a group of particles, each of which begins with a prompt; nothing is computed yet.
 
         Args:
-            prompt: A text, token ids or a ``Context``; or a list of several, each of which gets its
-                own particles, with separate weights and resampling.
-            n: Number of particles of each prompt; or a list with one number per prompt.
+            prompt: A text, token ids or a ``Context``; or a list of several prompts, each of which
+                gets its own particles, with separate weights and resampling.
+            n: Number of particles for each prompt; or a list with one number per prompt.
             seed: Seed of the draws and of the resampling; ``None`` for a fresh one.
             lora_name: The adapter to read the contexts with.
 
         Raises:
             OptionTypeError: (``TypeError``) If ``n`` or ``seed`` is no integer.
-            OptionError: (``ValueError``) If ``n`` is below 1, or has another number of elements
-                than there are prompts.
+            OptionError: (``ValueError``) If ``n`` is below 1, or a list whose length differs from
+                the number of prompts.
             ContextError: (``ValueError``) If a prompt is empty, too long, or cannot be encoded.
             UnknownAdapterError: (``ValueError``) If ``lora_name`` is not loaded.
         """
@@ -829,8 +829,8 @@ class AsyncLM(Closing):
     ) -> list[StepResult]:
         """Return the results of a ``ParticleGroup``'s steps, here computed context by context.
 
-        ``with_draws``, if given, returns the steps with their draws, which ``steps`` then lack. It
-        is called once, if possible during the model's forward pass.
+        If ``with_draws`` is given, it returns the steps with their draws, and ``steps`` has them
+        without. The function is called once, if possible during the model's forward pass.
         """
         results = list[StepResult]()
         for step in steps if with_draws is None else with_draws():
@@ -848,14 +848,14 @@ class AsyncLM(Closing):
     async def draws_from_rows(
         self, steps: Sequence[ParticleStep], rows: Sequence[StepResult]
     ) -> list[StepResult]:
-        """Return the results of steps with draws, given those of the steps without draws."""
+        """Return the results of ``steps``, which have draws, given the results without draws."""
         return await asyncio.to_thread(drawn_from_rows, steps, rows)
 
     # ---------------------------------------------------------------- keys and values
 
     @property
     def kv_capacity(self) -> int | None:
-        """Number of tokens whose keys and values fit at once; ``None`` if none are kept.
+        """Number of tokens whose keys and values fit into the cache; ``None`` if none are kept.
 
         A longer context is still answered, but computed anew each time. For a model with only
         recurrent states, it is the number of tokens that the prefix tree can hold; the states have
@@ -879,7 +879,7 @@ class AsyncLM(Closing):
     # ---------------------------------------------------------------- adapters
 
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
-        """Load a LoRA adapter under a name for queries; blocks until it is loaded.
+        """Load a LoRA adapter, which queries use by its name; blocks until it is loaded.
 
         A name that is already in use is bound to a newly loaded adapter. The old adapter answers
         earlier queries and the new one later queries; a running generation or search looks the
@@ -947,7 +947,7 @@ class AsyncLM(Closing):
         return LMStatistics()
 
     def close(self) -> None:
-        """Raise an error in every waiting caller, and free the model; may be called again."""
+        """Raise an error in every waiting caller, and free the model; later calls do nothing."""
 
 
 def _listed(token_ids: TokenIds) -> TokenIds:

@@ -1,4 +1,4 @@
-"""BatchedLM: an AsyncLM that batches its queries, caches rows, and runs them on an evaluator."""
+"""BatchedLM: an AsyncLM that batches queries, runs the batches on an evaluator, caches rows."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class LMOptions(RowOptions, total=False):
 
 
 class PictureReading(Protocol):
-    """Turns prompts with pictures into contexts, with one model's processor."""
+    """Turns prompts with pictures into contexts, by the processor of one model."""
 
     processor: Any
     """The transformers processor; ``None`` if there is none."""
@@ -92,14 +92,14 @@ class PictureReading(Protocol):
 class BatchedLM(OfOneProcess, AsyncLM):
     """A model that runs on an evaluator, with checks, batching, a row cache and named adapters.
 
-    The model's worker thread makes all calls of the evaluator except ``counts`` and ``close``.
+    The model's worker thread calls all methods of the evaluator except ``counts`` and ``close``.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
         evaluator: The evaluator, which no other model may share.
-        batch_size: Number of distinct contexts evaluated at once, at most, or the evaluator's
-            ``max_batch_size`` if that is less. Unless the evaluator has such a maximum, a text to
-            score counts as ``length / 200`` contexts.
+        batch_size: Distinct contexts in a batch, at most; if the evaluator's ``max_batch_size`` is
+            less, it applies instead. A text to score counts as ``length / 200`` contexts, or as one
+            if the evaluator has a ``max_batch_size``.
         timeout: Seconds that the first query of a batch may wait for others. The bound rarely
             matters: a batch is sent as soon as the event loop has no further query to add.
         row_cache_bytes: Bytes of rows to keep, at most, so that a repeated context costs no
@@ -143,7 +143,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._adapters = AdapterNames()
         self._answering = ResultCollector(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
-        self._last_counts: EvaluatorCounts | None = None  # the evaluator's, once it is closed
+        self._last_counts: EvaluatorCounts | None = None  # the evaluator's, when it was closed
         self._batcher: Batcher[Query, Any] = self._asking(BatchPolicy(timeout=given["timeout"]))
         self._submit, self._submit_all = self._batcher.submit, self._batcher.submit_all
         evaluator.check_cancelled = self._batcher.check_cancelled
@@ -167,7 +167,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     @classmethod
     def _parted(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Check a constructor's options; return ``BatchedLM``'s own, and the subclass's."""
+        """Check a constructor's ``locals()``; return ``BatchedLM``'s options, and the others."""
         # ``__class__`` is the class that defines the constructor; ``cls`` may be a subclass of it.
         check_option_names(values["__class__"], values["options"], cls.library_opts)
         all_values = {**defaults_of(LMOptions), **values, **values["options"]}
@@ -266,7 +266,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     async def _scored(self, asked: list[ScoreQuery], lora_name: str | None) -> list[torch.Tensor]:
         self._batcher.check_open()
         self._before_wait()
-        # An evaluator that scores may still be unable to return the numbers of ``ScoreExtras``.
+        # Without ``reads_out``, an evaluator scores texts but returns no ``ScoreExtras``.
         if self._info.scores and (self._info.reads_out or not any(q.needs_row for q in asked)):
             return await self._submit_all(asked)
         return await scores_of_rows(asked, self._rows_of, self.batch_size)
@@ -295,7 +295,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             answers = {i: asked[i].of_row(row) for i, row in rows if row is not None}
         if len(answers) < len(asked):
             self._before_wait()
-        if not answers:  # the usual case
+        if not answers:  # the usual case: no row is cached
             return await self._submit_all(asked)
         missing = [i for i in range(len(asked)) if i not in answers]
         found = await self._submit_all([asked[i] for i in missing])
@@ -317,7 +317,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._before_wait()
         is_here = type(self._batcher) is Batcher
         is_here = is_here and not isinstance(self._evaluator, RestartableEvaluator)
-        # Another process would have to send the rows; a blocking call cannot draw meanwhile.
+        # Draws follow the pass unless another process would send its rows or this call blocks.
         if with_draws is not None and (not is_here or await is_blocking()):
             steps, with_draws = with_draws(), None
         own = [replace(step, adapter=adapter) for step in steps]
@@ -348,11 +348,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
     # ------------------------------------------------------- the worker thread and its queue
 
     def _call(self, method: Callable[[], T]) -> T:
-        """Run ``method`` on the worker after the batches already sent; block for its result."""
+        """Block until ``method`` has run on the worker, after sent batches; return its result."""
         return self._batcher.call(method)
 
     def _call_for(self, query: RowQuery, method: Callable[[], T]) -> T:
-        """Run ``method`` as ``_call`` does, or raise if the query's adapter is gone by then."""
+        """Run ``method`` as ``_call`` does, or raise if the query's adapter is removed first."""
 
         def run() -> T:
             if error := self._adapters.error_of(query):
@@ -363,7 +363,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return self._call(run)
 
     async def _number_of(self, method: Callable[[Evaluator], int | None]) -> int:
-        """Run an evaluator's method on the worker; return its number, 0 for ``None``."""
+        """Return the result of ``method(evaluator)``, run on the worker; 0 in place of ``None``."""
         asked = self._batcher.call_soon(partial(method, self._evaluator))
         return await asyncio.wrap_future(asked) or 0
 
@@ -401,7 +401,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     @property
     def kv_reuse(self) -> bool:
-        """Whether keys and values are reused; if not, every context is run whole."""
+        """Whether keys and values are reused; if not, all tokens are computed for each query."""
         return self._info.num_slots is not None
 
     @property
@@ -413,7 +413,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> int:
         """Return how many of a context's tokens are cached now and need not be computed.
 
-        The last token is not counted: its logits are the answer. See ``AsyncLM`` for ``tier``.
+        The last token is not counted: computing it gives the row. See ``AsyncLM`` for ``tier``.
         """
         query, tier = self._query(token_ids, lora_name), check_tier("tier", tier)
         return await self._number_of(lambda e: e.num_cached(query, tier))
@@ -422,8 +422,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """Compute a prompt now and pin its keys and values until the KV cache is cleared.
 
         Caching is automatic: this call only protects the prompt from eviction. Blocks the thread.
-        For a model that runs every context whole, it pins nothing. If a model has several
-        replicas, each of them keeps the prompt.
+        For a model without ``kv_reuse``, this call pins nothing. If a model has several replicas,
+        each of them keeps the prompt.
 
         Raises:
             CacheError: If the pinned prompts leave no room for this one or its recurrent state, if
@@ -474,14 +474,14 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._call_for(query, lambda: self._evaluator.save_prefix(query, where))
 
     def load_prefix(self, path: str | Path, lora_name: str | None = None) -> Context:
-        """Load the keys and values of a ``save_prefix`` file into the cache; return its tokens.
+        """Load keys and values into the cache from a ``save_prefix`` file; return its prompt.
 
         No token is computed. The loaded prefix can be evicted like any other; ``cache_kv`` pins
         it. Blocks the thread.
 
         Args:
             path: The file.
-            lora_name: The adapter that it was saved with.
+            lora_name: The adapter that the file was saved with.
 
         Raises:
             PrefixFileError: (``ValueError``) If the file is from a model with another config, other
@@ -523,7 +523,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._pictures.processor = processor
 
     def _asker(self) -> Callable[[Callable[[Evaluator], Any]], Any]:
-        """Return a function that runs a method on the worker, without a reference to the model."""
+        """Return a function that runs ``method(evaluator)`` on the worker and keeps no ``self``."""
         before_wait, batcher, evaluator = self._before_wait, self._batcher, self._evaluator
 
         def ask(method: Callable[[Evaluator], Any]) -> Any:
@@ -570,7 +570,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._call(lambda: self._remove(self._named(lora_name)))
 
     def _drain(self, adapter: Adapter) -> None:
-        """Block until all queries made with an adapter so far are answered."""
+        """Block until all queries made so far, at least those with ``adapter``, are answered."""
         self._batcher.drain()
 
     def _remove(self, adapter: Adapter) -> None:

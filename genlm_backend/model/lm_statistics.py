@@ -25,11 +25,11 @@ class LMStatistics(Readable, EvaluatorCounts):
         num_batches: Batches evaluated.
         num_forwards: Forward passes of the model; a batch may take several (contexts of very
             different lengths, chunks of a long one) and a mock takes none.
-        batch_sizes: Number of batches by number of distinct contexts.
+        batch_sizes: Size of a batch, in distinct contexts → number of batches of that size.
         tokens_computed: Tokens that went through the model, without padding.
         tokens_reused: Tokens that were found in the cache instead of being computed.
         row_cache_hits: Awaits answered from the row cache.
-        num_joined: Awaits that joined an equal query, waiting or under evaluation.
+        num_joined: Awaits that joined an equal query, which was waiting or under evaluation.
         num_skipped: Queries never evaluated, because all their callers were cancelled.
         queue_time_seconds: How long each query waited for its batch to begin.
         batch_time_seconds: How long the evaluation of each batch took.
@@ -41,8 +41,8 @@ class LMStatistics(Readable, EvaluatorCounts):
         host_bytes_budget: Upper bound of ``host_bytes_used``.
         num_evicted_rows: Rows dropped to stay within ``row_bytes_budget``.
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
-        num_recomputed_tokens: Tokens computed again after they were dropped. The transformers and
-            MLX backends remember only about the last 65,536 dropped tokens.
+        num_recomputed_tokens: Evicted tokens that were computed again. The transformers and MLX
+            backends remember only about the last 65,536 evicted tokens.
         num_tokens_to_host: Tokens whose keys and values were moved to the host.
         num_tokens_from_host: Tokens whose keys and values were moved back to the device.
         state_bytes_used: Bytes of the cached recurrent states, if the model has any.

@@ -26,19 +26,19 @@ class AdapterNames:
     """Loaded adapters by name; only the worker thread changes them, any thread may read them."""
 
     def __init__(self) -> None:
-        # Both are replaced, never mutated: other threads read them without a lock.
+        # ``_named`` and ``_loaded`` are never mutated: other threads read them without a lock.
         self._named: Mapping[str, Adapter] = {}
         self._loaded: frozenset[Adapter] = frozenset()
         self._numbers = itertools.count(1)  # unique per load, unlike names, which can be reused
 
     def new(self, name: str) -> Adapter:
-        """Return a new adapter of that name; the caller loads it, then calls ``add``."""
+        """Return an ``Adapter`` with a new number; the caller loads it, then calls ``add``."""
         plain = str.__str__(name)  # not a str subclass: another process may lack the class
         return Adapter(plain, next(self._numbers))
 
     def add(self, adapter: Adapter) -> Adapter | None:
-        """Bind a loaded adapter to its name; return the adapter that had the name before."""
-        # The old adapter answers queries that were made with it until it is removed.
+        """Bind a loaded adapter to its name; return the adapter that it replaces, or ``None``."""
+        # Until the replaced adapter is removed, it answers the queries that were made with it.
         replaced = self._named.get(adapter.name)
         self._loaded |= {adapter}
         self._named = {**self._named, adapter.name: adapter}
@@ -83,11 +83,11 @@ class ResultCollector:
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
     def weight(self, query: Query) -> float:
-        """Return a query's weight in a batch, which is 1 if there is a ``max_batch_size``."""
+        """Return a query's weight in a batch: 1 if the evaluator has a ``max_batch_size``."""
         return 1.0 if self._is_bounded else query.weight
 
     def forward_key(self, query: Query) -> Hashable:
-        """Return the key of a query's forward pass, or the query under a ``max_batch_size``."""
+        """Return the query if the evaluator has a ``max_batch_size``, else its ``forward_key``."""
         return query if self._is_bounded else query.forward_key
 
     def answers(self, queries: Sequence[Query]) -> list[Result | Exception]:
@@ -107,7 +107,7 @@ class ResultCollector:
         return answers_by_rows(self._rows_to_read, queries, undefined_ids)
 
     def _rows_to_read(self, queries: Sequence[Query]) -> Any:
-        """Evaluate and check the answers, so that readouts are computed only from valid rows."""
+        """Return the evaluator's answers, checked so that readouts are computed from valid rows."""
         found = self._evaluator.evaluate(queries)
         if not isinstance(found, Sequence) or len(found) != len(queries):
             return found  # ``_found`` raises the error
@@ -122,7 +122,7 @@ class ResultCollector:
     def _found(
         self, queries: Sequence[Query], found: Any, num_clears: int
     ) -> list[Result | Exception]:
-        """Check the evaluator's answers, and cache the rows among them."""
+        """Check and return the evaluator's answers ``found``; cache the rows among them."""
         if not isinstance(found, Sequence) or len(found) != len(queries):
             what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
             raise EvaluationError(f"{self._method} returned {what} for {len(queries)} queries")
@@ -152,7 +152,7 @@ class ResultCollector:
         return row.without(self._undefined) if len(self._undefined) else row
 
     def _checked(self, query: Query, answer: Any) -> Result | Exception:
-        """Return the answer, or an exception if it does not fit the query or its check raises."""
+        """Return the answer, or an exception if it does not fit the query or cannot be checked."""
         size = self._vocab_size
         try:
             if isinstance(answer, Exception) or query.is_answered_by(answer, size):

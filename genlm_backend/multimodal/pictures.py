@@ -1,4 +1,4 @@
-"""Pictures at the beginning of a context, the rules by which a model reads them, and checks."""
+"""Pictures at the beginning of a context; rules by which a model reads them; checks of prompts."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _NEGATIVE: Final = np.int32(-(2**31))
 class Pictures:
     """The pictures that a context begins with, preprocessed by the model's own processor.
 
-    They belong to the first tokens of a context, its *opening*, which a single pass computes. A
+    They lie within the first tokens of a context, its *opening*, which is computed in one pass. A
     ``Context`` replaces the placeholder id of each picture part by a negative id, derived from a
     hash of the picture. So contexts with equal tokens and different pictures compare as different,
-    and equal pictures share cached prefixes.
+    and equal openings share a cached prefix.
 
     Attributes:
         token_ids: Ids of the opening's tokens as the model takes them, packed as 32-bit integers.
         inputs: The other arguments of the model's ``forward``, by name. Those with one element
             for each token of the opening are of shape ``[1, num_tokens]``.
         of_tokens: Names of the inputs with one element for each token.
-        suffix: The value of per-token inputs for tokens after the opening.
-        image_token_id: The placeholder id of all parts of pictures.
+        suffix: The value of inputs ``of_tokens`` for each token after the opening.
+        image_token_id: The placeholder id, the same for all parts of all pictures.
         keeps: Whether text after the opening is computed from the opening's cached keys and values;
             if not, every pass runs the whole context.
         reader: The library whose processor made the inputs, and whose models take them.
@@ -73,11 +73,11 @@ class Pictures:
         return array("i", self.token_ids) + rest
 
     def shown(self, packed: array[int]) -> list[int]:
-        """Return packed ids with the placeholder id in place of all negative ones."""
+        """Return packed ids as a list, with the placeholder id in place of each negative id."""
         return [token_id if token_id >= 0 else self.image_token_id for token_id in packed]
 
     def inputs_for(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """Return the inputs for a context of ``num_tokens`` tokens; pads the per-token inputs."""
+        """Return the inputs for a context of ``num_tokens`` tokens; pads those ``of_tokens``."""
         rest = num_tokens - self.num_tokens
         return {
             name: torch.nn.functional.pad(value, (0, rest), value=self.suffix)
@@ -103,7 +103,7 @@ class Pictures:
 
 
 def image_token_id_of(config: Any) -> int | None:
-    """Return the placeholder id of pictures; ``None`` for a model that takes no pictures."""
+    """Return the placeholder id in a model's config; ``None`` if the model takes no pictures."""
     if getattr(config, "vision_config", None) is None:
         return None
     found = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
@@ -128,9 +128,9 @@ class PictureRules:
     Attributes:
         is_prompt_one: Whether prompt tokens attend to later ones too (PaliGemma), so that the whole
             prompt is the opening; otherwise, the opening ends with the last picture.
-        suffix: The value of per-token inputs for tokens after the opening.
-        keeps: Whether text is computed from cached keys and values; if not, every pass runs the
-            whole context.
+        suffix: The value of inputs with one element per token, for tokens after the opening.
+        keeps: Whether text after the opening is computed from cached keys and values; if not, every
+            pass runs the whole context.
     """
 
     is_prompt_one: bool = False
@@ -139,7 +139,7 @@ class PictureRules:
 
 
 def check_num_pictures(marker: str, num_markers: int, num_pictures: int) -> None:
-    """Raise a ``PictureError`` unless a prompt has exactly one marker per picture."""
+    """Raise a ``PictureError`` unless a prompt has as many markers as pictures."""
     if num_markers != num_pictures:
         raise PictureError(
             f"the prompt must contain {marker!r} once per picture, got {num_markers} "

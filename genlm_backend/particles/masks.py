@@ -14,7 +14,7 @@ from genlm_backend.errors import OptionError, OptionTypeError
 from genlm_backend.readouts.draw import packed_mask
 
 Masks = tuple[NDArray[np.uint8], NDArray[np.int64]]
-"""Masks, uint8 ``[M, ceil(V / 8)]``; each particle's index there, int64 ``[n]``, -1 for none."""
+"""Bits of masks, uint8 ``[M, ceil(V / 8)]``; index of each particle's mask or -1, ``[n]``."""
 
 
 def to_array(name: str, values: Any) -> NDArray[Any]:
@@ -23,14 +23,14 @@ def to_array(name: str, values: Any) -> NDArray[Any]:
         if isinstance(values, torch.Tensor):
             values = values.detach().cpu().numpy()
         return np.asarray(values)
-    except Exception as error:  # a meta tensor, a ragged list, an error of the object
+    except Exception as error:  # for a meta tensor, a ragged list or a failing ``__array__``
         raise OptionTypeError(f"{name} must be an array, got {shown(values)}") from error
 
 
 def masks_of(
     allowed: Any, vocab_size: int, active: NDArray[np.int64], num_particles: int
 ) -> Masks | None:
-    """Check ``allowed`` of ``ParticleGroup.draw``; return the active particles' masks, if any."""
+    """Check ``allowed`` of ``ParticleGroup.draw``; return the masks of ``active``, or ``None``."""
     if allowed is None:
         return None
     if isinstance(allowed, torch.Tensor):
@@ -53,7 +53,7 @@ def masks_of(
 def masks_by_group(
     allowed: Any, vocab_size: int, group_ids: NDArray[np.int64], num_groups: int
 ) -> Masks:
-    """Check ``allowed_by_group``; return the masks of particles with these group ids."""
+    """Check ``allowed_by_group``; return the masks of particles, given the group of each."""
     table = to_array("allowed_by_group", allowed)
     _check_rows("allowed_by_group", table, num_groups, vocab_size, "group")
     return np.packbits(table, axis=1), group_ids
@@ -68,13 +68,13 @@ def _check_rows(name: str, table: NDArray[Any], num_rows: int, vocab_size: int, 
 
 
 def _of_each(own: list[Any], active: NDArray[np.int64], vocab_size: int) -> Masks:
-    """Return the masks of active particles' entries; constraints in one state share one mask."""
+    """Return masks of ``active``, whose entries are ``own``; equal constraint states share one."""
     index_of, keys = dict[Any, int](), list[Any]()
     for one in own:
         key = one.state_key if hasattr(one, "state_key") else id(one)
         keys.append(key)
         index_of.setdefault(key, len(index_of))
-    firsts = dict(zip(reversed(keys), reversed(own), strict=True))  # one object of each key
+    firsts = dict(zip(reversed(keys), reversed(own), strict=True))  # the first of each key
     distinct = [firsts[key] for key in index_of]
     constraints = [one for one in distinct if hasattr(one, "state_key")]
     made = iter(type(constraints[0]).masks(constraints) if constraints else ())
@@ -97,7 +97,7 @@ def _bits(packed: Sequence[bytes]) -> NDArray[np.uint8]:
 
 
 def check_ids(name: str, values: Any, num_particles: int, vocab_size: int) -> NDArray[np.int32]:
-    """Check one token id for each particle, -1 for none; return them as int32 ``[N]``."""
+    """Check a token id for each particle, or -1 for no token; return the ids as int32 ``[N]``."""
     ids = to_array(name, values)
     if ids.dtype.kind not in "iu" and ids.size:
         raise OptionTypeError(f"{name} must be integers [{num_particles}], got {shown(values)}")

@@ -1,19 +1,19 @@
 """ParticleGroup: many particles of one program, as arrays.
 
-A particle is a prompt, the tokens after it and a log-weight. A group holds these in arrays. With a
-transformers or MLX model, a step is a query for up to ``batch_size`` distinct contexts.
+A particle is a prompt, the tokens after it and a log-weight. A group keeps these in arrays. With a
+transformers or MLX model, each query of a step has up to ``batch_size`` distinct contexts.
 
-**What a step sends.** For each distinct context, a step sends the number of its prefix's node in
+**What a query sends.** For each distinct context, a query sends the number of its prefix's node in
 the cache, its last token and its length. The model returns the draws, and the numbers of the new
-nodes. If a node was evicted, its number is not found, and the step is answered from the
+nodes. If a node was evicted, its number is not found. The query is then answered from whole
 contexts, which the group can make from its prompts and tokens at any time.
 
-**Only results count.** A draw stores the new node numbers after its result has arrived, and counts
-once it ends. So after a cancelled or failed draw, the next one takes the same random numbers.
+**Only results count.** A draw stores new node numbers, and counts as a draw, only after its result
+has arrived. So after a cancelled or failed draw, the next one takes the same random numbers.
 
 **Random numbers** come from Philox by (seed, index of the particle, number of draws so far). So a
-draw depends neither on other queries of its batch nor on which particles are finished, and copies
-of a particle, which have other indices, draw differently.
+draw depends neither on other queries of its batch nor on which particles are finished. Copies of
+a particle have other indices, so that they draw differently.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class Draws(NamedTuple):
     """The next tokens of a group's particles, in arrays ``[N]``.
 
     Attributes:
-        token_ids: Ids of the tokens, int64; -1 for a particle that is finished, dead or *stuck*: no
-            allowed token can follow it.
+        token_ids: Ids of the tokens, int64; -1 for a particle that is finished, dead or *stuck*,
+            which means that no allowed token is possible.
         logprobs: Log-probabilities under the model at temperature 1, without masks and bounds:
             float64. 0 for a finished particle; ``-inf`` for a dead or stuck one.
-        log_allowed: Log-masses of all tokens that could be drawn: float64.
+        log_allowed: Log-mass, for each particle, of all tokens that could be drawn: float64.
         log_proposals: Log-probabilities with which the tokens were drawn: float64.
     """
 
@@ -127,15 +127,15 @@ class ParticleTop(NamedTuple):
 
 @final
 class ParticleGroup:
-    """Particles in one or more groups, each with one prompt; made by ``lm.particles``.
+    """Particles in one or more groups, one group per prompt; made by ``lm.particles``.
 
     A step is ``draw``, ``append``, ``reweight`` and, as needed, ``finish`` and ``resample``. A
-    particle is *finished* once ``finish`` has named it, and *dead* at a log-weight of ``-inf``;
-    neither draws any more. While an await of the group runs, calls that change or copy the group,
-    and further awaits, raise an error. One thread at a time may use a group.
+    particle is *finished* once ``finish`` has marked it, and *dead* at a log-weight of ``-inf``; in
+    both cases it draws no token. While a method of the group is awaited, calls that change or copy
+    the group, and further awaits, raise an error. One thread at a time may use a group.
 
     Attributes:
-        group_ids: The group of each particle: int64 ``[N]``.
+        group_ids: Index of each particle's group: int64 ``[N]``.
         is_done: Whether each particle is finished: bool ``[N]``.
         resampled: Whether each group was resampled by the last ``resample``: bool ``[G]``.
         history: The ancestors that each ``resample`` returned: int64 ``[N]`` each.
@@ -160,7 +160,7 @@ class ParticleGroup:
         self._log_weights = np.zeros(size)
         self.is_done = np.zeros(size, np.bool_)
         self.resampled, self.history = np.zeros(len(prompts), np.bool_), list[Indices]()
-        # All tokens after the prompts. A step refers to this array, so written elements must never
+        # The tokens after the prompts. A step refers to this array, so written elements must never
         # change: ``append`` writes after the lengths that the step has copied.
         self._tokens = np.zeros((size, 16), np.int32)  # [N, T] int32
         self._num_tokens = np.zeros(size, np.int64)
@@ -205,7 +205,7 @@ class ParticleGroup:
 
     @property
     def log_z(self) -> Doubles:
-        """Each group's log-mean weight, the estimate of log Z so far: float64 ``[G]``."""
+        """Logarithm of each group's mean weight, which estimates log Z so far: float64 ``[G]``."""
         largest, sums, _ = self._sums()
         with np.errstate(divide="ignore"):
             return np.where(sums > 0, largest + np.log(sums / self._counts), -math.inf)
@@ -217,7 +217,7 @@ class ParticleGroup:
         return np.divide(sums**2, squares, out=np.zeros(len(sums)), where=squares > 0)
 
     def _sums(self) -> tuple[Doubles, Doubles, Doubles]:
-        """Return each group's largest log-weight, sum of relative weights and sum of squares."""
+        """Return each group's largest log-weight; the sums of ``weights`` and of their squares."""
         largest = np.full(self.num_groups, -math.inf)
         np.maximum.at(largest, self.group_ids, self._log_weights)
         largest[largest == -math.inf] = 0.0
@@ -228,7 +228,7 @@ class ParticleGroup:
         return largest, sums.astype(np.float64), squares.astype(np.float64)
 
     def reweight(self, log_increments: ArrayLike) -> None:
-        """Add to the log-weights; ``-inf`` makes a particle dead.
+        """Add numbers to the log-weights; ``-inf`` makes a particle dead.
 
         Args:
             log_increments: A number for each particle, or one for all: float ``[N]``.
@@ -236,7 +236,7 @@ class ParticleGroup:
         Raises:
             OptionTypeError: (``TypeError``) If they are not numbers.
             OptionError: (``ValueError``) If one is NaN or ``inf``, or the shape is wrong.
-            ParticleError: (``RuntimeError``) While an await of the group runs.
+            ParticleError: (``RuntimeError``) While a method of the group is awaited.
         """
         self._check_idle()
         added = to_array("log_increments", log_increments)
@@ -266,7 +266,7 @@ class ParticleGroup:
 
         Raises:
             OptionError: (``ValueError``) If it is not an array of ``N`` bools.
-            ParticleError: (``RuntimeError``) While an await of the group runs.
+            ParticleError: (``RuntimeError``) While a method of the group is awaited.
         """
         self._check_idle()
         done = to_array("is_done", is_done)
@@ -285,10 +285,10 @@ class ParticleGroup:
     ) -> Indices:
         """Resample the groups whose effective sample size is low; return all ancestors.
 
-        Particle ``i`` becomes a copy of particle ``ancestors[i]``, of the same group. Copy the
-        state that a program holds for each particle in the same way. The particles of a resampled
-        group get its log-mean weight, so that ``log_z`` does not change. A group without an active
-        particle is not resampled.
+        Particle ``i`` becomes a copy of particle ``ancestors[i]``, of the same group. If a program
+        keeps state for each particle, it must copy the state in the same way. All log-weights of a
+        resampled group become the logarithm of its mean weight, so that ``log_z`` does not change.
+        A group without an active particle is not resampled.
 
         Args:
             threshold: Resample a group if its effective sample size is below this share of its
@@ -306,9 +306,9 @@ class ParticleGroup:
             OptionTypeError: (``TypeError``) If an argument has another type.
             OptionError: (``ValueError``) If ``threshold`` is out of its bounds, ``scheme`` is
                 unknown or returns wrong indices, or ``retained`` comes with another scheme, is
-                not one particle of each group, or is dead.
-            ParticleError: (``RuntimeError``) Between ``draw`` and ``append``, and while an await of
-                the group runs.
+                not one particle of each group, or names a dead particle.
+            ParticleError: (``RuntimeError``) Between ``draw`` and ``append``, and while a method of
+                the group is awaited.
         """
         self._check_idle()
         if self._is_drawn:
@@ -361,7 +361,7 @@ class ParticleGroup:
         return kept.astype(np.int64)
 
     def _take(self, indices: Indices) -> None:
-        """Make each particle a copy of another, except for its log-weight."""
+        """Make each particle ``i`` a copy of ``indices[i]``, except for its log-weight."""
         self.is_done, self._tokens = self.is_done[indices], self._tokens[indices]
         self._num_tokens, self._hints = self._num_tokens[indices], self._hints[indices]
         self._last_tokens = self._last_tokens[indices]
@@ -372,15 +372,15 @@ class ParticleGroup:
     # ---------------------------------------------------------------- tokens
 
     def append(self, token_ids: ArrayLike) -> None:
-        """Append one token to each particle, such as the drawn ones.
+        """Append one token to each particle, such as the token that was drawn for it.
 
         Args:
-            token_ids: Ids, int ``[N]``; -1 leaves a particle as it is.
+            token_ids: Ids, int ``[N]``; -1 appends no token.
 
         Raises:
             OptionTypeError: (``TypeError``) If they are not integers.
             OptionError: (``ValueError``) If an id is outside the vocabulary, or the shape is wrong.
-            ParticleError: (``RuntimeError``) While an await of the group runs.
+            ParticleError: (``RuntimeError``) While a method of the group is awaited.
         """
         self._check_idle()
         ids = check_ids("token_ids", token_ids, len(self), len(self._model.byte_vocab))
@@ -410,7 +410,7 @@ class ParticleGroup:
         return list(map(self._contexts_of(np.arange(len(self))).context, range(len(self))))
 
     def __getitem__(self, indices: Any) -> ParticleGroup:
-        """Return a new group of copies of particles, with random numbers of its own.
+        """Return a new group of copies of chosen particles, with random numbers of its own.
 
         Args:
             indices: A NumPy index: a slice, an array of integers, or bools ``[N]``.
@@ -452,27 +452,27 @@ class ParticleGroup:
             allowed: The tokens that may be drawn: one mask for all particles (bools ``[V]``, a
                 ``PackedMask`` or token ids in an array or set); bools ``[N, V]``; a list with a
                 mask, a ``Constraint`` or ``None`` for each particle; or a function without
-                arguments that returns one of these. It is called once, on this thread: after a pass
-                that ``ahead`` started; during the pass if ``draw`` is awaited on a transformers or
-                MLX model in this process; else before. Constraints in equal states share a mask.
+                arguments that returns one of these, called once on this thread: after a pass that
+                ``ahead`` started; during the pass if ``draw`` is awaited on a transformers or MLX
+                model in this process; else before. Constraints in equal states share a mask.
             allowed_by_group: Instead of ``allowed``, the tokens for each group: bools ``[G, V]``.
             temperature: As for ``draw_next_token``.
             top_k: As for ``draw_next_token``.
             top_p: As for ``draw_next_token``.
             min_p: As for ``draw_next_token``.
-            uniforms: Numbers in [0, 1) to use instead of the group's own: float ``[N]``.
+            uniforms: Numbers in [0, 1) in place of the group's random numbers: float ``[N]``.
             ahead: Start the forward pass of the drawn tokens at once, for the next ``draw``, so
                 that it runs while the program awaits a critic, for example. The pass stays valid
                 after ``resample`` and ``finish``. If an active particle gets another token or none,
-                the next ``draw`` takes a new pass. Weights or adapters that change meanwhile do not
-                affect a pass that has started. Not in ``draw_sync``: it needs an event loop.
+                the next ``draw`` takes a new pass. Later changes to adapters or model weights do
+                not affect a pass that has started. Not in ``draw_sync``: it needs an event loop.
 
         Raises:
             OptionTypeError: (``TypeError``) If an argument has another type.
             OptionError: (``ValueError``) If an argument is out of its bounds or has a wrong shape,
                 or if ``draw_sync`` gets ``ahead=True``.
             ContextError: (``ValueError``) If a context is empty or longer than the model's maximum.
-            ParticleError: (``RuntimeError``) While another await of the group runs.
+            ParticleError: (``RuntimeError``) While another method of the group is awaited.
             EvaluationError: (``RuntimeError``) If the row of a particle is NaN.
             Exception: Any error of ``next_token_logprobs``.
         """
@@ -580,7 +580,7 @@ class ParticleGroup:
     log_masses_sync = blocking(log_masses, "numbers")
 
     async def _read(self, readout: ReadoutOf) -> tuple[list[Any], Indices]:
-        """Return a readout's answers for the distinct contexts, and each particle's index there."""
+        """Return the answers for distinct contexts; and each particle's index there, or -1."""
         with self._running():
             active = self._active()
             first, row_of = self._distinct(active)
@@ -652,8 +652,8 @@ class ParticleGroup:
         hints = self._hints[active]
         are_near = (hints != 0) & (lengths - self._hinted_lengths[active] <= 1)
         if len(active) and are_near.all():
-            # A hint is the node of all tokens or of all but the last. So contexts with equal hints,
-            # lengths and last tokens are equal.
+            # A hint is the node of a context, or of all its tokens but the last. So contexts with
+            # equal hints, lengths and last tokens are equal.
             _, codes = np.unique(hints, return_inverse=True)
             codes = codes * (longest + 1) + lengths
             codes = codes * len(self._model.byte_vocab) + self._last_tokens[active]
@@ -695,14 +695,14 @@ class ParticleGroup:
         return steps
 
     async def _rows_ahead(self, active: Indices) -> list[StepResult] | None:
-        """Return the rows of the pass that the last draw started, if all ``active`` have one."""
+        """Return the rows of the pass that the last draw started; ``None`` if any is missing."""
         ahead = self._ahead
         if ahead is None or ahead.drawn is not None or not len(active):
             return None
         return None if (ahead.row_of[active] < 0).any() else await ahead.results()
 
     def _drop_ahead(self, is_wanted: object = False) -> None:
-        """Forget the pass that the last draw started, unless wanted; skip it if it can be."""
+        """Unless ``is_wanted``, forget the pass that the last draw started, and cancel its task."""
         ahead = self._ahead
         if ahead is None or is_wanted:
             return
@@ -713,7 +713,7 @@ class ParticleGroup:
     async def _start_ahead(
         self, drawn: Indices, active: Indices, row_of: Indices, is_ahead: bool
     ) -> None:
-        """Forget the last pass ahead; if ``is_ahead``, start one for the drawn tokens."""
+        """Forget the last pass ahead; if ``is_ahead``, start one for contexts with drawn tokens."""
         self._drop_ahead()
         if not is_ahead:
             return
@@ -724,7 +724,7 @@ class ParticleGroup:
         _, first, rows = np.unique(codes, return_index=True, return_inverse=True)
         steps = self._steps(active[own[first]], ids[own[first]])
         task = asyncio.ensure_future(self._model.particle_results(steps, self._lora_name))
-        # Look at the exception, since asyncio logs those that nobody has looked at.
+        # Retrieve the exception, since asyncio logs an exception that is never retrieved.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             for _ in range(_TURNS):
@@ -739,7 +739,7 @@ class ParticleGroup:
         self._is_drawn = True
 
     def _contexts_of(self, particles: Indices) -> StepContexts:
-        """Return the present contexts of some particles."""
+        """Return the present contexts of ``particles``."""
         # The contexts may be made later. So all arrays are copies, except ``_tokens``: ``append``
         # writes only after these sizes, and ``resample`` makes a new array.
         return StepContexts(
@@ -753,7 +753,7 @@ class ParticleGroup:
         )
 
     def _draws(self, active: Indices, found: Doubles) -> Draws:
-        """Return the draws of the group, given the values of ``Pools.draw`` for active ones."""
+        """Return the group's draws, given the values of ``Pools.draw`` for the active particles."""
         if np.isnan(found[:, 4]).any():
             self._drop_ahead()  # or every later draw would read the same rows
             own = active[np.isnan(found[:, 4])]
@@ -776,7 +776,7 @@ class ParticleGroup:
         return Rows(table, self._in_group(active, row_of))
 
     def _keep_hints(self, active: Indices, row_of: Indices, results: Sequence[StepResult]) -> None:
-        """Keep the node numbers of a step's rows."""
+        """Store the number of the cache node of each active particle's context."""
         if not results:
             return
         key = results[-1].hint_key
@@ -798,7 +798,7 @@ class _Ahead(NamedTuple):
     Attributes:
         steps: The steps of the pass, without draws.
         task: The task that waits for their results.
-        row_of: Index of each particle's row in the steps; -1 without one: int64 ``[N]``.
+        row_of: Index of each particle's row in the steps, or -1 if it has none: int64 ``[N]``.
         drawn: The drawn tokens, int64 ``[N]``; ``None`` once tokens have been appended.
     """
 
@@ -808,7 +808,7 @@ class _Ahead(NamedTuple):
     drawn: Indices | None
 
     def appended(self, token_ids: NDArray[np.int32]) -> _Ahead:
-        """Return the pass without the rows of particles whose new token is not the drawn one."""
+        """Return the pass without rows of particles that got a token other than the drawn one."""
         is_drawn = token_ids == (-1 if self.drawn is None else self.drawn)
         return self._replace(row_of=np.where(is_drawn, self.row_of, -1), drawn=None)
 
@@ -825,7 +825,7 @@ class _Ahead(NamedTuple):
 
 @final
 class _Plan(NamedTuple):
-    """How to draw: the checked options, and a random number for each draw."""
+    """How to draw: the checked options, and a random number for each active particle."""
 
     temperature: float
     bounds: SamplingFilter | None
@@ -880,7 +880,7 @@ def _bounds(top_k: Any, top_p: Any, min_p: Any) -> SamplingFilter | None:
 def _spread(
     rows: Sequence[Any], row_of: Indices, missing: float, shape: tuple[int, ...], dtype: Any
 ) -> NDArray[Any]:
-    """Return each particle's entry of ``rows``; ``missing`` for a particle without one."""
+    """Return each particle's entry of ``rows``; ``missing`` if its ``row_of`` is -1."""
     found = np.full((len(row_of), *shape), missing, dtype)
     if len(rows):
         found[row_of >= 0] = np.stack(rows)[row_of[row_of >= 0]]
@@ -891,7 +891,7 @@ _MOST_PARTICLES: Final = 1 << 24
 
 
 def is_one_prompt(prompt: Any) -> bool:
-    """Return whether a prompt of ``lm.particles`` is a single one, and not a list of prompts."""
+    """Return whether ``prompt``, an argument of ``lm.particles``, is one prompt and not a list."""
     is_listed = isinstance(prompt, Sequence) and not isinstance(prompt, (str, Context))
     return not is_listed or not prompt or isinstance(prompt[0], (int, np.integer))
 

@@ -1,4 +1,4 @@
-"""Budgets: bytes for keys, values and recurrent states, from options or by default."""
+"""Budgets: how many bytes the cache may take: the defaults, and checks of the options."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ check_tier: Final[Check[TierName | None]] = one_of(None, *get_args(TierName))
 CUDA_FRACTION: Final = 0.5
 
 _FEWEST_ROWS: Final = 8
-"""Least value of ``most_rows``, for any number of states."""
+"""The least number that ``most_rows`` returns, however few states there are."""
 
 
 @final
 class Budgets(NamedTuple):
-    """Bytes of the cache on the device (``kv``) and host; ``states`` is a part of ``kv``."""
+    """Byte limits of the cache on the device (``kv``) and the host; ``kv`` includes ``states``."""
 
     kv: int = 0
     host: int = 0
@@ -34,7 +34,7 @@ class Budgets(NamedTuple):
 
 
 def default_kv_budget(layout: KVLayout) -> int:
-    """Return the default budget: the bytes of as many slots (or states) as fit on every device."""
+    """Return the default ``kv_cache_bytes``: as many slots (or states) as fit on every device."""
     by_device: dict[torch.device, int] = defaultdict(int)
     for layer in layout.layers:
         by_device[layer.device] += layer.bytes_per_slot
@@ -56,7 +56,7 @@ def default_kv_budget(layout: KVLayout) -> int:
 def check_budgets(
     kv_cache_bytes: int | None, host_cache_bytes: int, state_cache_bytes: int | None = None
 ) -> None:
-    """Check that no option gives bytes to a part of a cache that is off."""
+    """Raise if ``kv_cache_bytes`` is 0 and another number is not: 0 turns the whole cache off."""
     if state_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
             f"state_cache_bytes={state_cache_bytes} is a part of kv_cache_bytes, and "
@@ -70,7 +70,7 @@ def check_budgets(
 
 
 def state_budget(wanted: int | None, budget: int, size: int, name: str, *, attends: bool) -> int:
-    """Return the bytes that recurrent states may take; 0 for a model without them."""
+    """Check ``wanted``, the option ``state_cache_bytes``; return the bytes for states, or 0."""
     if not size:
         if wanted is not None:
             raise OptionError(
@@ -94,5 +94,5 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
 
 
 def most_rows(num_states: int) -> int:
-    """Return the most rows that a pass may have, since it copies each row's recurrent state."""
+    """Return how many rows one pass may have. It copies a state per row; this bounds the copies."""
     return max(_FEWEST_ROWS, num_states // 2)

@@ -13,12 +13,12 @@ from genlm_backend.errors import OptionError
 
 
 class Codec(abc.ABC):
-    """A format for keys and values of one layer: rows ``[n, width]`` of concatenated vectors."""
+    """A number format of rows ``[width]``: one token's keys and values in a layer, concatenated."""
 
     is_exact = False
     """Whether ``decode(encode(rows))`` returns ``rows`` itself, uncopied."""
 
-    # A token's codes must depend only on its row; all-zero codes must decode to finite numbers.
+    # A token's codes must depend only on its row. Zero codes must decode to finite numbers.
     def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:
         self.width, self.dim, self.dtype = width, dim, dtype
 
@@ -28,11 +28,11 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the codes of rows, ``dtype [n, width]``: one tensor per entry of ``columns``."""
+        """Return the codes of ``rows``: one tensor ``[n, …]`` for each entry of ``columns``."""
 
     @abc.abstractmethod
     def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the keys and values of codes, ``dtype [n, width]``, rounded unless exact."""
+        """Return the rows of ``codes``, ``dtype [n, width]``; rounded unless ``is_exact``."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -45,7 +45,7 @@ GROUP_SIZE: Final = 32
 _LARGEST: Final = 15
 _FARTHEST_ZERO: Final = 127
 _SHARES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-"""Shares of a group's range to try: a smaller one has finer steps and clips the ends."""
+"""Shares of a group's range to try: a smaller share has finer steps and clips the ends."""
 
 
 @final
@@ -101,19 +101,19 @@ class UInt4(Codec):
         return rows.to(self.dtype)
 
     def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply each vector's parts by a Hadamard matrix, which is its own inverse."""
+        """Return rows, each block of ``size`` elements multiplied by a self-inverse matrix."""
         size = self.dim & -self.dim  # the largest power of two that divides ``dim``
         return (rows.reshape(-1, size) @ hadamard(size, rows.device)).view(rows.shape)
 
 
 def _quantised(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return integers, scales and zero points of groups, float32 ``[n, groups, size]``."""
+    """Quantise groups, float32 ``[n, groups, size]``; return integers, scales and zero points."""
     low, high = groups.amin(-1), groups.amax(-1)
     middle, radius = (low + high) / 2, (high - low) / 2
     # The least scale whose zero point stays within 127; 1 % more, since bfloat16 rounds scales.
     farthest = torch.maximum(low.abs(), high.abs()) * (1.01 / _FARTHEST_ZERO)
     best: tuple[torch.Tensor, ...] | None = None
-    for share in _SHARES:  # the range with the least squared error wins
+    for share in _SHARES:  # each group takes the range with the least squared error
         scales = torch.maximum(2 * share * radius / _LARGEST, farthest).bfloat16()
         inverse = torch.where(scales > 0, 1 / scales.float(), 0)
         zeros = (
@@ -141,7 +141,7 @@ def _quantised(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 @functools.cache
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """Return Sylvester's symmetric orthogonal matrix: float32, its size a power of two."""
+    """Return Sylvester's symmetric orthogonal matrix ``[size, size]``; size: a power of two."""
     matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -150,12 +150,12 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
 
 _LARGEST_INT8: Final = 127
 _SMALLEST: Final = 1e-30
-"""Lower bound of a vector's largest element, so that a zero vector is not divided by zero."""
+"""Lower bound on a vector's largest absolute value, so that no vector is divided by zero."""
 
 
 @final
 class Int8(Codec):
-    """Stores each vector as 8-bit integers and one scale: ``x ≈ scale * q``."""
+    """Stores every ``dim`` elements as 8-bit integers and one scale: ``x ≈ scale * q``."""
 
     def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
         return (self.width, torch.int8), (self.width // self.dim, torch.float32)
@@ -163,8 +163,8 @@ class Int8(Codec):
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         vectors = rows.reshape(len(rows), -1, self.dim).float()
         # Symmetric quantisation by the largest absolute value (Jacob et al., 2018,
-        # arXiv:1712.05877, section 2.1, with a zero point of 0), per ``dim`` elements. A vector
-        # with an infinity or a NaN decodes to no finite number.
+        # arXiv:1712.05877, section 2.1, with a zero point of 0). A vector is ``dim`` elements. With
+        # an infinity or a NaN, it decodes to no finite number.
         scales = vectors.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).div_(_LARGEST_INT8)
         integers = vectors.div(scales).round_().to(torch.int8)
         return integers.view(len(rows), -1), scales.squeeze(-1)

@@ -15,12 +15,12 @@ from genlm_backend.prefix.slot_allocator import PADDING_SLOT
 from genlm_backend.prefix.state_cache import StateLayout
 
 FREE_SLOTS: Final = 1 << 20
-"""Number of slots if no layer attends: they take no bytes, but their tree nodes about 70 each."""
+"""Number of slots if no layer attends. A slot takes no bytes then, but its tree node about 70."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """The shape of one token's keys and values in one attention layer."""
+    """The shape, number format and device of a token's keys and values in one attention layer."""
 
     num_key_heads: int
     key_dim: int
@@ -52,7 +52,7 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shapes of the keys, values and recurrent states that a model caches."""
+    """The layouts of the keys, values and recurrent states that a model caches."""
 
     layers: tuple[LayerLayout, ...] = ()
     states: StateLayout = field(default_factory=StateLayout)
@@ -99,7 +99,7 @@ class KVPool:
         self.bytes_per_slot = layout.bytes_per_slot
         self._codecs = [layer.codec() for layer in layout.layers]
         self.is_exact = all(codec.is_exact for codec in self._codecs)
-        # The OS provides a page on its first write: unused CPU slots take no memory unless pinned.
+        # The OS provides memory on the first write, so unused CPU slots take none unless pinned.
         self.codes = [
             _empty(codec, num_slots + 1, layer.device, pins)
             for layer, codec in zip(layout.layers, self._codecs, strict=True)
@@ -124,7 +124,7 @@ class KVPool:
     def read_by_head(
         self, layer: int, slots: torch.Tensor | slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of slots ``[B, n]`` in one layer: ``[B, heads, n, dim]`` each."""
+        """Return keys and values ``[B, heads, n, dim]`` of slots ``[B, n]``, or a slice (B = 1)."""
         num_rows, which = (1, slots) if isinstance(slots, slice) else (len(slots), slots.view(-1))
         rows, shape = self.read(layer, which), self.layout.layers[layer]
         keys, values = rows.tensor_split([shape.num_key_heads * shape.key_dim], 1)

@@ -20,7 +20,7 @@ PINNED: Final = np.iinfo(np.int64).max
 """Stamp of a node that is never evicted."""
 
 CacheHint: TypeAlias = tuple[object, int]
-"""``Nodes.key``, which ``clear()`` renews, and the node's number in ``Nodes.node_uses``."""
+"""A context's node: ``Nodes.key``, which ``clear()`` renews, and a number from ``node_uses``."""
 
 NO_HINT: Final[CacheHint] = (None, 0)
 """The hint of a context whose node is not known."""
@@ -47,7 +47,7 @@ _FIELDS: Final[dict[str, type[np.integer[Any]]]] = {
 class Nodes:
     """The nodes of a prefix tree by number; a node is *linked* once it is in the child table."""
 
-    # Numbers are reused after a node is freed; ``num_uses`` reveals outdated hints.
+    # The number of a freed node is reused. A hint to the freed node has an outdated ``num_uses``.
     parent: Ints  # [n] int32
     token: Ints
     depth: Ints
@@ -77,7 +77,7 @@ class Nodes:
         self.has_digests = False
 
     def begin_digests(self) -> None:
-        """Compute the digests of all nodes; from now on, ``append`` computes each new node's."""
+        """Compute the digest of every node; from now on, ``append`` computes those of new nodes."""
         order = np.argsort(self.depth[: self.num_made], kind="stable").astype(np.int32)
         node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, order)
         self.has_digests = True
@@ -93,7 +93,7 @@ class Nodes:
             raise CacheError(f"{size} tokens are more than a prefix tree can hold")
         arrays = {name: np.zeros(size, dtype) for name, dtype in _FIELDS.items()}
         table = np.zeros(1 << (2 * size - 1).bit_length(), np.int32)
-        for name, array in arrays.items():  # only after all allocations have succeeded
+        for name, array in arrays.items():  # replaced only after all allocations have succeeded
             array[:old] = getattr(self, name)
             setattr(self, name, array)
         linked, self.table = self.table[self.table > 0], table
@@ -174,37 +174,37 @@ class Nodes:
     # ---------------------------------------------------------------- finding
 
     def walk(self, node: int, tokens: Ints) -> int:
-        """Follow token ids, int32, down from ``node``; return the last node that exists."""
+        """Follow int32 token ids from ``node`` down, while children exist; return the last node."""
         return int(node_loops.walk(self.parent, self.token, self.first, self.table, node, tokens))
 
     def path(self, node: int) -> Ints:
-        """Return the nodes from the first token to ``node`` inclusive."""
+        """Return the path from the first token's node to ``node``, both included: int32 ``[n]``."""
         found = np.empty(self.depth[node], np.int32)
         node_loops.path(self.parent, self.depth, node, found)
         return found
 
     def ancestors(self, nodes: Ints, depths: Ints) -> Ints:
-        """Return the ancestors of nodes at given depths, or the nodes if they are no deeper."""
+        """Return each node's ancestor at its given depth, or the node itself if no deeper."""
         found = np.empty_like(nodes)
         node_loops.ancestors(self.parent, self.depth, nodes, depths, found)
         return found
 
     def cache_hints(self, nodes: Ints) -> Iterable[CacheHint]:
-        """Yield the hints of nodes; each is valid until its node is freed."""
+        """Yield a hint for each node; it is valid until the node is freed."""
         return zip(itertools.repeat(self.key), self.node_uses(nodes).tolist())
 
     def node_uses(self, nodes: Ints) -> Ints:
-        """Return numbers that are unique to a node and its present use: int64."""
+        """Return for each node a number that no other node and no later use of it has: int64."""
         return (self.num_uses[nodes] << _NODE_BITS) | nodes
 
     def at(self, hints: Sequence[CacheHint], root: int) -> Ints:
-        """Return the nodes of hints, 0 for a stale hint or another root's: int32 ``[n]``."""
+        """Return the nodes of hints, 0 for a hint that is stale or of another root: int32."""
         key = self.key
         node_uses = np.array([hint[1] if hint[0] is key else 0 for hint in hints], np.int64)
         return self.numbered(node_uses, key, root, missing=0)
 
     def numbered(self, node_uses: Ints, key: object, root: int, missing: int | None = None) -> Ints:
-        """Return the nodes of numbers from ``node_uses``; ``missing`` or else the root if stale."""
+        """Return the nodes of ``node_uses``; ``missing``, by default the root, for stale ones."""
         nodes = (node_uses & ((1 << _NODE_BITS) - 1)).astype(np.int32)
         nodes[nodes >= self.num_made] = 0  # a number from before the tree was cleared
         is_there = self.num_uses[nodes] == node_uses >> _NODE_BITS

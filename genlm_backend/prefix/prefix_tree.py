@@ -44,13 +44,13 @@ class PrefixTree:
         self._roots: dict[Hashable, int] = {}
         self._now, self._num_linked = 1, 0
         self._pins: list[int] = []
-        self._used: list[Ints] = []  # since ``new_step``
+        self._used: list[Ints] = []  # nodes used since ``new_step``
         self._device, self._host = _Leaves(is_on_device=True), _Leaves(is_on_device=False)
 
     # ---------------------------------------------------------------- the protocol
 
     def new_step(self, num_contexts: int = 1) -> None:
-        """Begin a batch of contexts; nodes used before it may now be evicted, unless pinned."""
+        """Begin a batch. Nodes that only earlier batches used may be evicted unless pinned."""
         self._now += 1
         self._used.clear()
         if self.states.num_states:
@@ -65,7 +65,7 @@ class PrefixTree:
         return root
 
     def match(self, token_ids: Any, namespace: Hashable = None, hint: CacheHint = NO_HINT) -> int:
-        """Return the node of the longest cached prefix; it stays until the next ``new_step``."""
+        """Return the longest cached prefix's node, not evicted before the next ``new_step``."""
         tokens = np.asarray(token_ids, np.int32)
         sizes = np.array([len(tokens)], np.int32)
         found = self.match_all([hint], namespace, sizes, lambda _, start: tokens[start:])
@@ -79,7 +79,7 @@ class PrefixTree:
         sizes: Ints,
         tokens_of: Callable[[int, int], Any],
     ) -> Ints:
-        """Return the nodes of the longest cached prefixes, int32 ``[n]``, without touching them."""
+        """Return the longest cached prefixes' nodes, up to depth ``sizes``; do not touch them."""
         root, depths = self.root(namespace), self.nodes.depth
         nodes = self.nodes.at(hints, root)
         nodes[nodes == 0] = root
@@ -102,20 +102,20 @@ class PrefixTree:
             for node in nodes[self.nodes.slot[nodes] < 0].tolist():
                 path = self.nodes.path(node)
                 num_on_device = int((self.nodes.slot[path] > 0).sum())
-                # Stamp the path from its last device node on, which is a leaf of the device tier.
+                # Stamp the path's host nodes, and its last device node, which may be evictable.
                 own = path[max(0, num_on_device - 1) :]
                 stamps[own] = np.maximum(stamps[own], self._now)
 
     def allocate(self, count: int, ends: Ints | Sequence[int] = ()) -> Ints | None:
-        """Take ``count`` slots, evicting the LRU leaves; ``None`` if too few can be freed."""
-        # Host nodes on the paths to ``ends`` move to the device, into further slots.
+        """Take ``count`` slots, evicting LRU leaves if needed; ``None`` if too few can be freed."""
+        # Host nodes on the paths to ``ends`` also move to the device, into additional slots.
         ends = np.asarray(ends, np.int32)
         below = self._host_paths(ends)
         missing = count + len(below) - self.slots.num_free
         # Checked first: an eviction that frees too few slots would only lose cached prefixes.
         if missing > 0 and missing > self._num_evictable(missing):
             return None
-        self.nodes.reserve(count)  # if ``append`` ran out of memory, slots would leak
+        self.nodes.reserve(count)  # or ``append`` might run out of memory, and slots would leak
         if missing > 0:
             self.evict(missing)
         if len(below):
@@ -123,13 +123,13 @@ class PrefixTree:
         return self.slots.allocate(count)
 
     def append(self, above: Ints | int, tokens: Ints, slots: Ints) -> Ints:
-        """Return new nodes, which ``match`` finds after ``insert``; see ``Nodes.append``."""
+        """Return new nodes, which ``match`` finds only after ``insert``; see ``Nodes.append``."""
         return self.nodes.append(above, tokens, slots, self._now)
 
     def insert(self, nodes: Ints) -> Ints:
         """Link nodes with filled slots, parents first; return the nodes linked for their tokens."""
         states = self.nodes.state[nodes] if self.states.num_states else None
-        # A node linked for the same token stays; if it is on the host, it takes the new slot.
+        # A node already linked for the same token stays; on the host, it takes the new slot.
         real, spare = self.nodes.insert(nodes)
         if self.nodes.has_digests:  # count each dropped token that came back, once per drop
             digests = self.nodes.digest[nodes[real == nodes]]
@@ -159,15 +159,15 @@ class PrefixTree:
         self._pins.append(node)
 
     def pinned_with(self, node: int) -> tuple[int, int]:
-        """Return how many nodes and tokens would be pinned if ``node`` were pinned too."""
+        """Return how many nodes would be pinned with ``node``, and how many tokens they keep."""
         pins = {*self._pins, node}
         paths = [self.nodes.path(pin) for pin in pins]
         return len(pins), len(np.unique(np.concatenate(paths)))
 
     def evict(self, count: int) -> int:
-        """Free up to ``count`` slots, least recently used first; return their number."""
+        """Free up to ``count`` slots, least recently used first; return how many were freed."""
         # Nodes that are pinned or were used since ``new_step`` stay. Evicted tokens move to free
-        # slots on the host, or replace leaves there that were not used since ``new_step``.
+        # slots on the host, or replace host leaves that were not used since ``new_step``.
         taken = self._device.take_leaves(self.nodes, count, self._now)
         self._num_linked -= len(taken)
         slots = self.nodes.slot[taken]
@@ -196,13 +196,13 @@ class PrefixTree:
         return int((slots > 0).sum() if tier == "device" else (slots < 0).sum())
 
     def clear(self) -> None:
-        """Unpin and free everything; raise if a slot is allocated but not linked."""
+        """Unpin and free everything; raise if an allocated slot belongs to no linked node."""
         if self.slots.num_used != self._num_linked:
             raise CacheError("the cache was cleared while slots were being filled")
         slots = self.nodes.slot[: self.nodes.num_made]
         self.slots.free(slots[slots > 0])
         self.host_slots.free(-slots[slots < 0])
-        self.states.clear()  # before the nodes, which counting states reads
+        self.states.clear()  # before the nodes: a thread that counts states reads their nodes
         self.nodes.clear()
         self._roots.clear()
         self._pins.clear()
@@ -241,7 +241,7 @@ class PrefixTree:
         return below[np.argsort(self.nodes.depth[below], kind="stable")]
 
     def _fetch(self, below: Ints) -> None:
-        """Move host nodes to the device; the caller has made room there."""
+        """Move host nodes to device slots; the caller has made sure that enough are free."""
         assert self._moves is not None
         nodes, slots = self.nodes, self.slots.allocate(len(below))
         of_host = -nodes.slot[below]
@@ -259,7 +259,7 @@ class PrefixTree:
         self.touch(below)
 
     def _demote(self, taken: Ints) -> None:
-        """Move nodes evicted from the device to the host; drop those for which it has no room."""
+        """Move nodes evicted from the device to the host; drop those that the host cannot take."""
         assert self._moves is not None
         nodes = self.nodes
         missing = len(taken) - self.host_slots.num_free
@@ -267,7 +267,7 @@ class PrefixTree:
             gone = self._host.take_leaves(nodes, missing, self._now)
             self._evict_for_good(gone)
             missing -= len(gone)
-        if missing > 0:  # nothing is left below them: host nodes were evicted first
+        if missing > 0:  # no nodes are below these: evictable host nodes were dropped first
             self._evict_for_good(taken[:missing])
             taken = taken[missing:]
         if not len(taken):
@@ -304,7 +304,7 @@ class PrefixTree:
 
 
 _NUM_DROPPED: Final = 1 << 16
-"""Number of dropped tokens whose digests are kept; the digests take 512 KB."""
+"""Greatest number of dropped tokens whose digests are kept; the digests take 512 KB."""
 
 
 def _indices_of(digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -324,11 +324,11 @@ class _Leaves:
         self._queue, self._stamps = np.empty(0, np.int32), np.empty(0, np.int64)
 
     def take_leaves(self, nodes: Nodes, count: int, now: int) -> Ints:
-        """Take up to ``count`` nodes that were last used before ``now``, leaves first."""
+        """Take up to ``count`` nodes that were last used before batch ``now``, leaves first."""
         num_below = nodes.num_on_device if self._is_on_device else nodes.num_children
         taken, num_taken = np.empty(count, np.int32), 0
         while num_taken < count:
-            # All leaves are queued at once, so that evicted tokens share one scan of all nodes.
+            # All leaves are queued at once, so that one scan of all nodes serves many evictions.
             is_new = not len(self._queue)
             if is_new:
                 self._fill(nodes, now)
@@ -349,7 +349,7 @@ class _Leaves:
                 break
         taken = taken[:num_taken]
         num_below[taken] = 0
-        if not self._is_on_device:  # ``unlink`` subtracts them again
+        if not self._is_on_device:  # restored, since ``unlink`` subtracts these children again
             np.add.at(nodes.num_children, nodes.parent[taken], 1)
         return taken
 

@@ -1,4 +1,4 @@
-"""SlotAllocator: free slots; a slot holds one token's keys and values in all layers."""
+"""SlotAllocator: which slots are free; a slot is for one token's keys and values in all layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PADDING_SLOT: Final = 0
 
 
 def ranges_in_a_row(*numbers: NDArray[Any]) -> list[tuple[int, int]]:
-    """Return the index ranges ``(start, stop)`` in which every array counts up by one."""
+    """Return the index ranges ``(start, stop)`` in which all arrays grow by one per element."""
     is_break = np.any([np.diff(each) != 1 for each in numbers], axis=0)
     bounds = [0, *(np.flatnonzero(is_break) + 1).tolist(), len(numbers[0])]
     return list(itertools.pairwise(bounds)) if len(numbers[0]) else []
@@ -25,15 +25,15 @@ def ranges_in_a_row(*numbers: NDArray[Any]) -> list[tuple[int, int]]:
 
 @final
 class SlotAllocator:
-    """The free list of a pool, without tensors. Slots have numbers from 1; 0 is for padding."""
+    """The free slots of a pool, by number. Numbers begin at 1; slot 0 is for padding."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_used = 0
-        # Slots from this one on were never allocated. So a large pool needs no list of a million
-        # integers and touches no memory early.
+        # Slots from this number on were never allocated. They need no entries in the lists below,
+        # and their memory is untouched.
         self._next_unused = 1
-        # Freed slots form ranges that do not touch, indexed by start, by stop and by size.
+        # Freed slots form ranges with gaps between them, indexed by start, by stop and by size.
         self._stops: dict[int, int] = {}
         self._starts: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
@@ -44,14 +44,14 @@ class SlotAllocator:
         return self.num_slots - self.num_used
 
     def allocate(self, count: int) -> NDArray[np.int64]:
-        """Take ``count`` slots, int64; consecutive ones if a free range is long enough."""
+        """Allocate slots, consecutive if a free range is long enough: int64 ``[count]``."""
         if count > self.num_slots - self.num_used:
             raise OutOfSlotsError(f"{count} slots requested, {self.num_free} free")
         self.num_used += count
         taken, missing = [np.empty(0, np.int64)], count
         while missing:
             found = bisect.bisect_left(self._by_size, (missing, 0))
-            if found < len(self._by_size):  # best fit: the shortest that is long enough
+            if found < len(self._by_size):  # best fit: the shortest range that is long enough
                 start = self._take(*self._by_size[found], missing)
                 size = missing
             elif self._next_unused + missing <= self.num_slots + 1 or not self._by_size:

@@ -22,22 +22,22 @@ from genlm_backend.prefix.nodes import Ints, Nodes
 from genlm_backend.prefix.tier_copier import TierCopier
 
 _FEWEST_TO_MOVE: Final = 32
-"""Fewest tokens since the previous state for which a copy to the host pays: a guess."""
+"""An evicted state at least this many tokens after the previous one moves to the host: a guess."""
 
 _NUM_RECENT: Final = 4
-"""Batches over which a step of all particles may spread; the latest states are needed last."""
+"""Batches that one step of all particles may take; the next step needs the latest states last."""
 
 _LONG_AGO: Final = 1 << 40
 """More batches than a process will run."""
 
 NO_STATE: Final = 0
-"""The number that means no state, for a root or a node whose state is not kept."""
+"""The number that means "no state": of a root, or of a node whose state is not stored."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of the recurrent state after one token."""
+    """The layout of one tensor of a recurrent state: the element ``layer.name[index]``."""
 
     layer: int
     name: str
@@ -52,7 +52,7 @@ class StateTensor:
 
 
 class CacheLayer(NamedTuple):
-    """The contents of one cache layer: keys and values, states, both or neither."""
+    """What one cache layer contains: keys and values (``attends``), states, both or neither."""
 
     attends: bool
     num_states: int
@@ -101,7 +101,7 @@ class StatePool:
         self.codes = [tuple(self._tensors)]
 
     def read(self, numbers: Ints) -> list[torch.Tensor]:
-        """Return copies of states, ``[n, *shape]`` each, in the order of the layout."""
+        """Return copies of states: ``[n, *shape]`` for each tensor of the layout, in its order."""
         index = torch.as_tensor(numbers, dtype=torch.int64) - 1
         return [tensor.index_select(0, index.to(tensor.device)) for tensor in self._tensors]
 
@@ -110,19 +110,19 @@ class StatePool:
         index = torch.as_tensor(numbers, dtype=torch.int64) - 1
         is_stretch = len(numbers) > 0 and bool((np.diff(numbers) == 1).all())
         for tensor, new in zip(self._tensors, states, strict=True):
-            if is_stretch:  # in most steps; a slice copy is twice as fast
+            if is_stretch:  # consecutive, as in most steps: a slice copy is twice as fast
                 tensor[int(numbers[0]) - 1 : int(numbers[-1])] = new
             else:
                 tensor.index_copy_(0, index.to(tensor.device), new.to(tensor.device, tensor.dtype))
 
     def is_finite(self, numbers: Ints) -> bool:
-        """Return whether all numbers in these states are finite."""
+        """Return whether all elements of the states with these numbers are finite."""
         return all(bool(tensor.isfinite().all()) for tensor in self.read(numbers))
 
 
 @final
 class StateCache:
-    """The assignment of recurrent states to nodes, by number, with eviction."""
+    """Assigns recurrent states, by number, to nodes, and evicts them."""
 
     def __init__(
         self, nodes: Nodes, num_states: int, num_on_host: int = 0, moves: TierCopier | None = None
@@ -135,10 +135,10 @@ class StateCache:
     def clear(self) -> None:
         """Forget all states, pinned ones too."""
         size = self.num_states + 1
-        self._owner = np.zeros(size, np.int32)  # the node that had it last
-        self._stamp = np.zeros(size, np.int64)  # batch of its last use
-        self._num_rows = np.zeros(size, np.int32)  # rows of this batch that continue from it
-        self._num_held = np.zeros(size, np.int32)
+        self._owner = np.zeros(size, np.int32)  # the node that had the state last
+        self._stamp = np.zeros(size, np.int64)  # the batch that used the state last
+        self._num_rows = np.zeros(size, np.int32)  # rows of this batch that continue from the state
+        self._num_held = np.zeros(size, np.int32)  # calls of ``hold`` without ``release``
         self._is_pinned = np.zeros(size, np.bool_)
         self._now = self._num_contexts = 1
         self._free = np.arange(1, size)
@@ -152,13 +152,13 @@ class StateCache:
         return int(self._is_used().sum())
 
     def _is_used(self) -> NDArray[np.bool_]:
-        owner = self._owner  # read before ``state``: another thread may be adding nodes
+        owner = self._owner  # read before ``state``, which another thread may be enlarging
         is_used = self._nodes.state[owner] == np.arange(self.num_states + 1)
         is_used[NO_STATE] = False
         return is_used
 
     def last(self, nodes: Ints) -> Ints:
-        """Return the deepest node with a state on the path to each node, or its root: int32."""
+        """Return for each node the nearest with a state, at or above it, else its root: int32."""
         found = np.empty_like(nodes)
         node_loops.last_states(
             self._nodes.parent, self._nodes.depth, self._nodes.state, nodes, found
@@ -168,7 +168,7 @@ class StateCache:
     # ---------------------------------------------------------------- a batch
 
     def new_step(self, num_contexts: int) -> None:
-        """Begin a batch of contexts, and drop all holds of earlier batches."""
+        """Begin a batch of ``num_contexts`` contexts; end every ``hold`` of earlier batches."""
         self._now, self._num_contexts = self._now + 1, num_contexts
         self._num_held[:] = self._num_rows[:] = 0
 
@@ -179,7 +179,7 @@ class StateCache:
             self.host.touch(nodes, self._now)
 
     def _numbers(self, nodes: Ints) -> Ints:
-        """Return the states of nodes; ``NO_STATE`` for a node without one on the device."""
+        """Return the numbers of nodes' device states; ``NO_STATE`` for a node without one."""
         return np.maximum(self._nodes.state[nodes], NO_STATE)
 
     def hold(self, nodes: Ints) -> None:
@@ -190,7 +190,7 @@ class StateCache:
         np.subtract.at(self._num_held, self._numbers(nodes), 1)
 
     def fetch(self, nodes: Ints) -> bool:
-        """Move the host states of nodes to the device; ``False`` if there is no room for all."""
+        """Move nodes' host states to the device; if not all fit, return ``False``, moving none."""
         state = self._nodes.state
         wanted = np.unique(nodes[state[nodes] < 0])
         if not len(wanted):
@@ -200,7 +200,7 @@ class StateCache:
         is_kept[NO_STATE] = False
         if self._moves is None or len(wanted) > self.num_states - int(is_kept.sum()):
             return False
-        self.touch(wanted)  # or an eviction to the host might drop them there
+        self.touch(wanted)  # or states that are evicted to the host could replace these
         others = np.setdiff1d(nodes, wanted)
         self.hold(others)
         try:
@@ -213,20 +213,20 @@ class StateCache:
         return True
 
     def go_on_from(self, nodes: Ints) -> None:
-        """Count rows of this batch that continue from nodes, before their new nodes are linked."""
+        """Record that one row continues from each node, before the rows' new nodes are linked."""
         numbers = self._numbers(nodes)
         np.add.at(self._num_rows, numbers, 1)
-        # The state at a context's end is evicted first once its only row has moved on.
+        # A state at a context's end is the first to evict if just one row continues from it.
         is_left = (self._nodes.num_children[nodes] == 0) & (self._num_rows[numbers] == 1)
         self._stamp[numbers[is_left]] = self._now - _LONG_AGO
 
     def give(self, nodes: Ints, num_needed: Ints) -> Ints:
-        """Assign states to nodes without one on the device; return numbers, 0 for none."""
-        # Host numbers are negative; a node with a device state gets 0. ``num_needed`` counts holds.
+        """Give new states to nodes without a device state; return each node's new number, or 0."""
+        # Host numbers are negative. A device state begins as if held ``num_needed`` times.
         numbers = np.zeros(len(nodes), np.int64)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
         is_needed = num_needed[asked] > 0
-        # Nodes whose previous state several rows share are the last to get one.
+        # Nodes that follow a state shared by several rows are the last to get a state.
         before = self._numbers(self.last(self._nodes.parent[nodes]))
         is_near = (before > NO_STATE) & (self._num_rows[before] > 1)
         asked = asked[np.lexsort((is_near[asked], ~is_needed))]
@@ -244,22 +244,22 @@ class StateCache:
         return numbers
 
     def _assign(self, numbers: Ints, nodes: Ints) -> None:
-        """Make nodes the owners of states, with reset stamps, counts and pins."""
+        """Assign states to nodes; reset the states' stamps, numbers of rows, holds and pins."""
         self._nodes.state[nodes], self._owner[numbers] = numbers, nodes
         self._stamp[numbers], self._num_rows[numbers] = self._now, 0
         self._num_held[numbers], self._is_pinned[numbers] = 0, False
 
     @contextlib.contextmanager
     def filling(self, nodes: Ints) -> Iterator[None]:
-        """Unassign the states of nodes if the body, which fills them, raises."""
+        """Take the states from nodes if the ``with`` body, which fills the states, raises."""
         try:
             yield
-        except BaseException:  # they may be partly written
+        except BaseException:  # the states may be partly written
             self._nodes.state[nodes] = NO_STATE
             raise
 
     def _taken(self, count: int, num_needed: int) -> Ints:
-        """Return up to ``count`` free states, evicting others if needed."""
+        """Return up to ``count`` free states, evicting others if too few are free."""
         free = self._unused(count)
         if len(free) < count:
             gone = self._next_to_go(count - len(free), num_needed - len(free))
@@ -279,26 +279,26 @@ class StateCache:
         return found
 
     def _next_to_go(self, count: int, num_needed: int) -> Ints:
-        """Return up to ``count`` states to evict, in order."""
+        """Return up to ``count`` states to evict, in order; ``num_needed`` new ones are needed."""
         can_go = np.flatnonzero(self._is_used() & (self._num_held == 0) & ~self._is_pinned)
         num_rows = self._num_rows[can_go]
         is_new, shared = (self._stamp[can_go] == self._now) & (num_rows == 0), can_go[num_rows > 1]
         gone = self._in_order(can_go[~is_new & (num_rows <= 1)], count)
-        # States that several rows of this batch continue from make way for optional states only if
-        # the pool has a state for each context. New states make way only for needed ones.
+        # A state that several rows of this batch continue from is evicted for optional states only
+        # if the pool has a state for each context; a new state is evicted only for needed ones.
         most = count if self.num_states >= self._num_contexts else num_needed
         gone = np.concatenate([gone, self._in_order(shared, most - len(gone))])
         new = self._in_order(can_go[is_new], num_needed - len(gone))
         return np.concatenate([gone, new])
 
     def _in_order(self, numbers: Ints, count: int) -> Ints:
-        """Return the first ``count`` states to evict, by last use, then by recomputation cost."""
+        """Return the ``count`` states to evict first: by last use, then by cost to recompute."""
         stamps, now = self._stamp[numbers], self._now
         if len(numbers) > count > 0:
             newest = np.partition(stamps, count - 1)[count - 1]
             if newest < now - _NUM_RECENT:  # the usual case: no recent state is evicted
                 numbers, stamps = numbers[stamps <= newest], stamps[stamps <= newest]
-        # By last use, but the last four batches in reverse, and this batch with the oldest of them.
+        # By last use; newest first among the four previous batches; this batch with their oldest.
         ranks = np.where(stamps < now - _NUM_RECENT, stamps, 2 * now - stamps)
         ranks[stamps == now] += _NUM_RECENT
         owners = self._owner[numbers]
@@ -307,7 +307,7 @@ class StateCache:
         return numbers[order[: max(count, 0)]]
 
     def _let_go(self, gone: Ints) -> None:
-        """Evict states from their nodes; copy to the host the states that are worth it."""
+        """Evict states from their nodes; those that ``_worth_moving`` selects move to the host."""
         moved = self._worth_moving(gone) if self.host.num_states else gone[:0]
         moved = moved[np.argsort(self._stamp[moved], kind="stable")]
         stamps, nodes = self._stamp[moved], self._owner[moved]
@@ -325,14 +325,14 @@ class StateCache:
 
     def _worth_moving(self, gone: Ints) -> Ints:
         """Return the states of ``gone`` at a context's end, or far from the previous state."""
-        # If every step leaves a state, few tokens separate them. A context's last state moves to
-        # the host all the same, so that the context continues without recomputation.
+        # If each step adds a state, most are too near the previous one. A context's last state is
+        # moved all the same, so that the context can continue without recomputation.
         owners = self._owner[gone]
         is_end = (self._nodes.num_children[owners] == 0) & (self._num_rows[gone] == 0)
         return gone[is_end | (self._num_tokens(owners) >= _FEWEST_TO_MOVE)]
 
     def _num_tokens(self, nodes: Ints) -> Ints:
-        """Return how many tokens a pass computes to restore the states of nodes."""
+        """Return how many tokens a pass has to compute to restore each node's state."""
         depths = self._nodes.depth
         return depths[nodes] - depths[self.last(self._nodes.parent[nodes])]
 
@@ -351,7 +351,7 @@ class StateCache:
         return True
 
     def move(self, numbers: Ints, nodes: Ints) -> None:
-        """Move states of replaced nodes to the linked nodes that have none."""
+        """Give states of replaced nodes to ``nodes``, linked in their place, if these have none."""
         # A state on the device also replaces one on the host.
         state, owners = self._nodes.state, (self._owner, self.host.owner)
         for i in np.flatnonzero(numbers != NO_STATE).tolist():
@@ -386,8 +386,8 @@ class HostStateCache:
         self._stamp[np.maximum(-self._nodes.state[nodes], NO_STATE)] = now
 
     def assign(self, nodes: Ints, stamps: Ints | int, now: int) -> tuple[Ints, int]:
-        """Assign host states, the last nodes first; return numbers, and how many were evicted."""
-        # A number is 0 if there is no room: states used in batch ``now`` stay.
+        """Assign host states, last nodes first; return the numbers, and how many were evicted."""
+        # A node without room gets the number 0. States used in batch ``now`` are not evicted.
         is_used = self._is_used()
         free = np.flatnonzero(~is_used)[1:][: len(nodes)]
         old = np.flatnonzero(is_used & (self._stamp < now))

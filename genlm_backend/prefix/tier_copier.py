@@ -1,4 +1,4 @@
-"""TierCopier: copies keys and values, or recurrent states, between two pools as they are stored."""
+"""TierCopier: copies encoded keys and values, or recurrent states, between two pools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from genlm_backend.prefix.slot_allocator import ranges_in_a_row
 
 LONG_EXTENT: Final = 16
-"""If runs of consecutive slots have this mean length or more, each is copied as a slice."""
+"""Least mean length of runs of consecutive slots at which each run is copied as a slice."""
 
 
 Codes: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
@@ -49,7 +49,7 @@ class TierCopier:
                         part = kept[at : at + size]
                         part.copy_(codes[start : start + size], non_blocking=waits_not)
                     continue
-                # The CPU reads or writes here, so earlier asynchronous copies have to end first.
+                # The CPU accesses host memory here, so earlier asynchronous copies must have ended.
                 for tensor in (codes, kept):
                     if tensor.is_cuda:
                         torch.cuda.current_stream(tensor.device).synchronize()

@@ -127,7 +127,7 @@ class Context(Sequence[int]):
         tail = self.tail + packed
         return Context.of(self.contexts, tail, self.blocks, self.cache_hint, self.pictures)
 
-    # ---------------------------------------------------------------- a sequence
+    # ---------------------------------------------------------------- the sequence protocol
 
     def __len__(self) -> int:
         return len(self.blocks) * TOKENS_PER_BLOCK + len(self.tail) // _ID.size
@@ -183,7 +183,7 @@ class Context(Sequence[int]):
 
     def packed(self, start: int = 0, stop: int | None = None) -> array[int]:
         """Return ids ``[start, stop)`` as 32-bit integers; neither bound may be negative."""
-        # Parts of pictures keep their own negative ids here.
+        # Picture parts keep their negative ids; the placeholder id does not appear.
         num_blocks = len(self.blocks)
         first = min(start // TOKENS_PER_BLOCK, num_blocks)
         kept = self.tail if first == num_blocks else b"".join((*self.blocks[first:], self.tail))
@@ -192,7 +192,7 @@ class Context(Sequence[int]):
         found.frombytes(kept[(start - skipped) * _ID.size : end])
         return found
 
-    # ---------------------------------------------------------------- a value
+    # ---------------------------------------------------------------- equality, hash and pickling
 
     @property
     def key(self) -> tuple[tuple[bytes, ...], bytes]:
@@ -241,7 +241,7 @@ class ContextFactory:
         self._blocks: dict[bytes, bytes] = {}
 
     def of(self, token_ids: Any, name: str = "token_ids") -> Context:
-        """Return token ids as this model's ``Context``; its own contexts are not checked again."""
+        """Return token ids as this model's ``Context``; return the model's contexts unchanged."""
         if isinstance(token_ids, Context):
             if token_ids.contexts is self:
                 return token_ids
@@ -272,7 +272,7 @@ class ContextFactory:
     def check_context(
         self, token_ids: Any, max_length: int | None = None, name: str = "token_ids"
     ) -> Context:
-        """Return token ids as a non-empty ``Context`` of at most ``max_length`` tokens."""
+        """Check and return token ids as a non-empty ``Context`` of up to ``max_length`` tokens."""
         is_own = isinstance(token_ids, Context) and token_ids.contexts is self
         context: Context = token_ids if is_own else self.of(token_ids, name)
         num_tokens = len(context)
@@ -286,7 +286,7 @@ class ContextFactory:
         return context
 
     def check_contexts(self, name: str, value: Any, max_length: int | None = None) -> list[Context]:
-        """Return contexts checked by ``check_context``; an error names the index."""
+        """Return contexts checked by ``check_context``; an error names the index of the context."""
         checked = list[Context]()
         try:
             for token_ids in listed_contexts(name, value):
@@ -325,7 +325,7 @@ class ContextFactory:
         values = np.frombuffer(packed, np.uint32)  # negative ids become large
         if np.maximum.reduce(values) >= self.vocab_size:
             self.check_id(ids[int(np.argmax(values >= self.vocab_size))])
-        if np.minimum.reduce(values) < 2:  # a bool, packed as 0 or 1, is refused
+        if np.minimum.reduce(values) < 2:  # ``check_id`` refuses a bool, packed as 0 or 1
             for index in np.flatnonzero(values < 2).tolist():
                 self.check_id(ids[index])
         return packed
@@ -339,7 +339,7 @@ class ContextFactory:
 
 
 _FEW: Final = 64
-_MAX_BLOCKS: Final = 4096  # of 2 KB
+_MAX_BLOCKS: Final = 4096  # of 2 KB each
 _NOBODYS: Final = ContextFactory(MAX_VOCAB)
 
 
@@ -365,7 +365,7 @@ def listed_contexts(name: str, value: Any) -> list[Any]:
 
 
 def is_one_context(value: Any, parts: Sequence[Any]) -> bool:
-    """Return whether an iterable is one context, not several, by its type and first element."""
+    """Return whether ``value``, with the elements ``parts``, is one context and not several."""
     first = parts[0] if parts else None
     is_id = isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0
     return is_id or isinstance(value, Context)

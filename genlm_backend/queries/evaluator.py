@@ -82,7 +82,7 @@ class EvaluatorInfo:
 
     @property
     def before_wait(self) -> Callable[[], None]:
-        """The function that a caller's thread has to call before it waits for an answer."""
+        """The function that a caller has to call, on its thread, before it waits for an answer."""
         return release_idle_threads if self.uses_openmp else _nothing
 
     def kv_capacity(self, batch_size: int) -> int | None:
@@ -120,21 +120,21 @@ class EvaluatorCounts:
 
     Attributes:
         num_forwards: Number of forward passes of the model.
-        tokens_computed: Number of tokens in them, padding not counted.
+        tokens_computed: Number of tokens in these passes, padding not counted.
         tokens_reused: Number of tokens that were found in the cache instead of being computed.
-        kv_bytes_used: Bytes of the cached keys and values.
-        kv_bytes_budget: Bytes that they may take.
+        kv_bytes_used: Bytes of the keys and values cached on the device.
+        kv_bytes_budget: Bytes that these and recurrent states may take on the device together.
         host_bytes_used: Bytes of keys, values and recurrent states on the host.
         host_bytes_budget: Bytes that they may take.
-        num_evicted_tokens: Number of tokens whose keys and values were evicted.
-        num_recomputed_tokens: Number of tokens that were computed again after their eviction.
+        num_evicted_tokens: Number of tokens whose keys and values were dropped, not moved.
+        num_recomputed_tokens: Number of dropped tokens that were computed again.
         num_tokens_to_host: Number of tokens whose keys and values moved to the host.
-        num_tokens_from_host: Number of tokens whose keys and values moved back.
-        state_bytes_used: Bytes of the cached recurrent states.
-        state_bytes_budget: Bytes that they may take, a part of ``kv_bytes_budget``.
-        num_evicted_states: Number of recurrent states that were evicted.
+        num_tokens_from_host: Number of tokens whose keys and values moved back to the device.
+        state_bytes_used: Bytes of the recurrent states cached on the device.
+        state_bytes_budget: Bytes that these may take, a part of ``kv_bytes_budget``.
+        num_evicted_states: Number of recurrent states that were dropped, not moved.
         num_states_to_host: Number of recurrent states that moved to the host.
-        num_states_from_host: Number of recurrent states that moved back.
+        num_states_from_host: Number of recurrent states that moved back to the device.
         packed_weight_bytes: Bytes of second copies of weights, in a faster layout.
         num_captured_steps: Number of forward passes that replayed a captured CUDA graph.
     """
@@ -164,7 +164,7 @@ def _nothing() -> None:
 
 
 class Evaluator(abc.ABC):
-    """A backend that answers queries. One thread makes all calls but ``counts`` and ``close``.
+    """A backend that answers queries. One thread makes all calls except ``counts`` and ``close``.
 
     Its interface has no futures, event loop or tokenizer, and all arguments and results can be
     pickled, so that it can run in another process. ``BatchedLM`` makes a model from it.
@@ -205,14 +205,14 @@ class Evaluator(abc.ABC):
 
         If ``info.scores``, the queries may include a ``ScoreQuery``. Its answer is a float32 tensor
         ``[num_targets]`` on any device: log-probabilities renormalised without ``undefined_ids``,
-        ``-inf`` for a target among these. If ``info.reads_out``, they may include a ``Readout``,
-        whose answer excludes ``undefined_ids`` too, and a ``ScoreQuery`` that wants further
-        numbers, whose answer is float64 ``[num_targets, beside.width]``.
+        ``-inf`` for a target among these. If ``info.reads_out``, the queries may also include a
+        ``Readout``, whose answer excludes ``undefined_ids`` too, and a ``ScoreQuery`` with extra
+        numbers (``beside``), whose answer is float64 ``[num_targets, beside.width]``.
         """
 
     @abc.abstractmethod
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many tokens of a context a query would reuse from the cache now.
+        """Return how many of a query's tokens would be reused from the cache now.
 
         With ``tier``, only tokens of that tier count; an evaluator without a host tier keeps all
         tokens on the device.
@@ -235,7 +235,7 @@ class Evaluator(abc.ABC):
 
         Raises:
             CacheError: If there is no room for them, or no cache.
-            OSError: If the file cannot be written; no partial file stays.
+            OSError: If the file cannot be written; no partial file is left.
         """
         raise CacheError(
             f"{type(self).__name__} cannot save prefixes to files; keep them with cache_kv"
@@ -359,7 +359,7 @@ class StatelessEvaluator(Evaluator):
 
     @final
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Do nothing: none can have been added."""
+        """Do nothing: no adapter can have been added."""
 
     @final
     def counts(self) -> EvaluatorCounts:
@@ -367,4 +367,4 @@ class StatelessEvaluator(Evaluator):
         return EvaluatorCounts()
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there are no resources to free."""

@@ -12,7 +12,7 @@ from genlm_backend.queries.context import Context, of_no_model
 from genlm_backend.queries.row import Row
 
 TokenIds = Iterable[int]
-"""A context: a ``Context``, or token ids as Python or NumPy integers or a 1-D integer array."""
+"""What callers pass as a context: a ``Context``, Python or NumPy integers, or a 1-D array."""
 
 UNKNOWN_ADAPTER: Final = "no LoRA adapter named {!r} is loaded"
 """The beginning of an ``UnknownAdapterError``'s message, to format with the adapter's name."""
@@ -31,7 +31,7 @@ class Adapter(NamedTuple):
 
 
 Result: TypeAlias = Any
-"""The result of a query: a ``Row``, the scores of a text, or the result type of a readout."""
+"""The result of a query: a ``Row``, the scores of a text, or the answer to a readout."""
 
 
 class Query(abc.ABC):
@@ -46,7 +46,7 @@ class Query(abc.ABC):
         targets: The tokens of a text to score.
         num_targets: Number of targets.
         beside: Which further numbers to return for each target; ``None`` without targets.
-        needs_row: Whether the result is computed from rows, on their device; false for a row.
+        needs_row: Whether the result is computed from rows, on their device; false if it is a row.
         is_cacheable: Whether the result is a row that may be cached.
         weight: How much it counts toward the batch size; 1.0 for a row.
     """
@@ -109,7 +109,7 @@ class RowQuery(tuple[Adapter | None, tuple[bytes, ...], bytes], Query):
 
     @property
     def forward_key(self) -> RowQuery:
-        """The query itself: a row comes from its own forward pass."""
+        """The query itself, whose forward pass gives the row."""
         return self
 
     @cached_property

@@ -43,7 +43,7 @@ class Row:
     @classmethod
     def of_table(cls, table: torch.Tensor, logsumexps: Iterable[float | None]) -> list[Row]:
         """Return the rows of a table, float32 ``[n, vocab]``, as views of it."""
-        # A view takes a microsecond to make, and rows not on the CPU are mostly read as one table.
+        # A view takes 1 us to make. Off the CPU, it is made on use, as mostly the table is used.
         views = table.unbind() if table.is_cpu else (None,) * len(table)
         rows: list[Row] = []
         for index, (view, logsumexp) in enumerate(zip(views, logsumexps, strict=True)):
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def is_nan(self) -> bool:
-        """Whether a log-probability is NaN; if the logsumexp is known, only that is looked at."""
+        """Whether a log-probability is NaN, by the logsumexp alone if that is known."""
         if self.logsumexp is None:
             return bool(self.logprobs.isnan().any())
         return math.isnan(self.logsumexp)
@@ -102,12 +102,12 @@ class Row:
         return Row, (self.logprobs.clone(), self.logsumexp)  # a view would pickle its whole table
 
     def without(self, token_ids: torch.Tensor) -> Row:
-        """Return the row renormalised without some tokens, int64 ``[n]``, which get ``-inf``."""
+        """Return the row renormalised without ``token_ids``, int64 ``[n]``, which get ``-inf``."""
         return rows_without([self], token_ids)[0]
 
 
 def alone(rows: Sequence[Row]) -> list[Row]:
-    """Return rows that own their memory, so that none keeps a table alive."""
+    """Return copies of rows; each copy owns its memory, so that it keeps no table alive."""
     own: list[torch.Tensor] = []
     for _, table in _tables(rows):
         own += map(own_copy, table.numpy()) if table.is_cpu else map(torch.clone, table)
@@ -134,7 +134,7 @@ _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 @torch.no_grad()
 def rows_without(rows: Sequence[Row], token_ids: torch.Tensor) -> list[Row]:
-    """Return rows renormalised without some tokens, int64 ``[n]``, which get ``-inf``."""
+    """Return rows renormalised without ``token_ids``, int64 ``[n]``, which get ``-inf``."""
     found = list(rows)
     for start, table in _tables(rows):
         ids = token_ids.to(table.device)
@@ -149,7 +149,7 @@ def rows_without(rows: Sequence[Row], token_ids: torch.Tensor) -> list[Row]:
 
 def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
     logprobs = row.copy_logprobs(ids.device).index_fill_(0, ids, -torch.inf)
-    # Log of the mass left; if that is little, a sum over it is more precise than 1 - excluded.
+    # Log of the mass left. If little is left, summing it is more precise than 1 - excluded.
     left = math.log1p(-excluded) if excluded < 0.5 else float(logprobs.logsumexp(-1))
     if left and left > -math.inf:  # 0: no mass was excluded; -inf: none is left
         logprobs.sub_(left).clamp_(max=0)  # rounding may exceed 0
@@ -157,7 +157,7 @@ def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each run of a table's consecutive rows: its start in ``rows``, and ``[n, vocab]``."""
+    """Yield for each run of a table's consecutive rows its start in ``rows`` and ``[n, vocab]``."""
     start = 0
     while start < len(rows):
         stop, table, index = start + 1, rows[start].table, rows[start].index
@@ -180,7 +180,7 @@ def stacked(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
-    """Return rows on ``device``, unchanged if all are there; runs in one table move together."""
+    """Return rows moved to ``device``, or as they are if all are on it already."""
     found = list(rows)
     memory = [row.logprobs if row.table is None else row.table for row in rows]
     if all(
@@ -196,15 +196,15 @@ def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
 
 
 def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
-    """Return a copy of the log-probabilities of one or more rows: ``[n, vocab]``."""
+    """Return a copy on ``device`` of the log-probabilities of one or more rows: ``[n, vocab]``."""
     parts = [part for _, part in _tables(rows)]
     if device.type != "cpu":
         if len(parts) == 1:
             return parts[0].to(device, copy=True)
         return torch.cat([part.to(device) for part in parts])
     table = spare_memory.take_array((len(rows), len(rows[0].logprobs)), np.float32)
-    # Pinned rows come from a GPU, so that the CPU's threads are idle and torch may use them all:
-    # 33 MB take 0.8 ms with 16 threads, and 4 ms with one.
+    # Pinned rows come from a GPU. So no model occupies the CPU's threads, and torch may use them
+    # all: 33 MB take 0.8 ms with 16 threads, and 4 ms with one.
     is_for_threads = torch.cuda.is_initialized() and all(
         part.nbytes >= _MANY_BYTES and part.is_pinned() for part in parts
     )
@@ -228,10 +228,10 @@ _SMALL: Final = 1 << 14
 _MANY_BYTES: Final = 1 << 21
 
 # A memoryview copies by one memcpy. torch would wake a team of threads, which is slower. torch and
-# NumPy also release the GIL for a copy, and a thread that computes in Python may then keep it for
-# 5 ms. A copy of 49,152 numbers takes 20 us on one thread and 46 us by clone; 128,256 numbers take
-# 45 and 128 us. A copy of 1,000 takes 4 us, nearly all for the lease of spare memory, and 1 us by
-# clone. So small rows use no spare memory: the allocator reuses freed memory of their size at once.
+# NumPy also release the GIL for a copy; another thread that runs Python may then keep it for 5 ms.
+# A copy of 49,152 numbers takes 20 us on one thread and 46 us by clone; 128,256 numbers take 45 and
+# 128 us. A copy of 1,000 takes 4 us, nearly all to get spare memory, and 1 us by clone. So small
+# rows use no spare memory: the allocator reuses freed memory of their size at once.
 
 
 def own_copy(row: _Numbers) -> torch.Tensor:
@@ -250,13 +250,13 @@ def own_table(numbers: _Numbers) -> torch.Tensor:
 
 
 def put_rows(rows: Sequence[Row], table: _Numbers) -> None:
-    """Write log-probabilities from any device into a contiguous float32 table ``[n, vocab]``."""
+    """Write the log-probabilities of rows on any device into a contiguous table ``[n, vocab]``."""
     for start, part in _tables(rows):
         _write(part.cpu().contiguous().numpy(), table[start : start + len(part)])
 
 
 def _write(numbers: _Numbers, table: _Numbers) -> None:
-    """Copy a table row by row, so that another thread may take the GIL in between."""
+    """Copy ``numbers`` into ``table`` by row, so that other threads may take the GIL in between."""
     for own, row in zip(table, numbers, strict=True):
         own.data.cast("B")[:] = row.data.cast("B")
 
@@ -272,9 +272,9 @@ def rows_of_logits(
 
     They are computed in float32 on the logits' device. The logits of ``undefined_ids`` are ignored,
     even if infinite or NaN. Except on CUDA, probabilities sum to one up to the rounding of each.
-    torch's ``log_softmax`` does not ensure that: on some CPUs, the sum over 49,152 is off by 2e-5.
+    torch's ``log_softmax`` does not ensure that: on some CPUs, 49,152 of them sum to 1 ± 2e-5.
 
-    The rows are views of shared tables, so that each keeps the others alive; ``alone`` copies them.
+    The rows are views of shared tables: each keeps its whole table alive. ``alone`` copies rows.
 
     Args:
         logits: Vectors of logits.
@@ -309,7 +309,7 @@ def _rows_moved(
 
 
 def moved(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a table on a device; up to ``MAX_PINNED`` bytes are copied to CUDA asynchronously."""
+    """Return a table on ``device``; up to ``MAX_PINNED`` bytes move to CUDA asynchronously."""
     # On an H100, 33 MB take 0.8 ms through pinned memory, which torch caches, and 5 ms otherwise.
     if table.nbytes > MAX_PINNED or {table.device.type, device.type} != {"cpu", "cuda"}:
         return table.to(device)
@@ -362,7 +362,7 @@ def log_softmax(
     exponentials = torch.empty_like(given[:few])
     for own, found in zip(given.split(few), table.split(few), strict=True):
         largest = own.amax(-1, keepdim=True)
-        torch.sub(own, largest, out=found)  # or large logits would swallow the log of the sum
+        torch.sub(own, largest, out=found)  # or the log of the sum would round away in large logits
         sums = torch.exp(found, out=exponentials[: len(found)]).sum(-1, keepdim=True).log_()
         found.sub_(sums)
         logsumexps.append((largest + sums)[:, 0])
@@ -375,7 +375,7 @@ _FEW_NUMBERS: Final = 1 << 19
 def fill_undefined(
     logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
 ) -> torch.Tensor:
-    """Return logits with ``-inf`` for undefined ids; unchanged if there are none."""
+    """Return logits ``[n, vocab]`` with ``-inf`` for undefined ids; unchanged if there are none."""
     if not undefined_ids:
         return logits
     ids = _ids_on(logits.device, tuple(undefined_ids))
@@ -384,7 +384,7 @@ def fill_undefined(
 
 @functools.lru_cache(maxsize=32)
 def _ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor:
-    """Return ids as a cached tensor, int64 ``[n]``: making one may cost as much as a row."""
+    """Return ids as a cached tensor, int64 ``[n]``: making it may take as long as making a row."""
     with torch.inference_mode(False):  # inference tensors fail in autograd
         return torch.tensor(ids, dtype=torch.int64, device=device)
 
@@ -422,11 +422,11 @@ class RowCache(Generic[R]):
         return num_bytes <= self.budget and self.max_rows != 0
 
     def put(self, key: Hashable, row: R, num_clears: int | None = None) -> None:
-        """Store ``row``, unless it does not fit or ``num_clears`` is out of date."""
+        """Store ``row``, unless it is too large or ``clear`` ran since ``num_clears`` was read."""
         self.put_all([(key, row)], num_clears)
 
     def put_all(self, pairs: Iterable[tuple[Hashable, R]], num_clears: int | None = None) -> None:
-        """Store a row for each key, as ``put`` does, under one lock."""
+        """Store pairs of key and row as ``put`` does, acquiring the lock once."""
         kept = [(key, row, size) for key, row in pairs if self.takes(size := row.nbytes)]
         if self._device is not None:
             kept = [(key, row.to(self._device), size) for key, row, size in kept]

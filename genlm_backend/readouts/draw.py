@@ -51,7 +51,7 @@ class Draw(NamedTuple):
         token_id: Id of the token.
         logprob: Its log-probability under the model at temperature 1, without mask or bounds.
         log_allowed: Log-mass of the tokens that could be drawn: those allowed and within the bounds
-            (``top_k``, ``top_p``, ``min_p``; not at temperature 0); 0 if these are all tokens.
+            ``top_k``, ``top_p`` and ``min_p`` (unused at temperature 0); 0 if these are all tokens.
         log_proposal: Log-probability with which it was drawn, among those tokens and at the
             temperature of the draw; 0 at temperature 0.
     """
@@ -86,15 +86,15 @@ def weights_of(scores: Floats, largest: np.float32, temperature: float) -> Float
     with np.errstate(over="ignore", under="ignore"):
         np.subtract(scores, largest, out=found)
         if temperature != 1:
-            # At temperature inf, an impossible token would get -inf / inf, which is NaN. The
-            # largest finite divisor also maps all finite scores to zero.
+            # At temperature inf, an impossible token would get -inf / inf, which is NaN. Division
+            # by the largest finite number avoids that, and still maps finite scores to zero.
             divisor = min(temperature, sys.float_info.max)
             np.divide(found, divisor, out=found, dtype=np.float64, casting="same_kind")
         return np.exp(found, out=found)
 
 
 def check_possible(score: float, error: type[Exception] = EvaluationError) -> None:
-    """Raise an error if the largest score of a row is not finite."""
+    """Raise ``error`` if ``score``, the largest of a row, is not finite."""
     if not math.isfinite(score):
         raise error(f"no token can be chosen from a row whose largest score is {score}")
 
@@ -224,7 +224,7 @@ def as_ids_or_bools(name: str, values: Any) -> Any:
 _IDS: Final = sequence(integer(), "an array of bools or a collection of token ids")
 
 
-# -------------------------------------------------------------------- arguments
+# -------------------------------------------------------------------- rows and generators
 
 
 def checked_row(row: Any, vocab_size: int) -> Floats:
@@ -257,7 +257,7 @@ _FRESH: Final = random.SystemRandom()
 
 
 def uniform_of(generator: Any) -> Callable[[], float]:
-    """Return a function that returns random numbers in [0, 1)."""
+    """Return a function that draws numbers in [0, 1) from ``generator``, or from the OS if none."""
     if generator is None:
         return _FRESH.random
     if isinstance(generator, np.random.Generator):
@@ -297,20 +297,20 @@ class Inversion:
         return float(self._ends[-1])
 
     def sum_of_weights(self) -> float:
-        """Return NumPy's sum of the whole array, which rounds differently from ``total``."""
+        """Return NumPy's sum of all weights, which rounds differently from ``total``."""
         return float(self._weights.sum(dtype=np.float64))
 
     def index(self, point: float) -> int:
-        """Return the index at which the cumulative sum passes ``point`` times its nonzero total."""
+        """Return the index where the cumulative sum passes ``point`` times its total (not zero)."""
         block = _search(self._ends, self._sums, point)
-        # Read this from the array that was searched: a new sum could round to above the point.
+        # Read from the array that was searched: a new sum could round to more than the point.
         begin = self._ends[block - 1] if block else 0.0
         inside = (point * self._ends[-1] - begin) / self._sums[block]
         start, own = self._block(block)
         return start + _search(np.cumsum(own, dtype=np.float64), own, inside)
 
     def remove(self, index: int) -> None:
-        """Set a weight to zero."""
+        """Set the weight at ``index`` to zero, and update the sums."""
         self._weights[index] = 0
         block = min(index // self._size, len(self._sums) - 1) if self._size else 0
         self._sums[block] = self._block(block)[1].sum(dtype=np.float64)

@@ -20,7 +20,7 @@ from genlm_backend.readouts.token_readouts import log_sums
 
 
 class SamplingFilter(NamedTuple):
-    """Bounds on the tokens to draw from, named as in ``generate``."""
+    """Bounds on the tokens to draw from, named like the options of ``generate``."""
 
     top_k: int = 0
     top_p: float = 1.0
@@ -28,8 +28,8 @@ class SamplingFilter(NamedTuple):
 
     def kept(self, scores: Floats, weights: Floats) -> TokenArray:
         """Return the indices of the tokens within the bounds: int64 ``[n]``."""
-        # Compare scores: at a low temperature many weights underflow to zero, but distinct draws
-        # can still reach those tokens once all others have been drawn.
+        # Compare scores, not weights: at a low temperature, many weights underflow to zero, but
+        # distinct draws can reach those tokens once all others have been drawn.
         is_left = scores > -np.inf
         if 0 < self.top_k < len(scores):
             is_left &= scores >= np.partition(scores, -self.top_k)[-self.top_k]
@@ -103,7 +103,7 @@ class Pools:
                 ``are_plain``, they may be logits.
             uniforms: Numbers in [0, 1): float64 ``[N]``.
             pool_of: Index of each draw's pool, ascending: int64 ``[N]``.
-            are_logits: Whether ``table`` has logits; the drawn tokens' scores are normalised then.
+            are_logits: Whether ``table`` has logits; if so, the returned scores are normalised.
 
         Returns:
             For each draw, float64 ``[N, 5]``: the token id, its score, the log-mass of the tokens
@@ -112,7 +112,7 @@ class Pools:
         """
         if not len(self.rows):
             return np.empty((0, 5))
-        if table.device.type == "mps":  # it has no float64
+        if table.device.type == "mps":  # a device without float64
             table = table.cpu()
         width, device = table.shape[1], table.device
         size = max(1, _NUMBERS_ON_CPU // width) if table.is_cpu else _ROWS_ON_DEVICE
@@ -135,7 +135,7 @@ class Pools:
         pool_of: torch.Tensor,
         are_logits: bool,
     ) -> torch.Tensor:
-        """Draw from a slice's pools; for consecutive rows, plain draws do not wait for a GPU."""
+        """Draw from a slice of the pools; plain draws of consecutive rows do not wait for a GPU."""
         device = table.device
         # 1. Scores: the pools' rows, with -inf for tokens that are not allowed.
         indices = self.rows[own]
@@ -214,13 +214,13 @@ _ROWS_ON_DEVICE: Final = 256
 
 
 def _without_rounding(log_allowed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return log-masses of at most 0, and of exactly 0 for pools with all mass of their rows."""
+    """Return log-masses, at most 0, and exactly 0 for pools that have all mass of their rows."""
     if log_allowed.is_cpu:
         near = (log_allowed.abs() < ROUNDING).nonzero()[:, 0]
         if len(near):
             is_all = (log_allowed[near] - log_sums(rows[near])).abs() < REORDERED
             log_allowed[near[is_all]] = 0
-    else:  # to branch on the numbers would wait for the device
+    else:  # branching on the numbers would wait for the device
         is_all = (log_allowed - log_sums(rows)).abs() < REORDERED
         log_allowed = torch.where((log_allowed.abs() < ROUNDING) & is_all, 0.0, log_allowed)
     return log_allowed.clamp(max=0)
@@ -236,7 +236,7 @@ REORDERED: Final = 1e-12
 def _inverted(
     weights: torch.Tensor, points: torch.Tensor, pool_of: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token of each draw, by its pool's cumulative weights, and the pools' sums."""
+    """Return each draw's token, by its pool's cumulative weights, and each pool's weight sum."""
     # Search block sums first, then one block: a cumulative sum over the vocabulary would take
     # several times as long as a plain sum. Both searches are in float64, which keeps the rarest
     # tokens from rounding away. A block's float32 sum has a relative error of about 1e-7.

@@ -56,7 +56,7 @@ class TableDraws:
 
 
 def numbers_of_draws(draws: Sequence[tuple[Draw]]) -> NDArray[np.float64]:
-    """Return single draws as the array that ``Pools.draw`` returns."""
+    """Return draws, one in each tuple, as an array in the form that ``Pools.draw`` returns."""
     rows = [(*draw, -math.inf if draw.token_id < 0 else 0.0) for (draw,) in draws]
     return np.array(rows, np.float64).reshape(-1, 5)
 
@@ -78,7 +78,7 @@ class StepResult(NamedTuple):
 
 
 def drawn_from_rows(steps: Sequence[ParticleStep], rows: Sequence[StepResult]) -> list[StepResult]:
-    """Return the results of steps with draws, given the steps' rows."""
+    """Return the results of steps that draw, given results whose values are the steps' rows."""
     pairs = zip(steps, rows, strict=True)
     return [own._replace(values=step.values(own.values)) for step, own in pairs]
 
@@ -116,14 +116,14 @@ class StepContexts:
         return context
 
     def followed_by(self, next_ids: NDArray[np.int64]) -> StepContexts:
-        """Return the contexts with one of ``next_ids`` appended to each."""
+        """Return the contexts, each with its element of ``next_ids``, ``[R]``, appended."""
         rows, width = np.arange(len(self.rows)), self.sizes.max(initial=0)
         tokens = np.pad(self.tokens[self.rows, :width], ((0, 0), (0, 1)))
         tokens[rows, self.sizes] = next_ids
         return replace(self, tokens=tokens, rows=rows, sizes=self.sizes + 1)
 
     def __reduce__(self) -> tuple[type[StepContexts], tuple[Any, ...]]:
-        own = self.tokens[self.rows, : self.sizes.max(initial=0)]  # no other particle's tokens
+        own = self.tokens[self.rows, : self.sizes.max(initial=0)]  # only of particles with rows
         numbers, groups = np.unique(self.groups, return_inverse=True)
         prompts = [self.prompts[i] for i in numbers.tolist()]
         rows = np.arange(len(own))
@@ -133,7 +133,7 @@ class StepContexts:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class ParticleStep(Query):
-    """The contexts of ``R`` rows, and what to compute from their rows.
+    """``R`` contexts, and what to compute from their rows.
 
     Attributes:
         hints: A node number for each row, as in ``StepResult``; 0 if none is known: int64 ``[R]``.
@@ -193,7 +193,7 @@ class ParticleStep(Query):
         return [RowQuery(self.contexts.context(i), self.adapter) for i in range(len(self))]
 
     def values(self, table: torch.Tensor, *, are_logits: bool = False) -> Any:
-        """Return the values of a ``StepResult``, given the rows: float32 ``[R, V]``."""
+        """Return the result's ``values``, given ``table``, the step's rows: float32 ``[R, V]``."""
         if self.draws is None:
             return table
         draws = self.draws

@@ -25,8 +25,8 @@ class Readout(Query):
 
     Readouts share batches with other queries, and are computed from rows on the rows' device. Each
     kind of readout is a class; equal instances must have equal answers. If the model runs in
-    another process, only this library's readouts are sent there; for other classes, that process
-    sends the rows here.
+    another process, only this library's readouts are sent to it. For other classes, that process
+    sends the rows, and the caller's process computes the answers.
 
     Attributes:
         query: The context, and the adapter to read it with.
@@ -95,7 +95,7 @@ class Readout(Query):
 
 
 def is_own(kind: type) -> bool:
-    """Return whether a query class is user-defined, so that this process computes its answers."""
+    """Return whether a query class is user-defined: only its caller's process computes answers."""
     return not kind.__module__.startswith(_PACKAGE)
 
 
@@ -105,7 +105,7 @@ def answers_by_rows(
     undefined_ids: Sequence[int] = (),
     is_unknown: Callable[[Any], bool] = lambda kind: True,
 ) -> Any:
-    """Answer queries by ``evaluate``, but compute readouts whose class ``is_unknown`` from rows."""
+    """Answer queries by ``evaluate``, but readouts from rows if ``is_unknown(class)`` is true."""
     kinds = {kind for kind in set(map(type, queries)) if issubclass(kind, Readout)}
     kinds = {kind for kind in kinds if is_unknown(kind)}
     unknown = {i for i, q in enumerate(queries) if type(q) in kinds} if kinds else set[int]()
@@ -129,7 +129,7 @@ def answers_by_rows(
 
 @final
 class RowQueries(NamedTuple):
-    """Several queries per row, for the process that has the rows."""
+    """The queries to answer from each row, for the process that has the rows."""
 
     queries: Sequence[Sequence[Any]]
     undefined_ids: tuple[int, ...] = ()
@@ -150,7 +150,7 @@ class RowQueries(NamedTuple):
         return packed(answers)
 
     def answers(self, rows: Sequence[Row]) -> list[list[Any]]:
-        """Return each row's answers, with an exception in place of one that failed."""
+        """Return each row's answers, with an exception in place of an answer that failed."""
         answers: list[list[Any]] = [
             [row] * len(own) for row, own in zip(rows, self.queries, strict=True)
         ]
@@ -166,7 +166,7 @@ class RowQueries(NamedTuple):
 
 
 def packed(value: Any) -> bytes:
-    """Return answers pickled; plain CPU tensors take fewer bytes than by torch's own reducer."""
+    """Pickle a value; plain CPU tensors take fewer bytes than by torch's own reducer."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()

@@ -39,20 +39,20 @@ class SampleReadout(Readout):
     """A context and one random number for each draw of its next token.
 
     The answer is a tuple of ``Draw``, with the tokens that ``draw_token`` returns for the scores
-    within ``allowed`` and ``cuts``. So equal readouts have equal answers on any device, up to the
-    rounding of exponentials. Distinct draws are made one by one from the tokens still left. They
-    have the distribution of the tokens with the largest Gumbel-perturbed log-probabilities (Kool
-    et al., 2019, arXiv:1903.06059), and their ``log_allowed`` and ``log_proposal`` are relative to
-    the tokens that were left. The tuple ends early if no token is left.
+    within ``allowed`` and ``cuts``. Equal readouts have equal answers on any device, up to the
+    rounding of exponentials. With ``are_distinct``, each draw is made from the tokens not drawn
+    before, to which its ``log_allowed`` and ``log_proposal`` are relative; the tuple ends early if
+    none of these is possible. Such draws have the distribution of the tokens with the largest
+    Gumbel-perturbed log-probabilities (Kool et al., 2019, arXiv:1903.06059).
 
     Attributes:
         query: The context, and the adapter to read it with.
-        temperature: Divisor of the log-probabilities; 0 takes the first most probable token.
+        temperature: Divisor of the log-probabilities; 0 takes the most probable token.
         uniforms: One number in [0, 1) for each draw.
         allowed: One bit per token, set if it may be drawn, in the format of ``packed_mask``;
             ``None`` allows all tokens.
         may_fail: Whether the draws are ``NO_DRAW``, instead of an error, if no token is possible.
-        cuts: Bounds on the tokens to draw from (top-k and others); ``None`` for no bounds.
+        cuts: Bounds on the tokens to draw from (top-k, top-p, min-p); ``None`` for no bounds.
         are_distinct: Whether no token is drawn twice.
     """
 
@@ -68,8 +68,8 @@ class SampleReadout(Readout):
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
-        """Return draws from each row, or an error if none of its tokens is possible."""
-        # Torch has no float64 on "mps".
+        """Return each row's tuple of draws, or an error in place of draws that cannot be made."""
+        # Torch has no float64 on "mps", so rows there are copied to the CPU.
         is_device = not rows.is_cpu and rows.device.type != "mps"
         if is_device and all(len(readout.uniforms) == 1 for readout in readouts):
             return drawn_at_once(readouts, rows)
@@ -77,7 +77,7 @@ class SampleReadout(Readout):
         return [_drawn(readout, row) for readout, row in pairs]
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
-        """Return whether ``answer`` has one draw per uniform; distinct draws may be fewer."""
+        """Return whether ``answer`` has one valid draw per uniform; distinct ones may be fewer."""
         if not isinstance(answer, tuple):
             return False
         least = NO_DRAW.token_id if self.may_fail else 0
@@ -122,7 +122,7 @@ def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArra
     if np.count_nonzero(mask) * 2 <= len(logprobs):
         ids = np.flatnonzero(mask)
         return logprobs[ids], ids
-    # numpy.where would take ten times as long on masks that defeat branch prediction.
+    # The minimum with inf (allowed) or -inf masks; numpy.where can take ten times as long.
     bounds = spare_memory.take_array(logprobs.shape, np.float32)
     np.subtract(bits, np.float32(0.5), out=bounds)
     np.multiply(bounds, np.float32(np.inf), out=bounds)
@@ -182,7 +182,7 @@ class _Pool:
         return Draw(token_id, logprob, log_allowed, log_proposal)
 
     def _log_mass(self) -> float:
-        if self._temperature == 1 and self._inversion is not None:  # weights exist: sum them
+        if self._temperature == 1 and self._inversion is not None:  # sum the existing weights
             total = float(self._largest) + math.log(self._inversion.sum_of_weights())
         else:
             total = log_sum(self._scores)
@@ -198,7 +198,7 @@ class _Pool:
             self._inversion.remove(index)
             if self._inversion.total > _FEW:
                 return True
-            self._largest = self._scores.max()  # or the weights may underflow
+            self._largest = self._scores.max()  # relative to it, the weights do not all underflow
             if self._largest > -np.inf:
                 self._inversion = Inversion(
                     weights_of(self._scores, self._largest, self._temperature)
@@ -213,7 +213,7 @@ _FEW: Final = 1e-3
 def _log_proposal(
     logprob: float, log_allowed: float, largest: float, temperature: float, total: float
 ) -> float:
-    """Return ``Draw.log_proposal``; ``total`` sums the weights, relative to the largest score."""
+    """Return ``Draw.log_proposal``; ``total`` sums the weights, scaled to 1 at ``largest``."""
     if temperature == 0:
         return 0.0
     if temperature == 1:
@@ -224,7 +224,7 @@ def _log_proposal(
 def drawn_at_once(
     drawings: Sequence[SampleReadout], rows: torch.Tensor
 ) -> list[tuple[Draw, ...] | EvaluationError]:
-    """Draw once from each row; the rows stay on their device. See ``SampleReadout.of_rows``."""
+    """Draw one token from each row, on its device; return as ``SampleReadout.of_rows`` does."""
     indices, vocab_size = np.arange(len(drawings)), rows.shape[1]
     masks = mask_of = None
     allowed = [drawing.allowed for drawing in drawings]
@@ -252,9 +252,9 @@ NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
 
 
 def log_mass(total: float, row: NDArray[np.floating]) -> float:
-    """Return the log-mass of some tokens of a row, at most 0, given their ``log_sum``."""
-    # A row sums to 1 up to rounding, unless tokens were excluded from it. So the log-mass is 0 if
-    # these tokens and the whole row have the same sum, near 1.
+    """Return the log-mass, at most 0, of some of a row's tokens, whose ``log_sum`` is ``total``."""
+    # A row sums to 1 up to rounding, unless tokens were excluded from it. So if these tokens and
+    # the whole row have the same sum, and it is near 1, the log-mass is 0.
     is_all = abs(total) < ROUNDING and abs(total - log_sum(row)) < REORDERED
     return 0.0 if is_all else min(total, 0.0)
 
@@ -275,7 +275,7 @@ Impossible: TypeAlias = Literal["raise", "return"]
 
 
 class DrawOptions(TypedDict, total=False):
-    """The common options of draws; ``draw_next_token`` explains them."""
+    """The options that all methods that draw tokens share; ``draw_next_token`` explains them."""
 
     generator: Annotated[RandomGenerator | None, Option()]
     temperature: Annotated[float, Option(1.0, TEMPERATURE)]
@@ -288,7 +288,7 @@ class DrawOptions(TypedDict, total=False):
 def drawing_of(
     vocab_size: int, allowed: Any, options: DrawOptions, n: Any = 1, distinct: Any = False
 ) -> Callable[[RowQuery], SampleReadout]:
-    """Check options and take random numbers; return a function that makes readouts of n draws."""
+    """Check options, take ``n`` random numbers; return a function from a query to its readout."""
     count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
     number_of, alike = _drawn_alike(vocab_size, allowed, options)
     uniforms = tuple(number_of() for _ in range(count))
@@ -298,7 +298,7 @@ def drawing_of(
 def drawings_of(
     vocab_size: int, allowed: Any, options: DrawOptions, num_draws: int
 ) -> Callable[[RowQuery], SampleReadout]:
-    """Return a function that makes one-draw readouts, to be called ``num_draws`` times in order."""
+    """Return a function from a query to a one-draw readout; call it with all queries, in order."""
     dtype = getattr(allowed, "dtype", None)
     is_array = dtype is not None and getattr(allowed, "ndim", 0) == 1
     is_array = is_array and not getattr(dtype, "hasobject", False)
@@ -332,7 +332,7 @@ def drawings_of(
 def _drawn_alike(
     vocab_size: int, allowed: Any, options: DrawOptions
 ) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Return a source of random numbers, and the checked fields that the readouts share."""
+    """Return a function that returns random numbers, and the checked fields all readouts share."""
     given = checked_options(DrawOptions, options, "option of draws", ("allowed", "lora_name"))
     generator, divisor, *cuts, impossible = given.values()
     number_of = uniform_of(generator)

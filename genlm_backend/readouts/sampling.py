@@ -1,4 +1,4 @@
-"""Sampler: the random stream of one sampled text; checks of sampling options."""
+"""Sampler, the random stream of one sampled text, and checks of sampling options."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def entropy_of(seed: int | None, stream: int) -> np.random.SeedSequence:
 
 
 def seed_of(seed: int | None, stream: int) -> int:
-    """Return a 64-bit seed of a stream, for libraries that take a single integer."""
+    """Return a 64-bit seed from ``seed`` and ``stream``, for libraries that take one integer."""
     return int(entropy_of(seed, stream).generate_state(1, np.uint64)[0])
 
 
@@ -73,7 +73,7 @@ CHECKS: Final = {
 
 
 def check_no_others(method: str, others: Iterable[str]) -> None:
-    """Raise an ``OptionTypeError`` that suggests options, unless ``others`` is empty."""
+    """Raise an ``OptionTypeError`` that names the valid options if ``others`` names any option."""
     options = ("max_tokens", "eos_token_ids", "temperature", "seed", "lora_name")
     hint = " generate(lm, prompt, …) accepts more"
     check_names(others, [], f"option of {method}", also=options, hint=hint)
@@ -88,7 +88,7 @@ def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
 def default_ends(
     own: Collection[int] | None, tokenizer: Any, is_token: Callable[[int], bool]
 ) -> frozenset[int]:
-    """Return the model's EOS ids that are tokens, else the tokenizer's, else an empty set."""
+    """Return the EOS ids that are tokens: the model's (``own``) or, if none, the tokenizer's."""
     of_tokenizer = listed_ids(getattr(tokenizer, "eos_token_id", None))
     found = (frozenset(filter(is_token, ids)) for ids in (own, of_tokenizer) if ids is not None)
     return next(filter(None, found), frozenset())
@@ -104,5 +104,5 @@ def listed_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def ends_of_model(model: Any) -> tuple[int, ...] | None:
-    """Return the current ``eos_token_id`` of a transformers model's generation config."""
+    """Return the EOS ids in a transformers model's current generation config, or ``None``."""
     return listed_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))

@@ -19,7 +19,7 @@ from genlm_backend.tokenization import Alphabet
 
 
 class TokenScores(NamedTuple):
-    """Numbers of each token of a continuation, from the row of all tokens before it.
+    """Numbers for each of the ``n`` tokens of a continuation, from the row of the text before it.
 
     Numbers that were not requested are ``None``. If a row has a NaN, its numbers are NaN, and its
     ids and ranks are -1.
@@ -31,12 +31,12 @@ class TokenScores(NamedTuple):
             for the token of greedy decoding: int64 ``[n]``.
         top_token_ids: Ids of the most probable tokens, in the order of ``TopTokens``: int64
             ``[n, k]``.
-        top_logprobs: Their log-probabilities: float32 ``[n, k]``.
-        log_rest: Log-mass of all other tokens: float64 ``[n]``.
+        top_logprobs: Log-probabilities of ``top_token_ids``: float32 ``[n, k]``.
+        log_rest: Log-mass of all tokens but ``top_token_ids``: float64 ``[n]``.
         log_masses: Log-masses of groups of tokens: float64 ``[n, groups]``.
         log_beginnings: For the token's first byte, its first two bytes, and so on up to all but
             its last, the log-mass of all text tokens that begin with these bytes; for a special
-            token, only its own. Other columns are ``-inf``: float64 ``[n, max bytes - 1]``.
+            token, its log-probability. Other columns are ``-inf``: float64 ``[n, max bytes - 1]``.
     """
 
     logprobs: torch.Tensor
@@ -59,7 +59,7 @@ class BytePrefixIntervals(NamedTuple):
     width: int
 
     def log_masses(self, rows: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-        """Return log-masses by number of bytes shared with the targets: float64 ``[n, width]``."""
+        """Return log-masses of tokens with the target's first 1, 2, … bytes: ``[n, width]``."""
         found = torch.full((len(rows), self.width), -torch.inf, dtype=torch.float64)
         if not self.width:
             return found
@@ -70,7 +70,7 @@ class BytePrefixIntervals(NamedTuple):
         sums, cells = list[torch.Tensor](), list[tuple[int, int]]()
         for i, (row, own) in enumerate(zip(rows, bounds, strict=True)):
             first, stop = own[0]
-            weights = row[order[first:stop]]  # includes the tokens that share more bytes
+            weights = row[order[first:stop]]  # the first interval contains all others
             for k, (start, stop) in enumerate(own):
                 if start == stop:
                     break
@@ -92,9 +92,9 @@ def beginnings_of(alphabet: Alphabet, token_ids: Iterable[int]) -> BytePrefixInt
 class ScoreExtras(NamedTuple):
     """Further numbers to return for each token of a text, with the layout of their columns.
 
-    The columns are the log-probability; the entropy; the rank; the ids of the most probable tokens,
-    their log-probabilities, and the log-mass of all others; the log-masses of groups; the
-    log-masses of the tokens with the same first bytes. A float64 holds any id or float32 exactly.
+    The columns are the log-probability and, if requested: entropy; rank; ids of the most probable
+    tokens, their log-probabilities, and the log-mass of all others; log-masses of groups;
+    log-masses of tokens with the same first bytes. A float64 holds any id or float32 exactly.
 
     Attributes:
         entropy: Whether to return the entropy of the row.
@@ -102,7 +102,7 @@ class ScoreExtras(NamedTuple):
         top: Number of most probable tokens to return; 0 for none.
         groups: The groups whose log-masses to return, each with one bit per token, in the format of
             ``packed_mask``.
-        beginnings: The tokens that share first bytes with each token; ``None`` for none.
+        beginnings: The tokens that share first bytes with each token; ``None`` if not requested.
     """
 
     entropy: bool = False
@@ -200,12 +200,12 @@ class ScoreQuery(Query):
 
     @property
     def needs_row(self) -> bool:
-        """Whether numbers other than log-probabilities have to be computed from rows."""
+        """Whether the answer has columns besides log-probabilities, to be computed from rows."""
         return self.beside != NO_EXTRAS
 
     @property
     def forward_key(self) -> ScoreQuery:
-        """The query itself: no other query shares its computation."""
+        """The query itself: only equal queries share its computation."""
         return self
 
     @property
@@ -215,9 +215,9 @@ class ScoreQuery(Query):
 
     @property
     def weight(self) -> float:
-        """Weight in a batch: the text's length over 200; a row counts as 1.
+        """Weight in a batch: the text's length divided by 200; a row counts as 1.
 
-        Counting each text as 1 would make passes of short texts too small, of long ones too large.
+        If all texts counted as 1, batches of short ones would be too small, of long ones too large.
         """
         return len(self.text.context) / TOKENS_PER_ROW
 
@@ -250,7 +250,7 @@ def check_scorings(
     """Return a query per continuation, each after its own prompt or all after one prompt."""
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
-        prompt = prompts if isinstance(prompts, Context) else before  # ``prompts`` may be used up
+        prompt = prompts if isinstance(prompts, Context) else before  # ``listed`` empties iterators
         before = [contexts.check_context(prompt, max_length, name="prompt")] * len(behind)
     if len(before) != len(behind):
         raise OptionError(
@@ -289,7 +289,7 @@ async def scores_of_rows(
     ask: Callable[[list[RowQuery]], Awaitable[torch.Tensor]],
     chunk_size: int,
 ) -> list[torch.Tensor]:
-    """Return the scores of texts from each token's row; asks for ``chunk_size`` rows at a time."""
+    """Return texts' scores from rows; ``ask`` is called with ``chunk_size`` queries at a time."""
     beside = scorings[0].beside if scorings else NO_EXTRAS
     ends = [range(own.start, len(own.text.context)) for own in scorings]
     places = [(own.text, end) for own, its in zip(scorings, ends, strict=True) for end in its]
@@ -299,14 +299,14 @@ async def scores_of_rows(
         rows = await ask([text.prefix(end) for text, end in chunk])
         found.append(numbers_of_rows(rows, [text.token_ids[end] for text, end in chunk], beside))
     scores, sizes = torch.cat(found) if found else _no_scores(beside), [*map(len, ends)]
-    return [part.clone() for part in scores.split(sizes)]  # copies, so none keeps the others alive
+    return [part.clone() for part in scores.split(sizes)]  # a view would keep all scores alive
 
 
 @torch.inference_mode()
 def numbers_of_rows(
     rows: torch.Tensor, targets: Sequence[int], beside: ScoreExtras
 ) -> torch.Tensor:
-    """Return each target's columns of ``ScoreExtras``, or only log-probabilities, from its row."""
+    """Return ``ScoreExtras`` columns for each row's target; without extras, log-probabilities."""
     ids = torch.tensor(targets, dtype=torch.int64, device=rows.device)[:, None]
     logprobs = rows.gather(1, ids).float()
     if beside == NO_EXTRAS:

@@ -37,8 +37,8 @@ class TopTokens(_TopFields):
         logprobs: The log-probabilities of these tokens: float32 ``[k]``.
         log_rest: Log-mass of all other tokens, summed from their probabilities; ``-inf`` if there
             are none.
-        texts: The tokens' entries in the model's ``str_vocab``, which ``next_token_top`` adds;
-            empty before. An attribute, not an item of the tuple.
+        texts: The tokens' entries in the model's ``str_vocab``; empty until ``next_token_top``
+            adds them. An attribute, not an item of the tuple.
     """
 
     texts: tuple[str, ...] = ()
@@ -59,9 +59,9 @@ def readout_of(make: Callable[[RowQuery], Any], query: RowQuery) -> Readout:
 
 
 def readouts_of(make: Callable[[RowQuery], Any], queries: Sequence[RowQuery]) -> list[Readout]:
-    """Call ``make`` with each query, in order; check and return its readouts."""
+    """Call ``make`` with each query, in order; check and return the readouts."""
     made = [function("readout", make)(query) for query in queries]
-    # This library's own readouts are checked together, which is faster.
+    # Readouts of this library's classes are checked together, which is faster.
     if all(issubclass(kind, Readout) and not is_own(kind) for kind in set(map(type, made))) and all(
         map(operator.is_, map(_QUERY, made), queries)
     ):
@@ -159,7 +159,7 @@ class Entropy(Readout):
         if rows.is_cpu:
             return [_entropy_here(row) for row in rows.numpy()]
         values = _double(rows)
-        # An impossible token must add 0, and 0 × -inf is NaN: clamp to a finite number.
+        # Probability 0 must add 0 to the entropy, but 0 × -inf is NaN: clamp to a finite number.
         return (-(values.exp() * values.clamp(min=-1e6)).sum(-1)).tolist()
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
@@ -222,7 +222,7 @@ def top_of(k: Any, vocab_size: int) -> ReadoutOf:
 
 
 def own_top(found: TopTokens, str_vocab: Sequence[str]) -> TopTokens:
-    """Return a copy of top tokens with texts; other callers may hold the original."""
+    """Return a copy of ``found`` with texts; other callers may have received the original."""
     top = TopTokens(found.token_ids.clone(), found.logprobs.clone(), found.log_rest)
     ids: list[int] = found.token_ids.tolist()
     top.texts = tuple([str_vocab[i] for i in ids])
@@ -247,7 +247,7 @@ def _is_vector(answer: Any, dtype: torch.dtype, size: int) -> bool:
     return is_tensor and answer.shape == (size,) and not answer.requires_grad
 
 
-# On the CPU: one row at a time, which fits in the CPU cache, in reused memory.
+# Functions for the CPU take one row at a time, which fits in the CPU cache, and reuse memory.
 
 _NUM_BLOCKS: Final = 64
 
@@ -255,8 +255,8 @@ _NUM_BLOCKS: Final = 64
 def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
     width = len(row) // _NUM_BLOCKS
     if k <= width // 2:
-        # The k-th largest number is at least the k-th largest block maximum, so only blocks whose
-        # maximum reaches the latter are searched.
+        # The k-th largest number of the row is at least the k-th largest column maximum, ``least``.
+        # So only columns whose maximum is at least ``least`` are searched, and the row's tail.
         blocks = row[: width * _NUM_BLOCKS].reshape(_NUM_BLOCKS, width)
         largest = np.maximum.reduce(blocks, axis=0)
         least = np.partition(largest, -k)[-k]
@@ -277,7 +277,7 @@ def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
 
 
 _TINY: Final = 1e-25
-"""Below this sum, probabilities may underflow in float32, so the sum is recomputed in float64."""
+"""Up to this sum, float32 probabilities may have underflowed: the sum is recomputed in float64."""
 
 
 def _log_rest(row: NDArray[np.float32], ids: NDArray[np.int64]) -> float:
@@ -290,7 +290,7 @@ def _log_rest(row: NDArray[np.float32], ids: NDArray[np.int64]) -> float:
 
 def _entropy_here(row: NDArray[np.float32]) -> float:
     logprobs, weighted = (spare_memory.take_array(row.shape, np.float64) for _ in range(2))
-    # An impossible token must add 0, and 0 × -inf is NaN: clamp to a finite number.
+    # Probability 0 must add 0 to the entropy, but 0 × -inf is NaN: clamp to a finite number.
     np.maximum(row, -1e6, out=logprobs)
     with np.errstate(under="ignore"):
         np.exp(logprobs, out=weighted)
@@ -298,7 +298,7 @@ def _entropy_here(row: NDArray[np.float32]) -> float:
     return 0.0 - float(weighted.sum())
 
 
-# On another device, all rows at once.
+# Functions for any device take several rows at once.
 
 
 def _largest(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,5 +328,5 @@ def log_sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _double(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows in float64, on the CPU for "mps", which has no float64."""
+    """Return rows as float64; those on "mps", which has no float64, are copied to the CPU."""
     return (rows.cpu() if rows.device.type == "mps" else rows).double()

@@ -12,18 +12,18 @@ from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.remote.messages import Reply, UnknownPictures
 
 MAX_PICTURE_BYTES: Final = 1 << 30
-"""Most bytes of pictures that the receiver keeps; it keeps the latest whatever its size."""
+"""Most bytes of pictures that the receiver keeps; those used last are kept whatever their size."""
 
 
 @final
 class ArgumentEncoder:
-    """Pickles arguments for one process or actor."""
+    """Pickles arguments for one receiver: a process or an actor."""
 
     def __init__(self) -> None:
         self._sent = set[bytes]()  # keys of the pictures that the receiver may have
 
     def ask(self, method: str, arguments: tuple[Any, ...], do: Callable[[bytes], Reply]) -> Reply:
-        """Return a call's reply; repeat the call with its pictures if the receiver lacks one."""
+        """Return ``do``'s reply; if the receiver lacks a picture, call ``do`` with all pictures."""
         if method == "clear":
             self._sent.clear()
         reply = do(self.packed(arguments))
@@ -34,7 +34,7 @@ class ArgumentEncoder:
 
     def packed(self, arguments: tuple[Any, ...]) -> bytes:
         buffer = io.BytesIO()
-        # Contexts share blocks of ids as objects, and pickle writes each object once.
+        # Contexts share blocks of ids; pickle writes a shared object once.
         _Pickler(buffer, self._sent).dump(arguments)
         return buffer.getvalue()
 
@@ -46,7 +46,7 @@ class _Pickler(pickle.Pickler):
         self._sent = sent
 
     def persistent_id(self, obj: Any) -> tuple[bytes, bytes | None] | None:
-        """Return the key of ``Pictures``, and the pickled pictures too unless they were sent."""
+        """Return the key of ``Pictures`` and, unless they were sent before, the pickled object."""
         if type(obj) is not Pictures:
             return None
         if obj.key in self._sent:

@@ -33,7 +33,7 @@ class Channel:
         self._received = bytearray()
 
     def send(self, message: bytes, look: Callable[[], None]) -> None:
-        """Send a message; if ``look`` raises on a timeout, the next call sends the rest first."""
+        """Send a message; if ``look`` (called on timeouts) raises, the next call sends the rest."""
         self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
         while self._unsent:
             view = self._unsent[0]
@@ -45,7 +45,7 @@ class Channel:
                 self._unsent.popleft()
 
     def receive(self, look: Callable[[], None]) -> bytes:
-        """Return the next message; if ``look`` raises on a timeout, the received part is kept."""
+        """Return the next message; if ``look`` (called on timeouts) raises, no byte is lost."""
         self._fill(_LENGTH.size, look)
         (length,) = _LENGTH.unpack_from(self._received)
         self._fill(_LENGTH.size + length, look)
@@ -88,7 +88,7 @@ class SharedRows:
 
     @staticmethod
     def max_rows(width: int) -> int:
-        """Return the most rows of a width that are transferred at once."""
+        """Return the largest number of rows of this width that are transferred at once."""
         return max(1, MAX_SHARED_BYTES // (_BYTES_PER_NUMBER * max(1, width)))
 
     def table(self, num_rows: int, width: int) -> np.ndarray[Any, np.dtype[np.float32]]:

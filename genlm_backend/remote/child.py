@@ -31,7 +31,7 @@ class Server:
 
     def __init__(self, channel: Channel, rows: SharedRows, parent: int) -> None:
         self._channel, self._rows, self._parent = channel, rows, parent
-        self._end = EvaluatorServer(self._put, BaseException)  # send any exception
+        self._end = EvaluatorServer(self._put, BaseException)  # the parent gets any exception
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def serve(self) -> None:
@@ -48,7 +48,7 @@ class Server:
                 return
 
     def _put(self, rows: list[Row]) -> tuple[None, list[Row]]:
-        """Put the first rows that fit into the shared memory; return the others."""
+        """Copy the first rows, as many as fit, into the shared memory; return those left over."""
         width = len(rows[0].logprobs)
         count = min(len(rows), self._rows.max_rows(width))
         put_rows(rows[:count], self._rows.table(count, width))
@@ -74,12 +74,12 @@ class Server:
             os._exit(1)
 
     def _check_parent(self) -> None:
-        if os.getppid() != self._parent:  # a fork of the parent may hold the socket open
+        if os.getppid() != self._parent:  # no EOF comes if a fork of the parent has the socket
             os._exit(1)
 
 
 def serve_child(arguments: Sequence[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C interrupts only the parent
     faulthandler.enable()
     descriptor, rows, parent, is_watched = map(int, arguments)
     for inherited in (descriptor, rows):

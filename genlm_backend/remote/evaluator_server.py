@@ -35,7 +35,7 @@ Carry: TypeAlias = Callable[[list[Row]], tuple[Table | None, list[Row]]]
 
 @final
 class EvaluatorServer:
-    """Makes an evaluator on ``open``, and calls its methods one at a time."""
+    """Makes an evaluator at the request ``open``, and calls its methods one at a time."""
 
     def __init__(self, carry: Carry, told: type[BaseException] = Exception) -> None:
         self._carry, self._told = carry, told
@@ -60,7 +60,7 @@ class EvaluatorServer:
         return Reply(request.number, value, error, counts, table)
 
     def drop(self, number: int) -> None:
-        """Cancel all requests up to this number, from any thread: no caller waits for them."""
+        """Cancel all requests up to this number, which no caller awaits; safe on any thread."""
         self._dropped = max(self._dropped, number)
 
     def _check_cancelled(self) -> None:
@@ -109,7 +109,7 @@ class EvaluatorServer:
         if not isinstance(evaluator, Evaluator):
             raise EvaluationError(f"{make!r} must return an Evaluator, got {type(evaluator)}")
         evaluator.check_cancelled = self._check_cancelled
-        self._evaluator = evaluator  # set first, so that it is closed even if open() raises
+        self._evaluator = evaluator  # before open(): it must be closed even if open() raises
         info = evaluator.open() if evaluator.info is None else evaluator.info
         self._reads_out, self._omits_undefined = info.reads_out, info.omits_undefined
         return info
@@ -122,7 +122,7 @@ class EvaluatorServer:
             undefined_ids = () if self._omits_undefined else evaluator.undefined_ids
             found = answers_by_rows(evaluator.evaluate, queries, undefined_ids)
         if not isinstance(found, Sequence) or len(found) != len(queries):
-            return found  # the caller refuses it
+            return found  # the caller raises an error
         rows = [answer for answer in found if is_row(answer)]
         width = len(rows[0].logprobs) if rows else 0
         self._rows = [row for row in rows if len(row.logprobs) == width]
@@ -150,7 +150,7 @@ def is_row(answer: Any) -> bool:
 
 
 def sendable(answer: Any) -> Any:
-    """Return an answer in the form to send: tensors copied to the CPU, errors packed."""
+    """Return an answer as it is sent to the caller: tensors copied to the CPU, errors packed."""
     if isinstance(answer, torch.Tensor):  # scores: pickling a view would copy its whole storage
         return answer.detach().cpu().clone()
     if isinstance(answer, StepResult):

@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class PackedError(NamedTuple):
-    """A pickled error, its message and its traceback; it keeps its type if that can be pickled."""
+    """A pickled error, its message and its traceback; ``error()`` restores its type if possible."""
 
     packed: bytes
     said: str
@@ -82,7 +82,7 @@ class Reply(NamedTuple):
 
 
 class UnknownPictures(NamedTuple):
-    """The reply to a call that was not made, since the receiver lacks some of its pictures."""
+    """The reply to a call that was not made, since the receiver lacks pictures of the arguments."""
 
 
 class RowRef(NamedTuple):

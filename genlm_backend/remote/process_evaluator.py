@@ -28,7 +28,7 @@ from genlm_backend.remote.remote_evaluator import RemoteEvaluator
 from genlm_backend.runtime.progress import is_watched
 
 _LOOK_SECONDS: Final = 0.05
-"""Seconds between two checks that the process is alive and that a caller waits."""
+"""Seconds between two checks that the process is alive and that a caller still waits."""
 _LAST_LINES: Final = 50
 """Number of the process's last output lines to keep, for the error that reports its end."""
 _PROGRESS: Final = re.compile(r"\d%\|| \d+(\.\d+)?(it/s|s/it)\b|^\s*$")
@@ -44,7 +44,7 @@ class ProcessEvaluator(RemoteEvaluator):
     The model and this process's Python code do not wait for each other's GIL. Float32 rows come
     back through memory that both processes map; everything else is pickled. Errors keep their type
     if they can be pickled, with a note of their traceback in the child. The child ends when this
-    process ends. If it ends by itself, queries raise an ``EngineDiedError`` until ``restart()``.
+    process ends. If the child dies, queries raise an ``EngineDiedError`` until ``restart()``.
 
     Args:
         make: Makes the evaluator when called in the child: a function of a module, a
@@ -100,7 +100,7 @@ class ProcessEvaluator(RemoteEvaluator):
 
 
 def pickled(name: str, value: Any) -> bytes:
-    """Return a value pickled, or raise an ``OptionTypeError`` that names it."""
+    """Pickle an argument; if that fails, raise an ``OptionTypeError`` with its ``name``."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # pickling may raise any exception
@@ -109,7 +109,7 @@ def pickled(name: str, value: Any) -> bytes:
 
 @final
 class ChildProcess:
-    """A child process that one thread at a time calls; it ends with its parent."""
+    """A child process; only one thread at a time may call it. It ends when its parent ends."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -228,7 +228,7 @@ def _signal_name(number: int) -> str:
 
 
 def _relay(reader: int, output: deque[str]) -> None:
-    """Print a pipe's output on standard error until its other end is closed."""
+    """Copy a pipe's lines to standard error, and to ``output`` unless ``_PROGRESS`` matches."""
     with open(reader, encoding="utf-8", errors="replace", newline="", buffering=1) as lines:
         while text := lines.readline():
             if not _PROGRESS.search(text):

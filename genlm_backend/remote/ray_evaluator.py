@@ -51,7 +51,7 @@ class EvaluatorActor:
         return self._end.reply(Request(number, method, packed))
 
     def drop(self, number: int) -> None:
-        """Cancel a request for which no caller waits any more."""
+        """Cancel requests up to this number; -1 cancels none, but shows that the actor answers."""
         self._end.drop(number)
 
 
@@ -130,7 +130,7 @@ class RayEvaluator(RemoteEvaluator):
         import ray
 
         if self._actor is None:
-            remote: Any = ray.remote  # its type stubs lack concurrency groups
+            remote: Any = ray.remote  # Ray's type stubs lack concurrency groups
             actor_class = remote(concurrency_groups={"dropping": 1})(EvaluatorActor)
             self._actor = actor_class.options(**self._options).remote()
             self._job = ray.get_runtime_context().get_job_id()
@@ -170,7 +170,7 @@ class RayEvaluator(RemoteEvaluator):
             self._actor = None
             return
         if not is_kind and self._is_there():
-            return  # Ray restarts it, maybe on another node
+            return  # the actor answers, perhaps restarted by Ray: keep it
         import ray
         from ray.exceptions import RayError
 
@@ -179,7 +179,7 @@ class RayEvaluator(RemoteEvaluator):
             ray.kill(actor)
 
     def _is_there(self) -> bool:
-        """Return whether the actor answers, perhaps after Ray has restarted it."""
+        """Return whether the actor answers within ``_RETURN_SECONDS``, perhaps restarted by Ray."""
         import ray
         from ray.exceptions import ActorUnavailableError, RayError
 
@@ -229,7 +229,7 @@ def connect(address: Any = None) -> None:
 
 
 def _check_answers(address: str | None) -> None:
-    """Raise an ``OSError`` if no server listens: Ray itself would take much longer to fail."""
+    """Raise an ``OSError`` if nothing listens at the address: Ray would take longer to fail."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), _ANSWER_SECONDS).close()

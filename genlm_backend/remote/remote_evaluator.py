@@ -57,7 +57,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @abc.abstractmethod
     def _reply(self, method: str, packed: bytes) -> Reply:
-        """Send a method and its pickled arguments; return the reply."""
+        """Send a method's name and its pickled arguments; return the reply."""
 
     @abc.abstractmethod
     def _started(self) -> Any:
@@ -65,7 +65,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @abc.abstractmethod
     def _end(self, is_kind: bool) -> None:
-        """End the process or actor; for a restart (not ``is_kind``), a living actor stays."""
+        """End the process or actor; before a restart (not ``is_kind``), a living actor is kept."""
 
     @abc.abstractmethod
     def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
@@ -82,10 +82,10 @@ class RemoteEvaluator(RestartableEvaluator):
             self._end(True)
             raise
         if not isinstance(info, EvaluatorInfo):
-            return info  # for the caller to refuse
+            return info  # the caller raises an error
         is_here = not (info.device or "").startswith("cuda") or torch.cuda.is_available()
         device = info.device if is_here else None
-        # Its threads are not this process's, and ``evaluate`` answers readouts in any case.
+        # OpenMP threads run only in the other process; ``evaluate`` can answer all readouts.
         return replace(info, uses_openmp=False, reads_out=True, device=device)
 
     @final
@@ -109,7 +109,7 @@ class RemoteEvaluator(RestartableEvaluator):
         asked = [query for query in queries if query.adapter not in self._lost]
         found = answers_by_rows(self._answers, asked, self.undefined_ids, is_own) if asked else ()
         if not isinstance(found, Sequence) or len(found) != len(asked):
-            return found  # for the caller to refuse
+            return found  # the caller raises an error
         answers = iter(found)
         return [
             AdapterError(self._lost[query.adapter])
@@ -122,7 +122,7 @@ class RemoteEvaluator(RestartableEvaluator):
         with frequent_switches():
             found = self.ask("evaluate", queries)
             if not isinstance(found, PackedResults):
-                return found  # for the caller to refuse
+                return found  # the caller raises an error
             known = [each.logsumexp for each in found.answers if isinstance(each, RowRef)]
             rows: list[Row] = []
             for table in self._tables(len(known), found.width):

@@ -40,14 +40,14 @@ class BackgroundLoop:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; ``close()`` cancels it if it does not end soon."""
-        with self._lock.here:  # so that ``close()`` cannot stop the loop in between
+        with self._lock.here:  # so that ``close()`` cannot stop the loop after the check
             if not self.is_closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
         raise self._error()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Block this thread until a coroutine ends; return its result. An interrupt cancels it."""
+        """Block until a coroutine ends; return its result. An interrupt cancels the coroutine."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -70,7 +70,7 @@ class BackgroundLoop:
         return not self._finalizer.alive or sys.is_finalizing()
 
     def close(self) -> None:
-        """End the thread once its tasks have ended or are cancelled; idempotent."""
+        """End the thread once its tasks have ended or are cancelled; a second call does nothing."""
         self._is_closed = True
         self._finalizer()
 

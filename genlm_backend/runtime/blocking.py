@@ -24,7 +24,7 @@ def blocking(verb: Callable[P, Coroutine[Any, Any, T]], answer: str = "answer") 
 
     Args:
         verb: A coroutine function that, in blocking form, never waits for an event loop.
-        answer: A word for its result, for the docstring of the blocking form.
+        answer: A noun for the result of ``verb``, for the docstring of the blocking form.
     """
     is_method = next(iter(inspect.signature(verb).parameters)) == "self"
 
@@ -44,15 +44,15 @@ def blocking(verb: Callable[P, Coroutine[Any, Any, T]], answer: str = "answer") 
 
 @types.coroutine
 def is_blocking() -> Generator[None, bool | None, bool]:
-    """Return whether ``result_of`` runs the awaiting coroutine, instead of an event loop."""
-    # A loop answers a bare yield with None, in its next turn. A thread-local or context variable
-    # would do as well, but an exception from a signal handler could leave it set.
+    """Return whether the awaiting coroutine is run by ``result_of``, not by an event loop."""
+    # A loop answers a bare yield with None, in its next turn; ``result_of`` answers with True. A
+    # thread-local or context variable could stay set after an exception from a signal handler.
     answer = yield
     return answer is True
 
 
 async def in_form(lm: S) -> S:
-    """Return a proxy of blocking methods if ``result_of`` runs the coroutine; else ``lm``."""
+    """Return a proxy of ``lm`` with blocking methods if ``is_blocking()``; else return ``lm``."""
     blocks: Any = _Blocking(lm)
     return blocks if await is_blocking() else lm
 
@@ -66,7 +66,7 @@ def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as end:
         return end.value
     except RuntimeError as error:
-        # Python turns a StopIteration, as of a custom readout, into a RuntimeError (PEP 479).
+        # Python turns a coroutine's StopIteration into a RuntimeError (PEP 479): turn it back.
         if isinstance(error.__cause__, StopIteration) and str(error).startswith("coroutine raised"):
             raise error.__cause__ from None
         raise
@@ -81,7 +81,7 @@ def _has_form(kind: type, name: str) -> bool:
 
 @final
 class _Blocking:
-    """A proxy of a model whose coroutine methods never wait: each calls ``<verb>_sync``."""
+    """A proxy of a model; its coroutine methods never wait, since each calls ``<verb>_sync``."""
 
     __slots__ = ("_lm",)
 

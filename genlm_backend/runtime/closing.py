@@ -15,7 +15,7 @@ class Closing(abc.ABC):
         """Close the object and free its resources; a second call has no effect."""
 
     async def aclose(self) -> None:
-        """Call ``close()`` on a thread, without blocking the event loop."""
+        """Call ``close()`` on another thread, so that it does not block the event loop."""
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Self:

@@ -9,7 +9,7 @@ import numba
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, compiled for each new set of argument types and run without the GIL."""
+    """Return a Numba version of ``function``, which compiles on first use and releases the GIL."""
     try:
         return numba.njit(function, cache=True, nogil=True)
     except RuntimeError:  # no writable folder for the cache

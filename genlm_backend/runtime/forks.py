@@ -27,7 +27,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class OfOneProcess(abc.ABC):  # noqa: B024
-    """An object whose threads live in the process that made it; pickling or copying raises."""
+    """An object whose threads live in the process that made it; pickling or copying it raises."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise NotPicklableError(
@@ -49,14 +49,14 @@ class ProcessLock:
     @property
     def here(self) -> threading.Lock | threading.RLock:
         """The lock itself; raises a ``ForkedError`` in a fork of the process that claimed it."""
-        # Not a wrapper: an interrupt in a Python ``__enter__`` could leave the lock locked.
+        # No wrapper is returned: an interrupt in a Python ``__enter__`` could leave it locked.
         if self._owner != _process:
             if self._is_claimed:
                 raise ForkedError(
                     f"used in process {_process}, a fork of process {self._owner} without its "
                     f"threads: {_MAKE_IT_THERE}"
                 )
-            self._owner, self._lock = _process, self._make()  # a lost thread may hold the old one
+            self._owner, self._lock = _process, self._make()  # the old one may be locked forever
         return self._lock
 
     @property

@@ -30,9 +30,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Release the free memory that allocators cache: torch's to the GPU, glibc's to Linux."""
+    """Release unused memory that allocators keep: torch's on the GPU; on Linux, also glibc's."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
-        trim(0)  # glibc keeps freed blocks of up to 32 MiB each: up to a gigabyte
+        trim(0)  # glibc keeps freed blocks of up to 32 MiB each, in all up to a gigabyte

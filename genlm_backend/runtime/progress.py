@@ -11,7 +11,7 @@ _told = False
 
 
 def is_watched() -> bool:
-    """Whether standard error is a terminal or a notebook's, or the parent process shows it."""
+    """Return whether a user sees standard error: in a terminal, notebook or via the parent."""
     return _told or sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
@@ -23,7 +23,7 @@ def tell(is_watched: bool) -> None:
 
 @contextlib.contextmanager
 def bars_where_seen() -> Iterator[None]:
-    """Turn the progress bars of transformers and of the hub off if no user can see them."""
+    """In this context, hide transformers' and the hub's progress bars if no user can see them."""
     from transformers.utils import logging
 
     if is_watched() or not logging.is_progress_bar_enabled():
@@ -38,7 +38,7 @@ def bars_where_seen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stage(what: str) -> Iterator[None]:
-    """Show the name of a stage of long work while it lasts, if a user can see it."""
+    """In this context, show ``what``, the name of a stage of long work, if a user can see it."""
     if not is_watched():
         yield
         return

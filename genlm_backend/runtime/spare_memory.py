@@ -19,13 +19,13 @@ class SpareMemory:
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        # Fresh memory costs more than the computation: the OS clears each page on first touch, and
-        # the allocator returns large blocks to it as soon as they are freed.
+        # Fresh memory costs more time than computing what it stores: the OS clears each page on
+        # first touch, and the allocator returns large blocks to the OS as soon as they are freed.
         self._unused: dict[tuple[Shape, np.dtype], list[NDArray[Any]]] = {}
         self._lock = threading.Lock()
 
     def take_array(self, shape: Shape, dtype: type[np.generic]) -> NDArray[Any]:
-        """Return an uninitialised array; its memory returns here when the array is freed."""
+        """Return an uninitialised array; its memory returns to the pool when the array is freed."""
         key = (shape, np.dtype(dtype))
         memory = None
         # Never wait: in a fork, the lock may be held by a thread that does not exist there.
@@ -41,7 +41,7 @@ class SpareMemory:
         return np.asarray(_Lease(memory, self)) if math.prod(shape) else memory
 
     def give(self, memory: NDArray[Any]) -> None:
-        """Keep ``memory`` for later arrays; drop it if the lock is taken or it is too large."""
+        """Keep ``memory`` for later arrays; drop it if it is too large or the lock is taken."""
         # Never wait: the garbage collector may call this from within ``take_array``.
         if not self._lock.acquire(blocking=False):
             return
@@ -54,7 +54,7 @@ class SpareMemory:
             self._lock.release()
 
     def clear(self) -> None:
-        if self._lock.acquire(timeout=1.0):  # in a fork it may never be free
+        if self._lock.acquire(timeout=1.0):  # in a fork, the lock may stay locked forever
             try:
                 self._drop_until(0)
             finally:
@@ -71,13 +71,13 @@ class SpareMemory:
         memory = self._unused[key].pop()
         self.num_bytes -= memory.nbytes
         if not self._unused[key]:
-            del self._unused[key]  # or the keys of all past batch sizes would stay
+            del self._unused[key]  # or the keys of all past shapes would stay
         return memory
 
 
 @final
 class _Lease:
-    """The base object of an array; when the array is dropped, it gives the memory back."""
+    """The base object of an array; it gives back the array's memory when the array is dropped."""
 
     __slots__ = ("__weakref__", "_memory", "_spare")
 

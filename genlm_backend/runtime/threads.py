@@ -1,4 +1,4 @@
-"""Thread, GIL and garbage-collection settings for fast passes, and calls into an event loop."""
+"""Settings of threads, the GIL and garbage collection for fast passes; calls into event loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _numbers = ProcessLock()
 
 @functools.cache
 def _pause_function() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of the libgomp in torch's wheel; ``None`` if not found."""
+    """Return ``omp_pause_resource_all`` of the libgomp in torch's wheel, ``None`` if not found."""
     if sys.platform != "linux":
         return None
     import torch
@@ -59,7 +59,7 @@ def use_num_threads(count: int) -> int:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """While inside, the calling thread's operators use one thread; other threads are unaffected."""
+    """In this context, the calling thread's operators use one thread; other threads keep theirs."""
     # If other processes occupy the cores, each parallel operator waits until its last thread is
     # scheduled, and passes of a small model take several times as long as on one thread.
     before = use_num_threads(1)
@@ -71,16 +71,16 @@ def one_thread() -> Iterator[None]:
 
 def release_idle_threads() -> None:
     """End the calling thread's idle OpenMP team; takes about a microsecond if there is none."""
-    # OpenMP keeps a team for each thread that has run operators. Idle teams make libgomp count more
-    # threads than cores, so that threads sleep between operators instead of spinning. A pass of
-    # many small operators then takes 1.4 times as long.
+    # OpenMP keeps a team of threads for each thread that has run operators. With idle teams, there
+    # are more threads than cores, so libgomp lets threads sleep between operators instead of
+    # spinning. A pass of many small operators then takes 1.4 times as long.
     if (pause := _pause_function()) is not None:
         pause(_PAUSE_HARD)
 
 
 @final
 class _SwitchInterval:
-    """Shortens Python's switch interval while a thread is inside; the last to leave restores it."""
+    """Shortens Python's switch interval while a thread is in ``shortened()``; then restores it."""
 
     def __init__(self) -> None:
         self._lock, self._num_inside = threading.Lock(), 0
@@ -102,14 +102,14 @@ class _SwitchInterval:
         if not self._num_inside:
             self._before = self._ours = sys.getswitchinterval()
         self._num_inside += number
-        # If other code has changed the interval meanwhile, keep that value.
+        # If other code has changed the interval since then, keep the changed value.
         if sys.getswitchinterval() == self._ours:
             wanted = min(self._before, SWITCH_INTERVAL) if self._num_inside else self._before
             sys.setswitchinterval(wanted)
             self._ours = sys.getswitchinterval()
 
     def _renew(self) -> None:
-        """Restore the interval in a fork, which has none of the threads that were inside."""
+        """Restore the interval in a fork, which lacks the threads that were in ``shortened()``."""
         self._lock = threading.Lock()
         self._add(-self._num_inside)
 
@@ -118,7 +118,7 @@ _interval = _SwitchInterval()
 
 
 def frequent_switches() -> contextlib.AbstractContextManager[None]:
-    """While inside, a thread that waits for the GIL asks for it after 20 microseconds."""
+    """Return a context in which threads that wait for the GIL ask for it after 20 microseconds."""
     # A pass has a thousand operators, and each releases the GIL. By default, another thread that
     # computes in Python then keeps the GIL for 5 ms, so that a pass of 0.1 s takes 8 s. With an
     # interval of 20 us, the pass takes about 1 s, and the other threads lose some 15 %.
@@ -141,7 +141,7 @@ def freeze_imports() -> None:
 def call_threadsafe(
     loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any
 ) -> None:
-    """Call ``loop.call_soon_threadsafe``; do nothing on a closed loop, where no task waits."""
+    """Call ``loop.call_soon_threadsafe``; do nothing if the loop is closed: no task waits there."""
     try:
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:

@@ -24,7 +24,7 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 
 
 def in_threads(work: Callable[[slice], object], count: int, num_threads: int) -> None:
-    """Call ``work`` with slices of ``range(count)``: the first here, each other in a new thread."""
+    """Call ``work`` with slices of ``range(count)``: the first here, the others in new threads."""
     bounds = [count * i // num_threads for i in range(num_threads + 1)]
     own, *others = [slice(a, b) for a, b in itertools.pairwise(bounds)]
     with ThreadPoolExecutor(max(1, len(others))) as threads:

@@ -98,7 +98,7 @@ class LocalEvaluator(Evaluator):
             return answers
         except QueryDroppedError:
             raise
-        except Exception as error:  # goes to the callers of these queries only
+        except Exception as error:  # the error goes only to the callers of these queries
             pictured = [i for i, q in enumerate(queries) if q.context.pictures is not None]
             if len(queries) == 1 or not pictured:
                 return [error] * len(queries)
@@ -126,21 +126,21 @@ class LocalEvaluator(Evaluator):
             f"Raise kv_cache_bytes (now {cache.budgets.kv}), or query fewer contexts at a time"
         )
         logger.warning(said)
-        # Callers are on other threads: a source line of this thread would not help them.
+        # Callers are on other threads, so name no source line: it would be one of this thread.
         where = {"filename": "<genlm_backend>", "lineno": 0, "module": __name__}
-        with suppress(Warning):  # a filter that makes it an error must not fail the batch
+        with suppress(Warning):  # a filter that makes the warning an error must not fail the batch
             warnings.warn_explicit(said, RuntimeWarning, **where)
 
     @final
     def evaluate_whole(self, query: RowQuery) -> Row:
-        """Return the row of a context, run whole and alone, without the cache."""
+        """Return the row of a context, computed alone and without the cache."""
         with self._in_place(query.adapter):
             return self.scheduler.row_alone(query)
 
     # ---------------------------------------------------------------- the cache
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens, except the last, are cached."""
+        """Return how many of a context's tokens are cached; the last one does not count."""
         if len(query.context) > self.scheduler.can.max_cacheable_len:
             return 0
         # The last token always goes through the model: its logits are the answer.
@@ -148,7 +148,7 @@ class LocalEvaluator(Evaluator):
         return tree.num_cached(ids[:-1], query.adapter, tier)
 
     def pin(self, query: RowQuery) -> bool:
-        """Compute a context and pin it until ``clear()``; return whether the cache had room."""
+        """Compute a context, pin it in the cache until ``clear()``; return whether it had room."""
         with self._in_place(query.adapter):
             node = self.scheduler.computed(query)
         return node is not None and self.scheduler.cache.pin(node)
@@ -187,4 +187,4 @@ class LocalEvaluator(Evaluator):
 _ADAPTER, _IS_READ_OFF = attrgetter("adapter"), attrgetter("needs_row")
 
 _FEWEST_AGAIN: Final = 256
-"""No warning of a small cache until this many tokens were recomputed or could not be kept."""
+"""Fewest tokens, recomputed or not kept for lack of room, at which a warning is given."""

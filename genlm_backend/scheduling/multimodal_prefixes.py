@@ -22,19 +22,19 @@ from genlm_backend.scheduling.prefill_plan import ScheduledQuery, first_output
 from genlm_backend.scheduling.prefix_cache import PrefixCache
 
 FEW_BEHIND: Final = 64
-"""If at most this many tokens follow an opening, its pass may run them too."""
+"""If at most this many tokens follow an opening, the opening's pass may compute them too."""
 
 
 @final
 class MultimodalPrefixes:
-    """Runs the opening of a context, the tokens that its pictures belong to, in one pass."""
+    """Computes a context's opening in one pass: the first tokens, to which its pictures belong."""
 
     def __init__(self, runner: Runner, cache: PrefixCache, run_alone: Callable[..., None]) -> None:
         self._runner, self._cache, self._run_alone = runner, cache, run_alone
         self._offsets: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
     def begin(self, queries: Sequence[Query]) -> dict[Query, Result]:
-        """Compute the openings that are not cached; return the answers found in those passes."""
+        """Cache the queries' openings if possible; return the answers computed in the process."""
         answers: dict[Query, Result] = {}
         for query in queries:
             pictures = query.context.pictures
@@ -49,11 +49,11 @@ class MultimodalPrefixes:
         return answers
 
     def run_uncached(self, query: Query) -> Result:
-        """Return the result of a context, run alone and without the cache."""
+        """Return the answer to a query with pictures, computed alone and without the cache."""
         job, pictures = ScheduledQuery.of(query), query.context.pictures
         assert pictures is not None
-        # A pass must hold one image token per part of its pictures. If the text after the opening
-        # contains another image token, the tokens after the opening run in a second pass.
+        # A pass with pictures must contain exactly one image token per picture part. If the text
+        # after the opening contains another one, the tokens after the opening get a second pass.
         is_apart = _holds_parts(job, pictures)
         attention = MultimodalPrefillAttention(pictures, self._cache.layout, goes_on=is_apart)
         end, size = pictures.num_tokens, len(query.context)
@@ -79,7 +79,7 @@ class MultimodalPrefixes:
         return self._offsets[pictures]
 
     def _begun(self, query: Query, pictures: Pictures) -> Result | None:
-        """Cache an opening if there is room; return the query's answer if known, or ``None``."""
+        """Cache an opening if there is room; return the answer, or ``None`` if not yet computed."""
         tree, end, size = self._cache.tree, pictures.num_tokens, len(query.context)
         tree.new_step()
         node = self._cache.match(query.context, query.adapter, end)
@@ -106,7 +106,7 @@ class MultimodalPrefixes:
         slots: NDArray[np.int64],
         stop: int,
     ) -> None:
-        """Run the first ``stop`` tokens; cache those with slots if all values are finite."""
+        """Run the first ``stop`` tokens; cache the last ``len(slots)`` if all values are finite."""
         cache, tree = self._cache, self._cache.tree
         tokens = np.asarray(job.context.packed(stop - len(slots), stop), np.int32)
         new = tree.append(node, tokens, slots)

@@ -48,7 +48,7 @@ class OutputProcessor:
         return rows_of_logits(logits, self.device, self._undefined_ids(), in_place=True)
 
     def hand_out(self, logits: torch.Tensor, wanted: Sequence[_Output]) -> None:
-        """Store a pass's results in its jobs: scores first, since rows may overwrite the logits."""
+        """Store a pass's results in the jobs: scores first, since rows may overwrite the logits."""
         scored = [(index, job, at - job.first) for index, job, at in wanted if job.targets]
         if scored:
             indices = sorted({index for index, _, _ in scored})

@@ -29,7 +29,7 @@ from genlm_backend.queries.row import Row
 from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras
 
 _MANY: Final = 32
-"""From this many tokens on, recomputing them costs more than an extra pass to keep a state."""
+"""Recomputing at least this many tokens costs more than an extra pass that keeps a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CostModel:
         return cls(per_forward=128.0, per_past_token=1 / 64, max_chunk=2048, max_tokens=16384)
 
     def of(self, num_rows: int, num_new: int, prefix_len: int) -> float:
-        """Return the cost of a pass of ``num_rows`` rows padded to these lengths."""
+        """Return the cost of a pass of ``num_rows`` rows, padded to the given numbers of tokens."""
         return self.per_forward + num_rows * (
             num_new + self.per_past_token * (prefix_len + num_new)
         )
@@ -183,7 +183,7 @@ class PrefillChunk:
 
 
 class StatePlan(NamedTuple):
-    """Whether a pass may continue a state by several tokens, and whether states are few."""
+    """Whether a pass may continue a state by several tokens, and whether there are few states."""
 
     takes_several_tokens: bool
     is_short: bool = False
@@ -225,7 +225,7 @@ def plan_chunks(
 
 
 def _may_part(jobs: Sequence[ScheduledQuery], cost: CostModel) -> bool:
-    """Return whether a shared prefix saves more than continuing it token by token costs."""
+    """Return whether sharing a prefix saves more than continuing it token by token costs."""
     num_shared = common_length(jobs[0].missing, jobs[-1].missing)
     num_passes = max(job.stop for job in jobs) - num_shared
     return num_shared * (len(jobs) - 1) > num_passes * cost.per_forward
@@ -273,8 +273,8 @@ def _add_chunks(
         branches = _split((job for job in part if job.stop > shared), shared)
         if not branches:
             return
-        # The branch with the most jobs continues this chunk. The others start after its shared
-        # tokens in the next wave, or recompute them if that costs less than another pass.
+        # The branch with the most jobs continues this chunk. The others start after the shared
+        # tokens in the next wave, or recompute these tokens if that costs less than another pass.
         branches.sort(key=len)
         part = branches.pop()
         num_saved = (shared - start) * len(branches)
@@ -333,7 +333,7 @@ def _later_starts(chunk: PrefillChunk, cost: CostModel, states: StatePlan) -> It
     known = chunk.job.num_known
     is_far = not states.takes_several_tokens and chunk.start == 0
     is_far = is_far and (chunk.stop - known) * cost.per_forward > chunk.stop
-    # This context branches off at ``known``. Later contexts may too, and would continue there.
+    # This context branches off cached contexts at ``known``; later contexts may do so as well.
     if known - chunk.start >= _MANY and known < chunk.stop and not is_far:
         yield known
     # A repeated query, or a score of a continuation, starts at the context's last token.
@@ -373,7 +373,7 @@ def plan_groups(
     needs_equal_lengths: bool = False,
     has_states: bool = False,
 ) -> list[list[int]]:
-    """Divide rows into forward passes of low total cost."""
+    """Divide rows into forward passes of low total cost; return the row indices of each pass."""
     if needs_equal_lengths or has_states:
         kinds: defaultdict[int, list[int]] = defaultdict(list)
         for i, size in enumerate(sizes):
@@ -422,7 +422,7 @@ def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int
 
 
 def _cut(run: Sequence[int], sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
-    """Cut a group into passes; only one row, or one output per row, may exceed the limits."""
+    """Cut a group into passes; a pass may exceed limits if it has one row or one output per row."""
     max_rows = max(1, cost.max_tokens // max(sizes[i].num_new for i in run))
     max_rows = min(max_rows, cost.max_rows)
     groups: list[list[int]] = [[]]

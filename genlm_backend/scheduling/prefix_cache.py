@@ -71,11 +71,11 @@ class PrefixCache:
     # ---------------------------------------------------------------- contexts
 
     def match(self, context: Context, adapter: Adapter | None, most: int) -> int:
-        """Return the node of the longest cached prefix, and keep it until the next batch."""
+        """Return the longest cached prefix's node, at most ``most`` deep; keep it in this batch."""
         return self.tree.match(context.packed(0, most), adapter, context.cache_hint)
 
     def pin(self, node: int) -> bool:
-        """Pin a node and, if kept, the state of ``resumed(node)``; return whether that worked."""
+        """Pin a node and, if states exist, the state of ``resumed(node)``; ``False`` on failure."""
         tree = self.tree
         self._check_pin(node)
         if tree.states.num_states and not tree.states.pin(self.resumed(node)):
@@ -84,7 +84,7 @@ class PrefixCache:
         return True
 
     def resumed(self, node: int) -> int:
-        """Return the last ancestor with a state, where a repeated query resumes; else ``node``."""
+        """Return the deepest ancestor with a state, where repeated queries resume; or ``node``."""
         tree = self.tree
         start = int(tree.states.last(tree.nodes.parent[[node]])[0])
         return start if tree.nodes.depth[start] else node
@@ -115,7 +115,7 @@ class PrefixCache:
         end = tree.nodes.ancestors(end, np.array([num_resumed], np.int32))
         if not states or tree.nodes.state[end[0]]:
             return True
-        numbers = tree.states.give(end, np.ones(1, np.int64))  # needed: may evict others
+        numbers = tree.states.give(end, np.ones(1, np.int64))  # needed: others may be evicted
         if numbers[0]:
             with tree.states.filling(end):
                 self.state_pool.write(numbers, states)
@@ -124,7 +124,7 @@ class PrefixCache:
     # ---------------------------------------------------------------- rows of a pass
 
     def states_behind(self, nodes: NDArray[np.int32]) -> BatchStates | None:
-        """Return copies of the states after ``nodes``, which must all be roots or contain none."""
+        """Return copies of the states after ``nodes``: either all of these are roots or none is."""
         if not self.state_pool.num_states:
             return None
         begins = not self.tree.nodes.depth[nodes].any()
@@ -134,7 +134,7 @@ class PrefixCache:
     def keep_states(
         self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: BatchStates
     ) -> None:
-        """Store rows' states at nodes; raise ``OutOfStates`` if a needed one finds no room."""
+        """Store each row's state at its node; raise ``OutOfStates`` if a needed one has no room."""
         _, rows = np.unique(nodes, return_index=True)
         rows = np.sort(rows[nodes[rows] > 0])
         own = nodes[rows]

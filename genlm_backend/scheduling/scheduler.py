@@ -1,15 +1,15 @@
 """Scheduler: answers a batch of queries by forward passes that reuse cached prefixes.
 
-**Three ways.** If each context has one uncached token, the batch is a *decode step*: three integers
-per row (the node before it, its token, its slot) go into arrays. Other cacheable contexts (prompts,
-texts to score, rows whose cached lengths are far apart) are *planned* into chunks, waves and groups
-(``prefill_plan.py``). A decode step pads to the longest row, so the longest cached length must not
-exceed twice the shortest plus 64 tokens. Contexts that the cache cannot hold run *uncached*, from
-their first token. The reference is ``naive_row`` in tests/naive.py.
+**Three ways.** If each context has one uncached token, the batch is a *decode step*: arrays have
+three integers per row (the token, its slot, and the node before it). Other cacheable contexts
+(prompts, texts to score, rows whose cached lengths are far apart) are *planned* into chunks, waves
+and groups (``prefill_plan.py``). A decode step pads to the longest row, so the longest cached
+length must not exceed twice the shortest plus 64 tokens. Contexts that cannot be cached run
+*uncached*, from their first token. Tests compare the rows with ``naive_row`` in tests/naive.py.
 
 **Nodes come first.** ``append`` makes nodes before a pass fills their slots, and ``insert`` makes
-them findable after it. So later passes of a batch read the tokens of earlier ones like cached
-tokens, and after an error only the batch's own nodes have to be freed. If the cache has too little
+them findable after it. So later passes of a batch read the tokens of earlier passes like cached
+tokens, and after an error only the batch's new nodes have to be freed. If the cache has too little
 room or memory runs out, the batch is halved; a single query without room runs uncached.
 
 **NaN stays with its context.** Attention weighs masked tokens by zero, and 0 × NaN is NaN, so a
@@ -24,8 +24,8 @@ rows of a pass have equal numbers of new tokens. Some models continue from a sta
 a time, with a pass for each token.
 
 **Limits of models.** Beyond some length, "longrope" and "dynamic" RoPE scaling use other rotary
-frequencies, so cached keys are wrong: such contexts run whole, each alone. Llama 4 scales
-attention by the number of columns, so rows of its passes have equal numbers of cached tokens.
+frequencies, so cached keys are wrong: each such context runs uncached, in its own pass. Llama 4
+scales attention by the number of columns, so rows of its passes have equally many cached tokens.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Scheduler:
     """Runs forward passes for the contexts of one adapter at a time, over a prefix cache."""
 
     # The steps of a batch are match, plan, allocate, run and link, so that its contexts share
-    # prefixes with each other and with earlier ones. A decode step, with one new token per
+    # prefixes with each other and with earlier contexts. A decode step, with one new token per
     # context, needs no plan of chunks. Without a cache, every context is run uncached.
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Scheduler:
         self.tokens_reused = self.tokens_without_room = 0
         # A decode step whose contexts all extend contexts of one earlier step reuses its plan, with
         # rows permuted and one more column; otherwise a plan is made. Entries: the plan, the sorted
-        # ``node_uses`` of its rows' last nodes, and the permutation that sorts the rows.
+        # ``node_uses`` of its rows' last nodes, and the permutation that sorts these.
         self._remembered: deque[tuple[CascadePlan, NDArray[np.int64], NDArray[np.intp]]] = deque(
             maxlen=NUM_REMEMBERED
         )
@@ -142,19 +142,19 @@ class Scheduler:
         except Exception as error:
             if not is_out_of_memory(error) or len(queries) == 1:
                 raise
-        if answers is None:  # outside the handler, where the traceback would hold the tensors
+        if answers is None:  # after the handler: inside, a traceback would keep the tensors alive
             release_cached_memory()
             return _in_halves(queries, self._evaluate_half)
         return answers
 
     def _evaluate_half(self, queries: list[Query]) -> list[Result | Exception]:
-        """Evaluate a half of a batch; a query that never fits into memory fails alone."""
+        """Evaluate half a batch; a single query that does not fit into memory fails alone."""
         try:
             return self.evaluate(queries)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            error.__traceback__ = None  # it would hold the tensors of the pass
+            error.__traceback__ = None  # it would keep the tensors of the pass alive
             return [error] * len(queries)
 
     def _run_unshared(self, queries: Sequence[Query]) -> dict[Query, Result]:
@@ -168,7 +168,7 @@ class Scheduler:
         return apart
 
     def row_alone(self, query: RowQuery) -> Row:
-        """Return the row of a context, run whole and alone, without the cache."""
+        """Return the row of a context, computed alone and without the cache."""
         # A model with dynamic rotary frequencies keeps the frequencies of its longest context until
         # a short context resets them.
         if len(query.context) > self.can.max_cacheable_len:
@@ -195,12 +195,12 @@ class Scheduler:
             apart = {query: self.openings.run_uncached(query) for query in with_pictures}
             return _beside(apart, queries, partial(self.run_uncached, pads=pads))
         jobs = [ScheduledQuery.of(query) for query in queries]
-        # A text with more than ``max_outputs`` outputs runs several times from its first token, for
-        # one part of the outputs each time.
+        # A text with more than ``max_outputs`` outputs runs several times from its first token:
+        # once for each part of the outputs.
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
         padded = self._run_from_start(wanted, pads and self.can.pads)
-        # Padding may have caused NaN: run those outputs again without it. Scores before a token
-        # that overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
+        # Padding may have caused NaN: compute NaN outputs again without padding. Scores before a
+        # token that overflows stay NaN: attention weighs masked tokens by zero, and 0 × NaN is NaN.
         again = [(job, part) for job, part in wanted if (job, part[0]) in padded]
         again = [(job, part) for job, part in again if job.has_nan(part)]
         self._run_from_start(again, pads=False)
@@ -234,7 +234,7 @@ class Scheduler:
             self._run_pass(chunks, None, attention)
             return
         self.tree.states.release(before)
-        # If tokens must continue from a state one by one, pass i runs token i of every chunk.
+        # If a state advances token by token, pass i runs token i of each chunk that continues one.
         is_one_by_one = not self.can.takes_several_tokens
         pieces = [each.by_token() if is_one_by_one and each.start else [each] for each in chunks]
         num_passes = np.array([*map(len, pieces)])
@@ -258,7 +258,7 @@ class Scheduler:
         states: BatchStates | None,
         attention: AttentionBackend,
     ) -> None:
-        """Run chunks in one pass, and store its outputs in their jobs."""
+        """Run chunks in one pass, and store the results in the chunks' jobs."""
         self._check_cancelled()
         nodes = self.tree.nodes
         token_chunks = [chunk.token_chunk(nodes.slot[chunk.nodes]) for chunk in chunks]
@@ -275,7 +275,7 @@ class Scheduler:
         attention: AttentionBackend,
         start: int = 0,
     ) -> None:
-        """Run tokens of one context in a separate pass, and store its outputs in the job."""
+        """Run tokens of one context in a separate pass, and store the results in its job."""
         self._check_cancelled()
         logits = self.runner.forward(pack([token_chunk]), attention)
         wanted = [(row, job, start + position) for row, position in enumerate(token_chunk.outputs)]
@@ -284,7 +284,7 @@ class Scheduler:
     # ---------------------------------------------------------------- with slots
 
     def check_cacheable(self, num_tokens: int) -> None:
-        """Raise a ``CacheError`` for a context beyond ``max_cacheable_len``."""
+        """Raise a ``CacheError`` if a context of ``num_tokens`` exceeds ``max_cacheable_len``."""
         if num_tokens > self.can.max_cacheable_len:
             raise CacheError(
                 f"contexts of more than {self.can.max_cacheable_len} tokens are run whole, and "
@@ -292,7 +292,7 @@ class Scheduler:
             )
 
     def computed(self, query: RowQuery) -> int | None:
-        """Cache a context, and a state to repeat it from; return its node, ``None`` if not kept."""
+        """Cache a context and a state to repeat it from; return its node, ``None`` without room."""
         tree, size = self.tree, len(query.context)
         if self.cache.keeps:
             self.check_cacheable(size)
@@ -313,7 +313,7 @@ class Scheduler:
         return node if is_kept else None
 
     def _run_cached(self, queries: list[Query]) -> list[Result]:
-        """Answer queries over the cache, after ``_run_unshared`` has cached their pictures."""
+        """Answer queries over the cache, after ``_run_unshared`` has cached their openings."""
         if not self.cache.keeps:
             return self.run_uncached(queries)
         self.tree.new_step(len(queries))
@@ -355,7 +355,7 @@ class Scheduler:
     def _at_states(self, nodes: NDArray[np.int32], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the node that each context starts from: its last one with a state, or the root."""
         nodes = self.tree.states.last(nodes)
-        if not self.can.takes_several_tokens:  # one pass per token may cost more than a whole run
+        if not self.can.takes_several_tokens:  # a pass per token may cost more than one whole pass
             num_passes = lengths - self.tree.nodes.depth[nodes]
             is_far = (num_passes - 1) * self.cost.per_forward > lengths.sum()
             nodes[is_far] = self.tree.nodes.root[nodes[is_far]]
@@ -372,7 +372,7 @@ class Scheduler:
             job.position_offset = self.openings.position_offset(job.context)
         pictures = [(job.start, job.context.pictures) for job in jobs]
         if any(own is not None and start < own.num_tokens for start, own in pictures):
-            return None  # these pictures were evicted to make room for others
+            return None  # an opening was evicted to make room for another
         chunks = self._plan(jobs)
         slots = self.tree.allocate(sum(chunk.num_tokens for chunk in chunks), nodes)
         if slots is None:
@@ -394,8 +394,8 @@ class Scheduler:
     ) -> list[Result]:
         """Return the results, with those at ``nan_indices`` computed again, whole and uncached."""
         sound = list(answers)
-        # A masked key has weight zero, and 0 × NaN is NaN. So if numbers overflow at one token, the
-        # earlier tokens of its context become NaN too, and so do other contexts that end at those.
+        # A masked key has weight zero, and 0 × NaN is NaN. So if numbers overflow at one token, its
+        # context's earlier tokens get NaN too, and so do other contexts that end at one of these.
         if nan_indices:
             again = self.run_uncached([queries[i] for i in nan_indices], pads=False)
             for i, answer in zip(nan_indices, again, strict=True):
@@ -405,7 +405,7 @@ class Scheduler:
     def _run(
         self, jobs: list[ScheduledQuery], chunks: list[PrefillChunk], slots: NDArray[Any]
     ) -> None:
-        """Compute the jobs' results; after NaN, cache only tokens that a sound result came from."""
+        """Compute results; if any is NaN, cache only tokens that results without NaN depend on."""
         start, has_states = 0, self.cache.state_pool.num_states > 0
         for chunk in chunks:
             own = slots[start : start + chunk.num_tokens]
@@ -427,7 +427,7 @@ class Scheduler:
                 computed = [chunk for chunk in chunks if chunk.num_tokens]
             self._link(computed, held)
         except QueryDroppedError:
-            # There may be no result yet that would show NaN, so check the keys and values.
+            # Results that would show NaN may be missing, so check the keys, values and states.
             own = [chunk.nodes for chunk in computed]
             if own and self.cache.are_finite(np.concatenate(own)):
                 self._link(computed, held)
@@ -472,7 +472,7 @@ class Scheduler:
     def _rows_of_step(
         self, queries: Sequence[Query], rows: list[Row], kept: NDArray[np.int32]
     ) -> list[Result]:
-        """Return the rows of a decode step, those with NaN computed again; set cache hints."""
+        """Return a decode step's rows, after computing those with NaN again; set cache hints."""
         hints = self.tree.nodes.cache_hints(kept)
         for query, hint in zip(queries, hints, strict=True):
             query.context.cache_hint = hint
@@ -503,7 +503,7 @@ class Scheduler:
             return None
         new = tree.append(nodes, tokens, slots)
         try:
-            # 2. Plan, or extend the plan of the step before, and run.
+            # 2. Plan, or extend the plan of an earlier step, and run.
             self._check_cancelled()
             past = CachedPrefixes.of(tree.nodes, nodes)
             plan = self._decode_plan(nodes, past)
@@ -527,7 +527,7 @@ class Scheduler:
             plan = None
         if states is not None:
             cache.keep_states(kept, np.zeros(len(kept), np.int64), states)
-        # 5. Remember the plan for a step whose contexts extend these.
+        # 5. Remember the plan for a later step whose contexts extend these.
         if plan is not None:
             node_uses = tree.nodes.node_uses(kept)
             order = np.argsort(node_uses)
@@ -555,7 +555,7 @@ class Scheduler:
     # ---------------------------------------------------------------- particle steps
 
     def _evaluate_steps(self, queries: list[Query]) -> list[Result]:
-        """Answer a batch with particle steps, on arrays if each row has only one uncached token."""
+        """Answer a batch that has particle steps, on arrays if each row has one uncached token."""
         steps = [query for query in queries if type(query) is ParticleStep]
         others = [query for query in queries if type(query) is not ParticleStep]
         answers = dict[Query, Result]()
@@ -569,17 +569,17 @@ class Scheduler:
             if not is_out_of_memory(error):
                 raise
         missing = [query for query in queries if query not in answers]
-        if missing:  # outside the handler, where the traceback would hold the tensors
+        if missing:  # after the handler: inside, a traceback would keep the tensors alive
             answers.update(self._steps_by_rows(missing))
         return [answers[query] for query in queries]
 
     def _nodes_of_step(self, step: ParticleStep) -> NDArray[np.int32] | None:
-        """Return the node before each row's last token; ``None`` if some node is not cached."""
+        """Return the node before each row's last token; ``None`` if one is missing or unusable."""
         nodes, sizes = self.tree.nodes, step.lengths - 1
         if not self.cache.keeps or step.has_pictures or sizes.max() >= self.can.max_cacheable_len:
             return None
         found = nodes.numbered(step.hints, step.hint_key, self.tree.root(step.adapter))
-        if (nodes.depth[found] > sizes).any():  # nodes of rows computed before are one too deep
+        if (nodes.depth[found] > sizes).any():  # rows computed before have their last token's node
             found = nodes.ancestors(found, sizes)
         if self.cache.state_pool.num_states:
             found = self._at_states(found, step.lengths)
@@ -654,7 +654,7 @@ class Scheduler:
         return answers
 
     def _steps_by_rows(self, queries: Sequence[Query]) -> dict[Query, Result]:
-        """Answer queries, with a row query for each context of a step."""
+        """Answer queries; a particle step is answered from a row query for each of its contexts."""
         queries_of = dict[Query, list[RowQuery]]()
         queries_of.update((q, q.row_queries()) for q in queries if isinstance(q, ParticleStep))
         wanted = {own: own for query in queries for own in queries_of.get(query, (query,))}
@@ -677,7 +677,7 @@ class Scheduler:
     # ---------------------------------------------------------------- recurrent states
 
     def _end(self, chunk: PrefillChunk) -> int:
-        """Return a chunk's last node; 0 if an equal node already has the state."""
+        """Return a chunk's last node; 0 if the cache already has a state for the same tokens."""
         if not chunk.num_behind:
             tokens = np.asarray(chunk.token_ids, np.int32)
             known = self.tree.nodes.walk(chunk.before, tokens)
@@ -686,7 +686,7 @@ class Scheduler:
         return int(chunk.nodes[-1])
 
     def _plan(self, jobs: list[ScheduledQuery]) -> list[PrefillChunk]:
-        """Plan the chunks; cut them for later batches too if there are two states for each job."""
+        """Plan chunks; with at least two states per job, cut them where later batches may start."""
         num_states = self.cache.state_pool.num_states
         if not num_states:
             return plan_chunks(jobs, self.cost)
@@ -697,7 +697,7 @@ class Scheduler:
         has_states, passes = self.cache.state_pool.num_states > 0, list[list[PrefillChunk]]()
         for wave in plan_waves(chunks):
             sizes = [chunk.size for chunk in wave]
-            if not self.can.takes_several_tokens:  # each of their passes has one token per chunk
+            if not self.can.takes_several_tokens:  # chunks that continue a state run token by token
                 sizes = [size._replace(num_new=1) if size.prefix_len else size for size in sizes]
             groups = plan_groups(
                 sizes,

@@ -1,4 +1,4 @@
-"""Scores of texts: surprisals of words and tokens, prefix probabilities, next words."""
+"""Surprisals of words, tokens and characters, probabilities of prefixes, probable next words."""
 
 from genlm_backend.scoring.search import (
     Continuation,

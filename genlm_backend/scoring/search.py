@@ -1,4 +1,4 @@
-"""continuations and prefix_logprob: searches over the tokenisations of words and prefixes."""
+"""continuations: probable next words. prefix_logprob: probability that given bytes come next."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Continuation(NamedTuple):
 
     Attributes:
         text: The word, without the blanks around it; bytes that are not UTF-8 become ``"�"``.
-        logprob: The log-probability of the tokenisations found, in nats: a lower bound, since the
-            unexplored probability (``Continuations.log_rest``) may belong to this word.
+        logprob: The log-probability of the word's tokenisations found so far, in nats: a lower
+            bound, since the unexplored probability (``Continuations.log_rest``) may belong to it.
     """
 
     text: str
@@ -69,9 +69,9 @@ class Continuations(list[Continuation]):
         log_end: A lower bound of the log-probability that the text ends without another word.
         log_rest: The logarithm of the unexplored probability, which may belong to these words, to
             other words or to the text's end; ``-inf`` if all is explored.
-        is_proven: Whether the order is certain: the unexplored probability is less than every gap
-            between consecutive words, including the gap to the best word left out. With fewer
-            than ``n`` words, the order is certain only if nothing is unexplored.
+        is_proven: Whether these are certainly the most probable words, in this order: each gap
+            between consecutive probabilities exceeds the unexplored probability, and so does the
+            gap to the best word left out. With fewer than ``n`` words, nothing may be unexplored.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Continuations(list[Continuation]):
 
     @property
     def explored(self) -> float:
-        """The total probability of all words found and of the text's end."""
+        """The total probability of all words found, listed or not, and of the text's end."""
         return 1 - math.exp(self.log_rest)
 
     def __repr__(self) -> str:
@@ -118,9 +118,9 @@ async def continuations(
 
     A word's probability sums over all token sequences that spell it and continue with a blank or
     the end of the text. If the context ends within a word, the probability is conditional on that
-    word's end. These are the probabilities of ``surprisal``, summed over all tokenisations: over
-    all words and the end of the text, they sum to one. The search follows the most probable tokens
-    first; its queries share batches with the model's other queries.
+    word's end. ``surprisal`` computes the same probability for a single tokenisation. The
+    probabilities of all words and of the text's end sum to one. The search follows the most
+    probable tokens first; its queries share batches with the model's other queries.
 
     The unexplored probability (``log_rest`` is its logarithm) is exact up to rounding. So are the
     bounds of each word: its probability is at least the returned one, and at most that plus the
@@ -134,8 +134,8 @@ async def continuations(
             blank belongs to the token of the next word.
         n: Number of words to return, at most.
         **options: ``words``, a regular expression of words, or a function from a text to the spans
-            of its words; by default, blanks separate words. With your own ``words``, the result is
-            the first word after the context, even if the context ends within a word, and a word
+            of its words; by default, blanks separate words. Your own ``words`` gets only the text
+            after the context, so the rest of a word that the context begins is a word. A word
             ends as soon as a character follows it. ``max_rest``, the probability that may stay
             unexplored, from 0 to 1, and ``max_contexts``, the number of contexts to query at most:
             the search ends at the first of these limits. ``lora_name``, the LoRA adapter to use.
@@ -221,17 +221,17 @@ async def prefix_logprob(
         context: A text, token ids, or ``None``, as for ``continuations``.
         text: The bytes, or a string, which is encoded as UTF-8. Include the blank before its first
             word, if there is one.
-        word_ends: Whether the last word of the text has to end, with a blank or the end of the
-            text after it, as in ``continuations``. ``" cat"`` then has the probability of the word
+        word_ends: Whether the last word of ``text`` has to end, with a blank or the whole text's
+            end after it, as in ``continuations``. ``" cat"`` then has the probability of the word
             ``"cat"`` after one blank, without that of ``" category"``. If the context ends within
             a word and ``text`` begins with a blank, the result is conditional on that word's end.
-        **options: ``words``, the definition of a word with ``word_ends=True``, as for
-            ``continuations``. With your own ``words``, the last word ends as soon as a character
-            follows that is not part of it, and the context may end within a word. ``max_rest``,
-            the share of the upper bound that may be unexplored, from 0 to 1, and ``max_contexts``,
-            the number of contexts to query at most: the search ends at the first of these limits.
-            Finding anything takes at least one context per token of the text. ``lora_name``, the
-            LoRA adapter to use.
+        **options: ``words``, the definition of a word, as for ``continuations`` (only with
+            ``word_ends=True``). With your own ``words``, the last word ends as soon as a character
+            follows that is not part of it, and the result is not conditional on a word's end.
+            ``max_rest``, the share of the upper bound that may be unexplored, from 0 to 1, and
+            ``max_contexts``, the number of contexts to query at most: the search ends at the first
+            of these limits. To find a tokenisation of ``n`` tokens takes at least ``n`` contexts.
+            ``lora_name``, the LoRA adapter to use.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument is of a wrong type.
@@ -253,7 +253,7 @@ async def prefix_logprob(
         return PrefixLogprob(0.0, -math.inf)
     is_between, asked = context is None or is_between_words(lm, begin), await in_form(lm)
     ways = _Ways(lm, data, word_ends, words, not is_between)
-    best = np.full(ways.longest + 1, -np.inf)  # best log-probability of a path of each length
+    best = np.full(ways.longest + 1, -np.inf)  # largest log-probability by bytes spelt
     found, paths = -math.inf, [_Path(0.0, b"", begin)]
     too_long, left = list[float](), given["max_contexts"]
     while True:
@@ -290,18 +290,18 @@ def _checked(lm: Any, options: SearchOptions) -> dict[str, Any]:
 async def _answered(
     lm: AsyncLM, questions: Sequence[ContextReadout], lora_name: str | None
 ) -> Iterator[Any]:
-    """Query the model for several contexts, each with a readout of its row, in one call."""
+    """Return an iterator of the answers to ``questions``, which go to the model in one call."""
     contexts, makers = [context for context, _ in questions], iter([make for _, make in questions])
     return iter(await lm.batch_read(contexts, lambda query: next(makers)(query), lora_name))
 
 
 def _decoded(data: bytes, is_all: bool) -> str:
-    """Decode UTF-8; without ``is_all``, drop an incomplete last character."""
+    """Decode UTF-8, invalid bytes as "�"; unless ``is_all``, drop an incomplete last character."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data, is_all)
 
 
 def _word_ends(lm: AsyncLM) -> NDArray[np.bool_]:
-    """Return a mask of the tokens before which a word has ended, or that end the text."""
+    """Return a mask of the tokens that end the word before them, by a blank or the text's end."""
     return word_begins(lm).unpacked().numpy() | lm.alphabet.ends
 
 
@@ -312,7 +312,7 @@ _FEWEST: Final = 64
 """Least number of top tokens to request per context, however few contexts are left to query."""
 
 _LEAST: Final = 1e-6
-"""After the last query, tokens of at least this probability are still checked for word ends."""
+"""After the last query, continuations at least this probable are still checked for word ends."""
 
 
 @final
@@ -344,7 +344,7 @@ class _Explored:
         return math.fsum(node.rest for node in self._nodes)
 
     def _groups(self, node: _Node) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return masks: the tokens that end a node's word or text, and those that continue it."""
+        """Return two masks: tokens that end the node's word or the text, and tokens to follow."""
         alphabet = self._alphabet
         if node is self.begin and self._is_within:
             return alphabet.ends, alphabet.others & self._begins
@@ -353,7 +353,7 @@ class _Explored:
         return alphabet.ends, alphabet.others
 
     def questions(self, node: _Node, num_tokens: int) -> list[ContextReadout]:
-        """Return a node's queries: the masses of both groups, and the top tokens."""
+        """Return a node's two queries: for the masses of its groups, and for its top tokens."""
         size = len(self._lm.byte_vocab)
         readouts = masses_of(self._groups(node), size), top_of(num_tokens, size)
         return [(node.context, readout) for readout in readouts]
@@ -361,7 +361,7 @@ class _Explored:
     def read(self, node: _Node, answers: Iterator[Any]) -> None:
         ending, going_on = next(answers).exp().tolist()
         top, scale = next(answers), node.probability
-        if node is self.begin and self._is_within:  # conditional on the end of the open word
+        if node is self.begin and self._is_within:  # given that the context's word ends
             scale = 1 / (ending + going_on) if ending + going_on else 0.0
         word, _ = self._first_word(node.data, is_all=True)
         if word:
@@ -376,7 +376,7 @@ class _Explored:
             heapq.heappush(self._next, item)
 
     def follow(self, size: float, least: float = 0.0) -> list[_Node]:
-        """Follow the most probable tokens; return at most ``size`` nodes to query next."""
+        """Follow the best tokens down to probability ``least``; return up to ``size`` new nodes."""
         found, max_length = list[_Node](), self._lm.max_length
         while self._next and len(found) < size and -self._next[0][0] >= least:
             negative, _, parent, token_id = heapq.heappop(self._next)
@@ -450,8 +450,8 @@ def _most_promising(
     paths: list[_Path], best: NDArray[np.float64], log_share: float, size: int
 ) -> tuple[list[_Path], list[_Path]]:
     """Return the paths to follow next, and the remaining paths."""
-    # Rank a path against the most probable path that is as long or longer: ranked by probability
-    # alone, all short paths would come first, and the end of a long text last.
+    # Compare a path with the most probable path that spells as many bytes or more. By probability
+    # alone, all short paths would come first, and paths near the end of a long text last.
     ahead = np.maximum.accumulate(best[::-1])[::-1].tolist()
 
     def promise(path: _Path) -> tuple[bool, float]:
@@ -467,7 +467,7 @@ def _most_promising(
 
 @final
 class _Ways:
-    """Token sequences that spell a text, or a text whose last word ends."""
+    """Token sequences that spell a text; with ``word_ends``, they also end its last word."""
 
     def __init__(
         self, lm: AsyncLM, data: bytes, word_ends: bool, words: Words, is_within: bool
@@ -475,8 +475,8 @@ class _Ways:
         self._alphabet, self._byte_vocab, self._data = lm.alphabet, lm.byte_vocab, data
         self._words, self._word_ends = words, word_ends
         wanted = [data + blank for blank in BLANKS] if word_ends else [data]
-        # With the caller's ``words``, a path may end within a character, at most 3 bytes after the
-        # text: as many as the longest blank has.
+        # Most bytes of a path. With the caller's ``words``, it may end with a part of a character
+        # after the text. The part has at most 3 bytes, as many as the longest blank.
         self.longest = max(map(len, wanted))
         self._is_default = words == NOT_BLANK
         self._wanted = wanted if self._is_default else [data]
@@ -487,7 +487,7 @@ class _Ways:
         self._steps: Final = cache(self._steps_after)
 
     def _steps_after(self, spelt: bytes) -> tuple[list[tuple[int, bytes]], list[ReadoutOf]]:
-        """Return the tokens after ``spelt``, each with the bytes up to its end, and readouts."""
+        """Return the tokens to try next, each with ``spelt`` plus its bytes, and the readouts."""
         alphabet, size = self._alphabet, len(self._byte_vocab)
         rests = [own[len(spelt) :] for own in self._wanted if own.startswith(spelt)]
         parts = {r[:i] for r in rests for i in range(1, min(alphabet.longest + 1, len(r)))}
@@ -507,7 +507,7 @@ class _Ways:
                     tokens.append((i, own))
             is_end = not rest and self._has_ended(spelt, is_all=True)
         groups = [ending | alphabet.ends if is_end else ending]
-        if self._given is not None and not spelt:  # condition on the end of the open word
+        if self._given is not None and not spelt:  # given that the context's word ends
             groups.append(self._given)
             tokens = [(i, own) for i, own in tokens if self._given[i]]
         readouts: list[ReadoutOf] = [masses_of(groups, size)]
@@ -526,7 +526,7 @@ class _Ways:
         return [(path.context, readout) for readout in self._steps(path.spelt)[1]]
 
     def followed(self, path: _Path, answers: Iterator[Any]) -> tuple[float, list[_Path]]:
-        """Return the log-probability that the next token completes a path, and longer paths."""
+        """Return the log-probability that a token completes ``path``, and the longer paths."""
         tokens, readouts = self._steps(path.spelt)
         mass, *given = next(answers).tolist()
         before = path.logprob - sum(own for own in given if own > -math.inf)

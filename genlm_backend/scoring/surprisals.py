@@ -90,9 +90,9 @@ class Surprisals(list[Surprisal]):
         text: The text.
         unit: ``"bits"`` or ``"nats"``.
         context: The token ids before the text.
-        log_likelihood: The natural logarithm of the probability of its tokens, without any
+        log_likelihood: The natural logarithm of the probability of the text's tokens, without any
             correction for word ends.
-        num_tokens: Number of its tokens.
+        num_tokens: Number of the text's tokens.
     """
 
     def __init__(
@@ -210,11 +210,11 @@ async def surprisal(
     """Return the surprisal of each word, token or character of texts.
 
     Blanks separate words. A word's surprisal includes its tokens and its end. The probability that
-    a word ends is the mass of all tokens that begin another word, and the tokens of the next word
-    are conditional on it (Oh and Schuler, 2024, arXiv:2406.10851; Pimentel and Meister, 2024,
-    arXiv:2406.14561). The probabilities of all possible next words therefore sum to one. Without
-    this correction (``word_ends=False``), a word is charged for the blank before it, and its
-    probability includes all longer words that begin with it.
+    a word ends is the mass of all tokens that begin another word or end the text. The tokens of the
+    next word are conditional on that end (Oh and Schuler, 2024, arXiv:2406.10851; Pimentel and
+    Meister, 2024, arXiv:2406.14561). So the probabilities of all possible next words sum to one.
+    Without this correction (``word_ends=False``), a word's surprisal includes that of the blank
+    before it, and its probability includes all longer words that begin with it.
 
     A text is scored after the tokenizer's BOS (``bos_token_id``), which the result has as its
     ``context``; without a BOS, pass ``context``. A warning is given if the chat template writes the
@@ -227,22 +227,22 @@ async def surprisal(
         **options: ``by``, ``"word"`` (the default), ``"token"`` or ``"character"``; ``unit``,
             ``"bits"`` (the default) or ``"nats"``; ``words``, a regular expression of words, or a
             function from a text to the spans of its words, ``r"\\S+"`` by default;
-            ``word_ends``, whether words are charged for their ends, by default only if blanks
-            separate them; ``context``, a text or token ids before each text, with a BOS as for
+            ``word_ends``, whether a word's surprisal includes its end, by default only if blanks
+            separate words; ``context``, a text or token ids before each text, with a BOS as for
             ``continuations``; ``contexts``, a list with such a context for each of several texts;
-            ``entropy`` and ``rank``, whether to compute these for each first token;
-            ``stride``, for texts longer than the model's limit: the number of tokens scored per
-            window, half a window by default; ``lora_name``, the LoRA adapter to use;
-            ``progress``, whether to show a bar of the finished texts, on a terminal or in a
-            notebook.
+            ``entropy`` and ``rank``, whether to compute these for the first token of each word,
+            token or character; ``stride``, for texts longer than the model's limit: the number of
+            tokens scored per window after the first, half a window by default; ``lora_name``, the
+            LoRA adapter to use; ``progress``, whether to show a bar of the finished texts, on a
+            terminal or in a notebook.
 
     Returns:
         The list of the text's surprisals; for several texts, a list of such lists.
 
     Raises:
-        OptionTypeError: (``TypeError``) If there is no such option, or one is of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no BOS and
-            no ``context`` is given.
+        OptionTypeError: (``TypeError``) If an option is unknown, or an argument is of a wrong type.
+        OptionError: (``ValueError``) If an option is out of its bounds or conflicts with another,
+            or the tokenizer names no BOS and no ``context`` is given.
         ContextError: (``ValueError``) If a text has no token, the tokenizer cannot encode text or
             normalises it, or ``context`` leaves no room for a text.
         Exception: Any error of ``score``.
@@ -274,12 +274,12 @@ async def surprisal(
 surprisal_sync = blocking(surprisal, "surprisals")
 
 _AT_ONCE: Final = 200
-"""Most texts per ``batch_score_with`` of ``surprisal_sync``; its bar moves after each call."""
+"""Most texts per ``batch_score_with`` of ``surprisal_sync``; its progress bar moves per call."""
 
 
 @final
 class _Asked:
-    """The checked options of a call of ``surprisal``, and the score options that they need."""
+    """The checked options of ``surprisal``, and the options of ``batch_score_with`` they need."""
 
     def __init__(self, lm: AsyncLM, options: SurprisalOptions) -> None:
         instance(AsyncLM, "an AsyncLM")("lm", lm)
@@ -335,7 +335,7 @@ class _Asked:
         return [self._begin_of(own, f"contexts[{i}]") for i, own in enumerate(contexts)]
 
     def _begin_of(self, context: Any, name: str) -> tuple[list[int], bool]:
-        """Return the ids of a text's context, and whether the text begins between words."""
+        """Return the token ids of a context, and whether the context ends outside a word."""
         ids = context_ids(self.lm, context, name)
         # A context may end within a word, which the text then continues.
         return ids, context is None or is_between_words(self.lm, ids)
@@ -343,7 +343,7 @@ class _Asked:
 
 @final
 class _Text:
-    """A text, divided into windows for the model; computes its surprisals from their scores."""
+    """A text, divided into windows; computes the text's surprisals from the windows' scores."""
 
     def __init__(
         self, asked: _Asked, text: str, name: str, context: list[int], is_between: bool
@@ -362,7 +362,7 @@ class _Text:
         self._divide(asked.lm.max_length, asked.stride)
 
     def _divide(self, max_length: int | None, stride: int | None) -> None:
-        """Divide the text into parts; each but the first follows a window of earlier tokens."""
+        """Divide the text into parts, each scored after the context and earlier tokens that fit."""
         ids, begin = self._spelling.token_ids, self._context
         most = len(ids) if max_length is None else max_length - len(begin) + 1
         if most < 1:
@@ -389,7 +389,7 @@ class _Text:
             done = stop
         if self._begins is None:
             return
-        # The last word's end needs the masses after the last token: score an arbitrary token there.
+        # The last word's end needs the masses after the last token: score any token after that one.
         room = len(ids) if max_length is None else max_length - len(begin)
         if done - start <= room:
             self.parts[1][-1] = [*self.parts[1][-1], ids[0]]
@@ -431,17 +431,17 @@ class _Text:
         )
 
     def _logprob(self, region: Region, logprobs: list[float], ends: list[float] | None) -> float:
-        """Return the log-probability of a token, or of a word including its end."""
+        """Return the log-probability of a token or word; with ``ends``, of a word and its end."""
         total = math.fsum(logprobs[region.first : region.last])
         if ends is None:
             return total
         return total + self._end(region.last, ends) - self._end(region.first, ends)
 
     def _end(self, index: int, ends: list[float]) -> float:
-        """Return the log-probability that the word before a token ends, given its prefix."""
+        """Return the log-probability of a word's end after ``index`` tokens, given these tokens."""
         begins = cast(list[bool], self._begins)
-        # It is 0 if the end is certain, or if the token begins no word. A token with only a part of
-        # a multi-byte blank begins none.
+        # 0 if the end is certain, as after a blank, or if token ``index`` begins no word. A token
+        # that begins with only a part of a multi-byte blank begins no word.
         is_known = self._spelling.ends_blank[index - 1] if index else self._is_between
         is_asked = index == len(begins) or begins[index]
         return ends[index] if is_asked and not is_known else 0.0

@@ -1,4 +1,4 @@
-"""Words: which tokens of a text form each word, and which tokens begin a word."""
+"""Words: which tokens of a text form each word, and which tokens of a vocabulary begin words."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Region(NamedTuple):
 
 @final
 class Spelling:
-    """The tokens of a text, from the model's own tokenizer."""
+    """The tokens of a text, as the model's tokenizer encodes it."""
 
     def __init__(self, lm: AsyncLM, text: str, name: str = "texts") -> None:
         self.text = text
@@ -79,7 +79,7 @@ class Spelling:
 
     @property
     def tokens(self) -> list[Region]:
-        """Each token's region; a character split across tokens belongs to the region of each."""
+        """Each token's region; a character split across tokens belongs to each token's region."""
         found = list[Region]()
         for i, (begin, end) in enumerate(itertools.pairwise(self._places)):
             first = bisect_right(self._chars, max(begin, 0)) - 1
@@ -89,7 +89,7 @@ class Spelling:
 
     @property
     def portions(self) -> list[list[tuple[int, int]]]:
-        """For each token, its characters, each with the number of token bytes up to its end."""
+        """For each token, pairs: a character's index, and the number of token bytes to its end."""
         found = list[list[tuple[int, int]]]()
         for begin, end in itertools.pairwise(self._places):
             # A blank that the tokenizer puts before a text belongs to the first character; a token
@@ -109,8 +109,8 @@ class Spelling:
         return [Region(i, i + 1, own[0], own[-1] + 1) for i, own in enumerate(tokens)]
 
     def words(self, words: Words = NOT_BLANK) -> list[Region]:
-        """Return the words of the text; text between two words belongs to the second."""
-        # Words that share a token are merged. Text after the last word belongs to no word; a text
+        """Return the region of each word; a token between two words belongs to the second word."""
+        # Words that share a token are merged. Tokens after the last word belong to no word; a text
         # without a word counts as one word.
         spans = spans_of(words, self.text) or [(0, len(self.text))]
         starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
@@ -132,12 +132,12 @@ class Spelling:
 def _spelling_part(
     data: bytes, spelt: Sequence[bytes], are_special: Sequence[bool]
 ) -> tuple[int, int]:
-    """Return the slice of the tokens that spells a text, without special tokens around it."""
+    """Return begin and end of the tokens that spell a text, without special tokens around them."""
     size = len(spelt)
     most = next((i for i, is_special in enumerate(are_special) if not is_special), size)
     least = next((size - i for i, own in enumerate(reversed(are_special)) if not own), 0)
     parts = itertools.product(range(most + 1), range(size, least - 1, -1))
-    around = sorted(parts, key=lambda part: part[0] - part[1])  # strip as few as possible
+    around = sorted(parts, key=lambda part: part[0] - part[1])  # strip as few tokens as possible
     return next((part for part in around if _spells(spelt[slice(*part)], data)), (most, least))
 
 
@@ -147,7 +147,7 @@ def _spells(spelt: Sequence[bytes], data: bytes) -> bool:
 
 
 def check_words(name: str, words: Words) -> re.Pattern[str] | Callable[[str], Iterable[Span]]:
-    """Check ``words``, a regular expression or a function; compile an expression."""
+    """Check that ``words`` is a regular expression or function; return it, compiled if a string."""
     if isinstance(words, str):
         try:
             return re.compile(words)
@@ -197,7 +197,7 @@ def ends_blank(data: bytes) -> bool:
 
 
 _masks: Final[weakref.WeakKeyDictionary[Any, PackedMask]] = weakref.WeakKeyDictionary()
-"""A mask per alphabet; a model gets a new alphabet if its end-of-text tokens change."""
+"""The mask of ``word_begins`` by alphabet; if a model's EOS ids change, so does its alphabet."""
 
 
 def word_begins(lm: AsyncLM) -> PackedMask:
@@ -215,7 +215,7 @@ def word_begins(lm: AsyncLM) -> PackedMask:
 
 
 def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "context") -> list[int]:
-    """Return the token ids before a text, at least one: the BOS by default."""
+    """Return the token ids of a context, at least one: the BOS if it is ``None`` or empty text."""
     has_bos = getattr(lm.tokenizer, "bos_token_id", None) is not None
     if context is None or (has_bos and context == ""):
         if not has_bos:
@@ -226,7 +226,7 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
         return [default_beginning(lm)]
     if isinstance(context, str):
         ids = Spelling(lm, context, name).token_ids
-        # A rendered chat begins with its template's own special token, and gets no BOS unless the
+        # A rendered chat begins with a special token of its template, and gets no BOS unless the
         # tokenizer adds one to texts.
         is_special = ids[0] in lm.special_ids and not adds_bos(lm.tokenizer)
         begins = not has_bos or is_special or ids[0] == lm.tokenizer.bos_token_id
@@ -239,7 +239,7 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
 
 
 _begun: Final[weakref.WeakSet[AsyncLM]] = weakref.WeakSet()
-"""Models for which ``default_beginning`` has been called, so that it warns once per model."""
+"""Models for which ``default_beginning`` was called before; it does not warn about them again."""
 
 
 def default_beginning(lm: AsyncLM, option: str = "context") -> int:

@@ -1,4 +1,4 @@
-"""Alphabet: tokens sorted by their bytes, so that the tokens with a prefix form an interval."""
+"""Alphabet: tokens sorted by bytes, so that those with a common prefix form an interval."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from genlm_backend.tokenization.token import Token
 
 @final
 class Alphabet:
-    """The tokens that make up texts, sorted by their bytes.
+    """The tokens of a vocabulary, sorted by their bytes.
 
     Tokens that begin with the same bytes are adjacent. End tokens, special tokens and tokens
     without bytes come last, and count as sharing no prefix with any other token.
@@ -70,9 +70,9 @@ class Alphabet:
     def intervals(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
         """Return the intervals of the proper prefixes of some tokens: int32 ``[n, width, 2]``.
 
-        A token has an interval of indices into ``order`` for its first byte, its first two, and so
-        on to all but one; the rest are empty. The intervals of a token in ``ends`` hold only that
-        token. ``width`` is the number of bytes of the longest of these tokens, minus 1.
+        Interval ``k`` of a token has the indices into ``order`` of all tokens with the same first
+        ``k + 1`` bytes, up to all its bytes but one; further intervals are empty. An interval of a
+        token in ``ends`` has only that token. ``width`` is the largest number of bytes, minus 1.
         """
         width = max(1, *(len(self._bytes[i]) for i in token_ids), 1) - 1
         found = np.zeros((len(token_ids), width, 2), np.int32)

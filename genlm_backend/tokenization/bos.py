@@ -8,20 +8,20 @@ from genlm_backend.errors import ContextError
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Return whether a tokenizer prepends its BOS to texts, judged by the ids of an empty one."""
+    """Return whether a tokenizer prepends its BOS to texts, judged by the ids of an empty text."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return bos is not None and list(tokenizer.encode(""))[:1] == [bos]
 
 
 def with_one_bos(tokenizer: Any, token_ids: list[int]) -> list[int]:
-    """Return the ids of a text, without the added BOS if the text itself begins with one."""
+    """Return a text's token ids, without the added BOS if the text itself begins with the BOS."""
     bos = getattr(tokenizer, "bos_token_id", None)
     is_twice = bos is not None and token_ids[:2] == [bos, bos] and adds_bos(tokenizer)
     return token_ids[1:] if is_twice else token_ids
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a prompt, with at most one BOS.
+    """Return the token ids of a prompt, with at most one BOS at the beginning.
 
     Raises:
         ContextError: (``ValueError``) If the tokenizer cannot encode text, or returns no ids.
@@ -37,7 +37,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def without_bos(tokenizer: Any, text: str) -> str:
-    """Return a text without the BOS that it begins with, if the tokenizer would add another."""
+    """Return a text, without a BOS at its beginning if the tokenizer adds a BOS to texts."""
     bos = getattr(tokenizer, "bos_token", None)
     return text.removeprefix(bos) if bos and adds_bos(tokenizer) else text
 

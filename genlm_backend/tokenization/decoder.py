@@ -1,4 +1,4 @@
-"""A tokenizer's declared decoder, compiled to a function from a token to its bytes mid-text.
+"""Compiles a tokenizer's decoder to a function from a token to its bytes in mid-text.
 
 The stages implement the ``decoders`` module of Hugging Face's tokenizers library, without its
 effects on the first or last token of a text; a CTC decoder is refused.
@@ -27,7 +27,7 @@ class UnknownDecoderError(ValueError):
 def byte_level_alphabet() -> dict[str, int]:
     """Return the byte of each of the 256 characters of byte-level BPE."""
     # GPT-2's table (Radford et al., 2019): a printable Latin-1 character other than the space
-    # means its own byte; the characters from U+0100 onwards mean the other 68 bytes, in order.
+    # means the byte of its code; the characters from U+0100 onwards mean the other 68, in order.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
@@ -95,7 +95,7 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
     flat = _flatten(state)
     kinds = [stage.get("type") for stage in flat]
     stages: list[Stage] = []
-    joiner = None  # the stage that joins all tokens to one string
+    joiner = None  # kind of the stage that has joined all tokens to one string
     for stage, kind in zip(flat, kinds, strict=True):
         if kind == "Fuse":
             joiner = joiner or kind
@@ -206,7 +206,7 @@ def _replace_regex(pattern: str, new: str) -> Stage:
 
 
 def is_byte_token(piece: str) -> bool:
-    """Whether a token of this spelling is a byte (``<0xNN>``) under byte fallback."""
+    """Whether a token spelt ``piece`` is a byte (``<0xNN>``) under byte fallback."""
     return _BYTE_TOKEN.match(piece) is not None
 
 

@@ -53,7 +53,7 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
 
 
 def _mistral_tokenizer(tokenizer: Any) -> Any | None:
-    """Return the tokenizer of mistral-common inside its wrappers, or ``None`` if there is none."""
+    """Return the mistral-common tokenizer that the object is or wraps; ``None`` without one."""
     for _ in range(3):
         if type(tokenizer).__module__.startswith("mistral_common.tokens.tokenizers."):
             if hasattr(tokenizer, "id_to_piece"):
@@ -176,7 +176,7 @@ def _read_table(
 
 
 def _plain_encode(tokenizer: Any) -> Callable[[str], list[int] | None]:
-    """Return a tokenizer's ``encode``, without special tokens around texts if it has the option."""
+    """Return a tokenizer's ``encode``, with ``add_special_tokens=False`` if it has that option."""
     encode = getattr(tokenizer, "encode", lambda text: None)
     if "add_special_tokens" in inspect.signature(encode).parameters:
         return partial(encode, add_special_tokens=False)
@@ -197,7 +197,7 @@ def _read_slow(
     name: str,
     to_bytes: Callable[[str], bytes],
     decode: Callable[[list[str]], str] | None = None,  # in place of convert_tokens_to_string
-    is_of_model: Callable[[str], bool] = lambda token: False,  # whether the model has it too
+    is_of_model: Callable[[str], bool] = lambda token: False,  # whether the model has the token
 ) -> ByteVocab:
     """Read a slow tokenizer (written in Python); ``to_bytes`` maps its tokens to bytes."""
     to_text = decode or tokenizer.convert_tokens_to_string
@@ -227,7 +227,7 @@ def _read_slow(
         for is_added, group in itertools.groupby(ids, (special_ids | literals.keys()).__contains__):
             tokens = tokenizer.convert_ids_to_tokens(run := list(group))
             part = "".join(map(literals.get, run, tokens)) if is_added else to_text(tokens)
-            # Decoding drops the space at the beginning of the first token.
+            # Decoding drops the space at the beginning of the group's first token.
             is_short = byte_strings[run[0]].startswith(b" ") and not part.startswith(" ")
             parts.append(" " * is_short + part)
         return [text.encode(), "".join(parts).encode()]

@@ -19,7 +19,7 @@ from genlm_backend.tokenization.decoder import (
 )
 from genlm_backend.tokenization.token import ByteVocab
 
-# Added tokens to check per kind, since there may be thousands: Gemma has 6,400, of two kinds.
+# Roughly the number of texts to check per kind of added token: Gemma has 6,400 in two kinds.
 _TEXTS_OF_A_KIND: Final = 64
 
 
@@ -40,7 +40,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         byte_strings[token_id] = b""
     added_tokens = rust.get_added_tokens_decoder()
     special_ids = _special_ids(tokenizer, added_tokens)
-    if falls_back:  # texts are encoded as byte tokens even if these are marked as special
+    if falls_back:  # byte tokens spell texts even if they are marked as special
         special_ids -= {i for i in special_ids if is_byte_token(spellings[i] or "")}
     for token_id in special_ids:
         added = added_tokens.get(token_id)
@@ -133,7 +133,7 @@ def _encode(rust: Any, text: str) -> list[int] | None:
 def _spellings(rust: Any) -> list[str | None]:
     size = rust.get_vocab_size(with_added_tokens=True)
     spellings: list[str | None] = [rust.id_to_token(i) for i in range(size)]
-    if None in spellings:  # the ids have holes, so the largest id exceeds the count
+    if None in spellings:  # the ids have holes, so some ids are not less than ``size``
         largest = max(rust.get_vocab(with_added_tokens=True).values(), default=-1)
         spellings.extend(rust.id_to_token(i) for i in range(size, largest + 1))
     return spellings
@@ -165,7 +165,7 @@ def _special_ids(tokenizer: Any, added_tokens: Mapping[int, Any]) -> set[int]:
 
 
 def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
-    """Return the declared decoder, or an inferred one, with the model's suffix or byte fallback."""
+    """Return the declared decoder, or an inferred one, with word-end suffix or byte fallback."""
     settings = ("end_of_word_suffix", "continuing_subword_prefix", "byte_fallback")
     model = {setting: getattr(rust.model, setting, None) for setting in settings}
     if rust.decoder is not None:
@@ -177,14 +177,14 @@ def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
             {"type": type(rust.model).__name__, **model},
         )
     if decoder.is_byte_level and model["end_of_word_suffix"]:
-        return decoder.with_word_ends(model["end_of_word_suffix"])  # such as CLIP's
+        return decoder.with_word_ends(model["end_of_word_suffix"])  # such as CLIP's tokenizer
     return decoder.with_byte_fallback() if falls_back else decoder
 
 
 def _printing(
     rust: Any, byte_strings: Sequence[bytes], spellings: Sequence[str | None]
 ) -> Callable[[list[int]], tuple[list[int], str]] | None:
-    """Return a function from ids to the ids that can be checked, and the text printed for these.
+    """Return a function from ids to those that can be checked, and the decoder's text for them.
 
     ``None`` if the tokenizer declares no decoder.
     """
@@ -235,7 +235,7 @@ class _Texts:
         """Return the bytes of an added token that is neither special nor in the model."""
         text = self.normalized(text) if is_normalized else text
         if self.decoder.reads_bytes and not (is_normalized and self.writes_spaces):
-            # A byte-level decoder would read the letters as bytes, but the text has the letters.
+            # A byte-level decoder would read each character as a byte; texts have the characters.
             return text.encode()
         return self.decoder.decode([text])[0]
 
@@ -279,6 +279,6 @@ class _Texts:
         try:
             spelt.decode()
         except UnicodeDecodeError:
-            # The model may read "é" as a single byte: no byte string fits that byte and the text.
+            # The model may read "é" as one byte: no byte string is both that byte and the text "é".
             return spelt if is_byte_token(added.content) else added.content.encode()
         return spelt

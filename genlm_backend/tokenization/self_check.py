@@ -112,7 +112,7 @@ def _is_misspelt(vocab: ByteVocab, token_id: int) -> bool:
 
 
 def _without_unspellable(vocab: ByteVocab, text: bytes) -> Iterator[bytes]:
-    """Yield ``text`` reduced to bytes that are tokens, then reduced to characters that are."""
+    """Yield ``text`` with only the bytes that are tokens, then only the characters that are."""
     bytes_known = {piece[0] for piece in vocab.byte_strings if len(piece) == 1}
     yield bytes(byte for byte in text if byte in bytes_known)
     tokens = set(vocab.byte_strings)
@@ -121,7 +121,7 @@ def _without_unspellable(vocab: ByteVocab, text: bytes) -> Iterator[bytes]:
 
 
 def _first_difference(vocab: ByteVocab, expected: bytes, ids: list[int]) -> int:
-    """Return the first token whose bytes do not continue the expected text, or else the last."""
+    """Return the first id whose bytes do not continue the expected text, or else the last id."""
     expected, start = _without_spaces(expected), 0
     for token_id in ids:
         piece = _without_spaces(_spell(vocab, token_id))

@@ -17,8 +17,8 @@ Fallback = Literal["tokenizer", "latin1", "replace"]
 class Vocabulary(tuple[list[Token], list[str]]):
     """The pair ``(byte_vocab, str_vocab)``, with the sets of special and undefined ids.
 
-    No string is empty. The string of an id without a token is ``<|undefined_151643|>``, with its
-    own number, and the string of a token without bytes is ``<|empty_7|>``.
+    No string is empty. If id 7 has no token, its string is ``<|undefined_7|>``; if its token has no
+    bytes, ``<|empty_7|>``.
 
     Attributes:
         special_ids: Ids of special tokens; the bytes of each are its name.
@@ -50,7 +50,7 @@ class Vocabulary(tuple[list[Token], list[str]]):
 
     @property
     def str_vocab(self) -> list[str]:
-        """The tokens as text, indexed by id; never empty, see the class."""
+        """The tokens as strings, indexed by id; no string is empty."""
         return self[1]
 
     def resized(self, size: int) -> Vocabulary:
@@ -92,8 +92,8 @@ def decode_vocab(
 
     The bytes come from the object alone, such as its decoder or the model or table that it holds,
     so no file is loaded or fetched. They are the bytes that the id contributes in the middle of a
-    text. A special token's bytes are its name; the bytes of other added tokens are the decoded
-    text, or their content in byte-level vocabularies.
+    text. A special token's bytes are its name. The bytes of other added tokens are their decoded
+    content, or in byte-level vocabularies the content itself.
 
     Args:
         tokenizer: The tokenizer: a Hugging Face tokenizer (Rust, slow or mistral-common's), a bare
@@ -108,13 +108,13 @@ def decode_vocab(
 
     Returns:
         The pair ``(byte_vocab, str_vocab)``, lists indexed by token id, with the attributes
-        ``special_ids`` and ``undefined_ids``. An id without a token has no bytes and the string
-        ``<|undefined_151643|>``, with its own number; a token without bytes has the string
-        ``<|empty_7|>``. So no string is empty.
+        ``special_ids`` and ``undefined_ids``. An id without a token, such as 151643, has no bytes
+        and the string ``<|undefined_151643|>``. A token without bytes, such as token 7, has the
+        string ``<|empty_7|>``. So no string is empty.
 
     Raises:
-        TokenizerDecodeError: If the bytes of some token cannot be determined.
-        OptionError: (``ValueError``) If ``byte2str_fallback`` is none of the three.
+        TokenizerDecodeError: (``ValueError``) If the bytes of a token cannot be determined.
+        OptionError: (``ValueError``) If ``byte2str_fallback`` is none of the three strings.
         OptionTypeError: (``TypeError``) If ``self_check`` is not True or False.
     """
     one_of(*get_args(Fallback))("byte2str_fallback", byte2str_fallback)

@@ -22,7 +22,7 @@ Backend = Literal["parallel", "sequential"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrieStatistics(Readable):
-    """Counts of the batches of each operation since the trie was created or last cleaned up.
+    """Counts of the batches of each operation, since the trie was created or last shut down.
 
     Attributes:
         sum: Batches of ``weight_sum`` and ``mass_sum``.
@@ -39,7 +39,7 @@ class TrieStatistics(Readable):
 class AsyncTokenCharacterTrie(OfOneProcess, Closing):
     """A trie whose prefix weights many coroutines can await at once.
 
-    Each operation has a worker thread, which evaluates concurrent awaits in batches, so that the
+    Each operation has a worker thread, which evaluates concurrent queries in batches, so that the
     event loop stays free. Any number of event loops and threads may use one trie, concurrently or
     in turn. Weights are checked before they are queued, so an invalid query fails alone.
     Cancelling one caller does not affect the others. Each result owns its memory.
@@ -119,23 +119,23 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
         """Return the sum of the weights of all tokens below each node: ``[num_nodes]``.
 
         Args:
-            ws: Weights ``[len(trie.decode)]``, not to be modified before the call returns.
+            ws: Weights ``[len(trie.decode)]``. Do not modify them before the result has arrived.
 
         Raises:
             WeightsError: If the length is wrong.
             WeightsTypeError: If the elements are not real numbers.
-            QueryDroppedError: If ``cleanup()`` or ``shutdown()`` came first.
+            QueryDroppedError: If ``cleanup()`` or ``shutdown()`` came before the result.
             BatcherClosedError: If the interpreter has ended the worker threads.
             ForkedError: In a fork of the process that made the first query.
         """
         return await self._submit("sum", ws)
 
     async def weight_max(self, ws: Weights) -> Any:
-        """Return the largest token weight below each node; arguments as in ``weight_sum``."""
+        """Return the largest token weight below each node; otherwise like ``weight_sum``."""
         return await self._submit("max", ws)
 
     async def log_weight_sum(self, ws: Weights) -> Any:
-        """Return the log-sum-exp of the weights below each node; see ``weight_sum``."""
+        """Return the log-sum-exp of the weights below each node; otherwise like ``weight_sum``."""
         return await self._submit("log_sum", ws)
 
     async def mass_sum(self, ws: Weights) -> Any:
@@ -181,7 +181,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
             return dict(self._batchers)
 
     def shutdown(self) -> None:
-        """End the worker threads once they have evaluated their current batches.
+        """End the worker threads after their current batches, and free the trie's spare buffers.
 
         Callers that still wait get a ``QueryDroppedError``. A second call has no effect, and a
         later query starts new threads. In a fork of the process that made the first query, this

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class VocabularyTrie(abc.ABC):
-    """A trie over a vocabulary's letters; it turns token weights into prefix weights.
+    """A trie over a vocabulary's letters; it combines the token weights under every prefix.
 
     Each entry of ``decode`` has its own leaf below the node of its last letter, even if several
     entries have the same spelling; an empty entry's leaf is a child of the root. Nodes are numbered
@@ -30,7 +30,7 @@ class VocabularyTrie(abc.ABC):
     Weights are one real number per entry, in ``decode``'s order: NumPy arrays, or torch tensors
     on any device (without gradients). Half precision, float32 and booleans give float32
     results; float64 and integers give float64 (float32 on MPS). A NaN propagates to the prefixes
-    of its token and nowhere else. Do not modify weights before an asynchronous call returns.
+    of its token and nowhere else. Do not modify weights before an awaited result has arrived.
 
     Args:
         decode: The vocabulary: ``Token`` objects, ``bytes``, strings, or other iterables of
@@ -73,7 +73,7 @@ class VocabularyTrie(abc.ABC):
     def children(self) -> Sequence[dict[Any, int]]:
         """For each node its children: letter → node.
 
-        A leaf's edge is ``(None, position)``, with the position of its token in ``decode``. Each
+        A leaf has the key ``(None, position)``, with the position of its token in ``decode``. Each
         dictionary is built at its first use.
         """
         return _PerNode(self.num_nodes, self._children)
@@ -88,24 +88,24 @@ class VocabularyTrie(abc.ABC):
 
     @cached_property
     def word2leaf(self) -> dict[Hashable, int]:
-        """The leaf of each token: keyed by ``(bytes, token_id)``, other entries by themselves."""
+        """Maps each entry to its leaf; the key of a ``Token`` is ``(bytes, token_id)``."""
         return dict(zip(keys_of(self.decode), self.leaves.tolist(), strict=True))
 
     @cached_property
     def leaf2word(self) -> dict[int, Hashable]:
-        """The token of each leaf, as ``word2leaf`` keys it."""
+        """Maps each leaf to its entry, in the form of the keys of ``word2leaf``."""
         return {leaf: word for word, leaf in self.word2leaf.items()}
 
     @cached_property
     def idx_to_leaf(self) -> NDArray[np.int32]:
-        """Position in ``decode`` and leaf of each token: int32 ``[len(decode), 2]``."""
+        """A row per token: its position in ``decode``, and its leaf; int32 ``[len(decode), 2]``."""
         pairs = np.stack([np.arange(len(self.decode), dtype=np.int32), self.leaves], axis=1)
         pairs.flags.writeable = False  # read-only: changes would have no effect on the trie
         return pairs
 
     @cached_property
     def jump(self) -> Sequence[NDArray[np.int32]]:
-        """For each node its children in ascending order, int32; a leaf has none."""
+        """For each node, the array of its children in ascending order: int32; empty for a leaf."""
         return _PerNode(self.num_nodes, self._jump)
 
     @cached_property
@@ -131,11 +131,11 @@ class VocabularyTrie(abc.ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {len(self.decode)} tokens, {self.num_nodes} nodes>"
 
-    # ---------------------------------------------------------------- for the kinds of trie
+    # ---------------------------------------------------------------- evaluation and look-ups
 
     @abc.abstractmethod
     def evaluate_batch(self, operation: Operation, batch: Weights) -> Any:
-        """Return the result of ``operation`` at each node: ``[len(batch), num_nodes]``.
+        """Return the result of ``operation`` for each row and node: ``[len(batch), num_nodes]``.
 
         Args:
             operation: How the weights of the tokens below a node are combined.
@@ -144,13 +144,13 @@ class VocabularyTrie(abc.ABC):
 
     @abc.abstractmethod
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
-        """Return each row's result ``[num_nodes]``, in the row's own precision.
+        """Return the result of ``operation`` for each row: ``[num_nodes]``, in the row's precision.
 
         Each result owns its memory, so that a kept row does not keep the whole batch alive.
         """
 
     def prepare(self) -> None:
-        """Evaluate each operation in both precisions, so that first calls compile nothing."""
+        """Evaluate each operation in float32 and float64, so that later calls compile nothing."""
         for operation in get_args(Operation):
             for dtype in (np.float32, np.float64):
                 self.evaluate_rows(operation, [np.zeros(len(self.decode), dtype)])
@@ -160,7 +160,7 @@ class VocabularyTrie(abc.ABC):
         """Free the buffers that the trie keeps for reuse, if it keeps any."""
 
     def tokens_below(self, node: int) -> NDArray[np.int32]:
-        """Return the tokens that begin with a node's prefix, by position in ``decode``.
+        """Return the positions in ``decode`` of the tokens that begin with a node's prefix.
 
         Args:
             node: A node; for a leaf, the result is its one token.
@@ -169,19 +169,19 @@ class VocabularyTrie(abc.ABC):
             The positions, ascending: int32 ``[n]``.
 
         Raises:
-            OptionError: (``ValueError``) If there is no such node.
-            OptionTypeError: (``TypeError``) If it is no integer.
+            OptionError: (``ValueError``) If the trie has no such node.
+            OptionTypeError: (``TypeError``) If ``node`` is no integer.
         """
         layout, start = self.layout, self.layout.run(integer(0, self.root)("node", node))
         end, tokens = start + 1, []
-        while start < end:  # runs of one level, whose children follow one another
+        while start < end:  # runs of one level; their child runs follow one another
             first, last = np.searchsorted(layout.leaf_runs, (start, end))
             tokens.append(layout.leaf_tokens[first:last])
             start, end = int(layout.run_children[start]), int(layout.run_children[end])
         return np.sort(np.concatenate(tokens))
 
     def tokens_with(self, prefix: Iterable[Any]) -> NDArray[np.int32]:
-        """Return the tokens that begin with a prefix, by position in ``decode``.
+        """Return the positions in ``decode`` of the tokens that begin with a prefix.
 
         Args:
             prefix: Its letters, such as ``b" Pa"``.
@@ -193,7 +193,7 @@ class VocabularyTrie(abc.ABC):
         return np.empty(0, np.int32) if node is None else self.tokens_below(node)
 
     def node(self, prefix: Iterable[Any]) -> int | None:
-        """Return the node of a prefix, its index into results; ``None`` if no token has the prefix.
+        """Return a prefix's node, an index into results; ``None`` if it is a prefix of no token.
 
         Args:
             prefix: Its letters, such as ``b" Pa"``.
@@ -214,7 +214,7 @@ class VocabularyTrie(abc.ABC):
         return node
 
     def mass(self, sums: Any, prefix: Iterable[Any]) -> Any:
-        """Return the sums at the node of a prefix; 0 if no token begins with it.
+        """Return the sums at the node of a prefix; 0 if no token begins with the prefix.
 
         Args:
             sums: A result of ``weight_sum`` or ``batch_weight_sum``: ``[…, num_nodes]``. Not for
@@ -276,7 +276,7 @@ class VocabularyTrie(abc.ABC):
         return self._one("log_sum", ws)
 
     def batch_weight_sum(self, ws: Any) -> Any:
-        """Return ``weight_sum`` of many weights at once: ``[batch, num_nodes]``.
+        """Return ``weight_sum`` of each row of weights: ``[batch, num_nodes]``.
 
         Args:
             ws: Weights ``[batch, len(decode)]``, or a sequence of ``[len(decode)]``.
@@ -284,11 +284,11 @@ class VocabularyTrie(abc.ABC):
         return self._batch("sum", ws)
 
     def batch_weight_max(self, ws: Any) -> Any:
-        """Return ``weight_max`` of many weights at once: ``[batch, num_nodes]``."""
+        """Return ``weight_max`` of each row of weights: ``[batch, num_nodes]``."""
         return self._batch("max", ws)
 
     def batch_log_weight_sum(self, ws: Any) -> Any:
-        """Return ``log_weight_sum`` of many weights at once: ``[batch, num_nodes]``."""
+        """Return ``log_weight_sum`` of each row of weights: ``[batch, num_nodes]``."""
         return self._batch("log_sum", ws)
 
     def mass_sum(self, ws: Weights) -> Any:

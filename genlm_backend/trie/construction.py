@@ -1,7 +1,7 @@
 """build_layout: builds the arrays of a vocabulary's trie.
 
-One pass over the common-prefix lengths of sorted neighbours finds the runs (Kasai et al., 2001:
-intervals of longest common prefixes); array arithmetic then numbers runs and nodes.
+One pass over the sorted words finds the runs (see ``layout.py``) from the length of each word's
+common prefix with the word before it (Kasai et al., 2001). Array arithmetic numbers runs and nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from genlm_backend.trie.layout import Int32, TrieLayout
 def build_layout(decode: Sequence[Any]) -> TrieLayout:
     if not decode:
         raise VocabularyError("a trie needs a vocabulary of at least one token; got none")
-    # 1. Find the runs: first one per word, then the branches in the order of discovery.
+    # 1. Find the runs: first those that end in a leaf, one per word, then branches as discovered.
     alphabet, letters, lengths, order = _sort(decode)
     parents, bottoms, firsts = _find_runs(lengths, _shared_lengths(letters, lengths))
     num_words, num_runs = len(lengths), len(parents)
@@ -47,7 +47,7 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
     codes = np.zeros(len(runs), letters.dtype)
     codes[has_letter] = letters[ends[has_letter] - 1]
 
-    # 4. Number the runs that end in a leaf separately from those that end in a branching node.
+    # 4. Number the runs by kind: from 0 those that end in a leaf, and after them the branches.
     leaf_runs = np.flatnonzero(found < num_words).astype(np.int32)
     branch_runs = np.flatnonzero(found >= num_words).astype(np.int32)
     sources = np.empty(num_runs, np.int32)
@@ -71,13 +71,13 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
     )
 
 
-# -------------------------------------------------------------------- the phases
+# -------------------------------------------------------------------- words and runs
 
 
 def _sort(
     decode: Sequence[Any],
 ) -> tuple[list[Any] | None, NDArray[np.unsignedinteger], NDArray[np.int64], Int32]:
-    """Return the alphabet, all letters' codes, the words' lengths, and the sorted order."""
+    """Return the alphabet, and the sorted words' letter codes, lengths and ``decode`` positions."""
     if all(isinstance(item, bytes) for item in decode):
         words = [bytes(item) for item in decode]  # plain bytes: Tokens would sort by id
         alphabet, width = None, 1
@@ -115,7 +115,7 @@ def _shared_lengths(codes, lengths):
 
 @compiled
 def _find_runs(lengths, shared):
-    """Return each run's parent, the depth of its bottom, and its first word: ``[num_runs]``."""
+    """Return each run's parent, bottom depth and first word: three arrays ``[num_runs]``."""
     # Run k < num_words ends in the leaf of word k, one level below its last letter.
     num_words = len(lengths)
     parents = np.full(2 * num_words, -1, np.int64)
@@ -155,7 +155,7 @@ def _levels(parents, preorder):
 
 def coded_entries(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
     """Return each entry's letter codes as bytes, four per letter, and the letter of each code."""
-    # Codes 0 to 255 are the bytes themselves; other letters are numbered in order of occurrence.
+    # Codes 0 to 255 are the bytes themselves; other letters are numbered as they first occur.
     code_of: dict[Hashable, int] = {letter: letter for letter in range(256)}
     words = []
     for position, item in enumerate(decode):
@@ -171,7 +171,7 @@ def coded_entries(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
 
 
 def keys_of(decode: Iterable[Any]) -> list[Hashable]:
-    """Return the key of each entry: ``(bytes, token_id)``, or the entry itself."""
+    """Return the key of each entry: ``(bytes, token_id)`` for a ``Token``, else the entry."""
     return [
         (item.byte_string, item.token_id) if isinstance(item, Token) else item for item in decode
     ]

@@ -70,7 +70,7 @@ class TrieLayout:
         return int(self.branch_runs[source - self.num_tokens])
 
     def token(self, node: int) -> int | None:
-        """Return the position of a leaf's token; ``None`` if ``node`` is no leaf."""
+        """Return the position in ``decode`` of a leaf's token; ``None`` if ``node`` is no leaf."""
         source = int(self.node_sources[node])
         is_leaf = source < self.num_tokens and node == self.run_start[self.leaf_runs[source]]
         return int(self.leaf_tokens[source]) if is_leaf else None
@@ -93,7 +93,7 @@ class TrieLayout:
         return int(self.run_start[self.run_parent[run]])
 
     def children(self, node: int) -> range | list[int]:
-        """Return the children of ``node``: leaves first, then the others in alphabetical order."""
+        """Return the children of ``node``: leaves first, then inner nodes in alphabetical order."""
         run = self.run(node)
         if node > self.run_start[run]:
             return range(node - 1, node)

@@ -42,7 +42,7 @@ async def lm_trie_weights(
     """Return each node's weight under the model's next-token distribution: ``[trie.num_nodes]``.
 
     Concurrent calls share the model's forward passes and an asynchronous trie's batches. The
-    weights stay on a GPU if the model returns its rows there (``output_device``) and the trie is a
+    weights stay on a GPU if the model returns its rows on it (``output_device``) and the trie is a
     ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` on the same GPU.
 
     Args:
@@ -92,7 +92,7 @@ _LATEST: Final[weakref.WeakKeyDictionary[VocabularyTrie, tuple[list[Token], Any]
 
 
 def _indices(trie: VocabularyTrie, byte_vocab: list[Token]) -> dict[str, Any] | None:
-    """Return the entries' token ids by device; ``None`` if the trie has all tokens in id order."""
+    """Return the token ids of the entries, by device; ``None`` if they are all ids in order."""
     vocab, indices = _LATEST.get(trie, (None, None))
     if vocab is not byte_vocab:
         ids = _token_ids(trie.decode, byte_vocab)

@@ -20,7 +20,7 @@ from genlm_backend.trie.reachability import RADIX, build_reachability
 from genlm_backend.trie.weights import Operation, Weights, is_tensor, to_numpy, torch_dtype
 
 MAX_ELEMENTS = 1 << 26
-"""Elements of an intermediate tensor above which a batch is evaluated in parts."""
+"""Most elements of an intermediate tensor; a larger batch is evaluated in parts."""
 
 
 @final
@@ -28,8 +28,8 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
     """A trie that sums and maximises with a sparse reachability matrix in torch.
 
     See ``VocabularyTrie`` for the vocabulary and the weights, and ``reachability.py`` for the
-    matrix. It is meant for a GPU; on a CPU, ``TokenCharacterTrie`` is faster. The results of both
-    are equal up to rounding.
+    matrix. It is meant for a GPU; on a CPU, ``TokenCharacterTrie`` is faster. The results of the
+    two are equal up to rounding.
 
     Args:
         decode: The vocabulary.
@@ -77,7 +77,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
         tensors = [self._to_device(weights) for weights in batch]
         rows: list[Any] = [None] * len(batch)
-        for dtype in {tensor.dtype for tensor in tensors}:  # each row in its own precision
+        for dtype in {tensor.dtype for tensor in tensors}:  # rows of one precision at a time
             indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
             result = self._evaluate(operation, [tensors[i] for i in indices])
             found = list(result) if self.as_tensor else list(result.cpu().numpy())
@@ -109,8 +109,8 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         return tensor.detach().to(device=self.device, dtype=dtype)
 
     def _evaluate_part(self, operation: Operation, weights: Tensor) -> Tensor:
-        # The table has the values of tokens, blocks of every level, and branches; nodes index it.
-        # Each part is written in place, since concatenating parts would double the time.
+        # A row of the table has the values of the tokens, of the blocks of every level, and of the
+        # branches. They are written into it, since concatenating them would double the time.
         num_branches, num_columns = self._shape
         table = weights.new_empty(len(weights), num_columns + num_branches)
         columns = table[:, :num_columns]
@@ -122,7 +122,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
             "max": (torch.amax, self.max_kernel),
             "log_sum": (torch.logsumexp, self._log_sum),
         }[operation]
-        for size in self._level_sizes[1:]:  # the blocks of every level, after the tokens
+        for size in self._level_sizes[1:]:  # the blocks of each level after the tokens
             level = columns[:, start : start + size * RADIX].unflatten(1, (size, RADIX))
             reduce(level, -1, out=columns[:, end : end + size])
             start, end = end, end + size
@@ -130,7 +130,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         return table.index_select(1, self._node_sources)
 
     def sum_kernel(self, columns: Tensor) -> Tensor:
-        """Sum the columns below each branch: ``[batch, num_branches]``.
+        """Return the sum of each branch's columns: ``[batch, num_branches]``.
 
         Uses a sparse product; on MPS, which has no such product, ``index_add_``.
         """
@@ -139,11 +139,11 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         if not self.has_sparse_product:
             source = columns.index_select(1, self._columns)
             return self._zeros(columns).index_add_(1, self._rows, source)
-        # Contiguous, since the product reads one column for all of the batch's rows at once.
+        # Contiguous, since the product reads the values of a column for the whole batch at once.
         return torch.sparse.mm(self._matrix(columns.dtype), columns.t().contiguous()).t()
 
     def max_kernel(self, columns: Tensor) -> Tensor:
-        """Return the largest column below each branch, by a scatter: ``[batch, num_branches]``."""
+        """Return the largest of each branch's columns, by a scatter: ``[batch, num_branches]``."""
         source = columns.index_select(1, self._columns)
         return self._zeros(columns).scatter_reduce_(
             1, self._rows.expand_as(source), source, "amax", include_self=False
@@ -164,7 +164,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         matrix = self._matrices.get(dtype)
         if matrix is None:
             ones = torch.ones(len(self._columns), dtype=dtype, device=self.device)
-            with warnings.catch_warnings():  # of the beta layout and of unchecked invariants
+            with warnings.catch_warnings():  # about the beta CSR layout and unchecked invariants
                 warnings.filterwarnings("ignore", "Sparse (CSR|invariant)", UserWarning)
                 matrix = torch.sparse_csr_tensor(
                     self._row_starts.int(),

@@ -1,9 +1,9 @@
 """Reachability: which tokens lie below which branch, as a sparse matrix with short rows.
 
 The columns are the tokens in alphabetical order, then the blocks of each level: ``RADIX`` tokens
-or ``RADIX`` blocks of the level before. A branch's tokens are an interval, which needs fewer than
-``2 * RADIX`` columns of each level (Bentley's segment tree). The root of 128,256 tokens needs 21 in
-all. Short sums are fast in parallel, and accurate in float32.
+or ``RADIX`` blocks of the level before. A branch's tokens are an interval: each level covers its
+ends with fewer than ``RADIX`` columns, and the next level the rest (Bentley's segment tree). A root
+of 128,256 tokens needs 21 columns. Short sums are fast in parallel, and accurate in float32.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _largest_by_branch(layout: TrieLayout, ranks: Int64) -> Int64:
 
 
 def _cover(first: Int64, end: Int64, level_sizes: list[int]) -> tuple[Int64, Int64]:
-    """Return the rows and columns of the blocks that make up the intervals ``[first, end)``."""
+    """Return rows and columns of the tokens and blocks that make up each ``[first, end)``."""
     rows: list[Int64] = []
     columns: list[Int64] = []
     offset = 0
@@ -91,7 +91,7 @@ def _copy_to_nodes(values, out, node_sources) -> None:
 
 @compiled
 def _maximise(ws, values, totals, leaf_tokens, leaf_parents, branch_parents) -> None:
-    """Write all leaves' weights and all branches' maxima to ``values``; NaN counts as largest."""
+    """Write weights and branch maxima to ``values``, maxima to ``totals``; NaN is the largest."""
     num_leaves = np.uint64(len(leaf_tokens))
     totals[:] = -np.inf
     for k in range(len(leaf_tokens)):
@@ -136,14 +136,14 @@ def sweep_max(
 def sweep_log_sum(
     ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
 ) -> None:
-    """Write the log-sum-exp under each node to ``out``, shifted by each branch's own maximum."""
+    """Write the log-sum-exp under each node to ``out``, shifted by the branch's maximum."""
     num_leaves = np.uint64(len(leaf_tokens))
     num_branches = len(branch_parents)
     shifts = np.empty_like(totals)
     _maximise(ws, values, shifts, leaf_tokens, leaf_parents, branch_parents)
     for b in range(num_branches + 1):
         if not np.isfinite(shifts[b]):
-            shifts[b] = 0.0  # the maximum is -inf, inf or NaN: exp and log preserve these
+            shifts[b] = 0.0  # do not shift by -inf, inf or NaN: exp and log preserve these
     totals[:] = 0
     for k in range(len(leaf_tokens)):
         totals[leaf_parents[k]] += np.exp(np.float64(values[k]) - shifts[leaf_parents[k]])

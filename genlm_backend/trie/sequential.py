@@ -23,16 +23,16 @@ from genlm_backend.trie.weights import Operation, Weights, to_numpy
 Values = NDArray[np.floating]
 
 DEFAULT_SPARE_BYTES = 256 << 20
-"""Default bytes of freed result buffers that a trie keeps for reuse."""
+"""Most bytes of freed result buffers that a trie keeps for reuse by default."""
 
 NODES_PER_THREAD = 1_000_000
-"""Result elements per thread: below twice this number, a second thread costs more time than it
-saves."""
+"""Least result elements per thread: for fewer than twice as many, a second thread costs more time
+than it saves."""
 
 
 @final
 class TokenCharacterTrie(VocabularyTrie):
-    """A trie that sums and maximises on the CPU, in one compiled pass per row of weights.
+    """A trie that sums and maximises on the CPU, in one compiled call per row of weights.
 
     See ``VocabularyTrie`` for the vocabulary and the weights. Results are NumPy arrays. Sums
     accumulate in float64 from the leaves up, even for float32 results, so that small masses keep

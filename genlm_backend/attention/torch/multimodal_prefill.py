@@ -26,7 +26,7 @@ from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 
 @final
 class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
-    """Runs one context with its pictures; a second pass may continue it with text alone."""
+    """Attention of a pass over one context with pictures, and of a second pass with text alone."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
         self._pictures = pictures
 
         def take(number: int, keys: Tensor, values: Tensor) -> Pair:
-            """Write keys and values that have slots; return all as the pool would read them."""
+            """Write the keys and values that have slots; return all, as a pool would read them."""
             if pool is not None and slots:
                 rows = by_token(keys, values, None)
                 places = torch.tensor(slots, dtype=torch.int64, device=rows.device)
@@ -56,7 +56,7 @@ class MultimodalPrefillAttention(AttentionBackend[dict[str, Any]]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Yield picture inputs and position ids for the first pass, and any cache."""
+        """Yield the cache, if one is used, and for the first pass its pictures and position ids."""
         if not self._is_first:
             yield {"cache": self._cache, "use_cache": True}
             return
@@ -85,7 +85,7 @@ class _OpeningLayer(SlotLayer):
     _past: Pair | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """Return keys and values of both passes so far: ``[1, heads, prefix_len + Q, dim]``."""
+        """Return all keys and values so far, those of past passes first: ``[1, heads, n, dim]``."""
         new = super().update(key_states, value_states)
         if self._past is not None:
             first, second = (torch.cat(pair, -2) for pair in zip(self._past, new, strict=True))
@@ -96,7 +96,7 @@ class _OpeningLayer(SlotLayer):
 
 @torch.inference_mode()
 def positions_of(model: Any, input_ids: Tensor, pictures: Pictures) -> tuple[Tensor | None, int]:
-    """Return the position ids that a context needs, if any, and later text's position offset."""
+    """Return a context's position ids (``None``: 0, 1, …), and later text's position offset."""
     # Models with multidimensional positions (Qwen's) compute them from picture shapes.
     count = next(filter(None, (getattr(m, "get_rope_index", None) for m in model.modules())), None)
     if count is None:

@@ -45,7 +45,7 @@ class SlotLayer(CacheLayerMixin):
         """Do nothing: the slots exist already."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of cached and new positions, and the offset of the first: 0."""
+        """Return how many positions there are, cached or new, and the offset of the first: 0."""
         return self.max_prefix_len + int(query_length), 0
 
     def get_seq_length(self) -> int:
@@ -56,7 +56,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 def write_new(pool: KVPool, layer: int, batch: ForwardBatch, keys: Tensor, values: Tensor) -> Pair:
-    """Store new keys and values, ``[B, heads, Q, dim]``, unpadded; return them as read back."""
+    """Store new keys and values, ``[B, heads, Q, dim]``, unpadded; return them as decoded."""
     slots, columns = batch.new_on(pool.layout.layers[layer].device)
     rows = pool.write(layer, slots, by_token(keys, values, columns))
     return (keys, values) if pool.is_exact else by_head(rows, columns, keys, values)
@@ -72,7 +72,7 @@ def by_token(keys: Tensor, values: Tensor, columns: Tensor | None) -> Tensor:
 
 
 def by_head(rows: Tensor, columns: Tensor | None, keys: Tensor, values: Tensor) -> Pair:
-    """Return rows as keys and values in the shapes of ``keys`` and ``values``, padded with 0."""
+    """Return rows of ``by_token`` as keys and values, shaped like the given ones, padded with 0."""
     num_rows, num_heads, num_new, dim = keys.shape
     if columns is not None:
         padded = rows.new_zeros(num_rows * num_new, rows.shape[1])
@@ -110,7 +110,7 @@ def transformers_cache(
 
 
 def cache_layers(layers: Iterable[CacheLayer], attention_layer: Callable[[int], Any]) -> list[Any]:
-    """Return cache layers; ``attention_layer(num_states)`` makes the layers that attend."""
+    """Return cache layers; ``attention_layer(num_states)`` makes each layer that attends."""
     found: list[Any] = []
     for layer in layers:
         if layer.attends:

@@ -2,7 +2,7 @@
 
 The logsumexps serve to merge blocks. The CPU has one operator for all types and head sizes. CUDA
 has two, each of which rejects some types and shapes. So these two are compared with the formula on
-random numbers in a pool's layout. The first that agrees is used for that type and head size.
+random numbers in a pool's layout. For each type and head size, the first that agrees is used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Found: TypeAlias = tuple[Tensor, Tensor]
 @final
 @dataclass(frozen=True, slots=True)
 class FusedOperator:
-    """An operator's functions without and with a mask tensor, and whether to split long keys."""
+    """An operator's functions without and with a mask tensor, and whether to split many keys."""
 
     attend: Callable[[Tensor, Tensor, Tensor, float, bool], Found]
     attend_with: Callable[[Tensor, Tensor, Tensor, float, Tensor], Found] | None = None
@@ -89,7 +89,7 @@ _BLOCKS: Final = (
     ((1, 6, 150, 150), "causal"),
 )
 _MASKED: Final = (((5, 2, 4, 43), "masked"), ((3, 3, 70, 201), "masked"), ((4, 2, 1, 90), "masked"))
-"""Test cases of an operator: numbers of rows, heads, queries and keys, and the kind of mask."""
+"""Test cases, as in ``_BLOCKS``: numbers of rows, heads, queries and keys, and the kind of mask."""
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def _is_right(
     dtype: torch.dtype,
     dim: int,
 ) -> bool:
-    """Return whether an operator accepts all blocks and agrees with the formula on them."""
+    """Return whether an operator accepts the test cases ``blocks`` and agrees with the formula."""
     tolerance = _ROUNDING.get(dtype, _DEFAULT_ROUNDING)
     try:
         return all(
@@ -176,7 +176,7 @@ def _by_head(kept: Tensor, num_heads: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 FEW_QUERIES: Final = 16
-"""Most queries for which keys are split; without a split, they get one thread per head."""
+"""Largest number of queries for which keys are split; unsplit, each head gets one thread."""
 
 NUM_STRETCHES: Final = 4
 """Number of parts that keys are split into, so that each part gets a thread."""

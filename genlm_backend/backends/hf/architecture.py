@@ -26,7 +26,7 @@ _REMEDY: Final = (
 
 
 def check_architecture(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of an architecture for another task, or of a type without a causal LM."""
+    """Refuse a checkpoint whose config names an architecture or type that is no causal LM."""
     from transformers.models.auto import modeling_auto
 
     saved_by = [*(config.get("architectures") or ())]
@@ -107,7 +107,7 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
     distances = (rows[0] - rows[1]).square().mean(-1).sqrt()
     before, after = float(distances[:2].max()), float(distances[3])
     tolerance, share = bounds(model)
-    if not getattr(model, "is_quantized", False):  # without quantisation, equal sums round equally
+    if not getattr(model, "is_quantized", False):  # stricter, as it rounds equal sums equally
         tolerance, share = tolerance / 100, share / 100
     if before <= max(tolerance, share * after):
         return

@@ -52,11 +52,11 @@ class AsyncTransformer(ProcessLM):
         kv_cache_dtype: Format of cached keys and values: ``None`` for the type that the model
             computes in, "bfloat16", "float16", "int8" (a scale for each head of a token) or
             "uint4" (a scale and a zero point for up to 32 elements). Attention reads all keys and
-            values as rounded to this format, new ones too. So a row does not depend on what is
-            cached, except for rounding.
+            values as rounded to this format, new ones too. So a row is the same with and without
+            cached tokens, up to floating-point rounding.
         host_cache_bytes: Bytes of host memory for keys, values and recurrent states that are
             evicted from a device, in the same format; they are copied back when a context needs
-            them. On CUDA the memory is pinned, and allocated at once.
+            them. On CUDA the memory is pinned, and all allocated at the start.
         state_cache_bytes: The part of ``kv_cache_bytes`` for the recurrent states of a model that
             has such layers (Mamba, Gated DeltaNet, …). Default: half, or all if no layer attends.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
@@ -66,7 +66,7 @@ class AsyncTransformer(ProcessLM):
         packs_weights: Whether to lay out the weights of linear layers for speed. On a CPU, they are
             copied into oneDNN's blocked layout if a short trial of their shape is faster in it. The
             copies take at most a quarter of the free memory, up to 4 GiB (``packed_weight_bytes``).
-            The model's own layers stay as they are, and rows change by rounding alone. The trial
+            The model's own layers stay as they are, and rows change by rounding alone. Each trial
             runs once per process, so another process may decide differently. Default: ``True`` on a
             CPU, unless the model is in training mode and a parameter requires gradients;
             ``from_name`` sets ``True`` on all devices. On CUDA no copies are kept: the weights of
@@ -84,7 +84,7 @@ class AsyncTransformer(ProcessLM):
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds, or does not fit into memory.
+        OptionError: (``ValueError``) If an option is out of bounds, or does not fit into memory.
         DeviceError: (``ValueError``) If ``output_device`` does not exist.
         UnsupportedModelError: (``ValueError``) For encoder-decoder models, and others that are no
             causal language models.
@@ -172,7 +172,7 @@ class AsyncTransformer(ProcessLM):
             OptionTypeError: (``TypeError``) If an option is unknown, of a wrong type, or cannot be
                 pickled for a child process. Options are checked before anything is loaded, except
                 those that only the model's own code knows.
-            OptionError: (``ValueError``) If one is out of its bounds.
+            OptionError: (``ValueError``) If an option is out of bounds.
             DeviceError: (``ValueError``) If a device does not exist.
             ModelNotFoundError: (``OSError``) If there is no such model.
             MissingExtraError: (``ImportError``) If an extra is needed and absent.
@@ -204,5 +204,5 @@ class AsyncTransformer(ProcessLM):
 
     @property
     def packed_weight_bytes(self) -> int:
-        """Bytes of packed weights, in addition to the model's own."""
+        """Bytes of packed weights, in addition to the model's own weights."""
         return self._evaluator.counts().packed_weight_bytes

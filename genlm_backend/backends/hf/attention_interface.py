@@ -1,8 +1,8 @@
 """Attention functions registered with transformers, which call the current pass's attention.
 
 Most models of transformers call the attention and mask functions that are registered under the
-name in their config. Our functions are registered once for each such name, and a view's configs may
-name them. Outside ``dispatched_to``, they call the functions that they replace.
+name in their config. For each such name, our functions are registered once, under a name of ours
+that a view's configs may have. Outside ``dispatched_to``, they call the functions they replace.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HARMLESS: Final = frozenset(
     {
         "dropout",  # zero in evaluation mode
         "is_causal",  # ``False`` is refused
-        "sliding_window",  # the mask has it too
+        "sliding_window",  # the mask contains the window too
         "cache_position",
         "max_length_k",
         "max_length_q",
@@ -109,7 +109,7 @@ def dispatched_to(attention: TorchCascadeRun | CudaGraphRun) -> Iterator[None]:
 
 
 def name_attention(config: Any, is_ours: bool) -> None:
-    """Make a config name our functions, or the original ones; skip a config that names none."""
+    """Switch a config to our functions if ``is_ours``, else to the originals, if it names any."""
     name = getattr(config, "_attn_implementation", None)
     if isinstance(name, str):
         own = name.removeprefix(PREFIX)
@@ -177,7 +177,7 @@ def _mask(former: str, **given: Any) -> Tensor | None:
 
 
 def _allowed(allows: Callable[..., Tensor], device: Any, *positions: Tensor) -> Tensor:
-    """Call a model's mask function with positions on the CPU, or on its device if that fails."""
+    """Call a model's mask function with positions on the CPU or, if that fails, on ``device``."""
     try:
         return allows(*positions)
     except RuntimeError:

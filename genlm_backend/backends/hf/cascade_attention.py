@@ -122,7 +122,7 @@ class UncachedAttention(AttentionBackend[dict[str, Any]]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[dict[str, Any]]:
-        """Yield the padding mask, int64 ``[B, Q]``, and a rounding cache if the format rounds."""
+        """Yield the padding mask, int64 ``[B, Q]``, and, if the format rounds, a rounding cache."""
         columns = np.arange(batch.input_ids.shape[1])
         mask = torch.from_numpy((columns < batch.num_new[:, None]).astype(np.int64))
         if not self._rounding:
@@ -137,4 +137,4 @@ ATTENTION_FACTORIES: Final = (
     AttentionFactory(CascadeAttention, lambda pool: CascadeAttention(pool, 4), uses_interface=True),
     AttentionFactory(GatherAttention, GatherAttention),
 )
-"""Attention backends over slots; a model gets the first whose rows match those of whole passes."""
+"""Attention backends over slots; a model gets the first whose rows match uncached rows."""

@@ -1,4 +1,4 @@
-"""CudaGraphRun: attention of decode steps that reads all changing numbers on the device."""
+"""CudaGraphRun: attention of decode steps. It reads what changes between steps on the device."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class DecodeArrays:
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, tables: DecodeTables, batch: ForwardBatch) -> None:
-        """Copy the tables of a step to the device."""
+        """Copy the tables and the inputs of a step to the device."""
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still read the host buffer
         shape, into, num_rows = self.shape, self._numbers, batch.num_rows
@@ -140,7 +140,7 @@ class CudaGraphRun:
         }
 
     def _take(self, layer: int, keys: Tensor, values: Tensor) -> Pair:
-        """Hold a layer's new keys and values, ``[B, key_heads, 1, dim]``, until ``attend``."""
+        """Keep new keys and values, ``[B, key_heads, 1, dim]``, until ``attend``; return them."""
         if self._new is not None:
             raise NotCapturableError(
                 "a layer cached keys and values without calling the attention function"
@@ -220,7 +220,7 @@ class CudaGraphRun:
     def _in_extents(
         self, ops: DecodeOps, queries: Tensor, codes: Tensor, num_key_heads: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend to extents in the pool, uncopied; each head of a group is a separate query."""
+        """Attend to extents of the pool, not copied; each head of a group is a separate query."""
         arrays = self._arrays.arrays
         num_rows, num_heads, dim = queries.shape
         group_size = num_heads // num_key_heads

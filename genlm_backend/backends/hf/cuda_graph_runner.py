@@ -61,7 +61,7 @@ MAX_GRAPHS: Final = 64
 """Captured passes, at most. One more drops all; shapes that recur are then captured again."""
 
 MIN_SEEN: Final = 2
-"""Steps with the same number of rows until one is captured; a capture takes a few steps' time."""
+"""Steps of one rounded number of rows until the first capture, which takes a few steps' time."""
 
 MIN_SEEN_AGAIN: Final = 8
 """Steps that run in a larger captured pass, which is slower, before a capture of their own."""
@@ -85,7 +85,7 @@ class CapturedGraph:
     logits: torch.Tensor  # [rows, model_vocab]
 
     def replay(self, tables: DecodeTables, batch: ForwardBatch) -> torch.Tensor:
-        """Run the captured pass; the next replay overwrites its logits, ``[B, model_vocab]``."""
+        """Run the pass; the next replay overwrites the returned logits, ``[B, model_vocab]``."""
         self.arrays.fill(tables, batch)
         self.run_again()
         return self.logits[: batch.num_rows]
@@ -106,7 +106,7 @@ class _OfView:
     num_errors: int = 0
 
     def find(self, shape: DecodeShape) -> DecodeShape | None:
-        """Return the captured shape with the fewest rows that holds ``shape``, if there is one."""
+        """Return the captured shape with the fewest rows into which ``shape`` fits, or ``None``."""
         return min((known for known in self.by_shape if known.holds(shape)), default=None)
 
 
@@ -158,7 +158,7 @@ class CudaGraphRunner:
 
     def forget(self) -> None:
         """Drop all captured passes, since weights or anything else in them may have changed."""
-        # Together: dropping one makes torch free memory that all graphs of its stream use.
+        # All together: dropping one makes torch free memory that all graphs of its stream use.
         self._views.clear()
         self._alive.clear()
         self._recorder.forget()
@@ -217,7 +217,7 @@ class CudaGraphRunner:
     def capture(
         self, plan: ReplayPlan, view: ModelView, batch: ForwardBatch, logits: torch.Tensor
     ) -> None:
-        """Capture a pass whose number of rows recurs, and compare it with the eager logits."""
+        """Capture a pass whose number of rows recurs, and compare its logits with eager ones."""
         own, shape = self._views.get(view), plan.tables.shape
         if own is None or not self._is_as_it_was(view):
             return
@@ -227,7 +227,7 @@ class CudaGraphRunner:
         own.failed.add(shape)  # until the comparison passes
         slot_mapping, codes = batch.slot_mapping.numpy(), None
         try:
-            codes = self._pool.take_rows(slot_mapping)  # a wrong capture overwrites them
+            codes = self._pool.take_rows(slot_mapping)  # put back if the capture is wrong
             captured = self._capture(plan, view, batch)
             self._alive.append(captured)
             distance = _distance(captured.replay(plan.tables, batch), logits)
@@ -339,8 +339,8 @@ _RECORDING: Final = threading.Lock()
 class CudaGraphCapturer:
     """Records the launches of a function on a CUDA device as a graph."""
 
-    # All graphs share a memory pool: no two run at once, and callers read the results of one before
-    # the next runs.
+    # All graphs can share a memory pool, since no two run at once, and callers read the results of
+    # one before the next runs.
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -363,7 +363,7 @@ class CudaGraphCapturer:
                     except torch.cuda.OutOfMemoryError:
                         torch.cuda.empty_cache()  # frees memory that the graphs' pool could not use
                         graph, found = self._capture(run)
-            finally:  # else the memory of inputs would be reused too early
+            finally:  # or the memory of inputs would be reused too early
                 current.wait_stream(self._stream)
         # Later graphs reuse the memory of the result.
         return graph.replay, _unowned(found)
@@ -383,7 +383,7 @@ class CudaGraphCapturer:
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that does not own its memory, so that later graphs can reuse it."""
-    # torch imports CUDA memory that other libraries own through this interface.
+    # Through this interface, torch imports CUDA memory that other libraries own.
     data = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False)}
     owner = SimpleNamespace(__cuda_array_interface__={**data, "version": 3})
     memory = torch.as_tensor(owner, device=tensor.device)
@@ -418,12 +418,12 @@ def _has_hooks(module: Any) -> bool:
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the root mean square difference of logits, over ``expected``'s standard deviation."""
+    """Return the root mean square difference of logits, in standard deviations of ``expected``."""
     # At most 32 rows, the last among them, since the logits of a large batch take gigabytes.
     few = torch.linspace(0, len(found) - 1, min(len(found), 32), dtype=torch.float32).round().long()
     few = few.to(found.device)
     found, expected = found[few].float(), expected[few].float()
-    # Logits that are NaN or infinite in ``expected`` are skipped; those in ``found`` only are not.
+    # Logits that are NaN or infinite in ``expected`` are skipped, unlike those in ``found`` alone.
     is_finite = expected.isfinite()
     difference = torch.where(is_finite, found - expected, 0.0)
     expected = torch.where(is_finite, expected, 0.0)

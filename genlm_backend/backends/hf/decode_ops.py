@@ -1,7 +1,7 @@
-"""Attention operators that read changing numbers on the device, so that launches can be captured.
+"""Attention operators for captured steps: they read what changes between steps on the device.
 
 For each device, dtype, head size and group size, they are first tried on random numbers, called as
-in a decode step, so that an untested device is never trusted.
+in a decode step, so that no device is trusted without a trial.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _ROUNDING: Final = 3e-2
 def decode_ops_for(
     device: torch.device, dtype: torch.dtype, dim: int, group_size: int
 ) -> DecodeOps | None:
-    """Return the operators for heads of ``dim`` elements; ``None`` if they fail or do not exist."""
+    """Return the operators for heads of ``dim`` elements; ``None`` if none pass a trial."""
     if device.type not in DECODE_OPS:
         return None
     try:

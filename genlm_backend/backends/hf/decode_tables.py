@@ -21,10 +21,10 @@ from genlm_backend.attention.cascade_plan import CachedPrefixes, CascadePlan, Sh
 from genlm_backend.prefix.slot_allocator import ranges_in_a_row
 
 MAX_SPLITS: Final = 32
-"""Most extents per row after division; if there would be more, long extents stay undivided."""
+"""Largest number of extents per row after division; beyond it, extents stay undivided."""
 
 MAX_RUNS: Final = 16
-"""Most runs of consecutive slots in a prefix that is read by extents, not slot by slot."""
+"""Largest number of runs of consecutive slots in a prefix that is read by extents."""
 
 NUM_BLOCKS: Final = 264
 """Blocks of queries, by extent and head, that keep a device busy: twice the multiprocessors of an
@@ -59,7 +59,7 @@ class DecodeShape(NamedTuple):
     window: int = 0
 
     def holds(self, other: DecodeShape) -> bool:
-        """Whether tables of shape ``other`` fit, at a cost of at most twice as many rows."""
+        """Whether tables of shape ``other`` fit into this one, of at most twice as many rows."""
         return (
             self.window == other.window
             and self.rows <= 2 * other.rows
@@ -167,9 +167,9 @@ def _rounded_rows(number: int) -> int:
 
 def num_extents(size: int, num_rows: int, num_blocks: int) -> int:
     """Return the number of extents that a run of slots is divided into."""
-    # Each row merges the results of its extents, so the best number grows as the square root of the
-    # tokens per row. On an H100, the rule's choice takes at most a fifth longer than the fastest,
-    # for 1 to 1,024 rows and 32 to 32,768 tokens.
+    # A run in more extents is read sooner, but each row merges more results. So the best number
+    # grows as the square root of the tokens per row. On an H100, the rule's choice takes at most a
+    # fifth longer than the fastest, for 1 to 1,024 rows and 32 to 32,768 tokens.
     most = min(16, NUM_BLOCKS // max(1, num_blocks), size // SHORTEST_SPLIT)
     return max(1, min(most, math.isqrt(size // num_rows)))
 
@@ -201,7 +201,7 @@ def _splits(
     """Return each row's indices among the readers of all extents: ``[B, splits]``, -1 for none."""
     if not extents:
         return np.empty((num_rows, 0), np.int64)
-    if all(len(rows) == num_rows for rows, _, _ in extents):  # as a rule, all rows read all extents
+    if all(len(rows) == num_rows for rows, _, _ in extents):  # the usual case
         first = np.arange(len(extents)) * num_rows
         return first + np.arange(num_rows)[:, None]
     readers = np.concatenate([rows for rows, _, _ in extents])

@@ -15,7 +15,7 @@ _CACHES: Final = ("cache", "past_key_values", "cache_params")
 
 
 def parameters_of(model: Any) -> frozenset[str]:
-    """Return a ``forward``'s parameter names, with those of the model inside PEFT's wrapper."""
+    """Return the parameter names of ``model.forward``, with those of a model in PEFT's wrapper."""
     names = {*inspect.signature(model.forward).parameters}
     if "kwargs" in names and hasattr(model, "get_base_model"):  # PEFT's wrapper passes them on
         names.update(inspect.signature(model.get_base_model().forward).parameters)

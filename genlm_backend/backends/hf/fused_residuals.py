@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 FusedAddRMSNorm: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
 ]
-"""Takes two terms and a norm's weight and epsilon; returns the terms' sum, and its norm."""
+"""Takes two terms, a norm's weight and its epsilon; returns the sum and the normalised sum."""
 
 
 def _of_cuda() -> FusedAddRMSNorm:
@@ -51,7 +51,7 @@ def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Layer:
-    """The ``forward`` of a fused layer; also computes the first norm of a fused layer after it."""
+    """The ``forward`` of a fused layer, with the next layer's first norm if that layer is fused."""
 
     def __init__(self, module: Any, kernel: FusedAddRMSNorm) -> None:
         self._module, self._kernel = module, kernel
@@ -106,7 +106,7 @@ def _may_be_plain(layer: Any) -> bool:
 
 @torch.inference_mode()
 def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
-    """Return the kernel for a layer; ``None`` if it fails, or differs from the layer's code."""
+    """Return the kernel for a layer; ``None`` if it fails a trial against the layer's code."""
     weight, seen = layer.input_layernorm.weight, list[dict[str, Any]]()
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, 1, len(weight), generator=generator, dtype=torch.float32)
@@ -148,7 +148,7 @@ def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
 
 
 def _are_same(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether attention gets the same arguments, and hidden states equal up to rounding."""
+    """Whether two calls got the same arguments, with hidden states equal up to rounding."""
     given, other = options["hidden_states"], others["hidden_states"]
     return (
         options.keys() == others.keys()

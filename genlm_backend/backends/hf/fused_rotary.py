@@ -37,7 +37,7 @@ _TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
-    """Let modules call the kernel if it agrees with their own function on random numbers."""
+    """Let copies of modules call the kernel if it agrees with their function on random numbers."""
     asked: dict[tuple[Any, ...], _Rotation | None] = {}
     for module, own in copies.items():
         decorated = type(own).forward
@@ -51,7 +51,7 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
             continue
         dim = vars(module).get("head_dim")
         if not isinstance(dim, int) or dim <= 0 or dim % 2:
-            dim = 64  # a common head size
+            dim = 64  # a common head size, for the trial
         key = original, weight.dtype, weight.device, dim
         if key not in asked:
             asked[key] = _asked(*key)

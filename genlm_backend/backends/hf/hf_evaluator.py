@@ -118,7 +118,7 @@ class HFEvaluator(LocalEvaluator):
             given = runner.model, runner.parameters, cache.attention, cache.pool
             if not support.needs_equal_lengths and CudaGraphRunner.can_be(*given):
                 runner.graphs = CudaGraphRunner(cache.pool)
-        runner.num_forwards = runner.tokens_computed = 0  # excludes the probe
+        runner.num_forwards = runner.tokens_computed = 0  # the probe's do not count
         return EvaluatorInfo(
             vocab_size=width,
             max_length=self._max_length,
@@ -137,7 +137,7 @@ class HFEvaluator(LocalEvaluator):
             eos_token_ids=ends_of_model(runner.model),
         )
 
-    # ---------------------------------------------------------------- rows and scores
+    # ---------------------------------------------------------------- active adapter, pictures
 
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
         self._runner.activate(adapter)  # it stays active afterwards
@@ -158,7 +158,7 @@ class HFEvaluator(LocalEvaluator):
         runner.num_forwards, runner.tokens_computed = before
         return rules
 
-    # ---------------------------------------------------------------- files of prefixes
+    # ---------------------------------------------------------------- files of prefixes, clearing
 
     def save_prefix(self, query: RowQuery, path: str) -> None:
         """Compute a context and write its keys, values and recurrent state into a file."""
@@ -186,7 +186,7 @@ class HFEvaluator(LocalEvaluator):
         self._runner.remove(adapter)
         self.clear()
 
-    # ---------------------------------------------------------------- counts
+    # ---------------------------------------------------------------- counts, closing
 
     def counts(self) -> EvaluatorCounts:
         """Return all counts, with the bytes of packed weights and the steps that ran captured."""
@@ -212,7 +212,7 @@ _CACHED_TYPES: Final = """
     zaya
 """
 CACHED_TYPES: Final = frozenset(_CACHED_TYPES.split())
-"""Model types whose caching the tests cover; a warning says so if such a model cannot be cached."""
+"""Model types whose caching the tests cover; a warning tells if such a model cannot be cached."""
 
 
 def layout_of(
@@ -236,7 +236,7 @@ def layout_of(
 def hf_prefix_cache(
     runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: HFOptions
 ) -> PrefixCache | None:
-    """Return a prefix cache within its budgets; ``None`` if every context runs whole."""
+    """Return a prefix cache within the budgets ``wanted``; ``None`` if every context runs whole."""
     name = type(runner.model).__name__
     kv_bytes, host = wanted.get("kv_cache_bytes"), wanted.get("host_cache_bytes", 0)
     state_bytes = wanted.get("state_cache_bytes")
@@ -316,7 +316,7 @@ def _check_nothing_wanted(host: int, state_bytes: int | None, name: str, reason:
 
 
 def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
-    """Return how many states fit into half of ``host``, or into all of it if no layer attends."""
+    """Return how many states fit into half of ``host`` bytes, or into all if no layer attends."""
     num_bytes = host // 2 if attends else host
     if host and num_bytes < size:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""HFLoader: a recipe to load a model of transformers, here or in another process."""
+"""HFLoader: loads a model of transformers, in this process or in another one."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class HFLoader:
         return model
 
     def __call__(self) -> HFEvaluator:
-        """Load the model; return its evaluator, with rows on the CPU."""
+        """Load the model; return its evaluator, whose rows are on the CPU."""
         with bars_where_seen():
             model = self.model()
         return HFEvaluator(model, output_device=torch.device("cpu"), **self.evaluator)
@@ -116,7 +116,7 @@ class HFLoader:
         own: Mapping[str, Any],
         owner: type[AsyncLM],
     ) -> tuple[Self, dict[str, Any]]:
-        """Check the options of ``from_name``; return the loader, and the options of ``owner``."""
+        """Check the options of ``from_name``; return the loader, and the options for ``owner``."""
         owner.check_options(own)
         evaluator = hf_options({"packs_weights": True, **own})
         options = loading_options(bitsandbytes_opts, hf_opts)
@@ -126,7 +126,7 @@ class HFLoader:
         if wanted is not None:
             options = _on_cpu(wanted, options, hf_opts or {})
         path = resolve_name(model_id)
-        if Path(path).is_dir():  # valid in any working directory
+        if Path(path).is_dir():  # make it valid in any working directory
             path = str(Path(path).absolute())
         loader = cls(str(model_id), path, {**hub_options(path), **options}, evaluator, wanted)
         others = {name: value for name, value in own.items() if name not in evaluator}

@@ -58,8 +58,8 @@ class HFRunner(Runner):
         plan = None if graphs is None else graphs.plan(self.view, batch)
         if plan is not None and graphs is not None:
             logits = graphs.replayed(plan, self.view, batch)
-        if self._is_unseen and self._check():  # while the device computes
-            logits = None  # from the model before its change
+        if self._is_unseen and self._check():  # checks while the device computes
+            logits = None  # computed by the model before its change
             plan = None if graphs is None else graphs.plan(self.view, batch)
         if logits is None:
             logits = self._launched(batch, attention)
@@ -72,7 +72,7 @@ class HFRunner(Runner):
         return logits
 
     def _launched(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """Run a pass eagerly."""
+        """Run a pass eagerly; return the logits at its outputs."""
         with attention.forward_context(batch, self.view.module) as given:
             inputs: dict[str, Any] = {
                 "input_ids": batch.input_ids,
@@ -98,7 +98,7 @@ class HFRunner(Runner):
     # ---------------------------------------------------------------- views
 
     def try_views(self, token_ids: torch.Tensor) -> None:
-        """Make the view without an adapter (``view_of``), and fuse its layers if logits agree."""
+        """Make the view without an adapter (``view_of``); fuse its layers if logits stay alike."""
         view = self._views[None] = view_of(self.model, token_ids, **self.caching(False))
         plain = self._logits(view, token_ids) if self._fuses else None
         self._dress(view)
@@ -145,7 +145,7 @@ class HFRunner(Runner):
         return self._views[adapter]
 
     def _dress(self, view: ModelView) -> None:
-        """Give a view packed layers, fused kernels, picking of outputs and cancellation checks."""
+        """Give a view packed layers, fused kernels, output logits alone, cancellation checks."""
         self.packed.place(view.copies)
         if self._fuses:
             fused_residuals.fuse_norms(view.copies)

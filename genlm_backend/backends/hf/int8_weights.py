@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _LARGEST: Final = 127  # the largest code of a weight
 _ZERO: Final = 128  # the zero point of unsigned digits
 _SMALLEST: Final = 1e-30  # smaller maxima count as zero
-_MAX_WIDTH: Final = 1 << 16  # most inputs: sums of products then fit into 32 bits
+_MAX_WIDTH: Final = 1 << 16  # largest number of inputs whose sums of products fit into 32 bits
 
 
 def quantize(model: Any) -> None:
@@ -128,7 +128,7 @@ def _products(
 
 
 def _is_exact() -> bool:
-    """Whether products of digits are exact up to the largest; on some processors they saturate."""
+    """Whether even the largest products of digits are exact; on some processors they saturate."""
     digits = torch.tensor([[255] * 64, [1] * 64, [0, 255] * 32], dtype=torch.uint8)
     codes = torch.tensor([[127] * 64, [-127] * 64, [127, -127] * 32], dtype=torch.int8)
     scale, zero = torch.ones(3, dtype=torch.float32), torch.zeros(3, dtype=torch.int32)

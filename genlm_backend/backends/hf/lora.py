@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: reads them, puts their layers into a view, and tries the view."""
+"""Adapters in PEFT's format: reading them, putting their layers into a view, trying the view."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def put_adapter(path: str, view: ModelView, bare: ModelView, is_cached: bool) ->
             _take_out(one)
         _put_layers(saved, view, bare, is_cached)
     except Exception as error:  # PEFT and its file readers raise errors of many types
-        is_said = isinstance(error, (ValueError, OSError))  # others need the type's name
+        is_said = isinstance(error, (ValueError, OSError))  # other errors need the type's name
         reason = str(error) if is_said else f"{type(error).__name__}: {error}"
         raise AdapterError(f"the adapter {path!r} cannot be loaded: {reason}") from error
 
@@ -132,7 +132,7 @@ def _injected(saved: _Saved, view: ModelView) -> torch.Tensor:
 def _kept_apart(
     view: ModelView, written: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-    """Give a view its own parameters and hooks until ``restore``; return own and shared ones."""
+    """Give a view its own parameters and hooks until ``restore``; return shared and own ones."""
     own: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     for module in view.copies.values():
@@ -219,11 +219,11 @@ def _are_alike(row: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(row, other, rtol=0, atol=rounding(row.dtype), equal_nan=True)
 
 
-# -------------------------------------------------------------------- adapters of the owner
+# -------------------------------------------------------------------- PEFT in the owner's model
 
 
 def base_of(model: Any) -> Any:
-    """Return the model inside PEFT's wrapper, or ``model`` itself if it has none."""
+    """Return the model inside PEFT's wrapper, or ``model`` itself if it is not wrapped."""
     if not hasattr(model, "get_base_model"):
         return model
     try:
@@ -233,7 +233,7 @@ def base_of(model: Any) -> Any:
 
 
 def own_layer(layer: Any) -> Any:
-    """Return the model's own layer inside PEFT's, or ``layer`` itself if it has none."""
+    """Return the model's own layer inside PEFT's, or ``layer`` itself if it is not PEFT's."""
     while _is_of_peft(layer):
         layer = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
     return layer
@@ -253,7 +253,7 @@ def own_modules(model: Any) -> dict[Any, str]:
 
 
 def adapters_of(model: Any) -> dict[str, Any]:
-    """Return the configurations of the adapters that a model's owner loaded, by name."""
+    """Return the configurations of the adapters that a model's owner loaded, by adapter name."""
     return vars(base_of(model)).get("peft_config") or {}
 
 

@@ -1,6 +1,6 @@
 """Merged linear layers of a ``ModelView``: one product for q, k and v, and one for gate and up.
 
-The layers of a group have the same input, so their weights can be rows of one matrix. The
+Merged layers get the same input, so their weights can be rows of one matrix. The
 parameters stay the same objects with the same values, but move into that matrix: none is stored
 twice.
 """
@@ -22,7 +22,7 @@ from genlm_backend.backends.hf.fused_residuals import is_close
 logger = logging.getLogger(__name__)
 
 SiluAndMul: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""A function from gates and up-projections, ``[..., 2 * width]``, to ``[..., width]``."""
+"""Maps gates and up-projections side by side, ``[..., 2 * width]``, to ``silu(gates) * ups``."""
 
 _ATTENTION: Final = ("q_proj", "k_proj", "v_proj")
 _GATED: Final = ("gate_proj", "up_proj")
@@ -35,11 +35,11 @@ def _of_cuda() -> SiluAndMul:
 
 
 GATE_KERNELS: Final[dict[str, Callable[[], SiluAndMul]]] = {"cuda": _of_cuda}
-"""Functions that return the kernel, by type of device; other devices merge no layers."""
+"""Functions that return the gate kernel of a device type; on others, no layers are merged."""
 
 
 def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
-    """Merge q, k and v, or gate and up, in each module of a view that allows it."""
+    """Merge the layers q, k and v, and the layers gate and up, of a view's modules if possible."""
     has_moved = False
     for own in copies.values():
         children = vars(own)["_modules"]
@@ -50,7 +50,7 @@ def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
             has_moved |= not _are_joined([layer.weight for layer in layers])
             try:
                 products = _MergedLinear(layers)
-            except torch.OutOfMemoryError:  # both sets of weights exist for a moment
+            except torch.OutOfMemoryError:  # the merged copy exists before the originals are freed
                 logger.info("not enough memory to merge %s", names)
                 continue
             if names is _GATED:
@@ -61,7 +61,7 @@ def merge_linear_layers(copies: Mapping[nn.Module, Any]) -> None:
             for index, layer in enumerate(layers):
                 vars(layer)["forward"] = partial(products.of, index)
     if has_moved and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # so that the weights' old memory counts as free
+        torch.cuda.empty_cache()  # so that the memory of the unmerged weights counts as free
 
 
 def _can_merge(layers: Sequence[Any]) -> bool:
@@ -108,7 +108,7 @@ def _are_joined(parameters: Sequence[Any]) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _joined(parameters: Sequence[Any]) -> torch.Tensor:
-    """Return one tensor over parameters, ``[sum of lengths, ...]``; move them unless adjacent."""
+    """Return one tensor of the parameters' rows; move them into it unless they are adjacent."""
     sizes = [len(parameter) for parameter in parameters]
     if not _are_joined(parameters):
         whole = torch.cat([parameter.detach() for parameter in parameters])
@@ -120,7 +120,7 @@ def _joined(parameters: Sequence[Any]) -> torch.Tensor:
 
 @final
 class _MergedLinear:
-    """Linear layers with one input, called in order: the first call computes all products."""
+    """Linear layers called in order on one input: the first call computes the outputs of all."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = layers
@@ -141,13 +141,13 @@ class _MergedLinear:
         return [(one.data_ptr(), one.stride()) for one in self._parameters]
 
     def all(self, given: torch.Tensor) -> torch.Tensor | None:
-        """Return all products, ``[..., sum of sizes]``; ``None`` if grad is on or weights moved."""
+        """Return all outputs side by side; ``None`` if gradients are on or a weight has moved."""
         if torch.is_grad_enabled() or self._seen() != self._addresses:
             return None
         return functional.linear(given, self._weight, self._bias)
 
     def of(self, index: int, given: torch.Tensor) -> torch.Tensor:
-        """Return the product of one layer, ``[..., out_features]``."""
+        """Return the output of the layer at ``index``, ``[..., out_features]``."""
         if index == 0:
             found = self.all(given)
             self._given = None if found is None else given
@@ -163,7 +163,7 @@ class _MergedLinear:
     def gated(
         self, module: Any, kernel: SiluAndMul, given: torch.Tensor, *others: Any, **options: Any
     ) -> torch.Tensor:
-        """Return the output of a gated feed-forward layer, ``[..., hidden]``."""
+        """Return the output of a gated feed-forward ``module``, ``[..., hidden]``."""
         both = None if others or options else self.all(given)
         if both is None:
             return type(module).forward(module, given, *others, **options)
@@ -172,7 +172,7 @@ class _MergedLinear:
 
 @torch.inference_mode()
 def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None:
-    """Return the kernel for a gated layer; ``None`` if it fails, or differs from the layer."""
+    """Return the gate kernel for a module; ``None`` unless a trial gives the module's outputs."""
     children = vars(module)["_modules"]
     if {*children} - {"gate_proj", "up_proj", "down_proj", "act_fn"} or "forward" in vars(module):
         return None
@@ -187,7 +187,7 @@ def _silu_and_mul_for(module: Any, products: _MergedLinear) -> SiluAndMul | None
         points = torch.linspace(-60, 60, 961, dtype=torch.float32, device=weight.device)
         if not torch.allclose(module.act_fn(points), functional.silu(points), atol=1e-6):
             return None
-        # The largest gate or up-projection of each row becomes 1, 30 or 100, to show a clamp.
+        # Scale the rows: the largest gate or up value of each is 1, 30 or 100, to detect a clamp.
         largest = functional.linear(given, weight).float().abs().amax(1).clamp(min=1e-6)
         given = given * (torch.tensor([1.0, 30.0, 100.0], device=weight.device) / largest)[:, None]
         given = given.to(weight.dtype)

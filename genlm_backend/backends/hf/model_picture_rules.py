@@ -1,4 +1,4 @@
-"""Finds how a model continues after pictures, by trial passes instead of the model's name."""
+"""Finds by trial passes, not by a model's name, how the model continues text after pictures."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from genlm_backend.prefix.kv_pool import KVLayout, KVPool
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_SPREAD: Final = 0.01
-"""Largest accepted distance of rows, as a share of the distance that a wrong token makes."""
+"""Accepted distance of two-pass from one-pass rows, as a share of a wrong token's effect."""
 
 _TIMES_THE_LEAST: Final = 4
-"""Largest accepted distance of rows, as a multiple of the least one that any rules give."""
+"""Accepted distance of two-pass from one-pass rows, as a multiple of the least by any rules."""
 
 _NUM_TAIL: Final = 12
 """Number of tokens that a trial adds to the prompt."""
 
 _NUM_ROWS: Final = 3
-"""Number of rows that are compared: those after the last tokens."""
+"""Number of rows that are compared: the rows after this many last tokens."""
 
 
 def image_token_id(model: Any) -> int | None:
@@ -54,11 +54,11 @@ def examine_pictures(
     inputs: Mapping[str, torch.Tensor],
     image_token_id: int,
 ) -> PictureRules:
-    """Find by a few passes the rules by which a model continues text after pictures."""
-    # By each set of rules, a prompt and more tokens run whole, then in two passes: the opening (the
-    # prompt, or its part up to the last picture), and later tokens from the opening's cache. The
-    # first rules win whose distance from the whole rows is at most 4 times the least, or at most a
-    # hundredth of the distance that a wrong token makes.
+    """Return the rules by which a model continues text after pictures, found by a few passes."""
+    # For each set of rules, a prompt and more tokens run in one pass, and again in two passes: the
+    # prompt, or its part up to the last picture, then the rest from the cache. The first rules are
+    # returned with which the rows of two passes are near those of one pass: at most 4 times the
+    # least distance of any rules, or at most a hundredth of the effect of a wrong token.
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
     of_tokens = frozenset(n for n, value in inputs.items() if value.shape == (1, size))
@@ -134,7 +134,7 @@ def _in_steps(
 
 @torch.inference_mode()
 def _as_the_model_goes_on(runner: HFRunner, pictures: Pictures, ids: list[int]) -> torch.Tensor:
-    """Return the last rows of a prompt and more tokens, run in two passes with ``DynamicCache``."""
+    """Run ``ids`` in two passes with a ``DynamicCache``; return the rows after the last ids."""
     size, taken, cache = pictures.num_tokens, _parameters(runner.model), DynamicCache()
     dtype = next(runner.model.parameters()).dtype
     inputs = {

@@ -1,7 +1,7 @@
-"""ModelView: a module tree of our own that shares the parameters of a model.
+"""ModelView: a copy of a model's tree of modules that shares the model's parameters.
 
-The view holds what passes need in addition to the weights: configs that name our attention, an
-output head that picks positions, packed layers, adapters. The model's own modules stay unchanged.
+The copy has what passes need besides weights: configs that name this library's attention functions,
+an output embedding that picks positions, packed layers, adapters. The originals stay unchanged.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from genlm_backend.backends.hf.forward_names import cache_argument, parameters_o
 logger = logging.getLogger(__name__)
 
 _TRAINING: Final = ("training", "gradient_checkpointing")
-"""Attributes of modules that are true only in training."""
+"""Attributes of modules for training, which a view sets to ``False``."""
 
 _HOOKS: Final = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 )
-"""Dictionaries of a module's hooks."""
+"""Names of the dictionaries that hold a module's forward hooks."""
 
 _CAPTURING: Final = "_output_capturing_hooks_installed"
 """Attribute that transformers sets on models with hooks that capture hidden states."""
@@ -43,16 +43,16 @@ _LONG: Final = 64
 """Number of new tokens from which a pass checks between layers whether it is cancelled."""
 
 AS_WRITTEN: Final = "_torchdynamo_orig_callable"
-"""Attribute of compiled code that holds the original function."""
+"""Name of the attribute of a compiled function that holds the original function."""
 
 
 @final
 class ModelView:
     """Copies of a model's modules that share its parameters and buffers, or the model itself."""
 
-    # The view owns its modules, configs and hooks, and attributes bound to these; it shares all
-    # other attributes. Compiled code runs uncompiled, since passes differ in shape and attend by
-    # functions that a compiler cannot trace.
+    # The view has modules, configs, hooks and bound methods of its own, and shares all other
+    # attributes with the model. A view of a compiled model runs the original code, since passes
+    # differ in shape, and a compiler cannot trace this library's attention functions.
     def __init__(self, model: Any, *, names_ours: bool = False, is_apart: bool = True) -> None:
         self._model: Any = model
         self._names_ours = names_ours
@@ -86,7 +86,7 @@ class ModelView:
     # ---------------------------------------------------------------- resetting modules
 
     def restore(self) -> None:
-        """Reset modules to the class and attributes that they were made with, except children."""
+        """Reset the copies to their original class and attributes, but keep their children."""
         for own, (_, attributes) in self._bare.items():
             children = vars(own).get("_modules", attributes["_modules"])
             vars(own).clear()
@@ -95,7 +95,7 @@ class ModelView:
         self.undress()
 
     def undress(self) -> None:
-        """Restore the modules' own class and ``forward``; give them the model's current hooks."""
+        """Restore the copies' original class and ``forward``; copy the model's current hooks."""
         for module, own in self.copies.items():
             kind, attributes = self._bare[own]
             own.__class__ = kind
@@ -110,7 +110,7 @@ class ModelView:
                 vars(own)[name] = OrderedDict((key, self._rebound(hook)) for key, hook in hooks)
 
     def _rebound(self, value: Any) -> Any:
-        """Return a value that refers to the view's modules and configs instead of the model's."""
+        """Return ``value``, with modules and configs of the model replaced by the view's."""
         if isinstance(value, nn.Module):
             return self.copies.get(value, value)
         if isinstance(value, PretrainedConfig):
@@ -122,7 +122,7 @@ class ModelView:
         if isinstance(value, partial):  # such as the ``forward`` that accelerate sets
             options = {name: self._rebound(part) for name, part in value.keywords.items()}
             made = partial(self._rebound(value.func), *map(self._rebound, value.args), **options)
-            vars(made).update(vars(value))  # ``__wrapped__`` gives the signature
+            vars(made).update(vars(value))  # such as ``__wrapped__``, which has the signature
             return made
         if type(value) in (list, tuple) and any(map(_is_bound, value)):
             return type(value)(map(self._rebound, value))
@@ -137,8 +137,8 @@ class ModelView:
         return own
 
     def name_attention(self, is_ours: bool) -> None:
-        """Make all configs name our attention functions, or the model's own."""
-        # Ours only if needed: some models choose their mask by the name in their config.
+        """Make the view's configs name this library's attention functions, or the model's own."""
+        # Ours are named only if needed: some models choose their mask by the name in their config.
         self._names_ours = is_ours
         for config in self._own_configs:
             name_attention(config, is_ours)
@@ -147,8 +147,8 @@ class ModelView:
 
     def logits(self, batch: ForwardBatch, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Run the view; return logits at the outputs of a batch: ``[num_outputs, model_vocab]``."""
-        # Few positions need logits, and projecting all of them onto a wide vocabulary is slow. So
-        # hidden states are picked before the output embedding; scaling and soft caps follow it.
+        # Few positions need logits, and projecting every position onto a wide vocabulary is slow.
+        # So ``pick`` makes the output embedding project only the hidden states at the outputs.
         name = self.cache_argument or "cache"
         named = {name if n == "cache" else n: inputs[n] for n in inputs}
         self._batch, self._is_picked = batch, False
@@ -159,7 +159,7 @@ class ModelView:
         return logits[0] if self._is_picked else _at_outputs(logits, batch)
 
     def pick(self) -> None:
-        """Let the output embedding project only the positions whose logits are wanted."""
+        """Make the output embedding project only hidden states at the outputs of a batch."""
         head = self.module.get_output_embeddings() if self.copies else None
         is_own = head not in self.copies and any(head is m for m in self.module.modules())
         if head is None or not is_own:
@@ -169,7 +169,7 @@ class ModelView:
             vars(head)["forward"] = self._picking
 
     def check_between_layers(self, check_cancelled: Callable[[], object]) -> None:
-        """Let a long pass call ``check_cancelled`` before each layer."""
+        """Make passes of at least ``_LONG`` tokens call ``check_cancelled`` before each layer."""
         lists = [own for own in self.copies.values() if isinstance(own, nn.ModuleList)]
         # The list with the most modules holds the layers; lists of experts are inside it.
         for layer in max(lists, key=lambda own: len([*own.modules()]), default=()):
@@ -189,7 +189,7 @@ class ModelView:
         batch, states = self._batch, args[0] if args else None
         if batch is None or states is None or not self._can_pick:
             return forward(*args, **options)
-        # Another shape ends the picking for good: [Q, B, H] looks like [B, Q, H] if B is Q.
+        # Once states have another shape, never pick again: [Q, B, H] is like [B, Q, H] if B = Q.
         self._can_pick = states.dim() == 3 and states.shape[:2] == batch.input_ids.shape
         if self._can_pick:
             self._is_picked = True
@@ -197,7 +197,7 @@ class ModelView:
             args = picked, *args[1:]
         return forward(*args, **options)
 
-    # ---------------------------------------------------------------- copies
+    # ---------------------------------------------------------------- another view
 
     def another(self) -> ModelView:
         view = ModelView(self._model, names_ours=self._names_ours, is_apart=bool(self.copies))
@@ -206,7 +206,7 @@ class ModelView:
 
 
 def _at_outputs(states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-    """Pick the outputs of a batch: from ``[B, Q, …]`` to ``[num_outputs, …]``."""
+    """Return ``states``, ``[B, Q, …]``, at the outputs of a batch: ``[num_outputs, …]``."""
     rows, columns = batch.output_rows.to(states.device), batch.output_columns.to(states.device)
     return states[rows, columns]
 
@@ -228,7 +228,7 @@ def view_of(model: Any, token_ids: torch.Tensor, **options: Any) -> ModelView:
     """Return a view of copies, or one that runs the model itself if a trial of copies fails."""
     name, is_compiled = type(model).__name__, any(map(_is_compiled, model.modules()))
     for _ in range(2):  # the first pass initialises some quantised layers, and may differ
-        # Compiled code rounds differently, and a trial should not start a compilation.
+        # A compiled model is not run: it rounds differently, and a trial should not compile it.
         own = None if is_compiled else model(input_ids=token_ids, **options)
         try:
             view = ModelView(model)
@@ -238,7 +238,7 @@ def view_of(model: Any, token_ids: torch.Tensor, **options: Any) -> ModelView:
             why = "making or running the copies failed"
             logger.info("%s will run its own modules, not copies: %s", name, why, exc_info=error)
             return ModelView(model, is_apart=False)
-        # Code that finds modules other than by attributes would run the model's own modules.
+        # ``left``: original modules that ran, because some code does not find them by attributes.
         if not left and _have_equal_logits(found if own is None else own, found):
             return view
         view.close()
@@ -256,7 +256,7 @@ def _have_equal_logits(output: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def _left_by(view: ModelView) -> Iterator[list[nn.Module]]:
-    """Collect the model's own modules that run on this thread while its view runs."""
+    """Collect in a list the model's own modules that run on this thread within the block."""
     thread, left = threading.get_ident(), list[nn.Module]()
 
     def note(module: nn.Module, _: object) -> None:

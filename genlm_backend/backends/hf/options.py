@@ -63,7 +63,7 @@ _FREQUENT = (
 """Common options of ``from_pretrained``, which errors suggest for misspelt names."""
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""Common dtypes of weights, which errors suggest."""
+"""Common dtypes of weights, which errors suggest for misspelt ones."""
 
 _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Strings that ``device_map`` takes instead of a device."""
@@ -90,11 +90,11 @@ def loading_options(
 
 @contextlib.contextmanager
 def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn the ``TypeError`` for an unknown option of a model into an ``OptionTypeError``."""
+    """Turn a model's ``TypeError`` for an unknown option into an ``OptionTypeError``."""
     try:
         yield
     except TypeError as error:
-        # ``from_pretrained`` passes options that neither it nor the config knows to the model.
+        # ``from_pretrained`` passes to the model all options that neither it nor the config knows.
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None or found[1] not in options:
             raise
@@ -109,7 +109,7 @@ def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_dtype(name: str, value: Any) -> None:
-    """Refuse a value unless it is a floating dtype, "auto", ``None`` or a mapping to these."""
+    """Refuse all but "auto", ``None``, floating dtypes, their names, and mappings to these."""
     if isinstance(value, Mapping):
         for part, dtype in value.items():
             _check_dtype(f"{name}[{part!r}]", dtype)

@@ -26,26 +26,26 @@ logger = logging.getLogger(__name__)
 DTYPES: Final = (torch.float32, torch.bfloat16)
 """Dtypes of the weights that may be packed."""
 
-_NUM_ROWS: Final = 20  # rows of a product, in packing and in trials
-_NUM_LAYERS: Final = 4  # layers that take turns, so that no weight is in the CPU's caches
+_NUM_ROWS: Final = 20  # rows of the input that packing assumes and trials use
+_NUM_LAYERS: Final = 4  # layers that a trial runs in turn: no weight then stays in the CPU's caches
 _NUM_ROUNDS: Final = 5
 _GAIN: Final = 0.95
 
 
 @final
 class PackedWeights:
-    """Packed copies of a model's linear weights, of the shapes that a trial found faster packed."""
+    """Packed copies of a model's linear weights whose shapes a trial found faster when packed."""
 
-    # A layer stops using its copy once torch counts its weight as modified, or the weight moves.
-    # Writes that torch does not count (through ``.data``, or by fused optimizers) need
-    # ``pack_again``. Products differ by rounding.
+    # A layer stops using its packed copy once the weight's version counter or address changes.
+    # Writes that leave the counter unchanged (through ``.data``, or by fused optimizers) need
+    # ``pack_again``. Packed and plain products differ by rounding.
     def __init__(self) -> None:
         self._packed: list[_Packed] = []
         self._remember()
 
     @stage("packing weights")
     def pack(self, model: Any) -> None:
-        """Pack weights into at most a quarter of the free memory, and at most 4 GiB."""
+        """Pack a model's weights into at most a quarter of the free memory, and at most 4 GiB."""
         by_shape: defaultdict[tuple[Any, ...], list[nn.Linear]] = defaultdict(list)
         for layer in getattr(model, "modules", list)():
             if type(layer) is nn.Linear and _can_be_packed(layer.weight):
@@ -53,8 +53,8 @@ class PackedWeights:
         left = cpu_budget()
         for shape, layers in by_shape.items():
             num_bytes = sum(layer.weight.nbytes for layer in layers)
-            # The whole process uses one trial per shape and number of threads, so that equal models
-            # have equal rows.
+            # One trial per dtype, shape and number of threads decides for the whole process, so
+            # that equal models have equal rows.
             if num_bytes <= left and _is_worth_it(shape, layers[:_NUM_LAYERS]):
                 left -= num_bytes
                 self._packed += map(_Packed, layers)
@@ -62,7 +62,7 @@ class PackedWeights:
         self._remember()
 
     def place(self, views: Mapping[nn.Module, Any]) -> None:
-        """Let the views of a model's layers compute with packed weights."""
+        """Make a view's copies of the packed layers compute with the packed weights."""
         for one in self._packed:
             view: Any = views.get(one.layer)
             if type(view) in (nn.Linear, PackedLinear):
@@ -70,8 +70,8 @@ class PackedWeights:
                 vars(view)["packed"] = one
 
     def check_weights(self) -> None:
-        """Let layers use packed weights unless the originals moved, or changed as torch counts."""
-        # Compares whole lists, because this runs before every batch.
+        """Let each layer use its packed weight unless the original's address or version changed."""
+        # Whole lists are compared first, which is fast, because this runs before every batch.
         is_there = [*map(_address, self._parameters)] == self._addresses
         if is_there and self._are_used and [*map(_version, self._parameters)] == self._versions:
             return
@@ -96,7 +96,7 @@ class PackedWeights:
         return sum(one.weight.nbytes for one in self._packed)
 
     def _remember(self) -> None:
-        """Record the parameters of packed weights, their addresses and modification counts."""
+        """Record the parameters that are packed, with their addresses and versions at that time."""
         self._parameters = [one.parameter for one in self._packed]
         self._addresses = [one.weight.data_ptr() for one in self._packed]
         self._versions = [one.version for one in self._packed]
@@ -136,7 +136,7 @@ class _Packed:
 
     @property
     def is_current(self) -> bool:
-        """Whether the layer's weight is the one that was packed, as far as torch knows."""
+        """Whether the parameter has the address and version counter that it had when packed."""
         own = self.parameter
         is_there = own.data_ptr() == self.weight.data_ptr() and not own.is_inference()
         return is_there and own._version == self.version
@@ -148,7 +148,7 @@ _version = operator.attrgetter("_version")
 
 def _can_be_packed(weight: torch.Tensor) -> bool:
     is_plain = type(weight) is nn.Parameter and weight.layout is torch.strided
-    if not is_plain or weight.is_inference():  # inference tensors count no modifications
+    if not is_plain or weight.is_inference():  # inference tensors have no version counter
         return False
     is_matrix = weight.ndim == 2 and weight.is_contiguous()
     return is_matrix and weight.device.type == "cpu" and weight.dtype in DTYPES
@@ -159,7 +159,7 @@ _found: dict[tuple[Any, ...], bool] = {}
 
 
 def _is_worth_it(shape: tuple[Any, ...], layers: list[nn.Linear]) -> bool:
-    """Whether packed layers of one shape are faster, and equal but for rounding."""
+    """Whether layers of one shape are faster when packed, with equal outputs but for rounding."""
     key = (*shape, torch.get_num_threads())
     if key not in _found:
         _found[key] = _is_better(layers)

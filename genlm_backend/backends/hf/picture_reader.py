@@ -1,4 +1,4 @@
-"""PictureReader: makes the context of a prompt with pictures, by a model's processor."""
+"""PictureReader: makes contexts of prompts with pictures, using a model's processor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from genlm_backend.queries.evaluator import Evaluator
 from genlm_backend.tokenization.bos import without_bos
 
 _OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})
-"""Entries of a processor's output that are no inputs for pictures."""
+"""Entries of a processor's output that do not describe pictures."""
 
 
 class _Read(NamedTuple):
@@ -41,7 +41,7 @@ class _Read(NamedTuple):
 
 
 def check_processor(name: str, processor: Any) -> Any:
-    """Refuse an object that is not callable, as processors and functions that load them are."""
+    """Return ``processor`` if it is ``None`` or callable, else raise an ``OptionTypeError``."""
     if processor is not None and not callable(processor):
         raise OptionTypeError(
             f"{name} must be a processor of transformers (AutoProcessor.from_pretrained(…)), or a "
@@ -52,7 +52,7 @@ def check_processor(name: str, processor: Any) -> Any:
 
 @final
 class PictureReader:
-    """Reads pictures by the processor of one model, which may be loaded on first use."""
+    """Makes contexts with a model's processor; a function may load the processor on first use."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PictureReader:
 
     @cached_property
     def _marker(self) -> str:
-        """The text that marks a picture's place; raises ``PictureError`` if none can be found."""
+        """The text that marks a picture's place in a prompt; raises ``PictureError`` if unknown."""
         if self._image_token_id is None:
             raise PictureError("the model is text-only, and accepts no pictures")
         if self.processor is None:
@@ -125,7 +125,7 @@ class PictureReader:
             return self._of_inputs(ids, images, max_length)
         pictures = read_images(images)
         if isinstance(prompt, str):
-            prompt = without_bos(self.processor.tokenizer, prompt)  # the processor adds it
+            prompt = without_bos(self.processor.tokenizer, prompt)  # the processor adds a BOS token
             check_num_pictures(marker, prompt.count(marker), len(pictures))
             part = str(self.processor.tokenizer.convert_ids_to_tokens(self._image_token_id))
             if part != marker and part in prompt:
@@ -201,7 +201,7 @@ class PictureReader:
     # ---------------------------------------------------------------- making a context
 
     def _counts(self, pictures: list[Any]) -> list[int]:
-        """Return how many parts each picture has if read alone; an empty list for one picture."""
+        """Return how many placeholders each picture gets if read alone; ``[]`` for one picture."""
         if len(pictures) == 1:
             return []
         alone = (self._read(self._marker, [picture]).token_ids for picture in pictures)
@@ -213,8 +213,8 @@ class PictureReader:
         rules, values = self._rules, np.array(ids, np.int32)
         self._contexts.packed([i for i in ids if i != self._image_token_id])
         (parts,) = np.nonzero(values == self._image_token_id)
-        # All parts share one fingerprint if there is only one picture, if pictures read alone have
-        # more or fewer parts, or if two pictures are adjacent and may attend to each other.
+        # All placeholders share one fingerprint if there is one picture, if pictures get more or
+        # fewer when read alone, or if two pictures are adjacent and may attend to each other.
         starts = np.cumsum(counts, dtype=np.int64)[:-1]
         is_one = sum(counts) != len(parts) or (np.diff(parts)[starts - 1] == 1).any()
         if is_one:

@@ -74,7 +74,7 @@ class Prefix:
 
 
 def save(path: Path, prefix: Prefix, fingerprint: Mapping[str, str], layout: KVLayout) -> None:
-    """Write a file in the format of safetensors; an error leaves no partial file."""
+    """Write a prefix to a file in the format of safetensors; an error leaves no partial file."""
     tensors = {"token_ids": torch.tensor(prefix.token_ids, dtype=torch.int32)}
     for number, codes in enumerate(prefix.codes):
         for i, of_tokens in enumerate(codes):
@@ -105,7 +105,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Mapping[str, str], layout: KVL
 
 
 def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix:
-    """Check a file, and return its prefix, mapped into memory."""
+    """Check a file, and return its prefix, whose tensors are mapped into memory."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would wait
         raise PrefixFileError(f"{path} is a device or a pipe, not a prefix file")
     with path.open("rb"):  # its errors say more than safetensors'
@@ -184,7 +184,7 @@ class PrefixFiles:
 
     def __init__(self, scheduler: Scheduler, runner: HFRunner, *, has_bytes: bool) -> None:
         self._scheduler, self._runner, self._has_bytes = scheduler, runner, has_bytes
-        # By adapter: the state of the weights, and the digest that was made from them.
+        # By adapter: ``weights_state`` and ``weights_digest`` of the model with that adapter.
         self._digests: dict[Adapter | None, tuple[object, str]] = {}
 
     def check_can_keep(self, num_tokens: int) -> None:
@@ -211,7 +211,7 @@ class PrefixFiles:
         save(path, prefix, self._fingerprint(query.adapter), cache.pool.layout)
 
     def load(self, path: str, adapter: Adapter | None, max_length: int | None) -> Sequence[int]:
-        """Put the keys, values and state of a file into the cache; return its token ids."""
+        """Put the keys, values and state of a file into the cache; return the file's token ids."""
         self.check_can_keep(0)
         cache = self._scheduler.cache
         prefix = load(Path(path), self._fingerprint(adapter), cache.pool.layout)
@@ -239,11 +239,11 @@ class PrefixFiles:
         return ids
 
     def look_again(self) -> None:
-        """Forget digests, since weights may have changed but torch's version counters have not."""
+        """Forget digests: weights may have changed without a change of torch's version counters."""
         self._digests.clear()
 
     def _fingerprint(self, adapter: Adapter | None) -> dict[str, str]:
-        """Return the model's fingerprint; read weights again only if they have changed."""
+        """Return the model's fingerprint; digest weights anew only if ``weights_state`` differs."""
         model = self._scheduler.runner.model
 
         def digest(wanted: Adapter | None) -> str:
@@ -259,14 +259,14 @@ class PrefixFiles:
 
 
 def weights_digest(model: Any) -> str:
-    """Return a digest of a model's weights, the same on any device and number of threads."""
+    """Return a digest of a model's weights, which does not depend on devices or threads."""
     digest = hashlib.sha256(json.dumps(_settings(model)).encode())
     for tensor in _weights(model):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
         if tensor.is_meta or not tensor.numel():  # offloaded between passes, or empty
             continue
-        # The bits are added up as integers along two dimensions, which is exact and reads the
-        # weights twice. This does not protect against weights that were made to collide.
+        # Integer sums along two dimensions are exact, so they do not depend on the order of
+        # addition. But weights can be forged whose sums equal those of others.
         bits = tensor.detach().contiguous().view(_WIDTHS[tensor.element_size()])
         table = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
         for dim in (0, 1):
@@ -275,13 +275,13 @@ def weights_digest(model: Any) -> str:
 
 
 def weights_state(model: Any) -> object:
-    """Return the addresses and modification counts of weights, and adapters' settings."""
+    """Return the addresses and version counters of weights, and active adapters' settings."""
     state = [(tensor.data_ptr(), tensor._version) for tensor in _weights(model)]
     return state, _settings(model)
 
 
 def _weights(model: Any) -> Iterator[torch.Tensor]:
-    """Yield the weights in a model's state dict, except those of idle adapters."""
+    """Yield the weights in a model's state dict, except those of inactive adapters."""
     idle: set[int] = set()
     for layer in layers_of_peft(model):
         for name in layer.adapter_layer_names:
@@ -297,7 +297,7 @@ def _weights(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _settings(model: Any) -> list[tuple[str, list[Any]]]:
-    """Return the settings of active adapters other than weights, such as their scaling."""
+    """Return the settings of active adapters, such as their scaling, but not their weights."""
     found: list[tuple[str, list[Any]]] = []
     for layer in layers_of_peft(model):
         active = _active(layer)

@@ -57,7 +57,7 @@ _PROBE_LENGTH: Final = 24
 _COUNTS_COLUMNS: Final = {"gpt_neo", "imagegpt", "mpt"}
 _SHARE_OF_SPREAD: Final = 0.1
 _SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations amplify rounding
-_ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # with so many, the tiny passes take five seconds
+_ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # with so many, trials on one thread take 5 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def longest_context(model: Any) -> int | None:
 
 
 def check_length(model: Any, max_length: int | None) -> None:
-    """Raise an ``OptionError`` if a length exceeds a model's positions, unless rotary or ALiBi."""
+    """Refuse a ``max_length`` beyond a model's positions, unless these are rotary or ALiBi."""
     most = longest_context(model)
     if max_length is None or most is None or max_length <= most:
         return
@@ -148,9 +148,9 @@ def vocab_width(model: Any) -> int:
 
 
 def rotary_limit(model: Any) -> float:
-    """Return the longest context with short contexts' rotary frequencies; ``inf`` if unlimited."""
-    # For "longrope" and "dynamic", transformers recomputes the frequencies for long contexts, so
-    # that all positions depend on the length of the context.
+    """Return the length up to which all contexts have equal rotary frequencies; may be ``inf``."""
+    # For "longrope" and "dynamic", transformers changes the frequencies in longer contexts, so that
+    # the keys of all positions depend on the length of the context.
     limits = [
         limit
         for module in getattr(model, "modules", list)()
@@ -216,7 +216,7 @@ def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None)
         try:
             batch = pack([short, TokenChunk(long, outputs=(length - 1,))])
             padded, _ = row_of(runner.forward(batch, UncachedAttention()))
-        except Exception as error:  # it may take only contexts of one length
+        except Exception as error:  # the model may take only contexts of equal lengths
             logger.debug("%s does not support padding", name, exc_info=error)
             return False
     return distance(alone, padded) <= tolerance
@@ -250,11 +250,11 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
             alone = trial.spread_alone(factory or ATTENTION_FACTORIES[-1])
     except UnsupportedModelError as error:
         return KVSupport(reason=str(error))
-    except Exception as error:  # third-party model code may raise anything; it still runs whole
+    except Exception as error:  # third-party model code may raise anything; contexts can run whole
         name = type(runner.model).__name__
         logger.warning("%s runs without key-value reuse: a trial failed", name, exc_info=True)
         return KVSupport(reason=f"it does not run with this library's cache: {error!r}")
-    if distance(trial.third_row, bare_row) > trial.tolerance:  # positions or later tokens change it
+    if distance(trial.third_row, bare_row) > trial.tolerance:  # position_ids or later tokens matter
         chunk = TokenChunk(long[:3], outputs=(2,))
         (alone_row,) = row_of(runner.forward(pack([chunk]), UncachedAttention()))
         if distance(alone_row, bare_row) > trial.tolerance:
@@ -275,7 +275,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
 
 
 def bounds(model: Any, dtype: torch.dtype | None = None) -> tuple[float, float]:
-    """Return tolerances for equal rows: an absolute one, and a share of a wrong token's effect."""
+    """Return two limits of distance: an absolute one, and a share of a wrong token's effect."""
     if getattr(model, "is_quantized", False):
         return MOST_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
     own = next((p.dtype for p in model.parameters()), torch.float32)
@@ -293,8 +293,8 @@ class _SlotTrial:
         self._long, self._short = long, other[: len(other) // 2]
         wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
         last = (len(long) - 1,)
-        # All three contexts have one length, so that nothing is padded. Here more tokens follow the
-        # short context, but not in the slots: if the model looked ahead, the two rows would differ.
+        # All three contexts have one length, so that nothing is padded. In this pass more tokens
+        # follow the short context, but none in passes with a cache: this detects looking ahead.
         whole = runner.forward(
             pack(
                 [
@@ -312,7 +312,7 @@ class _SlotTrial:
         self.tolerance = max(smallest, share * self.spread)
 
     def first_factory(self) -> tuple[AttentionFactory | None, float, bool]:
-        """Return the first factory with right rows, or ``None``, and the latest ``_difference``."""
+        """Return the first factory within ``tolerance``, if any, and the last ``_difference``."""
         difference, takes_several = math.inf, True
         for factory in ATTENTION_FACTORIES:
             if factory.uses_interface and not self._layout.layers:
@@ -331,7 +331,7 @@ class _SlotTrial:
         return None, difference, takes_several
 
     def _difference(self, factory: AttentionFactory) -> tuple[float, bool]:
-        """Return cached rows' distance from whole ones, and whether several tokens run at once."""
+        """Return the distance of cached from whole rows, and whether a pass may add many tokens."""
         contexts, whole = (self._long, self._short), (self._long_row, self._short_row)
         pool = KVPool(self._layout, 4 * sum(map(len, contexts)))
         states = self._layout.states
@@ -340,9 +340,9 @@ class _SlotTrial:
         return difference_of(*given, contexts, whole, rounding(self._dtype))
 
     def spread_alone(self, factory: AttentionFactory) -> float:
-        """Return how far the row of a one-token pass is from the whole row; 0 if it is rounding."""
-        # Some kernels of quantised models compute a single row in another precision than several.
-        # In other models, only the order of sums differs.
+        """Return a one-token row's distance from the whole row; 0 if unquantised or negligible."""
+        # Some kernels of quantised models compute one token in another precision than several. In
+        # models that are not quantised, only the order of sums differs.
         if self._layout.states or not getattr(self._runner.model, "is_quantized", False):
             return 0.0
         *before, last = self._long
@@ -382,7 +382,7 @@ def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
 
 
 def _fresh_cache(contents: Sequence[CacheLayer]) -> Cache:
-    """Return an empty cache of transformers with the given contents."""
+    """Return an empty cache of transformers, with layers for the given contents."""
 
     def attention_layer(num_states: int) -> Any:
         if num_states:
@@ -397,7 +397,7 @@ def _fresh_cache(contents: Sequence[CacheLayer]) -> Cache:
 def _observe_layout(
     runner: HFRunner, token_ids: list[int], contents: tuple[CacheLayer, ...]
 ) -> tuple[KVLayout, torch.Tensor]:
-    """Return the cache's layout, and the last row of a pass without ``position_ids``."""
+    """Run a pass without ``position_ids``; return the layout of its cache, and its last row."""
     cache = _fresh_cache(contents)
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
     given = given_cache(runner.model, cache)
@@ -444,8 +444,8 @@ def mean_keys(
     farthest = int(min(longest, _FARTHEST_MEAN))
     num_tokens = min(_NUM_MEAN_TOKENS, farthest)
     ids = [generator.randrange(vocab_size) for _ in range(num_tokens)]
-    # Some channels of keys lie far from zero in every context, above all if rotary positions turn
-    # them slowly. So the tokens are spread over the positions of a long context.
+    # Some channels of keys lie far from zero in every context, above all those that rotary
+    # positions turn slowly. Their mean depends on positions, so tokens span a long context.
     positions = torch.arange(num_tokens, dtype=torch.int64) * (farthest // num_tokens)
     inputs = {"input_ids": torch.tensor(ids, dtype=torch.int64), "position_ids": positions}
     cache = _fresh_cache(layout.states.layers)
@@ -454,7 +454,7 @@ def mean_keys(
     runner.view.module(**on_device, **given_cache(runner.model, cache), use_cache=True)
     held = [getattr(layer, "keys", None) for layer in cache.layers]
     keys = [own[0].float() for own in held if own is not None]
-    # One overflow may make later keys NaN too; the mean leaves out keys that are not finite.
+    # An overflow may make the keys of later tokens NaN; the mean leaves out infinities and NaN.
     return [
         torch.where(of_layer.isfinite(), of_layer, torch.nan).nanmean(1).nan_to_num(0).reshape(-1)
         for of_layer in keys

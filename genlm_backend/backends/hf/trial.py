@@ -1,6 +1,6 @@
 """Trial passes of a model without a prefix tree, and the distances between their rows.
 
-The backends for transformers and MLX share them; each brings its own runner and pools.
+The backends for transformers and MLX share this module; each passes its own runner and pools.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from genlm_backend.attention.forward_batch import Runner, TokenChunk, pack
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
 
 MOST_ROUNDING: Final = 0.25
-"""Largest distance that counts as rounding: for bfloat16, and for quantised weights."""
+"""Largest result of ``rounding``: for bfloat16, also used for quantised weights."""
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -45,11 +45,11 @@ NUM_STATES: Final = 16
 """Size of a pool of states that suffices for all passes of a trial."""
 
 _TIMES: Final = 20
-"""Factor by which rounding may be larger for tokens at once than for tokens one by one."""
+"""Factor by which distances may be larger if tokens run at once instead of one by one."""
 
 
 def paths_of(pasts: Sequence[Sequence[int]]) -> CachedPrefixes:
-    """Return the ``CachedPrefixes`` of rows, from the slots of each row's cached tokens."""
+    """Return the ``CachedPrefixes`` of rows from ``pasts``, the slots of their cached tokens."""
     numbers: dict[tuple[int, int], int] = {}  # nodes by parent and slot
     parent, depth, slot, ends = [0], [0], [0], list[int]()
     for past in pasts:
@@ -73,12 +73,12 @@ def difference_of(
     whole: Sequence[torch.Tensor],
     rounding: float,
 ) -> tuple[float, bool]:
-    """Return cached rows' distance from whole ones, and whether several tokens run at once."""
+    """Return the distance of cached from whole rows, and whether a pass may add many tokens."""
     (long, short), (long_row, short_row) = contexts, whole
     if states is not None:
         trial = _StateTrial(runner, states, attention)
         return trial.found(long, short, long_row, short_row, rounding)
-    # Each of two steps is one padded batch; the second step runs the long context twice.
+    # Each of two passes is a padded batch; the second one continues the long context in two rows.
     size = len(long) + len(short)
     long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
     first = [TokenChunk(long[:-2], long_slots[:-2]), TokenChunk(short[:1], short_slots[:1])]
@@ -113,11 +113,11 @@ class _StateTrial:
         short_row: torch.Tensor,
         rounding: float,
     ) -> tuple[float, bool]:
-        """Return cached rows' distance from whole ones, and whether several tokens run at once."""
+        """Return the distance of cached from whole rows, and whether a pass may add many tokens."""
         ((before,), _), ((shorter,), _) = (self.go_on([None], [c[:-2]]) for c in (long, short))
         (first,), _ = self.go_on([None], [short[:1]])
-        # Two rows continue one state, in a batch with another context: by two tokens at once, and
-        # by the same tokens one by one. Another pass adds many tokens to a state.
+        # One pass adds many tokens to a state. Then a batch of three rows, of which two continue
+        # the same state, adds two tokens to each row: first at once, and again one by one.
         begun, contexts = (before, shorter, before), (long, short, long)
         _, many = self.go_on([first], [short[1:]])
         _, several = self.go_on(begun, [context[-2:] for context in contexts])
@@ -128,7 +128,7 @@ class _StateTrial:
             [distance(row_of(many)[0], short_row), *map(distance, row_of(several), wanted)]
         )
         one_by_one = farthest(map(distance, row_of(last), wanted))
-        # A scan over several tokens may ignore the state before them; then tokens run one by one.
+        # A scan over several tokens may ignore the state before them. If so, tokens run one by one.
         takes_several = at_once <= max(rounding, _TIMES * one_by_one)
         difference = max(at_once, one_by_one) if takes_several else one_by_one
         return difference, takes_several
@@ -136,7 +136,7 @@ class _StateTrial:
     def go_on(
         self, before: Sequence[_Begun | None], tokens: Sequence[list[int]]
     ) -> tuple[list[_Begun], torch.Tensor]:
-        """Run the next tokens of contexts; ``before`` holds only ``_Begun``s or only ``None``s."""
+        """Run the contexts' next tokens; ``before`` has only ``_Begun``s, or only ``None``s."""
         spans: list[TokenChunk] = []
         for ids in tokens:
             first = self._num_slots + 1

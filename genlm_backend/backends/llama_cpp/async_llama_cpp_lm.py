@@ -141,7 +141,7 @@ class AsyncLlamaCppLM(ProcessLM):
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
             OptionError: (``ValueError``) If one is out of its bounds.
             ModelNotFoundError: (``OSError``) If there is no such file.
-            UnsupportedModelError: (``ValueError``) If llama.cpp does not load it.
+            UnsupportedModelError: (``ValueError``) If llama.cpp does not load the file.
             MissingExtraError: (``ImportError``) If an extra is needed and absent.
         """
         cls.check_options(kwargs)

@@ -37,7 +37,7 @@ def library() -> ModuleType:
 
 
 _kept: Final = list[Any]()
-"""Callbacks that llama.cpp calls, kept from the garbage collector."""
+"""Callbacks that llama.cpp calls; this list keeps them from the garbage collector."""
 
 
 _ours = threading.local()
@@ -47,7 +47,7 @@ _ours = threading.local()
 def _heard(level: int, text: bytes, user_data: Any) -> None:
     """Handle a line of llama.cpp's log, which the whole process shares."""
     errors: list[str] | None = getattr(_ours, "errors", None)
-    if errors is None:  # outside ``log_caught``: leave it to llama-cpp-python
+    if errors is None:  # outside ``log_caught``, llama-cpp-python gets the line
         from llama_cpp import _logger
 
         _logger.llama_log_callback(level, text, user_data)
@@ -60,7 +60,7 @@ def _heard(level: int, text: bytes, user_data: Any) -> None:
 
 @contextlib.contextmanager
 def log_caught() -> Iterator[list[str]]:
-    """Collect llama.cpp's errors on this thread; log its lines at ``DEBUG``, not on stderr."""
+    """Collect llama.cpp's errors on this thread in a list; log all its lines at ``DEBUG``."""
     before = getattr(_ours, "errors", None)
     errors = _ours.errors = list[str]()
     try:

@@ -71,7 +71,7 @@ class GGUFModel:
         self.num_trained = max(1, int(lib.llama_model_n_ctx_train(self.pointer)))
         self.bos_token_id = self._id(lib.llama_vocab_bos(vocab))
         self.eos_token_id = self._id(lib.llama_vocab_eos(vocab))
-        # llama.cpp's own list also has tokens whose names merely look like an end; leave these out.
+        # llama.cpp's own list of end tokens is not used: it includes tokens by their names alone.
         said = [self.metadata(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
         ends = {int(value) for value in said if value is not None and value.isdigit()}
         if self.eos_token_id is not None:
@@ -88,7 +88,7 @@ class GGUFModel:
     # ---------------------------------------------------------------- vocabulary
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes of a token within a text; for a special token, its name."""
+        """Return the bytes of a token in the middle of a text; for a special token, its name."""
         if not self._is_used(token_id):  # llama_token_to_piece would give nothing
             return self._spelling(token_id)
         size = _WHOLE_PIECE
@@ -110,7 +110,7 @@ class GGUFModel:
         return bool(self.attributes(token_id) & special)
 
     def is_defined(self, token_id: int) -> bool:
-        """Return whether an id has a token, other than the ``[PAD…]`` filler of converters."""
+        """Return whether an id has a token; ``[PAD…]``, a filler of converters, is no token."""
         return self._is_used(token_id) or self._spelling(token_id) != f"[PAD{token_id}]".encode()
 
     def _is_used(self, token_id: int) -> bool:
@@ -120,7 +120,7 @@ class GGUFModel:
         return self._lib.llama_vocab_get_text(self._vocab, token_id)
 
     def token_ids(self, text: str, *, adds_special: bool) -> list[int]:
-        """Return the token ids of a text; names of special tokens become those tokens."""
+        """Return the token ids of a text, in which names of special tokens become these tokens."""
         data = text.encode()
         size = len(data) + 8
         with self._reading:
@@ -168,14 +168,14 @@ class GGUFModel:
         self._lib.llama_adapter_lora_free(adapter)
 
     def close(self) -> None:
-        """Free the model and its adapters; free contexts first. A second call has no effect."""
+        """Free the model and its adapters; contexts must be freed first. Later calls do nothing."""
         with self._reading:
             self._freeing()
             self.pointer = None
 
 
 def _check_file(path: Path) -> None:
-    """Raise a ``ModelNotFoundError`` unless a file begins with ``GGUF``."""
+    """Raise a ``ModelNotFoundError`` unless the file exists and begins with ``GGUF``."""
     if not path.is_file():
         raise ModelNotFoundError(f"no such file: {str(path)!r}")
     with path.open("rb") as file:

@@ -13,10 +13,10 @@ from genlm_backend.errors import ContextError
 class GGUFTokenizer:
     """The vocabulary of a GGUF file, with llama.cpp's tokenization.
 
-    It has the most used methods of transformers' tokenizers.
+    It has some methods of transformers' tokenizers: those that are used most.
 
     Args:
-        model: The model, which has to stay open for ``encode``.
+        model: The loaded file. After its ``close()``, ``encode`` fails.
 
     Attributes:
         decoder: The bytes of each token by its id; ids without a token are left out.
@@ -45,7 +45,7 @@ class GGUFTokenizer:
 
         Args:
             text: The text. Names of special tokens become those tokens.
-            add_special_tokens: Whether to add the tokens that begin and end the model's texts.
+            add_special_tokens: Whether to add the special tokens of a whole text, such as BOS.
         """
         return self._model.token_ids(text, adds_special=add_special_tokens)
 

@@ -37,9 +37,9 @@ class OutOfCellsError(EvaluationError):
 class LlamaContext:
     """A ``llama_context``: one unified cache, whose cells its sequences share."""
 
-    # The first sequences hold contexts. A recurrent state after a sequence's last token has a cell
-    # of its own, which copies share. llama.cpp cannot cut a sequence that has a state, so contexts'
-    # sequences have states only during a pass; the sequences after them hold only states.
+    # The first sequences hold contexts. The recurrent state after a sequence's last token has its
+    # own cell, which copies share. llama.cpp cannot cut a sequence that has a state. So the first
+    # sequences have states only during a pass; the next hold only states, and the last nothing.
     def __init__(self, model: GGUFModel, size: ContextSize) -> None:
         self.model, self.size = model, size
         counts = size.sequences
@@ -54,7 +54,7 @@ class LlamaContext:
         params.n_batch, params.n_ubatch = size.most_tokens, min(size.most_tokens, _AT_ONCE)
         params.n_threads = params.n_threads_batch = size.num_threads
         params.type_k = params.type_v = size.cell_type
-        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it errs by up to 0.6 nats
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # errs by up to 0.6 nats
         params.kv_unified = True
         params.swa_full = True
         params.no_perf = True
@@ -65,8 +65,8 @@ class LlamaContext:
                 f"llama.cpp cannot allocate a cache of {size.num_cells} tokens: "
                 f"{'; '.join(errors) or 'it gives no reason'}; lower kv_cache_bytes or max_length"
             )
-        # The finalizer keeps the model alive; it does not run at exit, when a thread may still use
-        # the context.
+        # The finalizer keeps the model alive. It does not run when Python exits, because a thread
+        # may still use the context then.
         self._freeing = weakref.finalize(self, _free, self._pointer, model)
         self._freeing.atexit = False
         self._most_tokens = int(lib.llama_n_batch(self._pointer))  # llama.cpp aborts on more
@@ -78,7 +78,7 @@ class LlamaContext:
             )
 
     def copy(self, source: int, sequence: int, size: int) -> None:
-        """Copy the first ``size`` tokens of ``source`` to a sequence, which shares their cells."""
+        """Copy the first ``size`` tokens of ``source`` to ``sequence``; both share their cells."""
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, 0, size)
 
     def cut(self, sequence: int, size: int) -> None:
@@ -93,14 +93,14 @@ class LlamaContext:
     # ---------------------------------------------------------------- recurrent states
 
     def copy_state(self, source: int, sequence: int) -> None:
-        """Copy only the recurrent state of a sequence to another one."""
+        """Copy the recurrent state of ``source`` to ``sequence``, without any tokens."""
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, 0, 0)
 
     @contextlib.contextmanager
     def in_states(
         self, rows: NDArray[np.int64], before: NDArray[np.int64] | None
     ) -> Iterator[None]:
-        """Give rows' sequences the states ``before``, if any; remove their states afterwards."""
+        """Copy the states of sequences ``before``, if any, to ``rows``; remove the copies after."""
         if not self.model.has_states:
             yield
             return
@@ -111,10 +111,10 @@ class LlamaContext:
             yield
         finally:
             for row in rows.tolist():
-                self.copy_state(self._spare, row)  # the spare sequence has none
+                self.copy_state(self._spare, row)  # removes it: the spare sequence has none
 
     def passed_states(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Copy the rows' states to sequences, and return these; the next call overwrites them."""
+        """Copy the states of ``rows`` to fixed sequences, which each call reuses; return these."""
         after = self.first_passed + np.arange(len(rows))
         for row, sequence in zip(rows.tolist(), after.tolist(), strict=True):
             self.copy_state(row, sequence)
@@ -129,7 +129,7 @@ class LlamaContext:
         sequences: NDArray[np.int32],
         has_output: NDArray[np.int8],
     ) -> torch.Tensor:
-        """Compute and cache tokens; return the logits: float32 ``[num_outputs, vocab]``."""
+        """Compute and cache tokens; return logits at outputs: float32 ``[num_outputs, vocab]``."""
         vocab_size, start = self.model.vocab_size, 0
         logits = torch.empty(int(has_output.sum()), vocab_size, dtype=torch.float32)
         addresses = sequences.ctypes.data + np.arange(len(tokens)) * sequences.itemsize
@@ -182,7 +182,7 @@ class LlamaContext:
             raise EvaluationError("llama.cpp cannot compute with the adapter")
 
     def close(self) -> None:
-        """Free the context; a second call has no effect."""
+        """Free the context; further calls have no effect."""
         self._freeing()
         self._pointer = None
 

@@ -49,9 +49,9 @@ class LlamaSupport(NamedTuple):
 
 
 def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
-    """Measure a model's cache, and check rows of forks, in a small ``llama_context``."""
-    # Compare rows of a context forked in its middle with a row of the same context computed whole.
-    # The cache is used if they differ by at most 1e-3, or 2 % of a wrong token's effect.
+    """Measure a model's cache, and check rows of copied sequences, in a small ``llama_context``."""
+    # Half of a context is copied to a second sequence, and both are continued. The cache is used if
+    # both rows differ from that of a whole pass by at most 1e-3, or 2 % of a wrong token's effect.
     num_cells, most_tokens = 8 * _PROBE_LENGTH, 4 * _PROBE_LENGTH
     has_states = int(model.has_states)
     counts = SequenceCounts(4, has_states, most_rows=has_states)
@@ -89,7 +89,7 @@ def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> Llama
 def _row(
     context: LlamaContext, ids: list[int], sequence: int, start: int = 0, state: int | None = None
 ) -> torch.Tensor:
-    """Append tokens to a sequence, from a recurrent state if any; return the row after the last."""
+    """Append tokens to a sequence, from ``state`` or the last call's; return the row after them."""
     has_output = np.zeros(len(ids), np.int8)
     has_output[-1] = 1
     tokens, positions = np.array(ids, np.int32), np.arange(start, start + len(ids), dtype=np.int32)
@@ -181,7 +181,7 @@ class LlamaEvaluator(LocalEvaluator):
         counts = self._counts = self._sequence_counts(keeps=keeps)
         num_tokens = self._num_tokens(keeps=keeps)
         self._num_slots = num_tokens if keeps else 0
-        # A quarter of the tokens is left for pinned prompts.
+        # By default, about a quarter of the tokens or more is left for pinned prompts.
         most = min(model.num_trained, -(-3 * num_tokens // 4))
         length = self._length = most if max_length is None else max_length
         num_cells = num_tokens if keeps else max(length, min(num_tokens, _MOST_TOKENS))
@@ -191,7 +191,7 @@ class LlamaEvaluator(LocalEvaluator):
         self._adapter: Adapter | None = None
         has_cells = support.bytes_per_token > 0
         runner = LlamaRunner(self._context, length, self._num_slots, has_cells=has_cells)
-        # Each row of a batch needs a sequence, and prompts may pin half of the sequences.
+        # Each row of a batch needs a sequence, and pinned prompts may take half of the sequences.
         self._most_rows = counts.most_rows or counts.num_contexts // (2 if keeps else 1)
         cost = replace(
             CostModel.on("cpu"),  # without padding, splitting a batch saves nothing
@@ -226,7 +226,7 @@ class LlamaEvaluator(LocalEvaluator):
         return num_tokens
 
     def _check_room(self, num_bytes: int) -> None:
-        """Raise an ``OptionError`` if so much memory is not free; do not check a GPU build."""
+        """Raise an ``OptionError`` if ``num_bytes`` are not free; skip the check in a GPU build."""
         free = free_memory()
         if num_bytes > free and not library().llama_supports_gpu_offload():
             raise OptionError(
@@ -235,7 +235,7 @@ class LlamaEvaluator(LocalEvaluator):
             )
 
     def _sequence_counts(self, *, keeps: bool) -> SequenceCounts:
-        """Return how many sequences hold contexts, recurrent states, and states of a pass."""
+        """Return how many sequences hold contexts, kept recurrent states, and states of a pass."""
         most = min(_MOST_SEQUENCES, int(library().llama_max_parallel_sequences()))
         of_state, wanted = self._support.bytes_per_state, self._wanted_bytes
         if of_state and not keeps:
@@ -261,7 +261,7 @@ class LlamaEvaluator(LocalEvaluator):
         """Bytes that the recurrent states of all sequences take."""
         return self._counts.total * self._support.bytes_per_state
 
-    # ---------------------------------------------------------------- getting ready
+    # ---------------------------------------------------------------- opening, pinning, adapters
 
     def open(self) -> EvaluatorInfo:
         """Make the prefix cache, if anything is kept; return the model's capabilities."""
@@ -281,7 +281,7 @@ class LlamaEvaluator(LocalEvaluator):
             made = num_slots * of_token + self._state_bytes
             cache = PrefixCache(
                 self._runner,
-                self.scheduler.uncached_attention,  # llama.cpp attends to its cells either way
+                self.scheduler.uncached_attention,  # cached rows too: llama.cpp attends by itself
                 pool,
                 num_slots,
                 states=states,
@@ -299,7 +299,7 @@ class LlamaEvaluator(LocalEvaluator):
             kv_cache_dtype=self._dtype if num_slots else None,
             device="cpu",
             takes_adapters=True,
-            uses_openmp=True,  # idle OpenMP threads slow llama.cpp's own threads down too
+            uses_openmp=True,  # callers' idle OpenMP threads slow llama.cpp's down too
             scores=True,
             omits_undefined=True,
             reads_out=True,
@@ -340,7 +340,7 @@ class LlamaEvaluator(LocalEvaluator):
             self._adapter = adapter
         yield
 
-    # ---------------------------------------------------------------- keeping house
+    # ---------------------------------------------------------------- freeing
 
     def clear(self) -> None:
         """Free all slots, pinned ones too."""

@@ -80,9 +80,9 @@ class LlamaRunner(Runner):
         return logits
 
     def _computed_apart(self, tokens: _Tokens) -> torch.Tensor:
-        """Return the logits of rows that are not cached, row by row if there is a NaN."""
+        """Return the logits of rows that are not cached; on a NaN, compute each row alone."""
         # A NaN in any cell reaches every row, since 0 × NaN is NaN. The scheduler passes NaN
-        # rows here again, so that a row stays NaN only if it is NaN alone, in cleared cells.
+        # rows here again. So a row stays NaN only if it is NaN when run alone, in cleared cells.
         own, row = np.unique(tokens.row, return_inverse=True)
         is_alone = self.has_nan and len(own) == 1
         if self.has_nan:
@@ -109,7 +109,7 @@ class LlamaRunner(Runner):
     def _computed(
         self, rows: Ints, tokens: _Tokens, states: SequenceRowStates | None = None
     ) -> torch.Tensor:
-        """Compute rows in their sequences; return the logits. Empty idle sequences to make room."""
+        """Return the logits of rows in their sequences; if cells run out, empty idle sequences."""
         own = rows[tokens.row].astype(np.int32)
         while True:
             try:
@@ -135,7 +135,7 @@ class LlamaRunner(Runner):
         self.has_nan = False
 
     def pin(self, node: int) -> None:
-        """Keep the path to a node in a sequence of its own."""
+        """Keep the tokens of the path to a node in a sequence that no row extends."""
         if self._has_cells:
             self._sequences.pin(self.tree.nodes, node)
 

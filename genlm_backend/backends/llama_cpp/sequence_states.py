@@ -22,7 +22,7 @@ class SequenceStateLayout(NamedTuple):
 
 @final
 class SequenceStateStore:
-    """Recurrent states by number, like ``StatePool``; each is given as its llama.cpp sequence."""
+    """Recurrent states by number, like ``StatePool``; llama.cpp sequences stand for the states."""
 
     # llama.cpp copies a state by sharing its memory.
     def __init__(
@@ -87,6 +87,6 @@ class SequenceCounts(NamedTuple):
 
     @classmethod
     def within(cls, most: int) -> Self:
-        """Return counts with the most states that ``most`` sequences hold, or with one state."""
+        """Return counts of at most ``most`` sequences with as many states as fit, or one state."""
         counts = map(cls.of_states, range(most, 1, -1))
         return next((found for found in counts if found.total <= most), cls.of_states(1))

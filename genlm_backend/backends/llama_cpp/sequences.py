@@ -22,7 +22,7 @@ _PINNED: Final = np.iinfo(np.int64).max
 
 @final
 class Sequences:
-    """The slots that each sequence holds, position by position."""
+    """Records the slot of each token in llama.cpp's sequences, by position."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Sequences:
             self._used[sequence] = 0
 
     def undo(self, rows: Ints) -> None:
-        """Remove tokens of a failed pass, which ``hold`` has not recorded, from sequences."""
+        """Remove from the sequences ``rows`` the tokens that ``hold`` has not recorded."""
         for sequence in rows.tolist():
             self._context.cut(sequence, int(self._sizes[sequence]))
 
     def hold(self, rows: Ints, slots: Sequence[Ints]) -> None:
-        """Record the slots of the tokens that were appended to each sequence."""
+        """Record the ``slots`` of the tokens that a pass has appended to the sequences ``rows``."""
         for sequence, new in zip(rows.tolist(), slots, strict=True):
             start, stop = int(self._sizes[sequence]), int(self._sizes[sequence]) + len(new)
             self._slots[sequence, start:stop], self._sizes[sequence] = new, stop
@@ -70,7 +70,7 @@ class Sequences:
             self.cut(sequence, int(sizes[sequence]))
 
     def drop_idle(self) -> bool:
-        """Empty the least recently used idle sequence; return ``False`` if there is none."""
+        """Empty the least recently used sequence outside the pass; return whether there was one."""
         used = np.where(self._sizes > 0, self._used, _PINNED)
         sequence = int(used.argmin())
         if used[sequence] >= self._now:
@@ -81,7 +81,7 @@ class Sequences:
     # ---------------------------------------------------------------- rows
 
     def place(self, nodes: Nodes, ends: Ints) -> NDArray[np.int64]:
-        """Return for each row a sequence with just the path to its node in ``ends`` (0: none)."""
+        """Return for each row a sequence that holds just the path to the row's node in ``ends``."""
         self._now += 2
         rows, sizes, slots = np.full(len(ends), -1), nodes.depth[ends], nodes.slot[ends]
         for row, (size, slot) in enumerate(zip(sizes.tolist(), slots.tolist(), strict=True)):
@@ -105,21 +105,21 @@ class Sequences:
         return rows
 
     def pin(self, nodes: Nodes, end: int) -> None:
-        """Keep the path to a node in a sequence that no row extends."""
+        """Keep the tokens of the path to a node in a sequence that no row extends."""
         holders = self._holders(int(nodes.slot[end]), int(nodes.depth[end]))
         if not (self._used[holders] == _PINNED).any():
             self._used[self.place(nodes, np.array([end]))] = _PINNED
 
     def _copy(self, sources: Ints, sequence: int, size: int) -> None:
-        """Copy the first ``size`` tokens of ``sources``, which all have them, to a sequence."""
+        """Copy the first ``size`` tokens of the first of ``sources`` to an empty ``sequence``."""
         self._context.copy(int(sources[0]), sequence, size)
         self._slots[sequence, :size] = self._slots[sources[0], :size]
         self._sizes[sequence] = size
 
     def _restore(self, sequence: int, nodes: Nodes, path: Ints) -> None:
-        """Fill an empty sequence with a path: copy the longest held part, compute the rest."""
+        """Fill an empty sequence with a path: copy what some sequence holds, compute the rest."""
         slots, start = nodes.slot[path], 0
-        if not self._context.model.has_states:  # else the rest would need the state before it
+        if not self._context.model.has_states:  # else a copied part has no state to continue
             is_there = self._slots[:, : len(path)] == slots
             is_there &= np.arange(len(path)) < self._sizes[:, None]
             for size in (np.flatnonzero(is_there.any(axis=0)) + 1)[::-1].tolist():
@@ -136,7 +136,7 @@ class Sequences:
         if not size:
             return np.empty(0, np.intp)
         holders = np.flatnonzero((self._slots[:, size - 1] == slot) & (self._sizes >= size))
-        # llama.cpp reuses the cell of a token before the sliding window once a single sequence
+        # llama.cpp reuses the cell of a token before the sliding window once only one sequence
         # holds it. A sequence that has lost such tokens can be extended only at its end.
         window = self._context.model.window
         if window and len(holders):

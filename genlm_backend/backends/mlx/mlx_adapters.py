@@ -19,7 +19,7 @@ _FILES: Final = ["adapter_config.json", "adapters.safetensors"]
 
 @final
 class MlxAdapters:
-    """Adapters of one model: for each, the modules that replace the model's own."""
+    """Adapters of one model: for each adapter, the modules that replace modules of the model."""
 
     def __init__(self, model: Any) -> None:
         self._model: Any = model
@@ -52,7 +52,7 @@ class MlxAdapters:
 
     @contextlib.contextmanager
     def in_place(self, adapter: Adapter | None) -> Iterator[None]:
-        """Put an adapter's modules into the model for the duration; ``None`` changes nothing."""
+        """Put an adapter's modules into the model within the block; ``None`` changes nothing."""
         modules = {} if adapter is None else self._modules[adapter]
         present = dict(self._model.named_modules()) if modules else {}
         own = {name: present[name] for name in modules}
@@ -80,7 +80,7 @@ class MlxAdapters:
 
 
 def _changed(own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Return the names of the outermost modules that were replaced."""
+    """Return the names of replaced modules, but not of modules inside other replaced ones."""
     changed = {name for name, module in own.items() if found.get(name) is not module}
     return [name for name in changed if not changed.intersection(_around(name))]
 
@@ -91,9 +91,9 @@ def _parameters(model: Any) -> set[str]:
 
 
 def _check_whole(path: str, folder: Path, added: set[str]) -> None:
-    """Raise an ``AdapterError`` if weights are missing for a layer that the config adds."""
+    """Raise an ``AdapterError`` if the folder lacks weights of parameters in ``added``."""
     weights: Any = mx.load(str(folder / _FILES[1]))
-    # An adapter's layer wraps a layer of the model, whose weights are not new but get longer names.
+    # An adapter's layer wraps a layer of the model, whose weights get longer names but are not new.
     moved = {name for name in added if name.rpartition(".")[0].endswith((".linear", ".embedding"))}
     if lacking := sorted(added - moved - weights.keys()):
         raise AdapterError(

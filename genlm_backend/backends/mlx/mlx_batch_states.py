@@ -23,7 +23,7 @@ def caches_of(model: Any, slot_layers: Iterable[Any], states: MlxBatchStates | N
 
 
 def _with(cache: Any, slots: Iterator[Any]) -> Any:
-    """Return a cache in which the next ``slots`` replace the parts for keys and values."""
+    """Return a layer's cache, in which the next of ``slots`` replace parts for keys and values."""
     if isinstance(cache, CacheList):
         return CacheList(*(_with(part, slots) for part in cache.caches))
     return cache if isinstance(cache, ArraysCache) else next(slots)

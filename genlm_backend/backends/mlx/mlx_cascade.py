@@ -1,7 +1,7 @@
 """MlxCascadeAttention: reads a cached prefix once for all the rows that share it.
 
-mlx-lm's model modules import ``scaled_dot_product_attention`` by name. In a pass with shared
-prefixes, a replacement is bound to that name; calls without an ``MlxSlotLayer`` reach mlx-lm's own.
+mlx-lm's model modules import ``scaled_dot_product_attention`` by name. If rows share a prefix, a
+replacement is bound to that name; it calls mlx-lm's function for caches of other types.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ MLX: Final[ArrayOps[mx.array]] = ArrayOps(
     # MLX's own attention does not return the softmax sums that merging blocks needs.
     fused=lambda *_: None,
 )
-"""The operators of MLX; they sum in float32 whatever the dtype of keys and values."""
+"""Operations of attention on MLX arrays; sums are in float32 for all dtypes of keys and values."""
 
 
 _NAME: Final = "scaled_dot_product_attention"
 
 
 def mlx_attends_otherwise(how: str) -> ModelStateError:
-    """Return the error for a model whose attention has changed since it was probed."""
+    """Return the error for a model whose attention has changed since the model was probed."""
     return ModelStateError(
         f"the model attends otherwise than when it was wrapped: {how}; wrap a changed model again"
     )
@@ -85,7 +85,7 @@ class Dispatch:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the attention function in these modules for the duration."""
+        """Replace the attention function in these modules within the block."""
         theirs = [getattr(module, _NAME) for module in self._modules]
         try:
             for module, function in zip(self._modules, theirs, strict=True):
@@ -119,7 +119,7 @@ def _asking(theirs: Any) -> Any:
 
 @final
 class MlxCascadeAttention(AttentionBackend[Caches]):
-    """Attends to each shared prefix once; if there is none, MLX attends to gathered copies."""
+    """Attends to each shared prefix once; in a batch without one, to gathered copies."""
 
     def __init__(
         self, pool: MlxKVPool, few_tokens: int = FEW_TOKENS, makes_arrays: bool = False
@@ -164,7 +164,7 @@ class MlxCascadeRun(CascadeRun[mx.array]):
         super().__init__(pool, batch, plan)
         self._makes_arrays = makes_arrays
         self._given: dict[int | None, mx.array] = {}
-        self._numbers: set[int] = set()  # layers whose keys and values have arrived
+        self._numbers: set[int] = set()  # of layers whose keys and values have arrived
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
         """Return the mask over all positions: an array, ``"causal"``, or ``None`` for no mask."""

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _CPU: Final = torch.device("cpu")
 
 _turn = threading.Lock()
-"""Held during each pass, which replaces modules of a model that several evaluators may share."""
+"""A lock for passes: they replace modules of a model, which several evaluators may share."""
 
 
 @final
@@ -62,7 +62,7 @@ class MlxEvaluator(LocalEvaluator):
         check_mlx_model(model)
         model.eval()
         self._is_metal = is_metal = mx.default_device().type == mx.DeviceType.gpu
-        if not is_metal:  # compiling would need a C++ compiler, and leave temporary files
+        if not is_metal:  # compilation would need a C++ compiler, and leave temporary files
             mx.disable_compile()
         evaluate_all(model)
         self._adapters = MlxAdapters(model)
@@ -80,7 +80,7 @@ class MlxEvaluator(LocalEvaluator):
         """The model that was passed; ``None`` after ``close()``."""
         return self._runner.model
 
-    # ---------------------------------------------------------------- getting ready
+    # ---------------------------------------------------------------- opening
 
     def open(self) -> EvaluatorInfo:
         """Probe the model by a few tiny passes, and make its prefix cache."""
@@ -105,7 +105,7 @@ class MlxEvaluator(LocalEvaluator):
             max_length=self._max_length,
             num_slots=self.scheduler.tree.num_slots if self.scheduler.cache.keeps else None,
             num_states=self.scheduler.cache.state_pool.num_states or None,
-            device="cpu",  # rows are returned there
+            device="cpu",  # where rows are returned
             takes_adapters=True,
             scores=support.pads or self.scheduler.cache.keeps,
             omits_undefined=True,
@@ -114,7 +114,7 @@ class MlxEvaluator(LocalEvaluator):
             eos_token_ids=self._ends,
         )
 
-    # ---------------------------------------------------------------- rows and scores
+    # ---------------------------------------------------------------- passes
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
@@ -122,7 +122,7 @@ class MlxEvaluator(LocalEvaluator):
         with _turn, self._adapters.in_place(adapter):
             yield
 
-    # ---------------------------------------------------------------- keeping house
+    # ---------------------------------------------------------------- adapters, freeing
 
     def clear(self) -> None:
         """Free all slots, pinned ones too."""
@@ -161,7 +161,7 @@ _METAL_FRACTION: Final = 0.5
 def mlx_prefix_cache(
     runner: MlxRunner, support: MlxSupport, kv_bytes: int | None, state_bytes: int | None
 ) -> PrefixCache | None:
-    """Return a prefix cache; ``None`` if every context runs whole."""
+    """Return a prefix cache; ``None`` if the model supports none or the budget is 0."""
     name = type(runner.model).__name__
     if support.reason:
         if state_bytes is not None:

@@ -47,7 +47,7 @@ class MlxSlotLayer:
         return found
 
     def taken(self, columns: mx.array | None) -> tuple[mx.array, mx.array]:
-        """Return the new tokens' keys and values, ``[heads, n, dim]`` each, without the padding."""
+        """Return the new keys and values, only of ``columns`` if given: each ``[heads, n, d]``."""
         assert self.new is not None, "the model has not used this cache"
         found = []
         for states in self.new:
@@ -69,7 +69,7 @@ def keep_new(batch: ForwardBatch, layers: Caches) -> None:
 
 
 def offset_of(batch: ForwardBatch) -> int | mx.array:
-    """Return the number of tokens before the new ones: an int if all rows agree, or ``[B]``."""
+    """Return how many tokens precede each row's new ones: ``[B]``, or an int if all are equal."""
     lengths = batch.prefix_lens.astype(np.int32)
     return int(lengths[0]) if (lengths == lengths[0]).all() else mx.array(lengths)
 
@@ -80,7 +80,7 @@ class MlxUncachedAttention(AttentionBackend[Caches]):
 
     @contextlib.contextmanager
     def forward_context(self, batch: ForwardBatch, model: Any) -> Iterator[Caches]:
-        # Some layers read keys and values that other layers put into these caches.
+        # The model gets caches because some layers read what other layers put into caches.
         yield make_prompt_cache(model)
 
 
@@ -118,7 +118,7 @@ class _Past:
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
         """Return the mask: bool ``[B, 1, Q, P + Q]``, ``"causal"``, or ``None`` for no mask.
 
-        ``by_group`` gives it one more dimension of size 1, for grouped queries.
+        With ``by_group``, an array has one more dimension of size 1, for groups of queries.
         """
         key = num_new, window, is_array
         if key in self._masks:

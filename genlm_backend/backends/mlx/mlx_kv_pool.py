@@ -82,7 +82,7 @@ class MlxKVPool:
 
 
 def make_room(kept: list[mx.array], num_rows: int, most: int, axis: int) -> None:
-    """Grow arrays along an axis to ``num_rows`` or more, one by one to limit memory for copies."""
+    """Grow arrays along an axis to at least ``num_rows``, one at a time to save memory."""
     present = kept[0].shape[axis]
     if num_rows <= present:
         return
@@ -128,7 +128,7 @@ class MlxStatePool:
         return [kept[index] for kept in self._kept]
 
     def write(self, numbers: Ints, states: Sequence[mx.array]) -> None:
-        """Store states, in the format of ``read``."""
+        """Store states, in the format of ``read``, under these numbers."""
         if len(numbers) == 0:
             return
         make_room(self._kept, int(np.max(numbers)) + 1, self.num_states + 1, axis=0)

@@ -1,4 +1,4 @@
-"""MlxLoader: loads an mlx-lm model by its name, and corrects its config."""
+"""MlxLoader: loads an mlx-lm model by name, and corrects what mlx-lm reads from its config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TESTED: Final[Mapping[str, tuple[str, ...]]] = {
     "deepseek_v3": ("silu", "yarn"),
     "gemma3_text": ("gelu_pytorch_tanh",),
 }
-"""Families that the tests compare with transformers → activation, non-default ``rope_type``s."""
+"""Model types → activation and non-default ``rope_type``s in tests against transformers."""
 
 _ACTIVATIONS: Final = ("hidden_act", "hidden_activation", "activation_function")
 _UNREAD: Final = {
@@ -29,7 +29,7 @@ _UNREAD: Final = {
     "rope_interleave": True,
     "use_bidirectional_attention": False,
 }
-"""Config entries that mlx-lm may ignore → the only value that is accepted, apart from ``None``."""
+"""Config entries that mlx-lm may ignore → the only value accepted besides ``None``."""
 
 _LONG_MESSAGE: Final = 300
 _FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
@@ -81,8 +81,8 @@ class MlxLoader:
             model, _ = load_model(path, model_config=told, trust_remote_code=self.trust_remote_code)
             give_windows(model, config)
             give_parts_of_heads(model, {**config, **told})
-        # Olmo's module exits the interpreter if another package is absent; a damaged file raises a
-        # RuntimeError.
+        # mlx-lm's Olmo module exits the interpreter if another package is absent; a damaged file
+        # raises a RuntimeError.
         except (
             ValueError,
             TypeError,
@@ -110,7 +110,7 @@ class MlxLoader:
 
 
 def _untested(config: Mapping[str, Any]) -> str:
-    """Return why rows by a config may differ from transformers'; ``""`` if tests cover it."""
+    """Return why a model of this config may differ from transformers; ``""`` if tests cover it."""
     kind = config.get("model_type")
     if kind not in TESTED:
         return f"no test compares a model of model_type {kind!r}"
@@ -145,7 +145,7 @@ def has_windows(model: Any, config: Mapping[str, Any]) -> bool:
 def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config entries that mlx-lm reads under other names or needs explicitly."""
     # Transformers 5 writes rotary settings into ``rope_parameters``, which mlx-lm ignores for many
-    # models: they would get the default ``rope_theta``. Configs also omit entries that are implied.
+    # models: these would get the default ``rope_theta``. Configs also omit entries mlx-lm needs.
     pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
     implied = {"rope_scaling": None, **{n: config[m] for n, m in pairs.items() if m in config}}
     implied = {n: value for n, value in implied.items() if config.get(n) is None}
@@ -193,7 +193,7 @@ def give_windows(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def give_parts_of_heads(model: Any, told: Mapping[str, Any]) -> None:
-    """Limit rotary embeddings to the part of each head that the config names."""
+    """Limit rotary embeddings to the part of each head that ``partial_rotary_factor`` gives."""
     # mlx-lm's GLM rotates whole heads.
     import mlx.nn as nn
 

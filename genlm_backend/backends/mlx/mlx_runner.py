@@ -59,7 +59,7 @@ class _Picked:
     # projection onto the vocabulary, if one is found.
     def __init__(self, shape: Sequence[int], rows: torch.Tensor, columns: torch.Tensor) -> None:
         self._shape = tuple(shape)
-        # If none is wanted, pick one: not every matrix product accepts zero rows.
+        # If no logits are wanted, pick one position: some matrix products do not accept zero rows.
         places = [part.numpy() if len(part) else np.zeros(1, np.int64) for part in (rows, columns)]
         self._rows, self._columns = map(mx.array, places)
         self.is_done = False
@@ -100,7 +100,7 @@ def _projection(model: Any) -> tuple[Any, str]:
         if name.rpartition(".")[2] == "lm_head":
             return module, "__call__"
     tables = {name: module for name, module in modules.items() if hasattr(module, "as_linear")}
-    for name in list(tables):  # an adapter's table contains the model's own
+    for name in list(tables):  # a table of an adapter contains one of the model
         if any(name.startswith(f"{other}.") for other in tables):
             del tables[name]
     return max(tables.values(), key=_num_rows, default=None), "as_linear"

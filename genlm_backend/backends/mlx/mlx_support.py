@@ -46,7 +46,7 @@ _Kept: TypeAlias = tuple[tuple[LayerShape, ...], StateLayout]
 @final
 @dataclass(frozen=True, slots=True)
 class MlxSupport:
-    """Capabilities of a model; ``reason`` says why nothing is cached, if so."""
+    """Capabilities of a model; ``reason`` says why it cannot be cached, or is empty."""
 
     vocab_size: int
     shapes: tuple[LayerShape, ...] = ()
@@ -119,19 +119,19 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
         logger.debug("%s: %s", type(runner.model).__name__, reason)
     # Without slots, a model with keys and values gets no positions per row, so it counts columns.
     # mlx-lm's "dynamic" rotary positions depend on the number of columns beyond a limit, which this
-    # short probe does not reach. Such a model is therefore not padded.
+    # short probe does not reach. So a model with keys and values is not padded.
     return MlxSupport(vocab_size, reason=reason, pads=pads and not shapes)
 
 
 def _length(model: Any) -> int:
-    """Return the probe's length, which exceeds the largest window if that is at most 64."""
+    """Return the probe's length, which exceeds a model's largest window if this is at most 64."""
     windows = [getattr(cache, "max_size", 0) for cache in leaves(make_prompt_cache(model))]
     window = max(windows, default=0)
     return _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)
 
 
 def _kept(model: Any) -> tuple[_Kept | None, str]:
-    """Return the shapes of a model's cacheable keys, values and states, or why there are none."""
+    """Return the shapes of what a model caches; or ``None``, and why it cannot be cached."""
     kinds = {type(cache) for cache in leaves(make_prompt_cache(model))}
     others = {kind for kind in kinds if not issubclass(kind, ArraysCache)}
     if names := sorted(kind.__name__ for kind in others - {KVCache, RotatingKVCache}):
@@ -173,7 +173,7 @@ class _ShapeLayer:
 
 
 def _seen(model: Any, token_ids: list[int]) -> _Kept | None:
-    """Run a model; return the shapes that it caches, or ``None`` if some are unknown."""
+    """Run a model; return the shapes of what it caches, or ``None`` if some are unknown."""
     layers = [_ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
     caches = caches_of(model, layers, None)
     mx.eval(model(mx.array([token_ids]), cache=caches))
@@ -223,11 +223,11 @@ def is_half(model: Any) -> bool:
 
 
 def _rounding(model: Any) -> float:
-    """Return how far rounding alone may move rows, for the dtypes of the weights."""
+    """Return the largest distance of rows that counts as rounding, for the weights' dtypes."""
     return max((_ROUNDING.get(kind, _DEFAULT_ROUNDING) for kind in _kinds(model)), default=1e-4)
 
 
 def _kinds(model: Any) -> set[Any]:
-    """Return the floating-point types of a model's weights."""
+    """Return the floating-point dtypes of a model's weights."""
     flat: Any = tree_flatten(model.parameters())
     return {value.dtype for _, value in flat if mx.issubdtype(value.dtype, mx.floating)}

@@ -13,7 +13,7 @@ def is_present() -> bool:
 
 
 def is_default() -> bool:
-    """Return whether MLX is the default backend: on macOS with MLX installed."""
+    """Return whether MLX is the default backend: on macOS with MLX and mlx-lm installed."""
     return sys.platform == "darwin" and is_present()
 
 

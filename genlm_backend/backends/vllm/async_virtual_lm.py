@@ -29,7 +29,7 @@ from genlm_backend.queries.query import Adapter
 from genlm_backend.readouts.sampling import Sampled
 from genlm_backend.runtime.progress import progress_bar
 
-if TYPE_CHECKING:  # it imports vLLM
+if TYPE_CHECKING:  # vllm_engine imports vLLM
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
 
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:  # it imports vLLM
 class AsyncVirtualLM(BatchedLM):
     """A model evaluated by vLLM, whose next-token log-probabilities can be awaited.
 
-    Each context becomes a session: a request that stays in vLLM's engine. More tokens extend it; a
-    fork shares its full blocks and usually copies one partial block. ``max_num_seqs`` and vLLM's
-    blocks limit the sessions; the least recently used are ended first. One thread runs all passes.
+    Each context becomes a session: a request that stays in vLLM's engine. Appended tokens extend a
+    session; a fork shares its full KV blocks and usually copies a partial one. ``max_num_seqs`` and
+    vLLM's blocks limit the sessions; the least recently used end first. One thread runs all passes.
 
     LoRA adapters need an engine with ``engine_opts={"enable_lora": True}``; one step of vLLM can
-    use ``max_loras`` of them, and ``max_lora_rank`` bounds their rank.
+    use up to ``max_loras`` of them, and ``max_lora_rank`` bounds their rank.
 
     ``sample`` and ``batch_sample`` use vLLM's own sampler, so that no row leaves vLLM. A seed gives
     other draws than on the other backends. A temperature must be 0 or at least 0.01, because vLLM
@@ -50,7 +50,7 @@ class AsyncVirtualLM(BatchedLM):
 
     Args:
         engine: The engine; ``from_name`` loads one.
-        cache_size: Maximum number of rows to keep; 0 bounds them by bytes only.
+        cache_size: Maximum number of cached rows; 0 bounds the row cache by bytes only.
         cache_opts: ``max_bytes``, which replaces ``row_cache_bytes``, and ``move_to_cpu``,
             whether to keep rows in main memory, whatever the output device.
         max_length: The longest context to accept, in tokens. vLLM's blocks limit it too, as does
@@ -61,7 +61,7 @@ class AsyncVirtualLM(BatchedLM):
     Raises:
         OptionTypeError: (``TypeError``) If an option is of a wrong type, or ``cache_opts`` has
             an unknown name.
-        OptionError: (``ValueError``) If one is out of its bounds.
+        OptionError: (``ValueError``) If an option is out of its bounds.
         DeviceError: (``ValueError``) If there is no such ``output_device``.
     """
 
@@ -103,8 +103,8 @@ class AsyncVirtualLM(BatchedLM):
         """Load a model with vLLM.
 
         The engine runs in this process, unless another engine already does, the options ask for
-        several workers or another executor than "uni", or ``VLLM_ENABLE_V1_MULTIPROCESSING=1``
-        is set. It then gets its own process; scripts need an ``if __name__ == "__main__":`` guard.
+        several workers or an executor other than "uni", or ``VLLM_ENABLE_V1_MULTIPROCESSING=1``
+        is set. In these cases it gets its own process; scripts need ``if __name__ == "__main__":``.
 
         Args:
             model_name: A repository on the hub, a local directory, or ``"smollm2"``.
@@ -112,17 +112,17 @@ class AsyncVirtualLM(BatchedLM):
                 ``tensor_parallel_size``, ``enable_lora``, ``max_num_seqs`` and
                 ``gpu_memory_utilization`` (0.9 by default).
             check_rows: Whether to compare rows of six extended and forked contexts with rows of
-                the same contexts computed whole, in about ten short passes.
+                the same contexts computed without a cache, in about ten short passes.
             **kwargs: Options of the constructor.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type. Options are
                 checked before the weights are loaded.
-            OptionError: (``ValueError``) If one is out of its bounds, or vLLM refuses its value.
+            OptionError: (``ValueError``) If an option is out of its bounds, or vLLM refuses it.
             MissingExtraError: (``ImportError``) If vLLM is absent, older than 0.30, or lacks a name
                 that this backend imports.
             UnsupportedModelError: (``ValueError``) If an option or the model does not support
-                sessions, or rows of forks differ from rows computed whole.
+                sessions, or cached rows differ from rows computed without a cache.
             ModelNotFoundError: (``OSError``) If there is no such model.
         """
         cls.check_options(kwargs)
@@ -166,7 +166,7 @@ class AsyncVirtualLM(BatchedLM):
     async def _sampled(
         self, completions: Sequence[Completion], when_ended: Callable[[Any], None]
     ) -> list[Sampled]:
-        """Return the sample of each completion; if one fails, cancel the unfinished ones."""
+        """Return each completion's sample; after an error, cancel all unfinished completions."""
         self._batcher.call_soon(lambda: self._begin_samples(completions))
         futures = [asyncio.wrap_future(completion.future) for completion in completions]
         for future in futures:
@@ -178,7 +178,7 @@ class AsyncVirtualLM(BatchedLM):
                 completion.future.cancel()
 
     def _begin_samples(self, completions: Sequence[Completion]) -> None:
-        """Hand completions to the engine, on its thread, and queue steps until all have ended."""
+        """On the worker thread: start completions in the engine, and queue steps until all end."""
         known: list[Completion] = []
         for completion in completions:
             error = self._adapters.error_of(completion.prompt)
@@ -191,16 +191,16 @@ class AsyncVirtualLM(BatchedLM):
             self._go_on_sampling()
 
     def _go_on_sampling(self) -> None:
-        """Make one step for the completions, and queue the next if any are left."""
-        # Waiting batches run between two steps, and their steps advance the completions too.
+        """Run one engine step; queue the next step if any completion is unfinished."""
+        # Queued batches run between two such steps; their engine steps advance completions too.
         self._is_sampling = self._vllm.planner.go_on()
         if self._is_sampling:
-            with contextlib.suppress(BatcherClosedError):  # close() fails the completions
+            with contextlib.suppress(BatcherClosedError):  # close() ends the completions
                 self._batcher.call_soon(self._go_on_sampling)
 
     def _drain(self, adapter: Adapter) -> None:
         super()._drain(adapter)
-        while self._call(lambda: self._vllm.samples_of(adapter)):  # a step runs before each call
+        while self._call(lambda: self._vllm.samples_of(adapter)):  # a queued step runs first
             pass
 
     def cleanup(self) -> None:
@@ -228,7 +228,7 @@ class VLLMLoader:
         self.engine_opts = dict(optional(mapping)("engine_opts", engine_opts) or {})
 
     def __call__(self) -> VLLMEvaluator:
-        """Load the model in this process; its rows are returned on the CPU."""
+        """Load the model; return its evaluator, which returns rows on the CPU."""
         # Only the process that makes the ``AsyncReplicas`` needs the tokenizer.
         options = {"skip_tokenizer_init": True, **self.engine_opts}
         return VLLMEvaluator(load_engine(self.model_name, options), torch.device("cpu"))

@@ -41,12 +41,12 @@ from genlm_backend.readouts.sampling import listed_ids
 if TYPE_CHECKING:
     from genlm_backend.readouts.readout import RowQueries
 
-# This is early enough: a vLLM process imports the main program (and perhaps Numba), then unpickles
-# its arguments (which imports this file), and only then scans the modules.
+# Calling it here is early enough: a vLLM process imports the main program (and perhaps Numba),
+# then unpickles its arguments (which imports this file), and only then scans the modules.
 let_modules_be_scanned()
 
 TAG = "genlm_row"
-"""Key of a request's tag in its ``extra_args``."""
+"""Key in a request's ``extra_args``; its value, the tag, names the logits to keep."""
 
 try:  # vLLM's second model runner accepts logits processors from 0.31 on
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
@@ -57,15 +57,15 @@ KV_CACHE_DTYPES_ON_CPU: Final = tuple(CPUAttentionBackend.supported_kv_cache_dty
 """KV cache dtypes that vLLM's attention on the CPU supports."""
 
 _PULSE: Final = 0.5
-"""Seconds between two checks that a core with a pending call is alive."""
+"""While another process has yet to answer a call: seconds between checks that it is alive."""
 
 
 @final
 class RewindableGenerator(torch.Generator):
     """A random generator on the CPU that can return to its state before the latest step."""
 
-    # With chunked prefill vLLM samples after every chunk, and undoes the draws of all but the last
-    # by ``set_offset``, which PyTorch implements for CUDA generators only.
+    # With chunked prefill vLLM samples after every chunk. It undoes each draw but the one after the
+    # last chunk by ``set_offset``, which PyTorch implements for CUDA generators only.
     living: ClassVar[WeakSet[RewindableGenerator]] = WeakSet()
     """All rewindable generators of this process that still exist."""
 
@@ -82,7 +82,7 @@ class RewindableGenerator(torch.Generator):
 
     @classmethod
     def beside(cls, generator: torch.Generator) -> RewindableGenerator:
-        """Return a rewindable generator in the state of ``generator``."""
+        """Return a new rewindable generator in the state of ``generator``."""
         own = cls(device="cpu")
         own.before = generator.get_state()
         own.set_state(own.before)
@@ -137,7 +137,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
                 tags[source] = second
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Record the tag of the request at this index; return whether it has one."""
+        """Record the tag, if any, of the request at this index; return whether it has a tag."""
         tag = (sampling_params.extra_args or {}).get(TAG)
         self._tags.pop(req_idx, None)
         if tag is not None:
@@ -145,7 +145,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
         return tag is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Copy the logits of tagged requests, record generators' states; return the logits."""
+        """Copy tagged requests' logits, record generators' states; return ``logits`` unchanged."""
         if ctx is None:
             tagged = self._tags
         else:
@@ -159,7 +159,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
 
     @classmethod
     def take_rows(cls, tags: list[str]) -> list[Row]:
-        """Return the rows of one or more requests, and drop their logits."""
+        """Return the rows of the requests with these tags (one or more); drop their logits."""
         # ``apply`` does not compute the rows: it runs in inference mode, whose tensors cannot be
         # modified later, and it would have to wait for the CUDA device.
         logits = torch.stack([cls.logits.pop(tag) for tag in tags])
@@ -170,19 +170,19 @@ class RowExtension:
     """Methods that vLLM adds to its workers; ``collective_rpc`` calls them by name."""
 
     def take_genlm_rows(self, tags: list[str]) -> tuple[bytes, list[float | None]] | None:
-        """Return rows as bytes and numbers, which vLLM can send; every worker drops its logits."""
+        """Return rows as bytes and log-sum-exps, or ``None`` on other workers; drop all logits."""
         kept = RowCapture.logits
         # Of the tensor-parallel workers only rank 0 returns rows; the others return ``None``.
         is_asked = get_tensor_model_parallel_rank() == 0 and kept.keys() >= set(tags)
         rows = RowCapture.take_rows(tags) if is_asked else None
-        kept.clear()  # this call took all rows of its batch; nothing reads other logits
+        kept.clear()  # the call asks for all rows of the batch; nothing reads other logits
         if rows is None:
             return None
         logprobs = torch.stack([row.logprobs for row in rows]).cpu()
         return logprobs.numpy().tobytes(), [row.logsumexp for row in rows]
 
     def read_genlm_rows(self, tags: list[str], wanted: bytes) -> bytes | None:
-        """Return pickled readouts of rows, or ``None`` on workers without rows; drop logits."""
+        """Return pickled readouts of rows, or ``None`` on workers without rows; drop all logits."""
         if get_tensor_model_parallel_rank() != 0 or not RowCapture.logits.keys() >= set(tags):
             RowCapture.logits.clear()
             return None
@@ -191,13 +191,13 @@ class RowExtension:
         return pickle.loads(wanted).packed_answers(rows)
 
     def forget_genlm_logits(self, tags: list[str]) -> None:
-        """Drop the logits of requests that have ended."""
+        """Drop the logits of ended requests with these tags."""
         for tag in tags:
             RowCapture.logits.pop(tag, None)
 
 
 def core_request(**own: Any) -> Any:
-    """Return a request for the core; a ``resumable`` one stays in it and can be extended."""
+    """Return a request for the core; a ``resumable`` request stays there and can be extended."""
     others = {"pooling_params": None, "cache_salt": None, "data_parallel_rank": None}
     return EngineCoreRequest(**own, **others, arrival_time=time.time())
 
@@ -208,7 +208,7 @@ class Core:
 
     def __init__(self, llm: Any) -> None:
         self._client = llm.llm_engine.engine_core
-        self._renderer = getattr(llm.llm_engine, "renderer", None)  # only in later releases
+        self._renderer = getattr(llm.llm_engine, "renderer", None)  # earlier releases lack it
         self.is_local = isinstance(self._client, InprocClient)
         config = llm.llm_engine.vllm_config
         self.vocab_size: int = config.model_config.get_vocab_size()
@@ -246,7 +246,7 @@ class Core:
             self.num_free_blocks = pool.get_num_free_blocks()
 
     def step(self, timeout: float) -> list[Any] | None:
-        """Step a local core, or wait for a remote one; return outputs, or ``None`` on timeout."""
+        """Step a local core or await a remote step; return its outputs, or ``None`` on timeout."""
         if self.is_local:
             outputs = self._client.get_output()
         else:
@@ -266,7 +266,7 @@ class Core:
         return outputs.outputs
 
     def take_rows(self, tags: list[str], wanted: RowQueries | None = None) -> list[Any]:
-        """Return the latest rows of requests, or the ``wanted`` readouts; drop the logits."""
+        """Return each request's latest row, or its answers to ``wanted``; drop the logits."""
         if self.is_local:
             rows = RowCapture.take_rows(tags)
         elif wanted is None or wanted.has_own:
@@ -282,7 +282,7 @@ class Core:
         return Row.of_table(torch.from_numpy(table.copy()), logsumexps)
 
     def _of_one_worker(self, method: str, *arguments: Any) -> Any:
-        """Call a ``RowExtension`` method on all workers; return the only result."""
+        """Call a ``RowExtension`` method on all workers; return the result of the one with rows."""
         answers = self._ask("collective_rpc", method, None, arguments, None)
         found = [answer for answer in answers if answer is not None]
         if len(found) != 1:
@@ -291,21 +291,21 @@ class Core:
 
     @staticmethod
     def logprobs_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Return logprobs and ids after token 0, and the counts of computed and cached tokens."""
+        """Return logprobs and ids from token 1 on, and numbers of computed and cached tokens."""
         stats, told = output.prefill_stats, output.new_prompt_logprobs_tensors
         # vLLM leaves garbage at cached tokens, so the caller compares the ids with the prompt's.
         logprobs, ids = told.logprobs[:, 0].float(), told.logprob_token_ids[:, 0].long()
         return logprobs, ids, stats.num_computed_tokens, stats.num_cached_tokens
 
     def forget_logits(self, tags: list[str]) -> None:
-        """Drop the logits of requests that have ended."""
+        """Drop the logits of ended requests with these tags."""
         if self.is_local:
             RowExtension.forget_genlm_logits(None, tags)  # pyright: ignore[reportArgumentType]
         else:
             self._ask("collective_rpc", "forget_genlm_logits", None, (tags,), None)
 
     def add_lora(self, request: Any) -> None:
-        """Load an adapter now, so that an invalid one raises here."""
+        """Load an adapter now, so that an invalid one raises here instead of in a later step."""
         self._ask("add_lora", request)
 
     def remove_lora(self, number: int) -> None:
@@ -378,7 +378,7 @@ class PictureProcessing:
         return list(request.prompt_token_ids), list(request.mm_features or ())
 
     def between(self, features: list[Any], start: int, stop: int, lora_request: Any) -> list[Any]:
-        """Return features at offsets in ``[start, stop)``, with offsets counted from ``start``."""
+        """Return copies of features in ``[start, stop)``, with offsets counted from ``start``."""
         name = self._engine.input_processor._get_mm_identifier
         return [
             replace(

@@ -12,7 +12,7 @@ from genlm_backend.queries.query import RowQuery
 from genlm_backend.readouts.sampling import Sampled, seed_of
 
 LEAST_TEMPERATURE: Final = 0.01
-"""The lowest positive temperature at which vLLM samples; it raises lower ones to this."""
+"""Lowest positive temperature at which vLLM samples; it raises lower positive ones to this."""
 
 _numbers = itertools.count()
 
@@ -35,7 +35,7 @@ class Completion:
         self.prompt = prompt
         self.eos_token_ids = frozenset(eos_token_ids)
         self.temperature = temperature
-        self.seed = seed_of(seed, stream) >> 1  # vLLM reads a signed 64-bit integer
+        self.seed = seed_of(seed, stream) >> 1  # 63 bits: vLLM reads a signed integer
         self.max_tokens = max_tokens
         self.max_length = max_length
         self.token_ids: list[int] = []
@@ -43,7 +43,7 @@ class Completion:
 
     @property
     def num_possible(self) -> int:
-        """Maximum number of tokens to sample; the last may follow a context of ``max_length``."""
+        """Maximum number of tokens to sample; the last one may follow ``max_length`` tokens."""
         return min(self.max_tokens, self.max_length + 1 - len(self.prompt.context))
 
     def extend(self, token_ids: list[int], is_finished: bool) -> None:

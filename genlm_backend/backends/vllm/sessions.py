@@ -28,7 +28,7 @@ class Placement:
 
     @property
     def num_extended(self) -> int:
-        """Number of tokens that the session already holds; the request sends only the rest."""
+        """Number of tokens that the session already has, 0 for a new one; only the rest is sent."""
         return 0 if self.is_new else self.num_shared
 
 
@@ -69,16 +69,16 @@ class SessionTable:
 
     @property
     def num_computed(self) -> int:
-        """Number of committed sessions, without those that the current part of a batch adds."""
+        """Number of committed sessions, without those that the current part of a batch starts."""
         return len(self._sessions)
 
     def place(self, query: RowQuery) -> Placement:
-        """Extend or fork the session with the longest common prefix, and hold it; or start one."""
+        """Plan to extend or fork the session with the longest common prefix, or to start one."""
         best, num_shared = self._longest_prefix(query)
         if best is None:
             placement = Placement(query, next(self._ids), is_new=True)
         elif num_shared == len(best.token_ids) and best.id not in self._extended:
-            # Only one query of a part extends a session; the others fork it at its old end.
+            # Only one query of a part extends a session; later queries fork it at its old end.
             placement = Placement(query, best.id, is_new=False, num_shared=num_shared)
             self._extended.add(best.id)
         else:
@@ -89,19 +89,19 @@ class SessionTable:
         return placement
 
     def source_of(self, query: RowQuery) -> tuple[str | None, int]:
-        """Return the session with a context's longest prefix, if any, and the prefix's length."""
+        """Return the id of the session with the longest common prefix, if any, and its length."""
         best, num_shared = self._longest_prefix(query)
         return None if best is None else best.id, num_shared
 
     def withdraw(self, placement: Placement) -> None:
-        """Undo the latest placement; the session it reuses is still held until ``commit``."""
+        """Undo the latest placement; ``oldest`` still skips the reused session until ``commit``."""
         assert self._round[-1] is placement
         self._round.pop()
         if not placement.is_new:
             self._extended.discard(placement.session)
 
     def oldest(self) -> str | None:
-        """Return the least recently used session that no placement of the part holds, if any."""
+        """Return the least recently used session that this part has not reused, or ``None``."""
         idle = (s for s in self._sessions.values() if s.id not in self._held)
         found = min(idle, key=lambda session: session.used, default=None)
         return None if found is None else found.id
@@ -144,7 +144,7 @@ class SessionTable:
         self._extended.clear()
 
     def _longest_prefix(self, query: RowQuery) -> tuple[_Session | None, int]:
-        """Return the session that shares most tokens before the last one, and their number."""
+        """Return the session that shares most tokens before the query's last, and their number."""
         most = len(query.context) - 1
         pictures = query.context.pictures
         is_kept = most >= (1 if pictures is None else pictures.num_tokens)
@@ -159,7 +159,7 @@ class SessionTable:
             if min(len(wanted), len(session.token_ids)) < best_key[0]:
                 continue
             shared = common_length(session.token_ids, wanted)
-            # Among equal lengths, prefer a session that ends there and is free: it can be extended.
+            # Among equal lengths, prefer a session that ends there and can still be extended.
             key = (shared, shared == len(session.token_ids) and session.id not in self._extended)
             if key > best_key:
                 best, best_key = session, key

@@ -47,10 +47,10 @@ _WAIT = 0.1
 """Maximum seconds that a step waits for the outputs of a core in another process."""
 
 _MOST_EMPTY_STEPS = 3
-"""Consecutive steps that compute nothing before a session is ended to make room."""
+"""Consecutive steps that compute nothing, after which a session is ended to make room."""
 
 _PATIENCE = 30.0
-"""Seconds to wait for a core to report that requests have ended."""
+"""Maximum seconds to wait for a core to report that requests have ended."""
 
 
 @final
@@ -74,8 +74,8 @@ class VLLMEngine:
         self.block_size: int = self._core.block_size
         self.num_blocks: int = self._core.num_blocks - 1  # vLLM keeps one for itself
         self.kv_cache_dtype: str | None = self._core.kv_cache_dtype
-        # With LoRA enabled, vLLM's output layer has an adapter index for each sampled token only,
-        # and would need one for every token of a prompt to score: on the CPU the engine dies.
+        # With LoRA enabled, vLLM's output layer has adapter indices only for sampled tokens, but a
+        # text to score needs them for every token: on the CPU the engine dies. So use rows.
         self.scores_texts = not self._core.takes_adapters
         self.num_steps = 0
         self.has_died = False
@@ -92,7 +92,7 @@ class VLLMEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the model's token ids; vLLM's own unless another one was given."""
+        """The tokenizer of the model's token ids; vLLM's own unless the constructor got one."""
         if self._tokenizer is None:
             assert self._llm is not None, "the engine has been closed"
             self._tokenizer = self._llm.get_tokenizer()
@@ -122,7 +122,7 @@ class VLLMEngine:
             num_places = made.get("max_loras", 1)
             if current_platform.is_cpu():
                 # On the CPU a request without an adapter uses the last slot's adapter (vLLM issue
-                # 48421), so an extra last slot stays empty; another is for a replaced adapter.
+                # 48421), so an extra last slot stays empty; a second one is for a replacement.
                 max_adapters, num_places = num_places, num_places + 2
                 made["max_loras"] = num_places
             made["max_cpu_loras"] = max(made.get("max_cpu_loras") or 0, num_places) + 1
@@ -133,7 +133,7 @@ class VLLMEngine:
             or any(options.get(name, 1) != 1 for name in _PARALLEL)
             or options.get("distributed_executor_backend") not in (None, "uni")
         )
-        # Set the variables only while vLLM loads. Its first model runner is the default here,
+        # Set the variables only while vLLM loads. They select vLLM's first model runner by default,
         # because it has been tested. vLLM seeds the global generators, so restore their states.
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
         variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
@@ -146,7 +146,7 @@ class VLLMEngine:
                     _check_model(path, made)
                     llm = LLM(path, **made)
             finally:
-                if is_taken:  # the first engine still runs in this process
+                if is_taken:  # restored for the first engine, which still runs here
                     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
                     capture.envs.enable_envs_cache()
         return cls(llm, tokenizer, max_adapters)
@@ -159,7 +159,7 @@ class VLLMEngine:
         return self._core.num_free_blocks
 
     def add(self, placement: Placement) -> None:
-        """Start or extend the session of ``placement``, which the next ``run`` computes."""
+        """Keep a request that starts or extends a placement's session; ``run`` sends it to vLLM."""
         session, query = placement.session, placement.query
         extra = {capture.TAG: session, **_fork_of(placement.source, placement.num_shared)}
         params = SamplingParams(**_OF_A_ROW, extra_args=extra)
@@ -198,9 +198,9 @@ class VLLMEngine:
         return dict(zip(computed, found, strict=True))
 
     def score(self, texts: list[ScoreQuery], relieve: Callable[[], bool]) -> list[Scored]:
-        """Return texts' scores by vLLM's ``prompt_logprobs``; ``relieve`` ends an idle session."""
+        """Return texts' scores by ``prompt_logprobs``; ``relieve`` ends a session to make room."""
         found = self._scored(texts, relieve, is_fresh=False)
-        # vLLM computes no logits of cached tokens, so texts with cached targets run again whole.
+        # vLLM computes no logits of cached tokens, so rerun texts with cached targets uncached.
         again = [i for i, each in enumerate(found) if not each.is_whole]
         if again:
             fresh = self._scored([texts[i] for i in again], relieve, is_fresh=True)
@@ -242,7 +242,7 @@ class VLLMEngine:
 
     def _scored_text(self, output: Any, text: ScoreQuery) -> Scored:
         logprobs, ids, num_computed, num_reused = self._core.logprobs_of(output)
-        # A preempted text may resume after blocks of another request, so compare the ids too.
+        # A preempted text may resume from cached targets, whose ids are wrong, so compare ids too.
         targets = torch.tensor(text.targets, dtype=torch.int64)
         is_whole = num_reused < text.start and torch.equal(ids[text.start - 1 :], targets)
         return Scored(logprobs[text.start - 1 :].clone(), num_computed, num_reused, is_whole)
@@ -258,7 +258,7 @@ class VLLMEngine:
                 self._call(self._core.forget_logits, list(untaken))
 
     def reset(self) -> None:
-        """Wait until ended requests are gone, forget all blocks; completions are computed again."""
+        """Wait until ended requests are gone; empty the KV cache, so completions are recomputed."""
         self._wait_for_ends()
         self._call(self._core.reset)
 
@@ -271,7 +271,7 @@ class VLLMEngine:
         source: str | None = None,
         num_shared: int = 0,
     ) -> None:
-        """Begin a completion; it may fork the first ``num_shared`` tokens of a computed session.
+        """Begin a completion, which may fork the first ``num_shared`` tokens of session ``source``.
 
         Later steps advance it.
         """
@@ -356,14 +356,14 @@ class VLLMEngine:
         return len(self._sessions) + len(self.completions) + len(self._texts)
 
     def _is_relieved(self, relieve: Callable[[], bool]) -> bool:
-        """Return whether to step again: few steps have been empty, or ``relieve`` has made room."""
+        """Return whether to step again: few steps in a row were empty, or ``relieve`` made room."""
         if self._num_empty_steps < _MOST_EMPTY_STEPS:
             return True
         self._num_empty_steps = 0
         return relieve()
 
     def _step(self) -> list[Any]:
-        """Step a local core, or wait up to ``_WAIT`` s for a remote one; extend the completions."""
+        """Run a step, or await a remote one for ``_WAIT`` s; extend completions; return outputs."""
         gone = [c for c in self.completions.values() if c.future.cancelled()]
         if gone:
             self.stop(gone)
@@ -435,7 +435,7 @@ class VLLMEngine:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise on options that vLLM does not know, and on those that sessions do not support."""
+    """Raise an error for an option unknown to vLLM, or a value that sessions do not support."""
     known = {field.name for field in fields(EngineArgs)} | {*inspect.signature(LLM).parameters}
     for name in options:
         if name not in known:
@@ -454,7 +454,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _values_explained() -> Iterator[None]:
-    """Turn pydantic's errors for vLLM's options into an ``OptionError`` that names them."""
+    """Turn pydantic's errors for vLLM's options into an ``OptionError`` that names the options."""
     try:
         yield
     except ValidationError as error:
@@ -468,11 +468,11 @@ def _values_explained() -> Iterator[None]:
 
 def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
     """Raise an error, before weights are loaded, if a model's config implies recurrent states."""
-    own = {field.name for field in fields(EngineArgs)}  # as for vllm.LLM, but no chat template
+    own = {field.name for field in fields(EngineArgs)}  # vllm.LLM takes others too
     given = {name: value for name, value in arguments.items() if name in own}
     if given.get("hf_overrides", {}) is None:  # ``None``, which only vllm.LLM accepts
         del given["hf_overrides"]
-    # Drop messages here: vLLM configures its logger later, and then logs them again.
+    # Drop vLLM's messages here: it configures its logger later, and logs them again.
     log, nobody = logging.getLogger("vllm"), logging.NullHandler()
     log.addHandler(nobody)
     try:
@@ -491,7 +491,7 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "enable_prefix_caching": True,
         "gpu_memory_utilization": 0.9,
-        "disable_hybrid_kv_cache_manager": True,  # vLLM does so itself for most connectors
+        "disable_hybrid_kv_cache_manager": True,  # vLLM sets this itself for most connectors
         **options,
         "disable_log_stats": False,  # the statistics report the free blocks
         "async_scheduling": False,
@@ -535,7 +535,7 @@ _DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER
 
 @contextlib.contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for the duration, and restore them afterwards."""
+    """Set environment variables inside the ``with`` block, and restore them after it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -550,7 +550,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restore the global random generators of Python, NumPy and torch (on the CPU) afterwards."""
+    """After the ``with`` block, restore the random states of Python, NumPy and torch (CPU)."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -32,12 +32,12 @@ _LONGEST_PASS: Final = 2048
 """Longest text, in tokens, to score in one pass: vLLM holds the logits of all tokens at once."""
 
 _MOST_OF_PROMPT: Final = 64
-"""Use one pass for at most this many tokens per scored token; above, cached rows are faster."""
+"""Most tokens per scored token of a text scored in one pass; above, cached rows are faster."""
 
 
 @final
 class VLLMEvaluator(Evaluator):
-    """Computes rows in requests that stay in vLLM (sessions), and scores from prompt logprobs."""
+    """Computes rows in sessions (requests that stay in vLLM), scores in one pass or from rows."""
 
     def __init__(
         self, engine: VLLMEngine, output_device: torch.device, max_length: int | None = None
@@ -89,7 +89,7 @@ class VLLMEvaluator(Evaluator):
         return [found[query] for query in queries]
 
     def _read(self, queries: Sequence[Any]) -> list[Any]:
-        """Return a row or readout for each query; those of equal ``forward_key`` share a row."""
+        """Return a row or readout for each query; queries of equal ``forward_key`` share a row."""
         asked: defaultdict[RowQuery, list[Any]] = defaultdict(list)
         for query in queries:
             asked[query.forward_key].append(query)
@@ -102,7 +102,7 @@ class VLLMEvaluator(Evaluator):
         return [answer_to[query] for query in queries]
 
     def _scores(self, scorings: Sequence[ScoreQuery]) -> list[Result]:
-        """Return the scores of texts, each computed in one pass if ``_is_pass``, or from rows."""
+        """Return the scores of texts, each computed in one pass if ``_is_pass``, else from rows."""
         at_once = [scoring for scoring in scorings if self._is_pass(scoring)]
         found = dict(zip(at_once, self.planner.score(at_once, self.check_cancelled), strict=True))
         rest: defaultdict[ScoreExtras, list[ScoreQuery]] = defaultdict(list)
@@ -137,7 +137,7 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- caching
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many tokens of a context, except its last, a session holds; 0 for "host"."""
+        """Return how many tokens before a context's last one are cached; 0 for tier "host"."""
         return 0 if tier == "host" else self.planner.table.source_of(query)[1]
 
     def pin(self, query: RowQuery) -> bool:

@@ -68,7 +68,7 @@ class VLLMPictureReader:
         return self._context(ids, features)
 
     def _context(self, ids: list[int], features: list[Any]) -> Context:
-        """Return a context whose image tokens are replaced by codes of the pictures' digests."""
+        """Return a context with codes of the pictures' digests in place of the image token id."""
         image_token_id = self._engine.image_token_id
         assert image_token_id is not None
         self._contexts.packed([i for i in ids if i != image_token_id])

@@ -1,1 +1,1 @@
-"""Engine: generation requests with a result queue each, batched together."""
+"""Engine: runs generation requests, batched together; each request has a queue of its results."""

@@ -40,14 +40,14 @@ class Engine(OfOneProcess, Closing):
 
     Requests run on the engine's own event loop, in its own thread. Any coroutine or thread may
     start, read, await and stop them, and do other work meanwhile. At most ``max_batch`` texts and
-    beams of a model run at once, and only if the KV cache has room for their maximum lengths; the
-    others wait in order.
+    beams of a model run at once, and only if the KV cache has room for their maximum lengths.
+    Further ones wait in order.
 
-    Methods raise an ``UnknownModelError`` (``KeyError``) if no installed model has the given name,
-    and an ``UnknownRequestError`` (``ValueError``) if a request belongs to another engine.
+    Methods raise an ``UnknownModelError`` (``KeyError``) if the name was never installed,
+    and an ``UnknownRequestError`` (``ValueError``) for a request of another engine.
 
-    Use it in a ``with`` or ``async with`` statement, or call ``close()``. It belongs to the process
-    that created it: a fork of that process gets a ``ForkedError``.
+    Use an engine in a ``with`` or ``async with`` statement, or call ``close()``. It belongs to the
+    process that created it: a call in a fork of that process raises a ``ForkedError``.
 
     Attributes:
         loop: The event loop that runs the requests.
@@ -101,20 +101,20 @@ class Engine(OfOneProcess, Closing):
     def start_model(self, name: str) -> None:
         """Load a model if it is not loaded, and accept requests; block until it is ready.
 
-        Loading allocates the KV cache. Unless ``warm_up`` is off, the model then evaluates a
-        context of the maximum length and a batch of the maximum size, so that a lack of memory
-        raises an error here.
+        Loading allocates the KV cache. Unless ``warm_up`` is off, the first start also evaluates
+        a context of the maximum length and a batch of the maximum size, so that a lack of memory
+        raises an error in this call.
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless the model is installed or stopped.
-            Exception: The error of loading or evaluating; the state is unchanged then.
+            Exception: The error of loading or evaluating; the model's state stays as it was.
         """
         self._model(name).start()
 
     def shut_model(self, name: str) -> None:
         """Refuse further requests for a model; accepted ones go on.
 
-        Callers that wait for room get a ``ModelStateError``.
+        Callers that wait for room in the queue get a ``ModelStateError``.
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless the model is running.
@@ -124,7 +124,7 @@ class Engine(OfOneProcess, Closing):
     def stop_model(self, name: str) -> None:
         """Interrupt a model's requests, which keep their texts so far, and refuse further ones.
 
-        Blocks until all requests have ended, and clears the model's cache.
+        Blocks until all of the model's requests have ended, then clears the model's cache.
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless the model is running.
@@ -188,7 +188,7 @@ class Engine(OfOneProcess, Closing):
 
         Args:
             model_name: Name of a running model.
-            input_ids: A list, or an array or tensor ``[length]`` or ``[1, length]``.
+            input_ids: The prompt: a list, or an array or tensor ``[length]`` or ``[1, length]``.
             config: The configuration; by default, decoding is greedy, up to the model's limit.
             timeout: Seconds to wait, at most, while the queue is full; 0 raises an error at once.
             **fields: Fields that override those of ``config``.
@@ -197,7 +197,7 @@ class Engine(OfOneProcess, Closing):
             ModelStateError: (``RuntimeError``) If the model is not running.
             ContextError: (``ValueError``) If the prompt is empty or leaves no room for a token, or
                 if the KV cache has no room for it and the longest text after it.
-            ContextTypeError: (``TypeError``) If its ids are not integers.
+            ContextTypeError: (``TypeError``) If ``input_ids`` are not integers.
             GenerationConfigError: (``ValueError``) If the configuration does not fit the model,
                 or ``num_beams`` exceeds ``max_batch``.
             RequestQueueFullError: (``queue.Full``) If the queue was full for ``timeout`` seconds.
@@ -221,7 +221,7 @@ class Engine(OfOneProcess, Closing):
 
         Args:
             model_name: Name of a running model.
-            prompts: Texts, chats or token ids.
+            prompts: A list of prompts: texts, chats or sequences of token ids.
             configs: One configuration per prompt, or one for all.
             timeout: Seconds to wait, at most, while the queue is full; 0 raises an error at once.
 
@@ -288,7 +288,7 @@ class Engine(OfOneProcess, Closing):
                 ``[{"role": …, "content": …}, …]``, which the model's chat template renders; or
                 several texts or chats.
             config: The configuration, as for ``start_request_ids``.
-            timeout: Seconds to wait, at most, with each request while the queue is full.
+            timeout: Seconds to wait, at most, for each request while the queue is full.
             **fields: Fields that override those of ``config``.
 
         Raises:
@@ -303,7 +303,7 @@ class Engine(OfOneProcess, Closing):
         try:
             for request, entries in prepared.items():
                 served.submit({request: entries}, timeout)
-        except BaseException:  # the caller gets no handles with which to stop them
+        except BaseException:  # the caller gets no handles, so stop them
             for request in requests:
                 self.stop_request(request)
             raise
@@ -347,7 +347,7 @@ class Engine(OfOneProcess, Closing):
         if not isinstance(request, GenerationRequest) or request.loop is not self.loop:
             raise UnknownRequestError(f"{shown(request)} is not a request of this engine")
 
-    # ---------------------------------------------------------------- short forms
+    # ---------------------------------------------------------------- generate and stream
 
     async def generate(
         self,
@@ -371,7 +371,7 @@ class Engine(OfOneProcess, Closing):
         (request,) = prepared
         try:
             return await request
-        except GeneratorExit:  # a thread that collects garbage may hold a lock: stop on the loop
+        except GeneratorExit:  # garbage collection raises it, perhaps under a lock: use the loop
             self.loop.call_soon(self.stop_request, request)
             raise
         except BaseException:
@@ -387,7 +387,7 @@ class Engine(OfOneProcess, Closing):
         timeout: float | None = None,
         **fields: Any,
     ) -> AsyncIterator[GeneratedElements]:
-        """Yield the new tokens of a text; leaving the iteration interrupts the request.
+        """Generate one text and yield its new tokens; leaving the iteration interrupts the request.
 
         Raises:
             GenerationConfigError: (``ValueError``) If ``n`` or ``num_beams`` is not 1; otherwise
@@ -408,8 +408,8 @@ class Engine(OfOneProcess, Closing):
     def close(self) -> None:
         """Stop and release every model and end the engine's thread; a second call has no effect.
 
-        All models end, even if ending one raises an error. A concurrent call waits for the first.
-        In a fork of the engine's process, this does nothing.
+        Every model is released, even if releasing one raises an error. A concurrent call waits for
+        the first. In a fork of the engine's process, this does nothing.
         """
         if self._lock.is_foreign:
             return

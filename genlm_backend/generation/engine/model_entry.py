@@ -41,13 +41,13 @@ class ModelState(enum.Enum):
     """State of a model in an engine."""
 
     INSTALLED = "installed"
-    """Its name and configuration are known."""
+    """It is registered under its name, and has not been started."""
     RUNNING = "running"
-    """It takes requests."""
+    """It is in memory and takes requests, unless ``shut_model`` has been called."""
     STOPPED = "stopped"
     """It is in memory and takes no requests."""
     RELEASED = "released"
-    """The engine no longer holds it, and has closed it if it loaded it; its name is free."""
+    """It is closed if the engine had loaded it; another model may be installed under its name."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +66,7 @@ Submission: TypeAlias = dict[GenerationRequest, list[_Entry]]
 
 @final
 class ModelEntry:
-    """A model of an engine: loads and releases it, admits requests, and runs their sequences."""
+    """Loads and releases a model of an engine, admits its requests, and runs their sequences."""
 
     def __init__(
         self, name: str, source: AsyncLM | str, config: RuntimeConfig, loop: BackgroundLoop
@@ -84,15 +84,15 @@ class ModelEntry:
         self._given = source if isinstance(source, AsyncLM) else None
         self._config, self._loop = config, loop
         self._lm: AsyncLM | None = None
-        self._transition = threading.RLock()  # held through a whole load, stop or release
-        self._lock = ProcessLock(is_reentrant=True)  # guards the queues and calls of choose()
+        self._transition = threading.RLock()  # held during a whole start, stop or release
+        self._lock = ProcessLock(is_reentrant=True)  # guards the lists below and calls of choose()
         self._lock.claim()  # the engine's thread lives in this process
         self._room = Signal()
         self._is_open = False
         self._requests: dict[GenerationRequest, list[_Entry]] = {}  # requests that have not ended
         self._waiting: deque[_Entry] = deque()  # may contain entries of ended requests
         self._running: list[_Entry] = []
-        self._tasks: set[asyncio.Task[None]] = set()  # changed on the loop only
+        self._tasks: set[asyncio.Task[None]] = set()  # changed only by the loop's thread
         self._num_submissions = 0
         self._last_begun = -1
 
@@ -155,7 +155,7 @@ class ModelEntry:
                 lm.close()
 
     def close(self) -> None:
-        """Stop and release the model from any state; wait for another thread's transition first."""
+        """Stop and release the model from any state, once no other thread is changing its state."""
         with self._transition:
             try:
                 if self.state is ModelState.RUNNING:
@@ -226,7 +226,7 @@ class ModelEntry:
         )
 
     def _try_submit(self, requests: Submission) -> Literal[True] | Future[None]:
-        """Accept requests, or return a future that completes when room may have become free."""
+        """Accept the requests, or return a future that completes when the queue may have room."""
         with self._lock.here:
             if not self._is_open:
                 raise ModelStateError(
@@ -244,7 +244,7 @@ class ModelEntry:
             self._waiting += waiting
             try:
                 self._admit()
-            except BaseException:  # the caller gets no handles with which to stop them
+            except BaseException:  # the caller gets no handles, so stop them
                 for request in requests:
                     self.end(request)
                 raise
@@ -286,7 +286,7 @@ class ModelEntry:
     # ---------------------------------------------------------------- running a sequence
 
     def _start(self, entry: _Entry) -> None:
-        """Create a sequence's task; called on the loop."""
+        """Create a sequence's task, unless its request has ended; called on the loop's thread."""
         if entry.request in self._requests:
             entry.task = asyncio.get_running_loop().create_task(self._work(entry))
             self._tasks.add(entry.task)
@@ -326,7 +326,7 @@ class ModelEntry:
             await sequence.ask()
 
     def _leave(self, entry: _Entry) -> None:
-        """Free a sequence's place for waiting sequences; the last to leave finishes its request."""
+        """Free an ended sequence's place; finish its request if all its sequences have ended."""
         request = entry.request
         with self._lock.here:
             self._running = [other for other in self._running if other is not entry]
@@ -356,7 +356,7 @@ class ModelEntry:
     def _settle(
         self, request: GenerationRequest, status: GenerationStatus, error: Exception | None = None
     ) -> None:
-        """Put a request's remaining tokens into its queue and end it, even if a sequence raises."""
+        """Put a request's last tokens into its queue; end the request even if a sequence raises."""
         entries = self._requests.pop(request)
         self._running = [entry for entry in self._running if entry.request is not request]
         held_back: dict[int, str] = {}
@@ -373,7 +373,7 @@ class ModelEntry:
 
 
 def _num_tokens(entries: Sequence[_Entry]) -> int:
-    """Return the most tokens that sequences may keep in the KV cache; each prompt counts once."""
+    """Return the most KV-cache tokens that sequences may need; a request's prompt counts once."""
     prompts = {entry.request: len(entry.request.prompt_token_ids) for entry in entries}
     # The last token of a text is never evaluated.
     new = [

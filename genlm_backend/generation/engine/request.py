@@ -46,14 +46,14 @@ class Signal:
 
 
 def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> T | None:
-    """Call ``attempt`` until it returns no future; block on each future. ``None`` on timeout."""
+    """Return the result of ``attempt``; block and retry if it is a future. ``None`` on timeout."""
     timeout = check_timeout("timeout", timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
     while isinstance(found := attempt(), Future):
         try:
             found.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            if found.cancel():  # a cancelled waiter is dropped by its Signal
+            if found.cancel():  # its Signal drops a cancelled waiter
                 return None
     return found
 
@@ -84,12 +84,12 @@ class ResultQueue:
     same queue, and each token is returned once. If a request has several texts, each result has
     tokens of one text. After the last token of an ended request, these methods return ``None`` and
     iterations stop; if the request failed, they raise its exception.
-    In a fork of its process, every method raises a ``ForkedError``.
+    In a fork of the engine's process, every method raises a ``ForkedError``.
     """
 
     def __init__(self, num_texts: int, num_prompt_tokens: int, with_logprobs: bool) -> None:
         self._lock = ProcessLock()
-        self._lock.claim()  # the engine's thread, which writes to it, lives in this process
+        self._lock.claim()  # the thread that writes to this queue lives in this process
         self._changed = Signal()
         self._texts = [_Text() for _ in range(num_texts)]
         self._scores: dict[int, float] = {}
@@ -104,11 +104,11 @@ class ResultQueue:
     # ---------------------------------------------------------------- reading
 
     def get(self) -> GeneratedElements | None:
-        """Return the unread tokens of a text, blocking until there are any; ``None`` at the end."""
+        """Return the unread tokens of one text; block until there are any. ``None`` at the end."""
         return wait_for(self._next, None)
 
     def get_with_timeout(self, timeout_ms: float) -> GeneratedElements | None:
-        """Return the unread tokens of a text, or ``None`` if none come in ``timeout_ms``.
+        """Return the unread tokens of one text, or ``None`` if none come in ``timeout_ms``.
 
         ``timeout_ms`` is in milliseconds. ``None`` is also returned at the end, when
         ``status().is_final`` is true.
@@ -117,12 +117,12 @@ class ResultQueue:
         return wait_for(self._next, None if milliseconds is None else milliseconds / 1000)
 
     def get_nowait(self) -> GeneratedElements | None:
-        """Return the unread tokens of a text; ``None`` if there are none yet, or at the end."""
+        """Return the unread tokens of one text; ``None`` if there are none yet, or at the end."""
         with self._lock.here:
             return self._take()
 
     async def aget(self) -> GeneratedElements | None:
-        """Await the unread tokens of a text; ``None`` at the end, as with ``get``."""
+        """Await the unread tokens of one text; ``None`` at the end, as with ``get``."""
         return await await_for(self._next)
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
@@ -172,7 +172,7 @@ class ResultQueue:
             return found if is_over else self._changed.waiter()
 
     def _take(self) -> GeneratedElements | None:
-        """Return the unread tokens of the text with the most; called under the lock."""
+        """Return the unread tokens of the text with most unread; called under the lock."""
         unread = [len(text.tokens) - text.num_read for text in self._texts]
         news = [(n, -i) for i, n in enumerate(unread) if n or self._texts[i].is_cut]
         if not news:
@@ -199,7 +199,7 @@ class ResultQueue:
             tokens=tokens,
         )
 
-    # ---------------------------------------------------------------- for the request
+    # ---------------------------------------------------------------- the end and the texts
 
     def wait_for_end(self, timeout: float | None) -> bool:
         """Block until the request has ended; return ``False`` after ``timeout`` seconds."""
@@ -262,7 +262,7 @@ class ResultQueue:
         scores: dict[int, float] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Set the final status, with held-back characters; later calls have no effect."""
+        """Set the final status, held-back characters and scores; later calls have no effect."""
         with self._lock.here:
             if self._status.is_final:
                 return
@@ -286,8 +286,8 @@ class ResultQueue:
 class GenerationRequest:
     """A generation request, which an engine's ``start_request…`` methods return.
 
-    ``await request`` waits for its end and returns its texts; ``request.queue`` yields their tokens
-    as they are generated.
+    ``await request`` waits for its end and returns its texts; iterating over ``request.queue``
+    yields their tokens as they are generated.
 
     Attributes:
         id: Number of the request, unique in the process.

@@ -47,9 +47,9 @@ class RuntimeConfig(CheckedConfig):
             ``"int8"`` or ``"uint4"`` for eight or four bits per element.
         kv_cache_bytes: Bytes of the KV cache, at most.
         warm_up: Whether starting the model evaluates a context of the maximum length and a batch
-            of the maximum size, so that a lack of memory raises then.
+            of the maximum size, so that ``start_model`` raises if memory is lacking.
         backend: Name of the backend for ``load_model_by_name``, if the model is given by name.
-        llm_opts: More options for loading the model; they override the fields.
+        llm_opts: More options for loading the model by name; they override the fields above.
 
     Raises:
         RuntimeConfigError: (``ValueError``) Naming the field.
@@ -70,7 +70,7 @@ class RuntimeConfig(CheckedConfig):
 
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:
-        """Return the configuration of a loaded model."""
+        """Return the configuration that describes a loaded model."""
         return cls(
             device=None if lm.model_device is None else str(lm.model_device),
             max_batch=lm.batch_size,
@@ -79,7 +79,7 @@ class RuntimeConfig(CheckedConfig):
             kv_cache_mode=_MODES.get(lm.kv_cache_dtype, "default"),
         )
 
-    # ---------------------------------------------------------------- for a model
+    # ---------------------------------------------------------------- loading and checking a model
 
     def loading_options(self, backend: str) -> dict[str, Any]:
         """Convert the fields to the ``llm_opts`` of ``load_model_by_name``."""

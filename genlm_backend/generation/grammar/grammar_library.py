@@ -11,7 +11,7 @@ from genlm_backend.errors import MissingExtraError
 from genlm_backend.model.async_lm import AsyncLM
 
 _vocabularies: Final[weakref.WeakKeyDictionary[AsyncLM, Any]] = weakref.WeakKeyDictionary()
-"""Cached ``LLTokenizer`` of each living model: building one takes a tenth of a second."""
+"""Cached ``LLTokenizer`` of each model, since building one takes a tenth of a second."""
 
 
 def vocabulary_of(lm: AsyncLM) -> Any:
@@ -34,7 +34,7 @@ def load_library() -> Any:
 
 @cache
 def executor_of(process_id: int) -> Any:
-    """Return this process's ``LLExecutor``, whose threads compute masks; forks lack the threads."""
+    """Return the ``LLExecutor`` of a process, whose threads compute masks; a fork needs its own."""
     return load_library().LLExecutor()
 
 
@@ -65,7 +65,7 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, lm: AsyncLM) -> None:
-        # llguidance's EOS is the added token, so that its masks ignore the model's EOS tokens.
+        # llguidance's EOS is the added token, so the model's EOS tokens are like others in masks.
         self.eos_token_id = len(lm.byte_vocab)
         self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
         self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]
@@ -74,7 +74,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokenize a text greedily, as far as tokens match; llguidance accepts any tokenisation."""
+        """Tokenize a text greedily until no token matches; llguidance accepts any tokenisation."""
         rest = text.encode() if isinstance(text, str) else text
         found = []
         while rest:
@@ -90,7 +90,7 @@ class _Vocabulary:
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _EXCERPT = re.compile(r"(?=[ \d]{4,} \|) {0,3}(\d+) \|")
 _COMPILING = "failed to compile JSON schema: "
-_REFERENCE = re.compile(r"\n  while processing \S+")  # names an internal rule, so it is cut
+_REFERENCE = re.compile(r"\n  while processing \S+")  # names a generated rule, so it is cut
 _REGEX = re.compile(
     r"(?:invalid regex .* \(in regex\): )?regex parse error:\n(.*)\nerror: (.*)", re.S
 )
@@ -99,7 +99,7 @@ _REGEX = re.compile(
 def fault_of_generated(message: str) -> str:
     """Return llguidance's message about a generated grammar, without its excerpt of the grammar."""
     place = _PLACE.match(message)
-    first = max(1, int(place[1]) - 2) if place else 1  # llguidance shows two lines of context
+    first = max(1, int(place[1]) - 2) if place else 1  # an excerpt begins two lines earlier
     fault = message.rpartition(f"\n{first:4} | ")[0] or message
     fault = fault[place.end() :] if place else fault
     fault = _REFERENCE.sub("", fault.removeprefix(_COMPILING)).strip()
@@ -112,6 +112,6 @@ def fault_of_generated(message: str) -> str:
 
 
 def fault_of_own(message: str, num_lines: int) -> str:
-    """Return llguidance's message about a caller's grammar, without the lines added to it."""
+    """Return llguidance's message, without excerpts of a grammar's lines after ``num_lines``."""
     numbers = [(_EXCERPT.match(line), line) for line in message.rstrip().split("\n")]
     return "\n".join(line for found, line in numbers if not found or int(found[1]) <= num_lines)

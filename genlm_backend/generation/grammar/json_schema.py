@@ -1,6 +1,6 @@
 """JSON schemas for llguidance: ``SchemaWalk`` rewrites a schema so that llguidance enforces it.
 
-It refuses features that llguidance ignores or misreads, such as numbers that no double equals.
+The walk refuses what llguidance ignores or misreads, such as numbers that no double equals.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _ENVELOPE: Final = frozenset({"name", "description", "strict", "schema"})
 
 _DEEPEST = 100
 _MOST = 2**53
-_MOST_EXPONENT = 22  # the largest power of ten that a double holds exactly
-_MOST_FACTOR = 100_000  # llguidance builds a state per unit: 531,441 take 6 s
+_MOST_EXPONENT = 22  # 10**22 is the largest power of ten that is an exact double
+_MOST_FACTOR = 100_000  # a divisor n costs llguidance n states: 531,441 take 6 s
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
-_ESCAPES = 'nrbtf\\"'  # no "u": an escaped declared key would pass as an undeclared one
+_ESCAPES = 'nrbtf\\"'  # no "u": a declared key spelled with it would pass as an undeclared one
 
 
 def check_schema(schema: Mapping[str, Any] | bool | str | type[Any]) -> SchemaWalk:
-    """Check a JSON schema, given as a mapping, JSON text or class; return its rewritten copy."""
+    """Check a JSON schema, given as a mapping, boolean, JSON text or class, and rewrite it."""
     if is_class_with_schema(schema):
         schema = schema_of_class(schema)
     check_is_no_instance(schema)
@@ -95,7 +95,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def unwrapped(schema: Any) -> Any:
-    """Return the schema of a ``response_format``, with or without OpenAI's wrapper."""
+    """Return the schema of a ``response_format``, taken out of OpenAI's wrapper if it has one."""
     if not isinstance(schema, Mapping) or {"schema", "name", "strict"}.isdisjoint(schema):
         return schema
     for name in schema.keys() - _ENVELOPE:
@@ -129,7 +129,7 @@ class SchemaWalk:
         return _grammar(self._root, whitespace)
 
     def fault(self, whitespace: str, message: str) -> str:
-        """Return llguidance's message, with the pointer of the innermost schema that causes it."""
+        """Return llguidance's message and the pointer of the innermost schema with this fault."""
         fault = fault_of_generated(message)
         for pointer, part in reversed([*self._schemas()]):
             alone = _grammar(_without_references(part), whitespace)
@@ -252,7 +252,7 @@ class SchemaWalk:
                     )
 
     def _write_format(self, schema: dict[str, Any], pointer: str) -> None:
-        """Replace or narrow formats by patterns if llguidance is laxer; refuse unknown formats."""
+        """Write a format as a pattern if llguidance allows too much; refuse an unknown format."""
         value, types = schema.get("format"), schema.get("type", "string")
         name, known = str(value), {**FORMATS, **NATIVE_FORMATS}
         if value is None or known.get(name) == "":
@@ -329,7 +329,7 @@ class SchemaWalk:
         )
 
     def _kinds(self, schema: Any, key: str, tagged: list[dict[str, Any]]) -> set[tuple[str, str]]:
-        """Return the types of values that may fit, each with its constant (``""`` for any)."""
+        """Return each type that a schema allows, with its constant or ``key``'s; ``""`` for any."""
         while isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             schema = self._parts[self._target(schema["$ref"], "#")]
         if not isinstance(schema, dict):
@@ -351,7 +351,7 @@ class SchemaWalk:
                 return {("object", f"{kind} {tag}") for kind, tag in tags}
         return {(kind, "") for kind in kinds}
 
-    # ---------------------------------------------------------------- the whole document
+    # ---------------------------------------------------------------- checks of the whole schema
 
     def _check_merged_numbers(self) -> None:
         """Refuse combinations of bounds or divisors that llguidance does not enforce."""
@@ -376,7 +376,7 @@ class SchemaWalk:
                 )
 
     def _refuse_escaped_keys(self) -> None:
-        """Refuse key patterns and open objects with keys: escaped keys evade llguidance < 1.8."""
+        """Refuse schemas whose keys llguidance < 1.8 does not enforce: it allows escaped keys."""
         for pointer, part in self._schemas():
             is_open = part.get("additionalProperties") is not False
             if part.get("patternProperties") or (is_open and part.get("properties")):
@@ -490,7 +490,7 @@ def _is_exact(number: int | Decimal) -> bool:
 
 
 def _is_factor(divisor: int | Decimal) -> bool:
-    """Return whether llguidance enforces a ``multipleOf``, which it scales to an integer."""
+    """Return whether llguidance enforces a ``multipleOf``, which it scales to an integer first."""
     if divisor <= 0 or not _is_exact(divisor):
         return False
     value, exponent = float(divisor), 0
@@ -501,7 +501,7 @@ def _is_factor(divisor: int | Decimal) -> bool:
 
 
 def _bounds(schema: dict[str, Any], names: tuple[str, str]) -> list[tuple[int | Decimal, bool]]:
-    """Return the lower or upper bounds of a number, and whether each excludes an integer."""
+    """Return a schema's lower or upper bounds, and for each whether it is an excluded integer."""
     if schema.get("type") == "integer":
         return []
     bound, excluded = (schema.get(name) for name in names)

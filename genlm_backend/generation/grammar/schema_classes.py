@@ -17,7 +17,7 @@ def is_class_with_schema(value: Any) -> bool:
 
 
 def schema_of_class(value: Any) -> dict[str, Any]:
-    """Return pydantic's JSON schema of a class or a ``TypeAdapter``, closed to extra keys."""
+    """Return pydantic's JSON schema of a class or a ``TypeAdapter``, but forbid extra keys."""
     try:
         import pydantic
     except ImportError as error:
@@ -34,13 +34,13 @@ def schema_of_class(value: Any) -> dict[str, Any]:
         name = getattr(value, "__name__", value)
         first = str(error).splitlines()[0]
         raise ConstraintError(f"{name} has no JSON schema: {first}") from error
-    # A class allows extra keys only if it says so (``extra="allow"``).
+    # Keys that are no fields are allowed only by a class with ``extra="allow"``.
     _close(schema, "#")
     return schema
 
 
 def _close(schema: Any, pointer: str) -> None:
-    """Forbid extra keys that a schema does not mention, and refuse schemas with ``_MARK``."""
+    """Forbid extra keys where a schema says nothing about them; refuse schemas with ``_MARK``."""
     if isinstance(schema, list):
         for i, part in enumerate(schema):
             _close(part, f"{pointer}/{i}")
@@ -103,7 +103,7 @@ def _marking_generator() -> type[Any]:
 
         def generate_inner(self, schema: Any) -> dict[str, Any]:
             made, validator = super().generate_inner(schema), _validator(schema)
-            if validator == "import_string":  # ``_marked`` never sees this validator
+            if validator == "import_string":  # ``_marked`` is not called for this validator
                 return {**made, _MARK: "ImportString"}
             return made
 
@@ -116,7 +116,7 @@ def _marking_generator() -> type[Any]:
 
 
 def _weaker(core: dict[str, Any], schema: dict[str, Any], config: Any) -> str | None:
-    """Return the name of a type that rejects texts which its JSON schema allows, else ``None``."""
+    """Return a core type's name if it rejects texts that its JSON schema allows, else ``None``."""
     kind, bounds = core["type"], {"gt", "ge", "lt", "le"} & core.keys()
     if name := _WEAKER.get(kind) or _WEAKER.get(_validator(core)):
         return name

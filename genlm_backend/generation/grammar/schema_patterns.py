@@ -36,7 +36,7 @@ _RUST_ALONE = re.compile(r"\\[AzU]|\\[xu]\{.*|\\[pP][^{]?|\(\?(?![:=!<]|P<).*", 
 
 
 def portable(pattern: str, pointer: str, *, is_wide: bool = False) -> str:
-    """Rewrite a pattern to match texts that both dialects match or, if wide, that either does."""
+    """Rewrite a pattern to match what ECMA 262 and Python both match or, if wide, either does."""
     written, before = [], ""
     for part, is_inside, is_negated in _parts(pattern):
         letter = part[1:]
@@ -80,7 +80,7 @@ def _is_odd(part: str, before: str, is_inside: bool) -> bool:
 
 
 def _parts(pattern: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield each part of a pattern, whether it is in a set (``[…]``), and if so, a negated one."""
+    """Yield each part of a pattern, whether it is in a set (``[…]``), and whether in ``[^…]``."""
     is_inside = is_negated = False
     for match in _PART.finditer(pattern):
         part = match[0]

@@ -49,14 +49,14 @@ class _OptionsByName(HFOptions, ReplicaOptions):
 class AsyncReplicas(BatchedLM):
     """Several evaluators of one model, with the interface of a single model.
 
-    Each context goes to the replica that is estimated to answer it soonest, from its queue and
-    from the contexts that it was sent before, whose keys and values it caches. Rows, batches and
-    adapters work as with one evaluator; ``batch_size`` holds for each replica.
+    Each context goes to the replica that is estimated to answer it soonest. The estimate uses a
+    replica's queue, and the contexts sent to it before, whose keys and values it caches. Rows,
+    batches and adapters work as with one evaluator; ``batch_size`` holds for each replica.
 
-    If a replica dies, the others get its contexts. If its evaluator is restartable, a restart is
-    tried after pauses of 0, 1, 5 and 20 s, and later by each ``restart()``. A query raises an
-    ``EngineDiedError`` if all replicas are dead, or if three have died while they computed it (a
-    restarted replica counts again).
+    If a replica dies, the others get its unanswered contexts. If its evaluator is restartable, it
+    is restarted, with attempts after pauses of 0, 1, 5 and 20 s, and later at each ``restart()``. A
+    query raises an ``EngineDiedError`` if all replicas are dead, or once a replica has died three
+    times while it computed the query (the same replica or several).
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
@@ -125,7 +125,7 @@ class AsyncReplicas(BatchedLM):
         """Load a transformers model several times, each in a process of its own.
 
         Replicas are assigned to the CUDA devices in turn. If no device exists, or ``device_map`` or
-        ``weights`` is given, they divide the cores instead, unless ``num_threads`` is given.
+        ``weights`` is given, each instead gets its share of the cores as default ``num_threads``.
 
         Args:
             model_id: A repository on the hub, a local directory, or ``"smollm2"``.
@@ -168,7 +168,7 @@ class AsyncReplicas(BatchedLM):
     ) -> Self:
         """Load a transformers model several times, each in an actor of a Ray cluster.
 
-        Ray places the actors. Their nodes need the same version of this library, and the model,
+        Ray places the actors. Their nodes need the caller's version of this library, and the model,
         since each node resolves the name itself. Other options are documented in ``from_name``.
 
         Args:

@@ -25,12 +25,12 @@ _PAUSES: Final = (0.0, 1.0, 5.0, 20.0)
 
 @final
 class NotAskedError(EngineDiedError):
-    """A replica died before it got the query; ``ReplicaBatcher`` sends it to another one."""
+    """A replica died before it got a query; ``ReplicaBatcher`` sends the query to another one."""
 
 
 @final
 class Replica:
-    """One evaluator, with its batcher: the thread that calls it, and its queue."""
+    """One evaluator and its batcher, which has a queue and a thread that calls the evaluator."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class Replica:
             raise
 
     def open(self) -> concurrent.futures.Future[Any]:
-        """Open the evaluator on the replica's thread, unless it is open."""
+        """Open the evaluator, unless open, on the replica's thread; return a future of its info."""
         own = self.evaluator
         return self.batcher.call_soon(lambda: own.open() if own.info is None else own.info)
 
     def ask(self, method: Callable[[Evaluator], Any]) -> concurrent.futures.Future[Any]:
-        """Call a method of the evaluator on the replica's thread, after batches already sent."""
+        """Call ``method(evaluator)`` on the replica's thread, after the batches already sent."""
 
         def call() -> Any:
             try:
@@ -107,7 +107,7 @@ class Replica:
         added: Mapping[Adapter, str],
         without: Adapter | None = None,
     ) -> concurrent.futures.Future[Any]:
-        """Call a method that changes the adapters; if the replica is dead, note the change."""
+        """Call a method that changes the adapters; a dead replica changes them at its restart."""
 
         def change(evaluator: Evaluator) -> None:
             try:
@@ -126,7 +126,7 @@ class Replica:
         return done
 
     def _note(self, added: Mapping[Adapter, str], without: Adapter | None = None) -> None:
-        """Note the adapters that the evaluator loads at its restart."""
+        """Update the adapters that the evaluator loads at its restart."""
         evaluator = self.evaluator
         if isinstance(evaluator, RestartableEvaluator):
             wanted = {**evaluator.adapters, **added}
@@ -135,7 +135,7 @@ class Replica:
     # ---------------------------------------------------------------- dying
 
     def _dies(self, error: EngineDiedError) -> None:
-        """Mark the replica dead, on its thread; refuse waiting queries; restart it if possible."""
+        """Mark the replica dead, refuse its waiting queries, and restart it later if possible."""
         if self.is_dead:
             return
         self._has_died(self, error)  # first, or refused queries would be sent here again and again
@@ -164,7 +164,7 @@ class Replica:
                 logger.warning("replica %d could not be restarted: %s", self.number, error)
 
     def restart(self, evaluator: RestartableEvaluator) -> concurrent.futures.Future[Any]:
-        """Restart the replica now, on its thread, unless it is alive again."""
+        """Restart the replica without a pause, on its thread, unless it is alive again."""
         self._hurry.set()
 
         def restart(_: Evaluator) -> None:
@@ -177,7 +177,7 @@ class Replica:
     def _restart(self, evaluator: RestartableEvaluator) -> None:
         info = evaluator.restart()
         with self._dying:
-            evaluator.load_adapters()  # adapters added during the restart
+            evaluator.load_adapters()  # those added during the restart
             self.is_dead = False
         self._is_back(self.number, info)
 

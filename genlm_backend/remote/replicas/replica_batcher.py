@@ -43,13 +43,13 @@ class ReplicaBatcher(Batcher[Query, Any]):
         self._is_back = is_back
         self._router = Router([None] * len(evaluators), policy.max_batch_size)
         self._asked: dict[Query, tuple[Choice, int]] = {}
-        self._left: deque[tuple[Query, Choice]] = deque()  # no caller waits for these
+        self._left: deque[tuple[Query, Choice]] = deque()  # one per caller that waits no more
         self._last_death = "no replica is alive"
         self._loop: BackgroundLoop | None = None  # made by the first blocking call
 
     def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
         """Make the router for the replicas, which cache ``info.num_slots`` tokens each."""
-        capacities = [info.num_slots or 0 for info in infos]  # without slots nothing is cached
+        capacities = [info.num_slots or 0 for info in infos]  # with 0, nothing counts as cached
         self._router = Router(capacities, self.policy.max_batch_size, per_forward)
 
     # ---------------------------------------------------------------- asking
@@ -60,7 +60,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
             choice = self._send(query)
             try:
                 answer = await self.replicas[choice.replica].batcher.submit(query)
-            except GeneratorExit:  # from the garbage collector; this thread may hold the lock
+            except GeneratorExit:  # raised in garbage collection; this thread may hold the lock
                 self._left.append((query, choice))
                 raise
             except NotAskedError:
@@ -107,7 +107,7 @@ class ReplicaBatcher(Batcher[Query, Any]):
             self._note_left()
 
     def _note_left(self) -> None:
-        """Remove queries for which no caller waits any more from the loads of their replicas."""
+        """Empty ``_left``; a query leaves its replica's load once its last caller stops waiting."""
         while self._left:
             query, choice = self._left.popleft()
             own, count = self._asked.get(query, (None, 0))

@@ -54,7 +54,7 @@ class ReplicaSet(Evaluator):
         self.infos = _results([replica.open() for replica in self.replicas])
         for info in self.infos:
             if not isinstance(info, EvaluatorInfo):
-                return info  # for the caller to refuse
+                return info  # the caller raises an error
         widths = [info.vocab_size for info in self.infos]
         if len(set(widths)) > 1:
             raise OptionError(f"replicas must be of one model, got vocabularies of {widths} ids")
@@ -74,7 +74,7 @@ class ReplicaSet(Evaluator):
         return replace(self.infos[0], **least, **sums, **common, uses_openmp=uses_openmp)
 
     def _of_living(self, method: Callable[[Evaluator], Any]) -> list[Any]:
-        """Return a method's results on the living replicas; one that dies meanwhile is left out."""
+        """Call a method on the living replicas; return the results of those that do not die."""
         asked = self._asked(method)
         concurrent.futures.wait(asked)
         return _of_living(asked)
@@ -177,7 +177,7 @@ class ReplicaSet(Evaluator):
 
 
 def _of_living(asked: Collection[concurrent.futures.Future[Any]]) -> list[Any]:
-    """Return the results of finished futures, except for replicas that were found dead."""
+    """Return the results of finished futures, except those with an ``EngineDiedError``."""
     return _results([f for f in asked if not isinstance(f.exception(), EngineDiedError)])
 
 

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, final
 from genlm_backend.queries.context import common_length
 
 _PER_REPEATED: Final = 4.0
-"""Weight of a token that the replica was not sent, relative to a token that waits there."""
+"""Weight of a token that the replica was not sent before, relative to a token in its queue."""
 # From a simulation of 10,000 resampled particles on 64 replicas: a smaller weight makes replicas
 # compute more tokens again; with a larger one, they wait longer for the slowest replica.
 
@@ -51,12 +51,12 @@ class Router:
         return any(load.is_alive for load in self.loads)
 
     def choose(self, space: Hashable, packed: bytes) -> Choice:
-        """Choose a replica for a context of packed 32-bit ids; at least one has to be alive."""
+        """Choose a living replica for a context of packed 32-bit ids; at least one has to exist."""
         matches = self._sent.matches(space, packed)
-        # A replica's cost is its waiting tokens, plus the context's tokens that it was not sent,
-        # with a weight, since later contexts wait for them too. Contexts divide the cost of common
-        # tokens, so a context stays with its prefix until waiting for that replica costs more than
-        # the context's share of computing the prefix a second time.
+        # A replica's cost is that of its waiting tokens and passes, plus that of the context's
+        # tokens that it was not sent. These have a weight, since later contexts wait for them too.
+        # Contexts divide the cost of common tokens. So a context goes where its prefix was sent,
+        # unless waiting there costs more than the context's share of computing the prefix again.
         costs = [
             (self._wait(load, match) + _PER_REPEATED * match.part, replica)
             for replica, (load, match) in enumerate(zip(self.loads, matches, strict=True))
@@ -71,7 +71,7 @@ class Router:
         return choice
 
     def _wait(self, load: Load, match: _Match) -> float:
-        """Return the cost of waiting for a replica, except for the context's own tokens there."""
+        """Return the cost of waiting for a replica, the context's own queued tokens not counted."""
         num_passes = 1 + load.num_contexts // self.batch_size
         return load.num_tokens - match.num_waiting + self._per_forward * num_passes
 
@@ -101,7 +101,7 @@ class Router:
 
 _ID_BYTES: Final = 4
 _KEPT: Final = 0.8
-"""Once tokens exceed a replica's capacity, the oldest are forgotten down to this share of it."""
+"""If a replica's tokens exceed its capacity, the oldest are forgotten, down to this share of it."""
 
 
 @final
@@ -125,7 +125,7 @@ class _Node:
 
 
 class _Match(NamedTuple):
-    """Counts of a context's tokens: sent to a replica, waiting there, and its share of the rest."""
+    """Numbers of a context's tokens: sent to a replica, in its queue, and a share of the unsent."""
 
     num_known: int
     num_waiting: int
@@ -239,7 +239,7 @@ def _matched(label: bytes, packed: bytes, depth: int) -> int:
 
 
 def _split(node: _Node, matched: int) -> _Node:
-    """Split a node after ``matched`` bytes; return the new first part, the parent of the rest."""
+    """Split a node's label after ``matched`` bytes; return the new node, with the first part."""
     parent = node.parent
     assert parent is not None
     first = _Node(node.label[:matched], parent, dict(node.stamps), set(node.waiting))
