@@ -318,6 +318,12 @@ def test_arguments_are_parsed_and_find_their_place(model):
             HarnessLM.create_from_arg_string(f"pretrained={model},backend=mock,{wrong}")
 
 
+def test_options_of_loading_are_refused_for_a_loaded_model(ours):
+    for options in ({"backend": "hf"}, {"dtype": "float32"}, {"no_such_option": 3}):
+        with pytest.raises(OptionTypeError, match="loaded by name"):
+            HarnessLM(ours.lm, **options)
+
+
 def test_a_tokenizer_must_be_one_of_transformers():
     from tokenizers import Tokenizer, models
 

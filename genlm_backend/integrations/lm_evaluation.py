@@ -22,7 +22,7 @@ from genlm_backend.checks import (
     switch,
     text,
 )
-from genlm_backend.errors import ContextError, MissingExtraError, OptionError
+from genlm_backend.errors import ContextError, MissingExtraError, OptionError, OptionTypeError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.generation import generate
 from genlm_backend.model.async_lm import AsyncLM
@@ -81,7 +81,8 @@ class HarnessLM(TemplateLM):
             keep the model's default.
         max_batch_size: Upper bound of the harness's search for a batch size; ignored.
         device: The device, for models of transformers; other backends ignore it. The harness
-            passes ``"cuda:0"`` by default, so a CUDA device is ignored if torch has none.
+            passes ``"cuda:0"`` by default, so a CUDA device is ignored if torch has none. An
+            ``AsyncLM`` keeps its device and its batch size.
         max_gen_toks: Tokens of a generated text, at most, if its task sets no limit.
         add_bos_token: Whether texts begin with ``bos_token_id``; ``None`` leaves it to the
             tokenizer.
@@ -132,6 +133,8 @@ class HarnessLM(TemplateLM):
         self._think_end_token = optional(text)("think_end_token", think_end_token)
         optional(text)("peft", peft)
         if isinstance(pretrained, AsyncLM):
+            for name in (*llm_opts, *(["backend"] if backend is not None else ())):
+                raise OptionTypeError(f"{name} is for a model loaded by name, not for an AsyncLM")
             self.lm = pretrained
         else:
             opts = {**llm_opts, **_batch_options(batch_size)}
