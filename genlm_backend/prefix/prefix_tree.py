@@ -198,7 +198,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Unpin and free everything; raise if an allocated slot belongs to no linked node."""
         if self.slots.num_used != self._num_linked:
-            raise CacheError("the cache was cleared while slots were being filled")
+            raise CacheError("the cache cannot be cleared while slots are being filled")
         slots = self.nodes.slot[: self.nodes.num_made]
         self.slots.free(slots[slots > 0])
         self.host_slots.free(-slots[slots < 0])

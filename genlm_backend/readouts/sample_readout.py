@@ -252,7 +252,7 @@ NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
 
 
 def log_mass(total: float, row: NDArray[np.floating]) -> float:
-    """Return the log-mass, at most 0, of some of a row's tokens, whose ``log_sum`` is ``total``."""
+    """Return ``total``, the ``log_sum`` of some tokens of ``row``, as 0 if they have all the mass."""
     # A row sums to 1 up to rounding, unless tokens were excluded from it. So if these tokens and
     # the whole row have the same sum, and it is near 1, the log-mass is 0.
     is_all = abs(total) < ROUNDING and abs(total - log_sum(row)) < REORDERED
@@ -332,7 +332,7 @@ def drawings_of(
 def _drawn_alike(
     vocab_size: int, allowed: Any, options: DrawOptions
 ) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Return a function that returns random numbers, and the checked fields all readouts share."""
+    """Check options; return a source of random numbers, and the fields that all readouts share."""
     given = checked_options(DrawOptions, options, "option of draws", ("allowed", "lora_name"))
     generator, divisor, *cuts, impossible = given.values()
     number_of = uniform_of(generator)

@@ -352,7 +352,7 @@ class CudaGraphCapturer:
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
         """Run a function, then capture it; return a replay function and the result tensor."""
         current = torch.cuda.current_stream(self._stream.device)
-        # The outer context restores the current stream, which a failed capture does not.
+        # The outer context restores the current stream even if leaving the inner one fails.
         with _RECORDING, torch.cuda.stream(current):
             self._stream.wait_stream(current)
             try:

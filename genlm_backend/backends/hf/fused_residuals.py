@@ -132,7 +132,7 @@ def _kernel_for(layer: Any) -> FusedAddRMSNorm | None:
         following = _Layer(layer, kernel)
         following.following = following
         again = following(given, **options)
-    except Exception as error:  # third-party code, or the kernel does not compile
+    except Exception as error:  # third-party code may raise anything; a kernel may not compile
         logger.info("%s is not fused: the trial failed", type(layer).__name__, exc_info=error)
         return None
     finally:

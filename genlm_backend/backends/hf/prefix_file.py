@@ -133,7 +133,7 @@ def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix
         if mean is not None and not torch.allclose(
             tensors[f"mean_key.{number}"], mean.cpu(), atol=_MEAN_TOLERANCE, rtol=_MEAN_TOLERANCE
         ):
-            raise PrefixFileError(f"{path} is from another model: the mean of its keys differs")
+            raise PrefixFileError(f"{path} is from another model: the mean of that model's keys differs")
     if not all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point()):
         raise PrefixFileError(f"{path} has numbers that are infinite or NaN")
     codes = [
