@@ -139,7 +139,8 @@ def scheme_of(scheme: Any) -> Scheme:
         given: Any = scheme
         return given
     if not isinstance(scheme, str) or scheme not in SCHEMES:
-        raise OptionError(f"scheme must be one of {', '.join(SCHEMES)}; got {shown(scheme)}")
+        known = ", ".join(SCHEMES)
+        raise OptionError(f"scheme must be a function or one of {known}; got {shown(scheme)}")
     return SCHEMES[scheme]
 
 
@@ -202,7 +203,7 @@ def _checked(
     count, rng = integer(0)("n", n), _GENERATOR("rng", rng)
     weights = _relative(_log_weights(log_weights))
     if not weights.any():
-        raise OptionError("log_weights has no weight above zero: no index can be resampled")
+        raise OptionError("log_weights has no element above -inf: no index can be resampled")
     return weights / weights.sum(), count, rng
 
 
@@ -215,7 +216,7 @@ def _log_weights(values: Any, name: str = "log_weights") -> NDArray[np.float64]:
     """Check log-weights; return them as float64 ``[m]``."""
     array = np.asarray(values)
     if array.dtype.kind not in "fiu" or array.ndim != 1:
-        raise OptionTypeError(f"{name} must be an array of numbers [n], got {shown(values)}")
+        raise OptionTypeError(f"{name} must be a 1-D array of numbers, got {shown(values)}")
     found = array.astype(np.float64)
     wrong = np.flatnonzero(np.isnan(found) | (found == math.inf))
     if len(wrong):

@@ -151,5 +151,5 @@ def test_a_wrong_argument_raises_an_error_that_names_it(name, value, error):
 def test_weights_without_any_mass_have_size_zero_and_are_not_resampled(scheme, values):
     assert effective_sample_size(values) == 0
     assert log_mean(values) == -math.inf
-    with pytest.raises(OptionError, match="log_weights has no weight above zero"):
+    with pytest.raises(OptionError, match="log_weights has no element above -inf"):
         SCHEMES[scheme](values, 3, np.random.default_rng(0))

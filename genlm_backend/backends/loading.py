@@ -105,9 +105,10 @@ def explained(name: str) -> Iterator[None]:
         others = {*BUNDLED, *cached_models()} - {str(name)}
         near = near_names(name, sorted(others), quoted=True)
         raise ModelNotFoundError(
-            f"no model {name!r} could be loaded{near or '.'} Looked for a local directory of "
-            f"that name, a bundled model ({', '.join(BUNDLED)}), and a repository on the Hugging "
-            f"Face hub ({first_line}). A path to a local directory works as a name."
+            f"no model {name!r} could be loaded{near or '.'} The reason: "
+            f"{first_line.removesuffix('.')}. A name is that of a bundled model "
+            f"({', '.join(BUNDLED)}) or of a repository on the Hugging Face hub, or the path of a "
+            "local directory."
         ) from error
 
 

@@ -131,7 +131,7 @@ def check_loading(
         )
     if chosen in ("hf", "mlx", "mock") and is_gguf(file):
         raise OptionError(
-            f"{file!r} holds GGUF weights, which backend 'llama-cpp' reads, but not {chosen!r}"
+            f"{file!r} holds GGUF weights: backend {chosen!r} cannot read them, 'llama-cpp' can"
         )
     if "replicas" in options:
         if "process" in options:

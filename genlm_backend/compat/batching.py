@@ -26,7 +26,7 @@ def batch_abandoned(exc: BaseException) -> QueryDroppedError:
     Args:
         exc: The exception that ended the first caller; it becomes the error's cause.
     """
-    error = QueryDroppedError(f"the caller that held the batch ended with {exc!r}: call again")
+    error = QueryDroppedError(f"the caller computing this batch ended with {exc!r}: call again")
     error.__cause__ = exc
     return error
 

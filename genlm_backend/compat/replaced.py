@@ -43,8 +43,8 @@ class TokenTrie(_Replaced):
     """The cache of genlm-backend 0.3.1. Constructing one raises a ``ReplacedNameError``."""
 
     instead = (
-        "every model caches the keys, values and rows of the prefixes it has seen; "
-        "lm.statistics() counts their bytes, lm.clear_cache() removes them"
+        "models cache the keys, values and rows of recent prefixes; lm.statistics() counts the "
+        "bytes of these caches, lm.clear_cache() empties them"
     )
 
 
@@ -80,7 +80,7 @@ def bytes_to_strs(tokenizer: Any, byte_vocab: Any, byte2str_fallback: str) -> No
     _refuse("bytes_to_strs", "decode_vocab(tokenizer, byte2str_fallback) returns bytes and texts")
 
 
-_DECODE_VOCAB = "decode_vocab(tokenizer) reads and checks the bytes of any tokenizer"
+_DECODE_VOCAB = "decode_vocab(tokenizer) reads and checks the bytes of a tokenizer's tokens"
 
 
 def _refuse(name: str, instead: str) -> NoReturn:

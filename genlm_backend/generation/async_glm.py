@@ -421,8 +421,8 @@ def _config_of_kwargs(
         most = config.max_length - width
         if most < 1:
             raise ContextError(
-                f"the inputs have {width} tokens with their padding, and leave no room for a new "
-                f"one: max_length is {config.max_length}"
+                f"each row has {width} tokens with its padding, which leaves no room for a new "
+                f"token: max_length is {config.max_length}"
             )
     if config.min_length:
         least = max(config.min_length - width, 0)

@@ -95,7 +95,8 @@ _BOUNDS = ("top_k", "top_p", "min_p")
 
 _LEFT_OUT = "left out with do_sample=False"
 _ONE_TEXT = (
-    "1, or at most num_beams, unless a temperature turns sampling on (else texts would be equal)"
+    "1, or at most num_beams, unless sampling is on, as with a temperature (else texts would be "
+    "equal)"
 )
 _BEAMS = "unless num_beams > 1"
 _MAX_BEAMS = 1 << 16

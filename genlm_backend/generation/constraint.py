@@ -222,8 +222,8 @@ class Constraint:
         if kind not in makers or set(asked) != {"type", kind}:
             known = ", ".join(repr(name) for name in ["json_object", *makers])
             raise ConstraintError(
-                f"response_format must have a 'type' (one of {known}), for all but 'json_object' "
-                f"an entry of that name, and nothing else; got {shown(dict(asked))}"
+                f"response_format must have a 'type' (one of {known}) and, unless this is "
+                f"'json_object', one other entry, named as the type; got {shown(dict(asked))}"
             )
         given = asked[kind]
         wanted = unwrapped(given) if kind == "json_schema" else given

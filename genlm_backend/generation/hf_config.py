@@ -130,4 +130,4 @@ def _check_neutral(config: Any, given: Mapping[str, Any], is_search: bool) -> No
         value = given[name]
         is_neutral = value is None or (name in _NEUTRAL and _NEUTRAL[name](value))
         if not is_neutral:
-            raise GenerationConfigError(f"{name}={value!r} is not supported")
+            raise GenerationConfigError(f"{name}={value!r} is not supported: leave it out")

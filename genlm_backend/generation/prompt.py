@@ -104,8 +104,8 @@ def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
             )
         if not has_images and not isinstance(message.get("content"), str):
             raise ContextError(
-                f"the content of a message must be text, got {shown(message)}: pass images with "
-                "mm_info=MultiMediaInfo(images=[…]); sounds and other parts are not supported"
+                f"the 'content' of a message must be text, got the message {shown(message)}: pass "
+                "images with mm_info=MultiMediaInfo(images=[…]); sounds and other parts are refused"
             )
     processor = getattr(lm, "processor", None) if has_images else None
     source: Any = processor if getattr(processor, "chat_template", None) else lm.tokenizer
@@ -116,7 +116,7 @@ def _of_chat(lm: AsyncLM, messages: Chat, has_images: bool) -> Any:
     try:
         return source.apply_chat_template(list(messages), add_generation_prompt=True, **options)
     except Exception as error:  # a template may raise anything
-        raise ContextError(f"the chat template does not accept these messages: {error}") from error
+        raise ContextError(f"the chat template failed on these messages: {error}") from error
 
 
 def is_chat(text: object) -> TypeGuard[Chat]:
@@ -153,8 +153,8 @@ def check_is_ids(input_ids: Any) -> None:
     """Raise a ``ContextTypeError`` if ``input_ids`` is a text, a chat or a mapping."""
     if isinstance(input_ids, (Mapping, str)) or is_chat(input_ids):
         raise ContextTypeError(
-            f"input_ids must be token ids, got {type(input_ids).__name__}: pass a text or a chat "
-            "to start_request_text, and only the 'input_ids' of a tokenizer's output"
+            f"input_ids must be token ids, got {type(input_ids).__name__}: for a text or "
+            "a chat, call start_request_text; of a tokenizer's output, pass only the 'input_ids'"
         )
 
 
@@ -174,8 +174,8 @@ def _max_length(
         )
     if min(known) <= prompt_length:
         raise ContextError(
-            f"the prompt has {prompt_length} tokens and leaves no room for a new one: "
-            f"prompt and text may have at most {min(known)} together"
+            f"the prompt has {prompt_length} tokens and leaves no room for a new token: "
+            f"prompt and generated text together may have at most {min(known)} tokens"
         )
     return min(known)
 

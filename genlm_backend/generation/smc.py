@@ -27,6 +27,7 @@ from genlm_backend.checks import (
 from genlm_backend.errors import OptionError, OptionTypeError
 from genlm_backend.generation.constraint import Constraint
 from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.particles.masks import to_array
 from genlm_backend.particles.particle_group import Draws, ParticleGroup
 from genlm_backend.queries.context import Context
 from genlm_backend.queries.query import TokenIds, check_known_ids
@@ -218,7 +219,7 @@ def _end_ids(lm: AsyncLM, ends: Any) -> frozenset[int]:
     kinds = (str, int, np.integer)
     wrong = [end for end in given if type(end) is bool or not isinstance(end, kinds)]
     if wrong or "" in given:
-        raise OptionError(f"ends must be token ids or strings, got {shown(wrong or given)}")
+        raise OptionError(f"ends must be ids or non-empty strings, got {shown(wrong or given)}")
     ids = {int(end) for end in given if not isinstance(end, str)}
     check_known_ids("ends", ids, len(lm.byte_vocab))
     for end in (end.encode() for end in given if isinstance(end, str)):
@@ -251,14 +252,14 @@ async def _twists(
         if await is_blocking():
             for value in filter(inspect.iscoroutine, values):
                 value.close()
-            raise OptionTypeError("twist is a coroutine function: await smc(…) instead of smc_sync")
+            raise OptionTypeError("twist returned an awaitable: await smc(…) instead of smc_sync")
         values = await together(values)
     found = np.zeros(len(ids))
-    given = np.asarray(values)
+    given = to_array("the values of twist", values)
     if given.dtype.kind not in "fiu" or given.ndim != 1:
-        raise OptionTypeError(f"twist must return numbers, got {shown(values[0])}")
+        raise OptionTypeError(f"twist must return numbers, got {shown(values)}")
     if not (given < math.inf).all():  # false for NaN too
-        raise OptionError(f"twist must return numbers below inf, got {given.max()}")
+        raise OptionError(f"twist must return finite numbers or -inf, got {given.max()}")
     found[chosen] = given
     return found
 

@@ -196,7 +196,8 @@ class Sample(TextSequence):
         if drawn.token_id < 0:
             raise ConstraintError(
                 f"no token may follow the {len(context)} tokens so far: a constraint, "
-                "bad_words_ids, no_repeat_ngram_size, min_length or min_new_tokens forbids each"
+                "bad_words_ids, no_repeat_ngram_size, min_length or min_new_tokens leaves no "
+                "token with a probability above 0"
             )
         token_id = drawn.token_id
         context.append(token_id)

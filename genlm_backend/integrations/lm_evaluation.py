@@ -158,14 +158,14 @@ class HarnessLM(TemplateLM):
         named = (given, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         known = [token_id for token_id in named if token_id is not None]
         if not known:
-            raise OptionError("prefix_token_id must be given: the tokenizer has no BOS or EOS")
+            raise OptionError("prefix_token_id must be given: the tokenizer has no BOS and no EOS")
         return integer(0, len(self.lm.byte_vocab) - 1)("prefix_token_id", known[0])
 
     def _missing_begin(self) -> list[int]:
         """Return the BOS in a list, or an empty list if the tokenizer adds it itself."""
         begin = self.tokenizer.bos_token_id
         if begin is None:
-            raise OptionError("add_bos_token must be left out: the tokenizer has no BOS")
+            raise OptionError("add_bos_token=True needs a BOS, and the tokenizer has none")
         return [] if adds_bos(self.tokenizer) else [begin]
 
     # ---------------------------------------------------------------- tokens
@@ -218,7 +218,7 @@ class HarnessLM(TemplateLM):
             others = [message for message in chat_history if message["role"] != "system"]
             if len(others) == len(chat_history):
                 raise
-            _log.warning("the chat template rejects system messages: they are left out")
+            _log.warning("the chat template rejects a chat: trying it without system messages")
             return self.tokenizer.apply_chat_template(others, **options)
 
     # ---------------------------------------------------------------- log-likelihoods
@@ -326,8 +326,8 @@ class HarnessLM(TemplateLM):
         most = self.max_length - max_new_tokens
         if most < 1:
             raise OptionError(
-                f"max_gen_toks must leave room for a context within {self.max_length} tokens, "
-                f"got {max_new_tokens}"
+                f"max_gen_toks must be below {self.max_length}, the model's maximum length, so "
+                f"that a context fits; got {max_new_tokens}"
             )
         if not fields["do_sample"]:
             for name in _OF_SAMPLING:

@@ -910,7 +910,7 @@ class AsyncLM(Closing):
         """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
         if lora_name is not None:
             raise UnknownAdapterError(
-                f"{UNKNOWN_ADAPTER.format(lora_name)}; {type(self).__name__} has none"
+                f"{UNKNOWN_ADAPTER.format(lora_name)}; {type(self).__name__} accepts none"
             )
 
     def _adapter(self, lora_name: str | None) -> Adapter | None:

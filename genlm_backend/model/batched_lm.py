@@ -137,7 +137,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         given, _ = self._parted(locals())
         self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
         if "check_cancelled" in vars(evaluator):  # another model has set it, as below
-            raise OptionError("the evaluator belongs to another model: make one for each model")
+            raise OptionError("the evaluator belongs to another model: make a new evaluator")
         self.output_device: torch.device = given["output_device"]
         self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
         self._adapters = AdapterNames()
@@ -432,10 +432,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
         query = self._query(prompt_tokens, lora_name)
         if not self._call_for(query, lambda: self._evaluator.pin(query)) and self.kv_reuse:
             budget = self._evaluator.counts().state_bytes_budget
-            states = f", or its recurrent state does not fit into state_cache_bytes={budget}"
+            states = f", or state_cache_bytes={budget} has none for the prompt's recurrent state"
             raise CacheError(
-                f"a prompt of {len(query.context)} tokens does not fit into the "
-                f"{self.kv_capacity} tokens of kv_cache_bytes beside the pinned prompts"
+                "beside the pinned prompts, the cache has no room for a prompt of "
+                f"{len(query.context)} tokens (kv_capacity, of all replicas: {self.kv_capacity})"
                 f"{states if budget else ''}"
             )
         self._is_kept(query)
@@ -636,7 +636,7 @@ def _check_writable(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "is a device or a pipe, not a file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, "no permission to create files in", str(path.parent))
 
@@ -675,5 +675,5 @@ class ProcessLM(WholeLM):
             Exception: Any error of loading; the call can be repeated.
         """
         if not isinstance(self._evaluator, RestartableEvaluator):
-            raise ModelStateError("only a model in a child process can be restarted")
+            raise ModelStateError("restart() needs a model in a child process; this model has none")
         self._info = self._call(self._evaluator.restart)

@@ -25,7 +25,7 @@ class LMStatistics(Readable, EvaluatorCounts):
         num_batches: Batches evaluated.
         num_forwards: Forward passes of the model; a batch may take several (contexts of very
             different lengths, chunks of a long one) and a mock takes none.
-        batch_sizes: Size of a batch, in distinct contexts → number of batches of that size.
+        batch_sizes: Number of batches by number of distinct queries; a step of particles is one.
         tokens_computed: Tokens that went through the model, without padding.
         tokens_reused: Tokens that were found in the cache instead of being computed.
         row_cache_hits: Awaits answered from the row cache.
@@ -88,7 +88,7 @@ class LMStatistics(Readable, EvaluatorCounts):
 
     @property
     def mean_batch_size(self) -> float:
-        """Mean number of distinct contexts per batch; 0 before the first batch."""
+        """Mean number of distinct queries per batch; 0 before the first batch."""
         total = sum(size * count for size, count in self.batch_sizes.items())
         return total / self.num_batches if self.num_batches else 0.0
 

@@ -103,8 +103,8 @@ def check_ids(name: str, values: Any, num_particles: int, vocab_size: int) -> ND
         raise OptionTypeError(f"{name} must be integers [{num_particles}], got {shown(values)}")
     if ids.shape != (num_particles,):
         raise OptionError(
-            f"{name} must have one id for each of the {num_particles} particles, -1 for none; got "
-            f"the shape {list(ids.shape)}"
+            f"{name} must have one id for each of the {num_particles} particles (-1: no token); "
+            f"got the shape {list(ids.shape)}"
         )
     wrong = np.flatnonzero((ids < -1) | (ids >= vocab_size))
     if len(wrong):

@@ -313,8 +313,8 @@ class ParticleGroup:
         self._check_idle()
         if self._is_drawn:
             raise ParticleError(
-                "resample() between draw() and append(): the drawn tokens belong to the particles "
-                "in their present order, so append them first"
+                "resample() cannot run between draw() and append(): drawn tokens belong to the "
+                "particles in their present order, so append the tokens first"
             )
         share = number(0, 1)("threshold", threshold)
         chosen = scheme_of(scheme)
@@ -327,7 +327,7 @@ class ParticleGroup:
             found = np.asarray(chosen(log_weights[own], len(own), self._rng))
             is_fit = found.shape == own.shape and found.dtype.kind in "iu"
             if not is_fit or found.min() < 0 or found.max() >= len(own):
-                raise OptionError(f"scheme must return {len(own)} indices below {len(own)}")
+                raise OptionError(f"scheme must return {len(own)} integers in [0, {len(own)})")
             ancestors[own] = own[found]
             log_weights[own] = log_z[group]
         if kept is not None:
@@ -344,16 +344,16 @@ class ParticleGroup:
             return None
         if scheme is not multinomial:
             raise OptionError(
-                "retained is for scheme='multinomial': the other schemes' ancestors depend on each "
-                "other, so that keeping one of them would bias the rest"
+                "retained needs scheme='multinomial': other schemes may draw ancestors that depend "
+                "on each other, so that fixing one ancestor would bias the others"
             )
         kept = to_array("retained", retained)
         is_fit = kept.dtype.kind in "iu" and kept.shape == (self.num_groups,)
         is_fit = is_fit and bool(((kept >= 0) & (kept < len(self))).all())
         if not is_fit or (self.group_ids[kept] != np.arange(self.num_groups)).any():
             raise OptionError(
-                f"retained must be the index of one particle of each of the {self.num_groups} "
-                f"groups, got {shown(retained)}"
+                f"retained must have one index for each of the {self.num_groups} groups, in order: "
+                f"the index of one of its particles; got {shown(retained)}"
             )
         is_dead = (self._log_weights[kept] == -math.inf) & (self.log_z > -math.inf)
         if is_dead.any():
@@ -483,7 +483,7 @@ class ParticleGroup:
             active, is_ahead = self._active(), switch("ahead", ahead)
             lm, found = await in_form(self._model), np.empty((len(active), 5))
             if is_ahead and lm is not self._model:
-                raise OptionError("ahead=True needs an event loop: await draw(…) or smc(…) instead")
+                raise OptionError("ahead=True needs an event loop: await draw(…) or smc(…)")
             rows = await self._rows_ahead(active) if lm is self._model else None
             if rows is None:
                 first, row_of = self._distinct(active)
@@ -593,7 +593,7 @@ class ParticleGroup:
 
     def _check_idle(self) -> None:
         if self._is_running:
-            raise ParticleError("an await of this group is running: wait until it has ended")
+            raise ParticleError("an awaited call of this group has not ended: wait for it")
 
     @contextmanager
     def _running(self) -> Iterator[None]:

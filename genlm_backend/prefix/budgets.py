@@ -59,13 +59,13 @@ def check_budgets(
     """Raise if ``kv_cache_bytes`` is 0 and another number is not: 0 turns the whole cache off."""
     if state_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
-            f"state_cache_bytes={state_cache_bytes} is a part of kv_cache_bytes, and "
-            "kv_cache_bytes=0 keeps nothing"
+            f"state_cache_bytes={state_cache_bytes} is a part of kv_cache_bytes, "
+            "which is 0: raise kv_cache_bytes, or leave state_cache_bytes out"
         )
     if host_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
-            f"host_cache_bytes={host_cache_bytes} needs slots on the device too, and "
-            "kv_cache_bytes=0 keeps no keys and values there"
+            f"host_cache_bytes={host_cache_bytes} needs a cache on the device too, "
+            "but kv_cache_bytes=0 allows none: raise kv_cache_bytes, or leave host_cache_bytes out"
         )
 
 
@@ -75,7 +75,7 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
         if wanted is not None:
             raise OptionError(
                 f"state_cache_bytes={wanted} needs a model with recurrent states, and {name} has "
-                "only keys and values: add the bytes to kv_cache_bytes"
+                "only keys and values: leave it out, and they get all of kv_cache_bytes"
             )
         return 0
     share = budget // 2 if attends else budget

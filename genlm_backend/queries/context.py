@@ -382,7 +382,9 @@ def _listed(token_ids: Any, name: str) -> list[Any]:
         try:
             token_ids = token_ids.tolist()
         except (RuntimeError, TypeError) as error:  # a tensor on "meta", or a sparse one
-            raise ContextTypeError(f"{name} must be integers, got {shown(token_ids)}") from error
+            raise ContextTypeError(
+                f"{name} must be a dense array of integers, got {shown(token_ids)}"
+            ) from error
     elif isinstance(token_ids, Mapping):  # the output of a tokenizer or chat template
         ids = token_ids.get("input_ids")
         hint = _way_out(ids, "its input_ids") or (

@@ -237,9 +237,7 @@ class Evaluator(abc.ABC):
             CacheError: If there is no room for them, or no cache.
             OSError: If the file cannot be written; no partial file is left.
         """
-        raise CacheError(
-            f"{type(self).__name__} cannot save prefixes to files; keep them with cache_kv"
-        )
+        raise CacheError(f"{type(self).__name__} cannot save prefixes to files")
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
         """Cache the keys and values of a file; return its token ids.

@@ -72,7 +72,7 @@ def draw_token(scores: Floats, temperature: float, uniform: Callable[[], float])
     check_possible(largest, OptionError)
     is_share = 0 < largest <= 1 and len(scores) > 10 and scores.min() >= 0
     if is_share and abs(scores.sum(dtype=np.float64) - 1) < 1e-3:
-        raise OptionError("row contains probabilities: pass their logarithms, row.log()")
+        raise OptionError("row seems to contain probabilities: pass their logarithms")
     if temperature == 0:
         return int(scores.argmax())
     return Inversion(weights_of(scores, largest, temperature)).index(uniform())
@@ -102,8 +102,8 @@ def check_possible(score: float, error: type[Exception] = EvaluationError) -> No
 # -------------------------------------------------------------------- masks of allowed tokens
 
 _NO_TOKEN: Final = (
-    "{} contains no token, maybe since a constraint has ended (is_ended): pass "
-    "impossible='return' to get a draw without a token"
+    "{} contains no token, maybe because a constraint has ended (is_ended); the draws of a model "
+    "(not smc) accept that with impossible='return', and choose no token"
 )
 
 
@@ -157,9 +157,7 @@ def packed_mask(
             raise OptionError(_NO_TOKEN.format(name))
         return allowed.bits
     if callable(getattr(allowed, "mask", None)) and hasattr(allowed, "fork"):
-        raise OptionTypeError(
-            f"{name} is a constraint: pass constraint.mask(), or the masks of Constraint.masks"
-        )
+        raise OptionTypeError(f"{name} is a constraint, not a mask: pass constraint.mask() instead")
     if isinstance(allowed, list) and allowed and all(type(own) is bool for own in allowed):
         raise OptionTypeError(f"{name} is a list of bools: pass numpy.array({name})")
     values = as_ids_or_bools(name, allowed)
@@ -264,8 +262,8 @@ def uniform_of(generator: Any) -> Callable[[], float]:
         return generator.random
     if not isinstance(generator, torch.Generator):
         raise OptionTypeError(
-            "generator must be a numpy.random.Generator or torch.Generator, kept from draw to "
-            f"draw, such as np.random.default_rng(seed); got {shown(generator)}"
+            "generator must be a numpy.random.Generator or torch.Generator, got "
+            f"{shown(generator)}: make np.random.default_rng(seed) once, and pass it to every draw"
         )
     options: dict[str, Any] = {"dtype": torch.float64, "device": generator.device}
     return lambda: float(torch.rand((), generator=generator, **options))

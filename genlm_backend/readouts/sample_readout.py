@@ -12,7 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import Option, checked_options, integer, listed, number, one_of, switch
+from genlm_backend.checks import (
+    Option,
+    checked_options,
+    integer,
+    listed,
+    number,
+    one_of,
+    shown,
+    switch,
+)
 from genlm_backend.errors import EvaluationError, OptionError
 from genlm_backend.queries.query import RowQuery
 from genlm_backend.queries.row import spare_memory
@@ -252,7 +261,7 @@ NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
 
 
 def log_mass(total: float, row: NDArray[np.floating]) -> float:
-    """Return ``total``, the ``log_sum`` of some tokens of ``row``, as 0 if they have all the mass."""
+    """Return ``total``, the ``log_sum`` of some tokens of a row, as 0 if they have all the mass."""
     # A row sums to 1 up to rounding, unless tokens were excluded from it. So if these tokens and
     # the whole row have the same sum, and it is near 1, the log-mass is 0.
     is_all = abs(total) < ROUNDING and abs(total - log_sum(row)) < REORDERED
@@ -312,9 +321,9 @@ def drawings_of(
         are_ids = bool(given) and isinstance(given[0], (int, np.integer))
         if len(given) != num_draws or are_ids:
             raise OptionError(
-                f"allowed must have one element per context, got {len(given)} for {num_draws} "
-                "contexts; to use one for all of them, pass [ids] * len(contexts), or a mask as an "
-                "array of bools"
+                f"allowed must have one element (a mask, ids or None) for each of the {num_draws} "
+                f"contexts, got {shown(given)}; to use the same ids for all, pass "
+                "[ids] * len(contexts), or a mask as an array of bools"
             )
         may_fail = alike["may_fail"]
         masks = [

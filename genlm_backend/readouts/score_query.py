@@ -255,8 +255,8 @@ def check_scorings(
     if len(before) != len(behind):
         raise OptionError(
             "prompts and continuations must be equal in number, "
-            f"got {len(before)} prompts and {len(behind)} continuations: to score one after all "
-            "prompts, pass [continuation] * len(prompts)"
+            f"got {len(before)} prompts and {len(behind)} continuations: to score one "
+            "continuation after each prompt, pass [continuation] * len(prompts)"
         )
     scorings = []
     for prompt, continuation in zip(before, behind, strict=True):

@@ -78,7 +78,7 @@ def _checked(readout: Any, query: RowQuery) -> Readout:
     if getattr(readout, "query", None) is not query:
         name = type(readout).__name__
         raise OptionTypeError(
-            f"readout must return a Readout of its query, got a {name} of another or of none"
+            f"readout must return a Readout of its query, got a {name} of another query or none"
         )
     try:
         hash(readout)

@@ -58,7 +58,7 @@ class Server:
         try:
             message = packed(reply)
         except Exception as raised:  # pickling a returned object may raise any error
-            error = PackedError.of(EvaluationError(f"the returned value cannot be sent: {raised}"))
+            error = PackedError.of(EvaluationError(f"the answer cannot be sent back: {raised}"))
             message = pickle.dumps(reply._replace(value=None, error=error))
         self._channel.send(message, self._check_parent)
 

@@ -102,7 +102,7 @@ class RayEvaluator(RemoteEvaluator):
 
     def _check_alive(self) -> None:
         if self._actor is None:
-            raise EngineDiedError("the replica has no actor: start one with restart()")
+            raise EngineDiedError("the replica has no actor: start a new actor with restart()")
         if not self._is_of_this_session():
             raise EngineDiedError("Ray has been shut down, and the replica's actor with it")
 
@@ -225,7 +225,7 @@ def connect(address: Any = None) -> None:
         if where is None:
             raise
         said = str(error).strip().split("\n")[0]
-        raise OptionError(f"no Ray cluster answers at the address {where!r}: {said}") from error
+        raise OptionError(f"cannot join a Ray cluster at the address {where!r}: {said}") from error
 
 
 def _check_answers(address: str | None) -> None:

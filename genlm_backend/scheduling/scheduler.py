@@ -182,10 +182,11 @@ class Scheduler:
             return self.row_alone(RowQuery(query.context, query.adapter))
         limit = int(self.can.max_cacheable_len)
         return ContextError(
-            f"a text of {len(query.context) + 1} tokens is longer than the {limit + 1} that can "
-            f"be scored at once: beyond {limit} tokens, this model encodes all positions "
-            f"differently, so each score needs a separate pass. Load it with max_length={limit}, "
-            "and surprisal scores longer texts in windows; next_token_logprobs accepts any length"
+            f"a text of {len(query.context) + 1} tokens is longer than the {limit + 1} tokens that "
+            f"can be scored at once: beyond {limit} tokens, this model encodes all positions "
+            f"differently, so each score needs a separate pass. Loaded with max_length={limit}, "
+            "the model scores longer texts in windows by surprisal(). Without that limit, "
+            "next_token_logprobs accepts longer contexts"
         )
 
     def run_uncached(self, queries: list[Query], *, pads: bool = True) -> list[Result]:
@@ -287,8 +288,7 @@ class Scheduler:
         """Raise a ``CacheError`` if a context of ``num_tokens`` exceeds ``max_cacheable_len``."""
         if num_tokens > self.can.max_cacheable_len:
             raise CacheError(
-                f"contexts of more than {self.can.max_cacheable_len} tokens are run whole, and "
-                "not cached"
+                f"this model caches no context of more than {self.can.max_cacheable_len} tokens"
             )
 
     def computed(self, query: RowQuery) -> int | None:

@@ -300,7 +300,7 @@ class _Asked:
             self._begin = self._begin_of(given["context"], "context")
         elif given["context"] is not None:
             raise OptionError(
-                "context is for all texts, and contexts has one for each: pass only one option"
+                "context is for all texts, and contexts has one per text: pass only one of the two"
             )
         has_ends = has_blanks and given["word_ends"] is not False
         groups = [word_begins(lm)] if has_ends else []
@@ -329,7 +329,7 @@ class _Asked:
         contexts = listed("contexts", self._contexts)
         if len(contexts) != num_texts:
             raise OptionError(
-                "contexts must have one for each text, "
+                "contexts must have one context per text, "
                 f"got {len(contexts)} contexts for {num_texts} texts"
             )
         return [self._begin_of(own, f"contexts[{i}]") for i, own in enumerate(contexts)]
@@ -372,12 +372,12 @@ class _Text:
         if self._begins is not None and max_length is not None and max_length <= len(begin):
             raise ContextError(
                 f"context has {len(begin)} tokens of the {max_length} that the model accepts, "
-                "which leaves no room for the end of a word: shorten it, or pass word_ends=False"
+                "which leaves no room for the end of a word: cut context, or pass word_ends=False"
             )
         step = stride or max(1, most // 2)
         if step > most and len(ids) > most:
             raise OptionError(
-                f"stride must be at most {most}, the number of tokens that fit in a window"
+                f"stride must be at most {most}, the number of a text's tokens that fit in a window"
             )
         start = done = 0
         while done < len(ids):

@@ -185,7 +185,7 @@ def spans_of(words: Words, text: str) -> list[Span]:
         if not end <= start < stop <= len(text):
             raise OptionError(
                 f"words must return non-empty spans in order, within the text's {len(text)} "
-                f"characters; got {(start, stop)} after {end}"
+                f"characters: the next must begin at {end} or later, got {(start, stop)}"
             )
         found.append((start, stop))
         end = stop
@@ -221,7 +221,7 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
         if not has_bos:
             raise OptionError(
                 "the tokenizer has no BOS token (bos_token_id) to begin texts with: pass context=, "
-                "such as [lm.tokenizer.eos_token_id] if it separated texts in training"
+                "such as [lm.tokenizer.eos_token_id] if EOS separated texts in training"
             )
         return [default_beginning(lm)]
     if isinstance(context, str):

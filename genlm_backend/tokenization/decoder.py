@@ -107,8 +107,8 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
         is_of_parts = kind == "Replace" and len(stage["pattern"].get("String", "")) == 1
         if joiner is not None and not (joiner == "Fuse" and is_of_parts):
             raise UnknownDecoderError(
-                f"its decoder has a {kind} stage after {joiner}, which joins the tokens to one "
-                "string, so that the bytes of a token depend on its neighbours"
+                f"the decoder has a {kind} stage after {joiner}, which joins the tokens to one "
+                "string, so that a token's bytes depend on the tokens beside it"
             )
         stages.append(compiled)
         if kind == "ByteLevel":
@@ -155,7 +155,7 @@ def infer_decoder(
         if model.get("type") == "WordLevel":
             return CompiledDecoder((lambda piece: " " + piece,), keeps_spaces=False)
         raise UnknownDecoderError(
-            "it declares no decoder, and its pre-tokenizer drops the white space between words"
+            "the tokenizer has no decoder, and its pre-tokenizer drops white space between words"
         )
     return CompiledDecoder(tuple(stages))
 
@@ -188,7 +188,7 @@ def _compile_stage(stage: dict[str, Any]) -> Stage:
         return _replace(stage.get("suffix", "</w>"), " ")
     if kind == "CTC":
         raise UnknownDecoderError("a CTC decoder merges repeated tokens, so a token's bytes vary")
-    raise UnknownDecoderError(f"its decoder has a stage of the unknown type {kind!r}")
+    raise UnknownDecoderError(f"the decoder has a stage of the unknown type {kind!r}")
 
 
 def _replace(old: str, new: str) -> Stage:
@@ -200,7 +200,7 @@ def _replace_regex(pattern: str, new: str) -> Stage:
         compiled = re.compile(pattern)
     except re.error as error:
         raise UnknownDecoderError(
-            f"its decoder has the pattern {pattern!r}, which Python cannot compile: {error}"
+            f"the decoder has the pattern {pattern!r}, which Python cannot compile: {error}"
         ) from error
     return lambda piece: compiled.sub(lambda _: new, piece)
 

@@ -44,8 +44,8 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
     hint = ": use the model's byte_vocab" if hasattr(tokenizer, "byte_vocab") else hint
     raise TokenizerDecodeError(
         name,
-        "it has no Rust backend, SentencePiece model, tiktoken encoding or byte table to read "
-        f"the bytes of a token from{hint}",
+        "the tokenizer has no Rust backend, SentencePiece model, tiktoken encoding or byte table "
+        f"to read the bytes of a token from{hint}",
     )
 
 

@@ -209,7 +209,9 @@ def _state(part: Any) -> dict[str, Any]:
         return json.loads(part.__getstate__())
     except Exception as error:  # a component written in Python cannot be serialised
         kind = type(part).__name__
-        raise UnknownDecoderError(f"its {kind} cannot be serialised: {error}") from error
+        raise UnknownDecoderError(
+            f"the tokenizer's {kind} cannot be serialised: {error}"
+        ) from error
 
 
 @final

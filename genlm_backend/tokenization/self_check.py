@@ -70,9 +70,9 @@ def _check_printed(vocab: ByteVocab, text: str, ids: list[int]) -> None:
     end = next(n for n in ends if not _is_printed(vocab, *vocab.prints(kept[:n])))
     raise TokenizerDecodeError(
         vocab.name,
-        f"its decoder prints {printed!r} for tokens of the probe text {text!r}, but their bytes "
-        f"are {b''.join(vocab.byte_strings[i] for i in kept)!r}. Pass self_check=False to "
-        "decode the vocabulary anyway",
+        f"the tokenizer's decoder prints {printed!r} for tokens of the probe text {text!r}, but "
+        f"these tokens have the bytes {b''.join(vocab.byte_strings[i] for i in kept)!r}. "
+        "Pass self_check=False to decode the vocabulary anyway",
         kept[end - 1],
         vocab.spellings[kept[end - 1]],
     )

@@ -206,7 +206,10 @@ class VocabularyTrie(abc.ABC):
         if isinstance(prefix, str) and not any(
             isinstance(each, str) for each in self.children[node]
         ):
-            raise OptionTypeError("prefix must be bytes, as the tokens are: pass prefix.encode()")
+            raise OptionTypeError(
+                "prefix must not be a string, as no token begins with a character: for tokens of "
+                "bytes, pass prefix.encode()"
+            )
         for letter in prefix:
             if letter not in (children := self.children[node]):
                 return None
@@ -240,8 +243,8 @@ class VocabularyTrie(abc.ABC):
             return sums[..., node][()]
         if (sums < 0).any():
             raise WeightsError(
-                "no token begins with the prefix, and sums has negative numbers: if they are "
-                "logarithms, 0 would be wrong. Check whether trie.node(prefix) is None"
+                "no token begins with the prefix, and sums has negative numbers: 0 would be "
+                "wrong for logarithms. Call trie.node(prefix): it is None for such a prefix"
             )
         return sums[..., :0].sum(-1)
 

@@ -20,7 +20,9 @@ def test_task_too_long_for_memory_raises_context_error(model):
         assert lm.kv_capacity is not None
         length = lm.kv_capacity
         with AsyncGLM(lm) as glm:
-            with pytest.raises(ContextError, match=f"it has room for {length}: lower max_new_tok"):
+            with pytest.raises(
+                ContextError, match=f"cache has room for {length}: lower max_new_tok"
+            ):
                 glm.submit([1] * 5, {"max_new_tokens": length})
             short = glm.submit([2] * 5, {"max_new_tokens": 3})
             assert glm.get_result(short, 60).shape == (1, 8)

@@ -107,7 +107,7 @@ def test_right_padding_counts_to_lengths_as_in_generate(model, lengths):
 
 def test_padded_row_that_fills_max_length_raises_context_error(model):
     inputs = {"input_ids": [[0, 0, 0, 5]], "attention_mask": [[0, 0, 0, 1]]}
-    with AsyncGLM(model) as glm, pytest.raises(ContextError, match=r"have 4 tokens .* no room"):
+    with AsyncGLM(model) as glm, pytest.raises(ContextError, match=r"has 4 tokens .* no room"):
         glm.submit(inputs, {"max_length": 4})
 
 

@@ -442,7 +442,7 @@ def test_wrong_mask_arguments_raise_option_type_error(lm):
         Constraint.masks(Constraint.from_json_object(lm))
     with pytest.raises(OptionTypeError, match=r"constraints\[1\]"):
         Constraint.masks([Constraint.from_json_object(lm), None])
-    with pytest.raises(OptionTypeError, match="is a constraint: pass"):
+    with pytest.raises(OptionTypeError, match="is a constraint, not a mask: pass"):
         lm.draw_next_token_sync([1], allowed=Constraint.from_json_object(lm))
     with pytest.raises(OptionTypeError, match="list of bools"):
         lm.draw_next_token_sync([1], allowed=[True, False])

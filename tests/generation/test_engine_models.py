@@ -31,13 +31,15 @@ def test_model_allows_only_valid_state_transitions(engine, lm, steps):
             change("m")
             state = allowed[state, step]
         else:
-            with pytest.raises(ModelStateError, match=f"'m' is {state}; to {step} it must be"):
+            with pytest.raises(ModelStateError, match=f"'m' is {state}; to {step}, it must be"):
                 change("m")
         assert engine.model_state("m") is ModelState(state) is engine.models["m"]
         if state == "running":
             assert len(engine.start_request_ids("m", [1], max_new_tokens=2).result()) == 1
         else:
-            with pytest.raises(ModelStateError, match=f"is {state}; to accept requests it must be"):
+            with pytest.raises(
+                ModelStateError, match=f"is {state}; to accept requests, it must be"
+            ):
                 engine.start_request_ids("m", [1], max_new_tokens=2)
 
 

@@ -233,7 +233,7 @@ def test_other_calls_are_refused_while_a_draw_runs(lm):
             lambda: group[:2],
             group.draw_sync,
         ):
-            with pytest.raises(ParticleError, match="an await of this group is running"):
+            with pytest.raises(ParticleError, match="an awaited call of this group has not"):
                 call()
         with pytest.raises(ParticleError):
             await group.logprobs()

@@ -98,13 +98,13 @@ async def test_batched_draws_equal_single_draws(lm, options):
 async def test_invalid_option_refuses_the_whole_batch_of_draws(lm):
     asked, generator = lm.statistics().num_awaits, np.random.default_rng(0)
     for wrong, error, message in (
-        ({"allowed": [None]}, OptionError, "one element per context, got 1 for 2 contexts"),
+        ({"allowed": [None]}, OptionError, r"each of the 2 contexts, got \[None\]"),
         ({"allowed": [None, []]}, OptionError, r"allowed\[1\] contains no token"),
         ({"allowed": [None, [VOCAB]]}, OptionError, r"allowed\[1\] has .*outside"),
         (
             {"allowed": {1, 2, 3}},
             OptionError,
-            r"for all of them, pass \[ids\] \* len\(contexts\)",
+            r"the same ids for all, pass \[ids\] \* len\(contexts\)",
         ),
         ({"allowed": [1, 2]}, OptionError, r"\[ids\] \* len\(contexts\)"),
         ({"allowed": memoryview(b"ab")}, OptionError, "a mask as an array of bools"),

@@ -224,7 +224,9 @@ def test_decoder_that_prints_other_text_raises_and_names_the_token():
     assert decode_vocab(tokenizer).byte_vocab[characters.index("\x1f")].byte_string == b"\x1f"
     # A unit separator is white space to Python, and none to the tokenizer.
     tokenizer.decoder = decoders.Replace(Regex(r"\s"), " ")
-    with pytest.raises(TokenizerDecodeError, match=r"its decoder prints .*a.x01b.x1fc") as caught:
+    with pytest.raises(
+        TokenizerDecodeError, match=r"tokenizer's decoder prints .*a.x01b.x1fc"
+    ) as caught:
         decode_vocab(tokenizer)
     assert caught.value.token == "\x1f"
     assert decode_vocab(tokenizer, self_check=False).byte_vocab
@@ -235,7 +237,7 @@ def test_added_token_that_is_printed_differently_raises_decode_error():
     tokenizer.decoder = decoders.Replace(Regex(r"\s"), " ")
     decode_vocab(tokenizer)
     tokenizer.add_tokens(["<\x1f>"])
-    with pytest.raises(TokenizerDecodeError, match="its decoder prints") as caught:
+    with pytest.raises(TokenizerDecodeError, match="tokenizer's decoder prints") as caught:
         decode_vocab(tokenizer)
     assert caught.value.token == "<\x1f>"
 

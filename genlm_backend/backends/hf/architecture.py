@@ -70,9 +70,9 @@ def check_complete(name: str, model: Any, missing: Collection[str]) -> None:
     """Check that a checkpoint had all weights of the model that was loaded from it."""
     if missing:
         raise UnsupportedModelError(
-            f"the checkpoint {name!r} has no weights for {shown(sorted(missing))} of "
-            f"{type(model).__name__}, and these would be initialised at random: {_REMEDY}, or load "
-            "the model yourself, set these weights and wrap the object"
+            f"transformers would initialise weights of {type(model).__name__} at random, since "
+            f"the checkpoint {name!r} lacks them: {shown(sorted(missing))}; {_REMEDY}, or load the "
+            "model yourself, set these weights and wrap the model"
         )
 
 
@@ -115,8 +115,8 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
         output = model(input_ids=ids, **runner.caching(True))
     if returned_cache(output) is None:
         raise UnsupportedModelError(
-            f"{name} is an encoder and no causal language model: a later token changes its rows "
-            f"after earlier tokens by {before:.2g}, and it returns no key-value cache to continue "
-            "from (some encoders, such as BERT, become causal with is_decoder=True in the config, "
-            "if they were trained that way)"
+            f"{name} is an encoder and no causal language model: another later token changes the "
+            f"rows after earlier tokens by {before:.2g}, and the model returns no key-value cache "
+            "to continue from (some encoders, such as BERT, become causal with is_decoder=True in "
+            "the config, if they were trained that way)"
         )

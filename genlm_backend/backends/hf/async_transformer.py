@@ -126,8 +126,8 @@ class AsyncTransformer(ProcessLM):
             for name, value in given.items():
                 if value not in (None, False, 0):
                     raise OptionError(
-                        f"{name} is an option of the evaluator in the other process: pass it "
-                        "to the function that makes that evaluator"
+                        f"the given evaluator runs in another process: pass {name} to the "
+                        "function that makes this evaluator"
                     )
             self._hf = hf_model
         else:

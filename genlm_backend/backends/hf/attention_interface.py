@@ -151,7 +151,7 @@ def _attention(
     scale: float = query.shape[-1] ** -0.5 if named[0] is None else named[0]
     unknown = sorted(name for name in options.keys() - _HARMLESS if options[name] is not None)
     if unknown or options.get("is_causal") is False:
-        raise attention.attends_otherwise(f"with {unknown or 'is_causal=False'}")
+        raise attention.attends_otherwise(f"a layer passes {unknown or 'is_causal=False'}")
     found = attention.attend(query, key, value, attention_mask, scale, *named[1:])
     return found.transpose(1, 2).contiguous(), None
 

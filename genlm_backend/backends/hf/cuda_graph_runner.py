@@ -239,7 +239,8 @@ class CudaGraphRunner:
         if not distance <= FARTHEST:  # or NaN
             self._pool.put(slot_mapping, codes)
             logger.warning(
-                "decode steps of %s run eagerly: logits of a captured one differ by %.2g",
+                "decode steps of %s run eagerly: logits of a captured step differ from those of "
+                "the eager one by %.2g standard deviations",
                 shape,
                 distance,
             )
@@ -263,7 +264,8 @@ class CudaGraphRunner:
             self._views[view] = None
         if own.num_errors > MAX_ERRORS:
             logger.warning(
-                "after %d failed captures, decode steps run eagerly until clear_cache()",
+                "after %d failed captures, decode steps with the same adapter (or without one) "
+                "run eagerly until clear_cache()",
                 own.num_errors,
                 exc_info=error,
             )

@@ -102,7 +102,7 @@ def decode_ops_for(
             exc_info=error,
         )
         return None
-    logger.debug("operators for decode steps in %s differ from the formula by %s", dtype, distances)
+    logger.debug("attention of decode steps in %s differs from its formula by %s", dtype, distances)
     return ops if max(distances) <= _ROUNDING else None
 
 

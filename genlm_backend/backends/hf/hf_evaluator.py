@@ -261,14 +261,13 @@ def hf_prefix_cache(
     num_slots = layout.num_slots(budget - of_states)
     if of_states and not num_slots:
         raise OptionError(
-            f"state_cache_bytes={of_states} leaves no room in kv_cache_bytes={budget} for keys "
-            f"and values, {layout.bytes_per_slot} bytes per token: raise kv_cache_bytes"
+            f"kv_cache_bytes={budget} has no room for keys and values, {layout.bytes_per_slot} "
+            f"bytes per token, beside {of_states} bytes of recurrent states: raise kv_cache_bytes"
         )
     if attends and not num_slots:
         raise OptionError(
-            f"kv_cache_bytes={budget} has no room for one token, which takes "
-            f"{layout.bytes_per_slot} bytes, and for a reserved slot of that size: raise it, or "
-            "set it to 0 to cache nothing"
+            f"kv_cache_bytes={budget} has no room for one token and a reserved slot, which take "
+            f"{layout.bytes_per_slot} bytes each: raise it, or set it to 0 to cache nothing"
         )
     states = host_states = host_pool = None
     if of_states:
@@ -305,7 +304,7 @@ def hf_prefix_cache(
 
 def _check_nothing_wanted(host: int, state_bytes: int | None, name: str, reason: str) -> None:
     for option, value, kind in (
-        ("host_cache_bytes", host or None, "cached keys and values"),
+        ("host_cache_bytes", host or None, "cached keys and values or recurrent states"),
         ("state_cache_bytes", state_bytes, "cached recurrent states"),
     ):
         if value is not None:
@@ -322,7 +321,7 @@ def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
         raise OptionError(
             f"the recurrent state of {name} after one token takes {size} bytes, but "
             f"host_cache_bytes={host} has only {num_bytes}{' (half of it)' if attends else ''} "
-            "for states: raise it"
+            "for states: raise host_cache_bytes"
         )
     return num_bytes // size if size else 0
 

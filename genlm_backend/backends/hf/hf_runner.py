@@ -167,7 +167,7 @@ class HFRunner(Runner):
         if any(layer.merged_adapters for layer in layers_of_peft(self.model)):
             raise AdapterError(
                 "an adapter that was added without this library is merged into the model's "
-                "weights, so no other one can be used: unmerge it, and wrap the model again"
+                "weights, so no other adapter can be used: unmerge it, and wrap the model again"
             )
         view, bare = (self._views[None].another() for _ in range(2))
         put_adapter(path, view, bare, is_cached)

@@ -48,8 +48,8 @@ def quantize(model: Any) -> None:
         raise OptionError(f"weights='int8' needs linear layers in float32, and {name} has none")
     if num_bytes < all_bytes / 2:
         warnings.warn(
-            f"weights='int8' converts only linear layers, which are {num_bytes / all_bytes:.0%} "
-            f"of the weights of {type(model).__name__}: the others stay in float32",
+            f"weights='int8' converts only linear layers, with {num_bytes / all_bytes:.0%} of the "
+            f"weights of {type(model).__name__}: the other weights stay in float32",
             stacklevel=2,
         )
     try:

@@ -18,7 +18,7 @@ from genlm_backend.errors import AdapterError, MissingExtraError
 
 _REFUSED = {
     "layer_replication": "it would add layers to the model",
-    "alora_invocation_tokens": "the position at which it starts to apply depends on the tokens",
+    "alora_invocation_tokens": "the tokens decide from which position on the adapter applies",
 }
 """Options of adapters that do more than replace layers, each with the reason to refuse it."""
 

@@ -87,8 +87,8 @@ class ModelSnapshot:
                 self._seen = []
                 raise ModelStateError(
                     f"the model has changed since it was wrapped ({what}{change}): undo that "
-                    "(call eval() after training), and clear_cache() if weights have changed, or "
-                    "wrap the model again"
+                    "(call eval() after training) and call clear_cache() if weights have changed, "
+                    "or wrap the model again"
                 )
         return True
 

@@ -85,7 +85,7 @@ class PictureReader:
         if not isinstance(marker, str) or not hasattr(self.processor, "image_processor"):
             raise PictureError(
                 f"{type(self.processor).__name__} is no processor of text and pictures: load the "
-                "model's with AutoProcessor.from_pretrained"
+                "model's processor with AutoProcessor.from_pretrained"
             )
         return marker
 
@@ -119,7 +119,8 @@ class PictureReader:
         if isinstance(images, Mapping):
             if isinstance(prompt, str):
                 raise PictureError(
-                    "outputs of a processor as images need its input_ids as the prompt, not a text"
+                    "if images are a processor's outputs, the prompt must be their input_ids, not "
+                    "a text"
                 )
             ids = list(array("i", self._contexts.packed(prompt)))
             return self._of_inputs(ids, images, max_length)

@@ -33,8 +33,8 @@ FORMAT: Final = "genlm_backend prefix 1"
 _DIFFERENT: Final = {
     "config": "from another model: its config differs",
     "weights": "from another model: its weights differ",
-    "adapter": "for another adapter: save and load it with the same one, or both without one",
-    "layout": "in another number format, or has keys and values of another shape",
+    "adapter": "for another adapter: save and load it with the same one, or do both without one",
+    "layout": "in another number format, or has keys, values or states of other shapes",
 }
 _MEAN_TOLERANCE: Final = 1e-3
 
@@ -133,7 +133,9 @@ def load(path: Path, fingerprint: Mapping[str, str], layout: KVLayout) -> Prefix
         if mean is not None and not torch.allclose(
             tensors[f"mean_key.{number}"], mean.cpu(), atol=_MEAN_TOLERANCE, rtol=_MEAN_TOLERANCE
         ):
-            raise PrefixFileError(f"{path} is from another model: the mean of that model's keys differs")
+            raise PrefixFileError(
+                f"{path} is from another model: the mean of that model's keys differs"
+            )
     if not all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point()):
         raise PrefixFileError(f"{path} has numbers that are infinite or NaN")
     codes = [
@@ -198,9 +200,9 @@ class PrefixFiles:
         """Write a context's keys, values and last recurrent state, read from its tree node."""
         if node is None:
             raise CacheError(
-                f"a prompt of {len(query.context)} tokens does not fit into the unpinned part of "
-                f"the {self._scheduler.tree.num_slots} tokens of kv_cache_bytes, or has keys and "
-                "values that are not finite in this format"
+                f"a prompt of {len(query.context)} tokens does not fit beside pinned ones into "
+                f"the cache of {self._scheduler.tree.num_slots} tokens (kv_cache_bytes), or has "
+                "keys and values that are not finite in the cache's number format"
             )
         cache, nodes = self._scheduler.cache, self._scheduler.tree.nodes
         resumed = cache.resumed(node)
@@ -233,8 +235,8 @@ class PrefixFiles:
                 else ""
             )
             raise CacheError(
-                f"the {len(ids)} tokens of {path} do not fit into the unpinned part of the "
-                f"{cache.tree.num_slots} tokens of kv_cache_bytes{of_states}"
+                f"the {len(ids)} tokens of {path} do not fit beside pinned ones into the cache of "
+                f"{cache.tree.num_slots} tokens (kv_cache_bytes){of_states}"
             )
         return ids
 

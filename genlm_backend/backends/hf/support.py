@@ -115,7 +115,7 @@ def check_hf_model(model: Any) -> None:
     is_split = getattr(model, "hf_device_map", None) is not None  # parts may be offloaded
     if not is_split and any(p.is_meta for p in getattr(model, "parameters", tuple)()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} lacks weights: some or all of them are on 'meta'"
+            f"{type(model).__name__} lacks weights: some or all are on the device 'meta'"
         )
 
 
@@ -239,7 +239,8 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
     length = _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)
     length = min(length, max_length or length)
     if length < 6 or vocab_size < 3:
-        return KVSupport(reason=f"a context of {length} tokens is too short to tell")
+        few = f"a context of {length} tokens from a vocabulary of {vocab_size}"
+        return KVSupport(reason=f"{few} is too short to tell")
     generator = random.Random(0)
     long, other = ([generator.randrange(vocab_size) for _ in range(length)] for _ in range(2))
     try:
@@ -261,8 +262,8 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
             return KVSupport(reason="it returns other rows with position_ids than without")
     if factory is None:
         return KVSupport(
-            reason=f"rows from cached keys and values differ by {difference:.2g} from rows of "
-            f"whole passes, and by {trial.spread:.2g} between different contexts"
+            reason=f"rows from cached tokens differ by {difference:.2g} from rows of whole "
+            f"passes (a wrong token makes a difference of {trial.spread:.2g})"
         )
     return KVSupport(
         layout,
@@ -411,11 +412,11 @@ def _observe_layout(
             continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.shape[2] != len(token_ids):
-            raise UnsupportedModelError("a layer keeps no keys and values")
+            raise UnsupportedModelError("a layer does not keep keys and values for each token")
         heads = keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]
         layers.append(LayerLayout(*heads, keys.dtype, keys.device))
     if not layers and not states:
-        raise UnsupportedModelError("no layer keeps keys and values")
+        raise UnsupportedModelError("no layer keeps keys and values or a state")
     return KVLayout(tuple(layers), states), row_of(logits[0, -1])
 
 

@@ -61,8 +61,8 @@ class GGUFModel:
             raise UnsupportedModelError(f"{self.path!r} contains no language model")
         if lib.llama_model_has_encoder(self.pointer):
             raise UnsupportedModelError(
-                f"{self.path!r} also contains an encoder: its rows do not depend on the context "
-                "alone"
+                f"{self.path!r} also contains an encoder, so the model's rows do not depend on "
+                "the context alone"
             )
         self._vocab = vocab = lib.llama_model_get_vocab(self.pointer)
         self.vocab_size = int(lib.llama_vocab_n_tokens(vocab))

@@ -80,7 +80,7 @@ def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> Llama
         tolerance = max(_ROUNDING, _SHARE_OF_SPREAD * _distance(whole, of_wrong))
         difference = max(_distance(forked, whole), _distance(other, whole))
         is_same = difference <= tolerance
-        told = f"rows of forked contexts differ from whole ones by {difference:.2g}"
+        told = f"rows of forked contexts differ from rows of whole ones by {difference:.2g}"
         return LlamaSupport(of_token, of_state, "" if is_same else told)
     finally:
         context.close()
@@ -211,17 +211,18 @@ class LlamaEvaluator(LocalEvaluator):
             self._check_room(self._wanted_bytes)
             num_tokens = min((self._wanted_bytes - self._state_bytes) // of_token, _MOST_CELLS)
             if num_tokens < 1:
+                others = ", beside the recurrent states" if self._state_bytes else ""
                 raise OptionError(
                     f"kv_cache_bytes={self._wanted_bytes} has no room for one token, which takes "
-                    f"{of_token} bytes: raise it, or set 0 to cache nothing"
+                    f"{of_token} bytes{others}: raise it, or set 0 to cache nothing"
                 )
         else:
             num_tokens = min(max(1, cpu_budget() // of_token), max(_DEFAULT_TOKENS, wanted))
         if wanted > num_tokens:
             raise OptionError(
                 f"max_length={wanted} needs {wanted * of_token} bytes for keys and values, but "
-                f"only {num_tokens * of_token} are available: "
-                f"{'raise kv_cache_bytes, or ' if self._wanted_bytes else ''}lower max_length"
+                f"only {num_tokens * of_token} are available: lower max_length"
+                f"{', or raise kv_cache_bytes' if self._wanted_bytes and keeps else ''}"
             )
         return num_tokens
 
@@ -230,8 +231,8 @@ class LlamaEvaluator(LocalEvaluator):
         free = free_memory()
         if num_bytes > free and not library().llama_supports_gpu_offload():
             raise OptionError(
-                f"kv_cache_bytes={self._wanted_bytes} allocates {num_bytes} bytes at once, but "
-                f"only {free} bytes of memory are free"
+                f"kv_cache_bytes={self._wanted_bytes}: the cache takes {num_bytes} bytes at once, "
+                f"but only {free} bytes of memory are free"
             )
 
     def _sequence_counts(self, *, keeps: bool) -> SequenceCounts:
@@ -251,7 +252,7 @@ class LlamaEvaluator(LocalEvaluator):
             raise OptionError(
                 f"the recurrent states of this model take at least {least} bytes, {of_state} for "
                 f"each of {counts.total} sequences of llama.cpp, but only "
-                f"{num_bytes}{' (half of kv_cache_bytes)' if parts > 1 else ''} are available: "
+                f"{num_bytes}{' (half of the cache)' if parts > 1 else ''} are available: "
                 f"set kv_cache_bytes={parts * least} or more, or 0 to cache nothing"
             )
         return counts
@@ -312,9 +313,9 @@ class LlamaEvaluator(LocalEvaluator):
         num_pins, num_tokens = tree.pinned_with(node)
         if num_tokens + self._length > tree.num_slots:
             raise CacheError(
-                f"{num_tokens} pinned tokens leave no room for the longest context, of "
-                f"{self._length} tokens, in the cache of {tree.num_slots} tokens: raise "
-                "kv_cache_bytes, or load the model with a lower max_length"
+                f"with this prompt, {num_tokens} pinned tokens leave no room for the longest "
+                f"context, of {self._length} tokens, in the cache of {tree.num_slots} tokens: "
+                "raise kv_cache_bytes, or load the model with a lower max_length"
             )
         if num_pins > self._most_rows:
             raise CacheError(

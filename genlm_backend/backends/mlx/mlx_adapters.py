@@ -98,7 +98,7 @@ def _check_whole(path: str, folder: Path, added: set[str]) -> None:
     if lacking := sorted(added - moved - weights.keys()):
         raise AdapterError(
             f"the adapter {path!r} lacks {len(lacking)} of the weights that its settings require: "
-            f"{', '.join(lacking[:3])}, …"
+            f"{', '.join(lacking[:3])}{', …' if len(lacking) > 3 else ''}"
         )
 
 

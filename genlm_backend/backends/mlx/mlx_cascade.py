@@ -68,7 +68,8 @@ _NAME: Final = "scaled_dot_product_attention"
 def mlx_attends_otherwise(how: str) -> ModelStateError:
     """Return the error for a model whose attention has changed since the model was probed."""
     return ModelStateError(
-        f"the model attends otherwise than when it was wrapped: {how}; wrap a changed model again"
+        f"the model attends otherwise than when it was wrapped: {how}; if it has changed, wrap it "
+        "again"
     )
 
 

@@ -113,17 +113,17 @@ def _untested(config: Mapping[str, Any]) -> str:
     """Return why a model of this config may differ from transformers; ``""`` if tests cover it."""
     kind = config.get("model_type")
     if kind not in TESTED:
-        return f"no test compares a model of model_type {kind!r}"
+        return f"no test compares the rows for model_type {kind!r}"
     activation, *rope_types = TESTED[kind]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     ropes = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
     for rope in ropes:
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", *rope_types):
-            return f"no test compares {kind!r} with rope_type={rope_type!r}"
+            return f"no test compares the rows for {kind!r} with rope_type={rope_type!r}"
     for name in _ACTIVATIONS:
         if config.get(name) not in (None, activation):
-            return f"no test compares {kind!r} with {name}={config[name]!r}"
+            return f"no test compares the rows for {kind!r} with {name}={config[name]!r}"
     for name, value in _UNREAD.items():
         for entries in (config, *ropes):
             if entries.get(name) not in (None, value):

@@ -149,8 +149,8 @@ class AsyncVirtualLM(BatchedLM):
     ) -> list[Sampled]:
         if 0 < options["temperature"] < LEAST_TEMPERATURE:
             raise OptionError(
-                f"temperature={options['temperature']}: vLLM cannot sample between 0 and "
-                f"{LEAST_TEMPERATURE}; use generate or draw_next_token"
+                f"temperature={options['temperature']}: vLLM cannot sample at temperatures "
+                f"between 0 and {LEAST_TEMPERATURE}; use generate or draw_next_token"
             )
         queries = [self._query(prompt, lora_name) for prompt in prompts]
         if options["max_tokens"] == 0:
@@ -218,20 +218,34 @@ class VLLMLoader:
     Args:
         model_name: A repository on the hub, a local directory, or ``"smollm2"``.
         engine_opts: Options of ``vllm.LLM``, as in ``AsyncVirtualLM.from_name``.
+        check_rows: As in ``AsyncVirtualLM.from_name``.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument is of a wrong type.
     """
 
-    def __init__(self, model_name: str, engine_opts: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        engine_opts: Mapping[str, Any] | None = None,
+        check_rows: bool = True,
+    ) -> None:
         self.model_name = text("model_name", model_name)
         self.engine_opts = dict(optional(mapping)("engine_opts", engine_opts) or {})
+        self.check_rows = switch("check_rows", check_rows)
 
     def __call__(self) -> VLLMEvaluator:
         """Load the model; return its evaluator, which returns rows on the CPU."""
         # Only the process that makes the ``AsyncReplicas`` needs the tokenizer.
         options = {"skip_tokenizer_init": True, **self.engine_opts}
-        return VLLMEvaluator(load_engine(self.model_name, options), torch.device("cpu"))
+        evaluator = VLLMEvaluator(load_engine(self.model_name, options), torch.device("cpu"))
+        if self.check_rows:
+            try:
+                compare_rows(evaluator)
+            except BaseException:
+                evaluator.engine.close()
+                raise
+        return evaluator
 
 
 def load_engine(model_name: str, engine_opts: Mapping[str, Any]) -> VLLMEngine:

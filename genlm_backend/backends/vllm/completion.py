@@ -58,8 +58,8 @@ class Completion:
         else:
             self._settle(
                 error=EvaluationError(
-                    f"the engine ended a sample after {len(self.token_ids)} of its "
-                    f"{self.num_possible} tokens"
+                    f"vLLM ended a sample after {len(self.token_ids)} tokens, without an "
+                    f"end-of-sequence token and short of {self.num_possible} tokens"
                 )
             )
 

@@ -54,7 +54,8 @@ def check_release() -> None:
     if _minor(found) not in SEEN:
         warnings.warn(
             f"AsyncVirtualLM is tested with vLLM {_shown(SEEN[0])} to {_shown(SEEN[-1])}, not "
-            f"with {found}: check_rows=True, the default, compares some rows of each loaded model",
+            f"with {found}: check_rows=True, the default, compares some rows from the cache of "
+            "each loaded model with the same rows computed whole",
             stacklevel=3,
         )
 

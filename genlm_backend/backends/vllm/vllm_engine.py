@@ -447,8 +447,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if current_platform.is_cpu() and kept not in capture.KV_CACHE_DTYPES_ON_CPU:
         known = ", ".join(map(repr, capture.KV_CACHE_DTYPES_ON_CPU))
         raise UnsupportedModelError(
-            f"kv_cache_dtype={kept!r}: vLLM accepts it on the CPU, but returns wrong rows; its "
-            f"attention on the CPU supports {known}"
+            f"kv_cache_dtype={kept!r}: vLLM accepts it on the CPU, but returns wrong rows; "
+            f"vLLM's attention on the CPU supports {known}"
         )
 
 
@@ -524,7 +524,7 @@ _OF_A_ROW: Any = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ign
 _REFUSED = {
     "data_parallel_size": "sessions need a single engine; load a model for each replica instead",
     "speculative_config": "drafted tokens get no rows",
-    "enable_prefix_caching": "sessions need it to share blocks",
+    "enable_prefix_caching": "sessions share blocks by prefix caching",
 }
 
 

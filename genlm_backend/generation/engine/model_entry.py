@@ -110,7 +110,7 @@ class ModelEntry:
             is_to_start = self.state in (ModelState.INSTALLED, ModelState.STOPPED)
             hint = f": start_model({self.name!r}) starts it" if is_to_start else ""
             raise ModelStateError(
-                f"model {self.name!r} is {self.state.value}; to {to} it must be {wanted}{hint}"
+                f"model {self.name!r} is {self.state.value}; to {to}, it must be {wanted}{hint}"
             )
 
     def start(self) -> None:
@@ -199,9 +199,9 @@ class ModelEntry:
             needed = _num_tokens(prepared[request][:1])
             if lm.kv_capacity is not None and needed > lm.kv_capacity:
                 raise ContextError(
-                    f"the prompt of {len(checked.token_ids)} tokens and the longest text after it "
-                    f"need KV cache for {needed} tokens, but it has room for {lm.kv_capacity}: "
-                    "lower max_new_tokens, or raise kv_cache_bytes"
+                    f"the prompt of {len(checked.token_ids)} tokens and the longest text or beams "
+                    f"after it need KV cache for {needed} tokens, but the cache has room for "
+                    f"{lm.kv_capacity}: lower max_new_tokens, or raise kv_cache_bytes"
                 )
         return prepared
 

@@ -201,12 +201,12 @@ class SchemaWalk:
         is_tuple = isinstance(schema.get("items"), list)
         if "prefixItems" in schema and (is_tuple or self._is_old):
             raise ConstraintError(
-                f"prefixItems at {pointer} belongs to draft 2020-12: use it without a list of "
-                "items, and with the '$schema' of that draft or none"
+                f"prefixItems at {pointer} belongs to draft 2020-12: use it without a list as "
+                "'items', and with the '$schema' of that draft or none"
             )
         if "additionalItems" in schema and not is_tuple:
             raise ConstraintError(
-                f"additionalItems at {pointer} needs a list of items: use items instead"
+                f"additionalItems at {pointer} needs a list as 'items': use 'items' instead"
             )
         least, required = schema.get("minProperties"), _list(schema, "required")
         is_closed = schema.get("additionalProperties") is False and not schema.get(
@@ -370,9 +370,9 @@ class SchemaWalk:
             may_meet = self._is_merging or at == other
             if may_meet and (is_above or is_below) and 0 <= high - low < 1:
                 raise ConstraintError(
-                    f"a constraint cannot enforce an exclusive integer bound less than 1 from the "
-                    f"opposite bound, as at {at} and {other}: use inclusive bounds, such as a "
-                    "minimum of 0.001"
+                    f"a constraint cannot enforce an exclusive bound at an integer if the opposite "
+                    f"bound is less than 1 away, as at {at} and {other}: use inclusive bounds, "
+                    "such as a minimum of 0.001"
                 )
 
     def _refuse_escaped_keys(self) -> None:

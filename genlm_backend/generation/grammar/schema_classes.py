@@ -48,9 +48,9 @@ def _close(schema: Any, pointer: str) -> None:
         return
     if _MARK in schema:
         raise ConstraintError(
-            f"a constraint cannot enforce {schema[_MARK]} at {pointer}, whose JSON schema allows "
-            "texts that do not parse: use another type, such as float or a str with a pattern, "
-            "or give the field a schema with pydantic.WithJsonSchema"
+            f"a constraint cannot enforce {schema[_MARK]} at {pointer}, as the JSON schema of this "
+            "type allows texts that do not parse: use another type, such as float or a str with a "
+            "pattern, or give the field a schema with pydantic.WithJsonSchema"
         )
     for keyword, value in schema.items():
         if keyword in ("properties", "patternProperties", "$defs"):

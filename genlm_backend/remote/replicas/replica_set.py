@@ -37,9 +37,9 @@ class ReplicaSet(Evaluator):
         if not evaluators:
             raise OptionError("evaluators is empty: at least one replica is needed")
         if len(set(map(id, evaluators))) < len(evaluators):
-            raise OptionError("evaluators contains one twice: each replica needs a different one")
+            raise OptionError("evaluators contains an evaluator twice: each replica needs its own")
         if any("check_cancelled" in vars(evaluator) for evaluator in evaluators):
-            raise OptionError("one evaluator belongs to another model, whose thread calls it")
+            raise OptionError("an evaluator belongs to another model: make new evaluators")
         self.evaluators = list(evaluators)
         self.replicas: list[Replica] = []
         self.infos: list[EvaluatorInfo] = []
@@ -111,7 +111,7 @@ class ReplicaSet(Evaluator):
                 evaluator = replica.evaluator
                 if not isinstance(evaluator, RestartableEvaluator):
                     raise ModelStateError(
-                        f"replica {replica.number} cannot restart: it has no RestartableEvaluator"
+                        f"replica {replica.number} cannot restart: no RestartableEvaluator"
                     )
                 asked.append(replica.restart(evaluator))
         for future in asked:
@@ -120,7 +120,7 @@ class ReplicaSet(Evaluator):
     # ---------------------------------------------------------------- methods of Evaluator
 
     def evaluate(self, queries: Sequence[Any], /) -> NoReturn:
-        raise NotImplementedError("ReplicaBatcher sends each query to one replica")
+        raise NotImplementedError("a ReplicaSet evaluates nothing: ReplicaBatcher asks one replica")
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
         return max(self._of_living(lambda e: e.num_cached(query, tier)), default=0)

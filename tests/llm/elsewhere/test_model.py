@@ -142,7 +142,7 @@ def test_invalid_process_options_raise_option_error(folder, tiny_llama):
         AsyncTransformer.from_name(folder, process=True, hf_opts=hf_opts)
     with pytest.raises(OptionTypeError, match="process"):
         AsyncTransformer.from_name(folder, process="yes")
-    with pytest.raises(OptionError, match="num_threads is an option of the evaluator"):
+    with pytest.raises(OptionError, match="pass num_threads to the function that makes this"):
         AsyncTransformer(
             ProcessEvaluator(partial(toy.ToyEvaluator)), word_tokenizer(), num_threads=1
         )

@@ -95,7 +95,7 @@ def test_rows_are_right_at_any_cache_capacity(make, capacity):
 
 @pytest.mark.parametrize("num_bytes", [1, 64, 2 * SLOT - 1])
 def test_a_budget_below_one_token_is_refused(make, num_bytes):
-    with pytest.raises(OptionError, match=f"{num_bytes} has no room for one token, which takes"):
+    with pytest.raises(OptionError, match=f"{num_bytes} has no room for one token and a reserved"):
         make(kv_cache_bytes=num_bytes)
 
 

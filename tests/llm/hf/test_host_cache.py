@@ -177,7 +177,7 @@ def test_unusable_host_cache_bytes_raises_or_warns():
     for wrong, error in ((-1, OptionError), (1.5, TypeError)):
         with pytest.raises(error, match="host_cache_bytes"):
             AsyncTransformer(MODEL, word_tokenizer(), host_cache_bytes=wrong)
-    with pytest.raises(OptionError, match="needs slots on the device"):
+    with pytest.raises(OptionError, match="needs a cache on the device"):
         AsyncTransformer(MODEL, word_tokenizer(), kv_cache_bytes=0, host_cache_bytes=1 << 20)
     with pytest.warns(UserWarning, match="gains nothing"):
         tiered(10, 10).close()

@@ -204,7 +204,7 @@ def test_models_unfit_for_int8_weights_are_refused():
 
 
 def test_partly_linear_model_warns():
-    with pytest.warns(UserWarning, match="which are .*% of the weights of MixtralForCausalLM"):
+    with pytest.warns(UserWarning, match="with .*% of the weights of MixtralForCausalLM"):
         quantize(families.make("mixtral"))
 
 

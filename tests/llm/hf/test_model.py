@@ -159,7 +159,7 @@ def test_object_other_than_causal_lm_is_refused(model, message):
 def test_model_on_meta_device_is_refused():
     with torch.device("meta"):
         model = LlamaForCausalLM(families.make("llama").config)
-    with pytest.raises(UnsupportedModelError, match="on 'meta'"):
+    with pytest.raises(UnsupportedModelError, match="on the device 'meta'"):
         AsyncTransformer(model, word_tokenizer())
 
 

@@ -213,10 +213,10 @@ async def test_text_reaching_length_dependent_positions_is_refused(make, options
             check(long, naive_row(copy.deepcopy(model), text[: limit + 5]))
             check(scores, expected[1:])
             assert type(refused) is ContextError
-            assert f"max_length={limit}, and surprisal scores" in str(refused)
+            assert f"max_length={limit}, the model scores longer texts in windows" in str(refused)
         lm.cache_kv(text[:limit])  # does nothing if nothing is kept
         if lm.kv_reuse:
-            with pytest.raises(CacheError, match=f"more than {limit} tokens are run whole"):
+            with pytest.raises(CacheError, match=f"caches no context of more than {limit} tokens"):
                 lm.cache_kv(text[: limit + 1])
     with AsyncTransformer(model, word_tokenizer(), max_length=limit) as lm:
         check((await lm.score(text[:1], text[1 : limit + 1])), expected)

@@ -267,7 +267,7 @@ def test_wrong_or_ambiguous_names_are_refused(tmp_path):
     with pytest.raises(ModelNotFoundError, match="hf_hub_download"):
         load_model_by_name("someone/model", "llama-cpp")
     (tmp_path / "b.gguf").write_bytes(of(LLAMA).read_bytes())
-    with pytest.raises(OptionError, match="which backend 'llama-cpp' reads, but not 'hf'"):
+    with pytest.raises(OptionError, match="backend 'hf' cannot read them, 'llama-cpp' can"):
         load_model_by_name(str(tmp_path / "b.gguf"), "hf")
     with pytest.raises(ModelNotFoundError, match="2 GGUF files"):
         load_model_by_name(str(tmp_path), "llama-cpp")

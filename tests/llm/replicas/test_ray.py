@@ -256,7 +256,7 @@ def test_address_without_a_cluster_raises_option_error_in_seconds():
     try:
         connect("127.0.0.1:9")
     except OptionError as error:
-        assert "no Ray cluster answers at the address '127.0.0.1:9'" in str(error)
+        assert "cannot join a Ray cluster at the address '127.0.0.1:9'" in str(error)
         assert time.monotonic() - start < 10
         print("told")
     """

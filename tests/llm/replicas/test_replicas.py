@@ -189,7 +189,7 @@ def test_invalid_evaluators_and_replica_options_are_refused():
     with pytest.raises(OptionError, match="evaluators is empty"):
         AsyncReplicas(word_tokenizer(), [])
     one = Mortal()
-    with pytest.raises(OptionError, match="evaluators contains one twice"):
+    with pytest.raises(OptionError, match="evaluators contains an evaluator twice"):
         AsyncReplicas(word_tokenizer(), [one, one])
     with pytest.raises(OptionTypeError, match="evaluators must be an Evaluator"):
         AsyncReplicas(word_tokenizer(), [one, 5])
