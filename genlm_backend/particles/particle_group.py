@@ -265,7 +265,8 @@ class ParticleGroup:
             is_done: Whether to finish each particle: bool ``[N]``. Finished ones stay finished.
 
         Raises:
-            OptionError: (``ValueError``) If it is not an array of ``N`` bools.
+            OptionTypeError: (``TypeError``) If it cannot be made an array.
+            OptionError: (``ValueError``) If the array is not ``N`` bools.
             ParticleError: (``RuntimeError``) While a method of the group is awaited.
         """
         self._check_idle()

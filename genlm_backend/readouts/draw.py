@@ -204,7 +204,7 @@ def _check_bits(name: str, mask: PackedMask, vocab_size: int) -> None:
         raise OptionTypeError(f"the bits of {name} must be bytes, got {shown(mask.bits)}")
     if mask.vocab_size != vocab_size or len(mask.bits) != -(-vocab_size // 8):
         raise OptionError(
-            f"{name} must be a mask of {vocab_size} tokens, one bit each; got one of "
+            f"{name} must be a mask of {vocab_size} tokens, one bit each; got a mask of "
             f"{mask.vocab_size} tokens in {len(mask.bits)} bytes"
         )
 

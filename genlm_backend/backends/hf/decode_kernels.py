@@ -26,7 +26,7 @@ def _with_splits(
     means, total, largest, values, sums, splits, num_splits, each, GROUP_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, is_query, is_value,
 ):  # fmt: skip
-    """Merge the results of extents, by their indices in ``splits``; -1 stands for no extent."""
+    """Merge in the results of shared runs of slots, whose indices ``splits`` has; -1 is none."""
     for number in range(0, num_splits):
         split = tl.load(splits + number).to(tl.int64)
         if split >= 0:

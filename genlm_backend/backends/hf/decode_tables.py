@@ -1,4 +1,4 @@
-"""DecodeTables: the plan of a decode step, as tables of a fixed shape for a captured pass.
+"""DecodeTables: the plan of a decode step, as tables that fit into those of a captured pass.
 
 Extents of consecutive slots are read once for all rows that share them. Each row's other tokens,
 and its new one, are read slot by slot. Layers with a window read the last tokens of each row slot

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @final
 class HFEvaluator(LocalEvaluator):
-    """Answers queries by a causal language model of transformers, with a cache if trials allow."""
+    """Answers queries by a causal language model of transformers, cached if a probe allows it."""
 
     _runner: HFRunner
 

@@ -56,9 +56,9 @@ def examine_pictures(
 ) -> PictureRules:
     """Return the rules by which a model continues text after pictures, found by a few passes."""
     # For each set of rules, a prompt and more tokens run in one pass, and again in two passes: the
-    # prompt, or its part up to the last picture, then the rest from the cache. The first rules are
-    # returned with which the rows of two passes are near those of one pass: at most 4 times the
-    # least distance of any rules, or at most a hundredth of the effect of a wrong token.
+    # prompt, or its part up to the last picture, then the rest from the cache. The result is
+    # the first set whose two-pass rows are near its one-pass rows: at a distance of at most 4 times
+    # the least that any set reaches, or at most a hundredth of the effect of a wrong token.
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
     of_tokens = frozenset(n for n, value in inputs.items() if value.shape == (1, size))
