@@ -150,7 +150,7 @@ class CascadePlan:
         everybody = np.arange(len(rows))
         for prefix in self.prefixes:
             if len(prefix.rows) == len(self.prefix_lens) == len(rows):
-                prefixes.append(prefix)  # the same object, by which ``_extents_of`` caches
+                prefixes.append(prefix)  # one object, the key in ``decode_tables._extents_of``
                 continue
             own = everybody
             if len(prefix.rows) < len(self.prefix_lens):
