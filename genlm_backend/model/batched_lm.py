@@ -432,11 +432,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
         query = self._query(prompt_tokens, lora_name)
         if not self._call_for(query, lambda: self._evaluator.pin(query)) and self.kv_reuse:
             budget = self._evaluator.counts().state_bytes_budget
-            states = f", or state_cache_bytes={budget} has none for the prompt's recurrent state"
+            states = f", or its recurrent state does not fit into state_cache_bytes={budget}"
             raise CacheError(
-                "beside the pinned prompts, the cache has no room for a prompt of "
-                f"{len(query.context)} tokens (kv_capacity, of all replicas: {self.kv_capacity})"
-                f"{states if budget else ''}"
+                f"a prompt of {len(query.context)} tokens does not fit into the cache "
+                f"({self.kv_capacity} tokens) beside the pinned prompts{states if budget else ''}"
             )
         self._is_kept(query)
 
