@@ -558,8 +558,9 @@ class Batcher(Generic[Q, R]):
             with self._lock.here:
                 self._is_busy = True
                 batch, self._began = self._take(), time.monotonic()
-                for arrived, times in Counter([q.arrived for q in batch.values()]).items():
-                    self._queue_time.add(self._began - arrived, times)
+                if batch:
+                    oldest = next(iter(batch.values()))
+                    self._queue_time.add(self._began - oldest.arrived)
             self._is_wanted = partial(are_wanted, batch.values())
             queries = [pending.query for pending in batch.values()]
             self._settle(batch, *evaluated(self._evaluate, queries))

@@ -59,10 +59,10 @@ class Durations:
     def __init__(self) -> None:
         self._counts, self._sum = [0] * (len(BOUNDS) + 1), 0.0
 
-    def add(self, seconds: float, times: int = 1) -> None:
-        """Count a duration, ``times`` times."""
-        self._counts[bisect_left(BOUNDS, seconds)] += times
-        self._sum += seconds * times
+    def add(self, seconds: float) -> None:
+        """Count a duration."""
+        self._counts[bisect_left(BOUNDS, seconds)] += 1
+        self._sum += seconds
 
     def histogram(self) -> Histogram:
         """Return the histogram of the durations so far."""

@@ -151,7 +151,7 @@ class BatcherStatistics(Readable):
         batch_sizes: Number of batches by size.
         num_pending: Distinct queries waiting now.
         num_in_flight: Distinct queries being evaluated now.
-        queue_time_seconds: How long each evaluated query waited for its batch to begin.
+        queue_time_seconds: How long the oldest query of each batch waited.
         batch_time_seconds: How long each call of ``evaluate`` took.
     """
 

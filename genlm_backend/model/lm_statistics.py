@@ -31,7 +31,7 @@ class LMStatistics(Readable, EvaluatorCounts):
         row_cache_hits: Awaits answered from the row cache.
         num_joined: Awaits that joined an equal query, which was waiting or under evaluation.
         num_skipped: Queries never evaluated, because all their callers were cancelled.
-        queue_time_seconds: How long each query waited for its batch to begin.
+        queue_time_seconds: How long the oldest query of each batch waited.
         batch_time_seconds: How long the evaluation of each batch took.
         row_bytes_used: Bytes of the cached rows.
         row_bytes_budget: Upper bound of ``row_bytes_used``.
