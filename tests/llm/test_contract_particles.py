@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 import time
 
 import numpy as np
@@ -18,7 +19,9 @@ from genlm_backend.errors import (
     ParticleError,
     UnknownAdapterError,
 )
-from genlm_backend.llm import PackedMask
+from genlm_backend.llm import BatchedLM, PackedMask
+from tests.llm import toy
+from tests.llm.conftest import word_tokenizer
 from tests.llm.families import VOCAB
 from tests.naive import naive_draw, naive_log_proposals
 
@@ -153,6 +156,12 @@ def test_cancelled_draw_leaves_the_group_as_it_was(lm):
 
 
 def test_pass_ahead_answers_the_next_draw_unless_other_tokens_are_appended(lm):
+    def go_on(group, token_ids):
+        group.append(token_ids)
+        group.finish(np.arange(5) == 4)
+        group.reweight([-math.inf, 0, -math.inf, 0, 0])
+        return group.resample(1.0)
+
     async def main():
         for change in (0, 1):
             lm.clear_cache()
@@ -160,17 +169,12 @@ def test_pass_ahead_answers_the_next_draw_unless_other_tokens_are_appended(lm):
             draws = await group.draw(ahead=True)
             time.sleep(0.05)  # noqa: ASYNC251  (the pass begins without another turn of the loop)
             before = lm.statistics().num_awaits
-            group.append((draws.token_ids + change) % VOCAB)
-            group.finish(np.arange(5) == 4)
-            group.reweight([0, 0, 0, -math.inf, 0])
-            ancestors = group.resample(1.0)
+            ancestors = go_on(group, (draws.token_ids + change) % VOCAB)
+            assert (ancestors != np.arange(5))[group.is_active].any()
             last = await group.draw()
             assert (lm.statistics().num_awaits > before) == (change == 1)
             await same.draw()
-            same.append((draws.token_ids + change) % VOCAB)
-            same.finish(np.arange(5) == 4)
-            same.reweight([0, 0, 0, -math.inf, 0])
-            assert (same.resample(1.0) == ancestors).all()
+            assert (go_on(same, (draws.token_ids + change) % VOCAB) == ancestors).all()
             expected = await same.draw()
             assert last.token_ids.tolist() == expected.token_ids.tolist()
             np.testing.assert_allclose(last.logprobs, expected.logprobs, rtol=0, atol=1e-4)
@@ -195,16 +199,33 @@ def test_draws_after_a_pass_ahead_that_failed_or_is_of_an_ended_loop_match(lm):
         group.draw_sync(ahead=True)
 
 
-def test_pass_ahead_of_particles_that_all_finish_is_dropped(lm):
+class Held(toy.ToyEvaluator):
+    """Evaluates the first batch at once, and later ones once ``go_on`` is set."""
+
+    def evaluate(self, queries):
+        if self.num_batches:
+            self.go_on.wait(60)
+        self.num_batches += 1
+        return super().evaluate(queries)
+
+
+@pytest.mark.parametrize("end", ["finish", "reweight"])
+def test_pass_ahead_is_cancelled_once_all_particles_are_finished_or_dead(end):
+    evaluator = Held()
+    evaluator.num_batches, evaluator.go_on = 0, threading.Event()
+
     async def main():
         group, tasks = lm.particles(PROMPT, 5, seed=2), asyncio.all_tasks()
         group.append((await group.draw(ahead=True)).token_ids)
         started = asyncio.all_tasks() - tasks
-        group.finish(np.ones(5, bool))
-        await asyncio.wait(started)
+        group.finish(np.ones(5, bool)) if end == "finish" else group.reweight(-math.inf)
+        done, _ = await asyncio.wait(started, timeout=10)
+        evaluator.go_on.set()
+        assert done == started
         assert (await group.draw()).token_ids.tolist() == [-1] * 5
 
-    asyncio.run(main())
+    with BatchedLM(word_tokenizer(), evaluator) as lm:
+        asyncio.run(main())
 
 
 def test_draw_after_a_cleared_cache_filled_by_others_matches_fresh_rows(lm, backend):
