@@ -167,8 +167,8 @@ class CascadeRun(Generic[A]):
         """Attend to a block, about ``LONG_COPY`` tokens at a time unless the pool is exact."""
         mask, size = block.mask, block.num_tokens
         attend = softmax.attend if mask is None else softmax.attend_if_any
-        num_extents = 1 if self._pool.is_exact else max(1, round(size / LONG_COPY))
-        bounds = [i * size // num_extents for i in range(num_extents + 1)]
+        num_parts = 1 if self._pool.is_exact else max(1, round(size / LONG_COPY))
+        bounds = [i * size // num_parts for i in range(num_parts + 1)]
         total: AttentionState[A] | None = None
         for start, stop in itertools.pairwise(bounds):
             kept = self._pool.read_by_head(layer, block.slots_in(start, stop))

@@ -172,7 +172,7 @@ def link(parents, tokens, first, children, on_device, stamps, slots, table, node
 
 @compiled
 def unlink(parents, tokens, first, children, table, nodes):
-    """Remove leaves from the table and from their parents, children first."""
+    """Remove nodes from the table and from their parents; children come before their parents."""
     for node in nodes:
         _take(parents, tokens, table, node)
         parent = parents[node]

@@ -54,7 +54,7 @@ class Nodes:
     root: Ints
     slot: Ints
     state: Ints
-    first: Ints
+    first: Ints  # a child that was linked when there was none: 0 if none, or if it was unlinked
     num_children: Ints
     num_on_device: Ints
     stamp: Ints  # [n] int64

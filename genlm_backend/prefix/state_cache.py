@@ -152,7 +152,7 @@ class StateCache:
         return int(self._is_used().sum())
 
     def _is_used(self) -> NDArray[np.bool_]:
-        owner = self._owner  # read before ``state``, which another thread may be enlarging
+        owner = self._owner  # before ``state``, which may grow: a later ``state`` has all its nodes
         is_used = self._nodes.state[owner] == np.arange(self.num_states + 1)
         is_used[NO_STATE] = False
         return is_used

@@ -9,7 +9,7 @@ import torch
 
 from genlm_backend.prefix.slot_allocator import ranges_in_a_row
 
-LONG_EXTENT: Final = 16
+LONG_RANGE: Final = 16
 """Least mean length of runs of consecutive slots at which each run is copied as a slice."""
 
 
@@ -38,13 +38,13 @@ class TierCopier:
         wanted, places = (
             torch.tensor(slots, dtype=torch.int64) - self._first for slots in (from_slots, to_slots)
         )
-        extents = ranges_in_a_row(wanted.numpy(), places.numpy())
-        is_long = len(from_slots) >= LONG_EXTENT * len(extents)
+        ranges = ranges_in_a_row(wanted.numpy(), places.numpy())
+        is_long = len(from_slots) >= LONG_RANGE * len(ranges)
         for old, new in zip(source, to, strict=True):
             for codes, kept in zip(old, new, strict=True):
                 if is_long:
                     waits_not = codes.is_cuda or kept.is_cuda
-                    for first, stop in extents:
+                    for first, stop in ranges:
                         start, at, size = int(wanted[first]), int(places[first]), stop - first
                         part = kept[at : at + size]
                         part.copy_(codes[start : start + size], non_blocking=waits_not)

@@ -70,9 +70,10 @@ class Alphabet:
     def intervals(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
         """Return the intervals of the proper prefixes of some tokens: int32 ``[n, width, 2]``.
 
-        Interval ``k`` of a token has the indices into ``order`` of all tokens with the same first
-        ``k + 1`` bytes, up to all its bytes but one; further intervals are empty. An interval of a
-        token in ``ends`` has only that token. ``width`` is the largest number of bytes, minus 1.
+        Interval ``k`` of a token of ``m`` bytes, for ``k < m - 1``, is the range (start, stop) of
+        indices into ``order`` of all tokens with the same first ``k + 1`` bytes. For a token in
+        ``ends``, that is only the token itself. From ``m - 1`` on, intervals are empty. ``width``
+        is the largest ``m``, minus 1.
         """
         width = max(1, *(len(self._bytes[i]) for i in token_ids), 1) - 1
         found = np.zeros((len(token_ids), width, 2), np.int32)

@@ -93,7 +93,7 @@ class TrieLayout:
         return int(self.run_start[self.run_parent[run]])
 
     def children(self, node: int) -> range | list[int]:
-        """Return the children of ``node``: leaves first, then inner nodes in alphabetical order."""
+        """Return the children of ``node``: leaves, then inner nodes by the code of their letter."""
         run = self.run(node)
         if node > self.run_start[run]:
             return range(node - 1, node)

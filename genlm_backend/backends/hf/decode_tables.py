@@ -71,10 +71,10 @@ class DecodeShape(NamedTuple):
 class Extents(NamedTuple):
     """Tables of the extents that rows of a decode step read, and prefixes read slot by slot."""
 
-    starts: NDArray[np.int64]  # [S] int64
-    sizes: NDArray[np.int64]  # [S] int64
-    readers: NDArray[np.int64]  # [N] int64
-    num_readers: NDArray[np.int64]  # [S] int64
+    starts: NDArray[np.int64]  # first slots, int64 [extents]
+    sizes: NDArray[np.int64]  # int64 [extents]
+    readers: NDArray[np.int64]  # rows, extent by extent: int64 [num_readers.sum()]
+    num_readers: NDArray[np.int64]  # int64 [extents]
     splits: NDArray[np.int64]  # [B, splits] int64
     apart: tuple[SharedPrefix, ...]  # shared prefixes that are read slot by slot
 

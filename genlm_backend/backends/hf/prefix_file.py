@@ -97,7 +97,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Mapping[str, str], layout: KVL
             save_file(tensors, name, said)
         except SafetensorError as error:  # such as a full disk
             raise OSError(errno.EIO, f"could not be written: {error}", str(path)) from error
-        os.chmod(name, mode)  # a new file's mode, which safetensors does not set
+        os.chmod(name, mode)  # as of any new file; safetensors has put one of mode 600 in its place
         os.replace(name, path)
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -17,7 +17,7 @@ def is_class_with_schema(value: Any) -> bool:
 
 
 def schema_of_class(value: Any) -> dict[str, Any]:
-    """Return pydantic's JSON schema of a class or a ``TypeAdapter``, but forbid extra keys."""
+    """Return pydantic's JSON schema of a class, without extra keys unless the class allows them."""
     try:
         import pydantic
     except ImportError as error:
