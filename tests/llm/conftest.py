@@ -12,12 +12,19 @@ import torch
 from tokenizers import Tokenizer, models
 
 from genlm_backend import AsyncLlamaCppLM, AsyncMlxLM, AsyncTransformer, AsyncVirtualLM, MockAsyncLM
+from genlm_backend.attention import cascade_plan
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.backends.mlx.present import is_present
 from genlm_backend.llm import AsyncReplicas, BatchedLM
 from tests.llm import families, toy
 from tests.llm.vllm import real
 from tests.naive import naive_row
+
+
+@pytest.fixture(autouse=True)
+def sharing_by_tokens(monkeypatch):
+    """Tiny models share prefixes too, though a layer's keys and values take few bytes."""
+    monkeypatch.setattr(cascade_plan, "FEW_BYTES", 0)
 
 
 def word_tokenizer(size=families.VOCAB):

@@ -38,7 +38,7 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
 
     def __init__(self, pool: KVPool, few_tokens: int | None = None) -> None:
         self._pool = pool
-        self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
+        self._few_tokens = _few_tokens(pool.layout) if few_tokens is None else few_tokens
 
     def plan(self, past: CachedPrefixes, num_new: NDArray[np.int64]) -> CascadePlan:
         return CascadePlan.of(past, num_new, self._few_tokens)
@@ -66,6 +66,13 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
                 f"{shared.num_attended} of {num_layers} layers called the attention function "
                 "named in their config"
             )
+
+
+def _few_tokens(layout: KVLayout) -> int:
+    """Return the tokens of a run, times its rows, from which a product of its own pays off."""
+    if not all(layer.device.type == "cpu" for layer in layout.layers):
+        return sharing.FEW_TOKENS
+    return max(sharing.FEW_TOKENS, sharing.FEW_BYTES * len(layout.layers) // layout.bytes_per_slot)
 
 
 @final

@@ -1,18 +1,23 @@
-"""Packed weights: linear layers with weights in oneDNN's blocked layout.
+"""Packed weights: linear layers with second copies of their weights, laid out for speed.
 
 oneDNN reorders a matrix into blocks once, instead of reading the stored layout in every product.
-Whether that is faster depends on the processor and on the shape, so a trial decides.
+FBGEMM does so with numbers of 16 bits, which take half as long to read, and sums their products
+in float32: that is for float32 weights which float16 holds too, such as a checkpoint's in bfloat16.
+Which layout is the fastest depends on the processor and on the shape, so a trial decides.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, Final, final
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import nn
@@ -26,10 +31,13 @@ logger = logging.getLogger(__name__)
 DTYPES: Final = (torch.float32, torch.bfloat16)
 """Dtypes of the weights that may be packed."""
 
-_NUM_ROWS: Final = 20  # rows of the input that packing assumes and trials use
-_NUM_LAYERS: Final = 4  # layers that a trial runs in turn: no weight then stays in the CPU's caches
+_NUM_ROWS: Final = 20  # rows of the input that packing assumes
+_ONE_ROW_BYTES: Final = 2**24  # smaller weights in blocks do not serve a single row
+_TRIAL_ROWS: Final = (4, _NUM_ROWS)  # rows of the inputs that trials time
+_TRIAL_BYTES: Final = 2**25  # weights that a trial reads in turn, more than CPUs cache
 _NUM_ROUNDS: Final = 5
 _GAIN: Final = 0.95
+MIN_BYTES = 2**16  # smaller weights take longer to be handed to a packed product than to be read
 
 
 @final
@@ -46,19 +54,20 @@ class PackedWeights:
     @stage("packing weights")
     def pack(self, model: Any) -> None:
         """Pack a model's weights into at most a quarter of the free memory, and at most 4 GiB."""
-        by_shape: defaultdict[tuple[Any, ...], list[nn.Linear]] = defaultdict(list)
+        by_kind: defaultdict[tuple[Any, ...], list[nn.Linear]] = defaultdict(list)
         for layer in getattr(model, "modules", list)():
-            if type(layer) is nn.Linear and _can_be_packed(layer.weight):
-                by_shape[layer.weight.dtype, *layer.weight.shape].append(layer)
+            is_large = type(layer) is nn.Linear and layer.weight.nbytes >= MIN_BYTES
+            if is_large and _can_be_packed(weight := layer.weight):
+                by_kind[_fits_float16(weight), weight.dtype, *weight.shape].append(layer)
         left = cpu_budget()
-        for shape, layers in by_shape.items():
-            num_bytes = sum(layer.weight.nbytes for layer in layers)
-            # One trial per dtype, shape and number of threads decides for the whole process, so
-            # that equal models have equal rows.
-            if num_bytes <= left and _is_worth_it(shape, layers[:_NUM_LAYERS]):
+        for kind, layers in by_kind.items():
+            layout = _layout_of(kind, layers)
+            num_bytes = sum(layout.num_bytes(layer.weight) for layer in layers) if layout else 0
+            if layout and num_bytes <= left:
                 left -= num_bytes
-                self._packed += map(_Packed, layers)
-                logger.info("packed %d weights of %s", len(layers), shape)
+                with _threads() as threads:
+                    self._packed += threads.map(_Packed, layers, [layout] * len(layers))
+                logger.info("packed %d weights of %s", len(layers), kind)
         self._remember()
 
     def place(self, views: Mapping[nn.Module, Any]) -> None:
@@ -83,8 +92,8 @@ class PackedWeights:
         for one in self._packed:
             one.is_used = _can_be_packed(one.layer.weight)
         self._packed = [one for one in self._packed if one.is_used]
-        for one in self._packed:
-            one.pack()
+        with _threads() as threads:
+            list(threads.map(_Packed.pack_again, self._packed))
         self._remember()
 
     def clear(self) -> None:
@@ -93,7 +102,7 @@ class PackedWeights:
 
     @property
     def nbytes(self) -> int:
-        return sum(one.weight.nbytes for one in self._packed)
+        return sum(one.layout.num_bytes(one.weight) for one in self._packed)
 
     def _remember(self) -> None:
         """Record the parameters that are packed, with their addresses and versions at that time."""
@@ -113,24 +122,62 @@ class PackedLinear(nn.Linear):
         """Return the product of ``[…, in_features]`` and the weight, plus the bias."""
         packed = self.packed
         # PEFT changes a layer's class while it computes with an adapter of a bare parameter.
-        if not packed.is_used or type(self) is not PackedLinear:
+        is_packed = packed.is_used and type(self) is PackedLinear and input.ndim > 1
+        if not is_packed or (packed.is_for_several and input.numel() == self.in_features):
             return functional.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, packed.packed, self.bias, "none", [], "")
+        return packed.layout.linear(input, packed.packed, self.bias)
+
+
+class _Layout(NamedTuple):
+    """A layout of weights, and the product that reads it."""
+
+    pack: Callable[[torch.Tensor], Any]
+    linear: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+    num_bytes: Callable[[torch.Tensor], int]
+
+
+def _linear_of_blocks(rows: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+
+
+def _linear_of_halves(rows: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    result = torch.ops.quantized.linear_dynamic_fp16(rows, packed)
+    return result if bias is None else result.add_(bias)
+
+
+_BLOCKS: Final = _Layout(
+    lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight, _NUM_ROWS),
+    _linear_of_blocks,
+    lambda weight: weight.nbytes,
+)
+_HALVES: Final = _Layout(
+    lambda weight: torch.ops.quantized.linear_prepack_fp16(weight, None),
+    _linear_of_halves,
+    lambda weight: weight.nbytes // 2,
+)
 
 
 @final
 class _Packed:
     """The packed weight of one layer, and the weight that it was packed from."""
 
-    def __init__(self, layer: nn.Linear) -> None:
-        self.layer = layer
+    def __init__(self, layer: nn.Linear, layout: _Layout) -> None:
+        self.layer, self.layout = layer, layout
+        self.pack()
+
+    def pack_again(self) -> None:
+        """Pack the weight that the layer has now, in blocks if float16 no longer holds it."""
+        if self.layout is _HALVES and not _fits_float16(self.layer.weight.detach()):
+            self.layout = _BLOCKS
         self.pack()
 
     def pack(self) -> None:
-        """Pack the weight that the layer has now."""
         self.parameter, self.weight = self.layer.weight, self.layer.weight.detach()
         with torch.no_grad():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _NUM_ROWS)
+            self.packed = self.layout.pack(self.weight)
+        # oneDNN wakes the other threads even for one row: 1.2 times MKL's time of SmolLM2's layers.
+        is_small = self.weight.dtype == torch.float32 and self.weight.nbytes < _ONE_ROW_BYTES
+        self.is_for_several = self.layout is _BLOCKS and is_small
         self.version = self.parameter._version
         self.is_used = True
 
@@ -154,53 +201,78 @@ def _can_be_packed(weight: torch.Tensor) -> bool:
     return is_matrix and weight.device.type == "cpu" and weight.dtype in DTYPES
 
 
-_found: dict[tuple[Any, ...], bool] = {}
-"""Whether packing is faster on this processor, by dtype, shape and number of threads."""
+@torch.inference_mode()
+def _fits_float16(weight: torch.Tensor) -> bool:
+    """Whether float16 moves no number by more than float32 rounds the largest of them."""
+    if weight.dtype != torch.float32 or not weight.numel():
+        return False
+    tolerance = torch.finfo(torch.float32).eps * max(weight.max(), -weight.min())
+    parts = weight.split(2**20 // weight.shape[1] + 1)  # bounds the memory of comparisons
+    return all(bool(((part.half() - part).abs() <= tolerance).all()) for part in parts)
 
 
-def _is_worth_it(shape: tuple[Any, ...], layers: list[nn.Linear]) -> bool:
-    """Whether layers of one shape are faster when packed, with equal outputs but for rounding."""
-    key = (*shape, torch.get_num_threads())
+_found: dict[tuple[Any, ...], _Layout | None] = {}
+"""The layout to pack in, by what float16 holds, dtype, shape and number of threads."""
+
+
+def _layout_of(kind: tuple[Any, ...], layers: list[nn.Linear]) -> _Layout | None:
+    """Return the first layout that is faster than none for layers of this kind, if any."""
+    # One trial decides for the whole process, so that equal models have equal rows.
+    key = (*kind, torch.get_num_threads())
     if key not in _found:
-        _found[key] = _is_better(layers)
+        num_layers = _TRIAL_BYTES // layers[0].weight.nbytes + 1
+        trial = partial(_relative_time, layers[:num_layers])
+        layouts = [_HALVES, _BLOCKS] if kind[0] else [_BLOCKS]
+        _found[key] = next((layout for layout in layouts if trial(layout) < _GAIN), None)
     return _found[key]
 
 
-def _is_better(layers: list[nn.Linear]) -> bool:
+def _relative_time(layers: list[nn.Linear], layout: _Layout) -> float:
+    """Return the packed layers' time over the layers' own, infinite if they cannot be packed."""
     packed = [PackedLinear(1, 1, device="meta") for _ in layers]
     try:
         for own, layer in zip(packed, layers, strict=True):
             own.weight, own.bias = layer.weight, layer.bias
-            vars(own)["packed"] = _Packed(layer)
-        return _is_same(packed[0], layers[0]) and _is_faster(packed, layers)
-    except (RuntimeError, AttributeError) as error:  # a processor or build without packing
+            vars(own)["packed"] = _Packed(layer, layout)
+        return _time_ratio(packed, layers) if _are_close(packed[0], layers[0]) else math.inf
+    except (RuntimeError, AttributeError) as error:  # a processor or build without the layout
         logger.debug("weights cannot be packed", exc_info=error)
-        return False
+        return math.inf
 
 
 @torch.inference_mode()
-def _is_same(packed: nn.Linear, layer: nn.Linear) -> bool:
+def _are_close(packed: nn.Linear, layer: nn.Linear) -> bool:
+    """Whether the products differ by no more than the rounding of sums in any order."""
     generator = torch.Generator().manual_seed(0)
     weight = layer.weight
     shape = _NUM_ROWS, weight.shape[1]
     rows = torch.randn(shape, generator=generator, dtype=torch.float32).to(weight.dtype)
     found, expected = packed(rows).float(), layer(rows).float()
-    tolerance = 8 * torch.finfo(weight.dtype).eps * expected.abs().max()
+    eps = torch.finfo(weight.dtype).eps
+    tolerance = max(8, weight.shape[1] ** 0.5) * eps * expected.abs().max()
     return bool(((found - expected).abs() <= tolerance).all())
 
 
 @torch.inference_mode()
-def _is_faster(packed: list[PackedLinear], layers: list[nn.Linear]) -> bool:
+def _time_ratio(packed: list[PackedLinear], layers: list[nn.Linear]) -> float:
+    """Return the time of packed products over that of plain ones, averaged over numbers of rows."""
     weight = layers[0].weight
-    rows = torch.ones(_NUM_ROWS, weight.shape[1], dtype=weight.dtype)
-    ratios = []
-    for _ in range(_NUM_ROUNDS):
-        plain = _seconds(lambda: [layer(rows) for layer in layers])
-        ratios.append(_seconds(lambda: [layer(rows) for layer in packed]) / plain)
-    return statistics.median(ratios[1:]) < _GAIN
+    inputs = [torch.ones(n, weight.shape[1], dtype=weight.dtype) for n in _TRIAL_ROWS]
+    return statistics.mean(
+        statistics.median(
+            _seconds(packed, rows) / _seconds(layers, rows) for _ in range(_NUM_ROUNDS)
+        )
+        for rows in inputs
+    )
 
 
-def _seconds(function: Callable[[], object]) -> float:
+def _seconds(layers: Sequence[nn.Linear], rows: torch.Tensor) -> float:
     start = time.perf_counter()
-    function()
+    for layer in layers:
+        layer(rows)
     return time.perf_counter() - start
+
+
+def _threads() -> ThreadPoolExecutor:
+    """Return threads for packing, since FBGEMM takes seconds for a hundred million numbers."""
+    return ThreadPoolExecutor(torch.get_num_threads(), "pack")

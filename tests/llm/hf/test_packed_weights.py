@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(
 def faster(monkeypatch):
     """Every shape is packed, whatever the clock says."""
     monkeypatch.setattr(packed_weights, "_found", {})
-    monkeypatch.setattr(packed_weights, "_is_faster", lambda packed, layers: True)
+    monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
+    monkeypatch.setattr(packed_weights, "_time_ratio", lambda packed, layers: 0.5)
 
 
 @pytest.fixture
@@ -53,8 +54,9 @@ def check_rows(lm, model, contexts=([1, 2, 3], [4, 5], [1, 2, 7, 8])):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt-oss"])
 @pytest.mark.usefixtures("faster")
-async def test_rows_with_packed_weights_match_bare_model(name, used):
-    model = families.make(name)
+@pytest.mark.parametrize("holds", ["float32", "bfloat16"])
+async def test_rows_with_packed_weights_match_bare_model(name, holds, used):
+    model = families.make(name).to(getattr(torch, holds)).float()
     expected = {
         tuple(context): naive_row(model, context) for context in random_contexts(20, max_length=30)
     }
@@ -64,7 +66,8 @@ async def test_rows_with_packed_weights_match_bare_model(name, used):
         found = await lm.batch_next_token_logprobs([list(context) for context in expected])
         assert used
         assert is_plain(model)
-        assert sum(layer.weight.nbytes for layer in set(used)) == lm.packed_weight_bytes
+        num_bytes = sum(layer.weight.nbytes for layer in set(used))
+        assert lm.packed_weight_bytes == num_bytes // (2 if holds == "bfloat16" else 1)
         for own, row in zip(found, expected.values(), strict=True):
             torch.testing.assert_close(own, row, rtol=0, atol=3e-5)
     assert lm.packed_weight_bytes == 0
@@ -93,9 +96,10 @@ def test_models_are_packed_unless_opted_out_or_in_training(tmp_path):
         assert lm.packed_weight_bytes == 0
 
 
-def layer_and_rows(bias=True):
+def layer_and_rows(bias=True, holds=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 40, bias=bias)), torch.randn(3, 5, 24)
+    model = nn.Sequential(nn.Linear(24, 40, bias=bias)).to(holds).float()
+    return model, torch.randn(3, 5, 24)
 
 
 def packed_of(model):
@@ -153,6 +157,37 @@ def test_untracked_weight_changes_are_found_by_pack_again(change):
     check_layer(model, packed, view, rows, is_packed=True)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (1, 1, 24), (3, 5, 24), (0, 24)])
+@pytest.mark.parametrize("holds", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("faster")
+def test_packed_products_of_any_shape_match_plain_ones(shape, holds, bias):
+    model, _ = layer_and_rows(bias, holds)
+    packed = packed_of(model)
+    assert packed.nbytes == 24 * 40 * (4 if holds == torch.float32 else 2)
+    rows = torch.randn(shape)
+    before = rows.clone()
+    check_layer(model, packed, view_with(packed, model), rows, is_packed=True)
+    assert torch.equal(rows, before)
+
+
+@pytest.mark.usefixtures("faster")
+def test_weights_that_16_bits_cannot_hold_are_packed_in_32():
+    for value in (1e5, 1 + 2**-12, float("inf")):
+        model, _ = layer_and_rows(holds=torch.bfloat16)
+        assert packed_of(model).nbytes == 24 * 40 * 2
+        with torch.no_grad():
+            model[0].weight[3, 4] = value
+        assert packed_of(model).nbytes == 24 * 40 * 4
+    model, rows = layer_and_rows(holds=torch.bfloat16)
+    packed = packed_of(model)
+    view = view_with(packed, model)
+    model[0].weight.data.add_(1e-4)
+    packed.pack_again()
+    assert packed.nbytes == 24 * 40 * 4
+    check_layer(model, packed, view, rows, is_packed=True)
+
+
 @pytest.mark.usefixtures("faster")
 def test_packing_leaves_other_users_of_the_model_intact():
     model = families.make("llama")
@@ -183,12 +218,13 @@ def test_packing_leaves_other_users_of_the_model_intact():
         assert (naive_row(changed, [1, 2, 3]) - expected).abs().max() > 0.01
 
 
+@pytest.mark.usefixtures("faster")
 def test_weights_are_packed_only_if_faster_and_within_budget(monkeypatch):
     model, _ = layer_and_rows()
     monkeypatch.setattr(packed_weights, "_found", {})
-    monkeypatch.setattr(packed_weights, "_is_faster", lambda packed, layers: False)
+    monkeypatch.setattr(packed_weights, "_time_ratio", lambda packed, layers: 1.0)
     assert packed_of(model).nbytes == 0
-    monkeypatch.setattr(packed_weights, "_is_faster", lambda packed, layers: True)
+    monkeypatch.setattr(packed_weights, "_time_ratio", lambda packed, layers: 0.5)
     assert packed_of(model).nbytes == 0  # what has been found out holds for the process
     monkeypatch.setattr(packed_weights, "_found", {})
     monkeypatch.setattr(packed_weights, "cpu_budget", lambda: 24 * 40 * 4 - 1)
