@@ -45,6 +45,7 @@ def _bitsandbytes(**options: Any) -> Callable[[], Any]:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "float32": lambda: load_hf()[0],
+    "float32, rounded to bfloat16 before": lambda: load_hf()[0].bfloat16().float(),
     "bitsandbytes, 8 bits, threshold 0": _bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0),
     "bitsandbytes, NF4": _bitsandbytes(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32

@@ -64,8 +64,9 @@ class AsyncTransformer(ProcessLM):
         num_threads: Threads of a forward pass on the CPU. Default: torch's own number.
         max_length: The longest context to accept. Default: the limit in the model's config.
         packs_weights: Whether to lay out the weights of linear layers for speed. On a CPU, they are
-            copied into oneDNN's blocked layout if a short trial of their shape is faster in it. The
-            copies take at most a quarter of the free memory, up to 4 GiB (``packed_weight_bytes``).
+            copied into oneDNN's blocked layout, or FBGEMM's if float16 holds them, if a short trial
+            of their shape is faster in it. The copies take at most a quarter of the free memory, up
+            to 4 GiB (``packed_weight_bytes``).
             The model's own layers stay as they are, and rows change by rounding alone. Each trial
             runs once per process, so another process may decide differently. Default: ``True`` on a
             CPU, unless the model is in training mode and a parameter requires gradients;
