@@ -25,7 +25,7 @@ from genlm_backend.remote.replicas.replica import Replica
 T = TypeVar("T")
 
 _SUMMED: Final = ("num_slots", "num_states", "num_host_slots")
-_COMMON: Final = ("takes_adapters", "scores", "reads_out")
+_COMMON: Final = ("takes_adapters", "scores", "reads_out", "takes_steps", "omits_undefined")
 """Fields of ``EvaluatorInfo`` that are summed, and flags that are set if all replicas set them."""
 
 

@@ -13,6 +13,7 @@ import weakref
 import pytest
 
 from genlm_backend import load_model_by_name
+from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.errors import (
     AdapterError,
     BatcherClosedError,
@@ -25,11 +26,12 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm import AsyncReplicas, EvaluatorInfo, RestartableEvaluator, RowQuery
 from genlm_backend.queries.evaluator import EvaluatorCounts
+from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere.over_there import Told
 from tests.llm.elsewhere.test_process import close_to, nothing_is_left, until
 from tests.llm.replicas.mortal import Mortal, ask_all, make
-from tests.llm.toy import VOCAB
+from tests.llm.toy import VOCAB, ToyEvaluator
 
 __all__ = ["nothing_is_left"]  # which every test here uses
 
@@ -208,6 +210,17 @@ def test_invalid_evaluators_and_replica_options_are_refused():
         load_model_by_name("smollm2", llm_opts={"replicas": 2, "num_threads": 0})
     with pytest.raises(ModelNotFoundError, match="no-such-model"):
         load_model_by_name("no-such-model", llm_opts={"replicas": 2})
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_particles_use_replicas_of_which_only_one_takes_steps(first):
+    evaluators = [HFEvaluator(families.make("llama")), ToyEvaluator()]
+    with AsyncReplicas(word_tokenizer(), evaluators[first:] + evaluators[:first]) as lm:
+        group = lm.particles([[i, 1] for i in range(40)], 1, seed=0)
+        for _ in range(2):
+            draws = await group.draw()
+            assert (draws.token_ids >= 0).all()
+            group.append(draws.token_ids)
 
 
 class WithAdapters(Mortal):
